@@ -1,0 +1,62 @@
+"""Architecture surgery for Hugging Face models: `patch_model(model, norm="rms", pos="rope")`."""
+
+from .architectures import Architecture, Stack
+from .attention import Fused, Projections
+from .checkpoint import HfpatchConfig
+from .errors import (
+    CheckpointError,
+    NoMatchError,
+    NothingToPatchError,
+    NotPreservedWarning,
+    NotReversibleError,
+    OptionError,
+    PatchError,
+    PositionError,
+    UnknownNameError,
+    UnsupportedError,
+    WrappedModelError,
+)
+from .norms import RMS, AffineNorm, Derf, DyT, Layer, Norm, NormFacts
+from .patch import patch_model, unpatch_model
+from .plan import Plan, plan_patch
+from .positions import NoPE, Position, RoPE
+from .registry import ARCHITECTURES, NORMS, POSITIONS, Registry
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ARCHITECTURES",
+    "NORMS",
+    "POSITIONS",
+    "RMS",
+    "AffineNorm",
+    "Architecture",
+    "CheckpointError",
+    "Derf",
+    "DyT",
+    "Fused",
+    "HfpatchConfig",
+    "Layer",
+    "NoMatchError",
+    "NoPE",
+    "Norm",
+    "NormFacts",
+    "NotPreservedWarning",
+    "NotReversibleError",
+    "NothingToPatchError",
+    "OptionError",
+    "PatchError",
+    "Plan",
+    "Position",
+    "PositionError",
+    "Projections",
+    "Registry",
+    "RoPE",
+    "Stack",
+    "UnknownNameError",
+    "UnsupportedError",
+    "WrappedModelError",
+    "patch_model",
+    "plan_patch",
+    "unpatch_model",
+]

@@ -1,0 +1,61 @@
+"""The form of an architecture record: where a family keeps what a position patch touches. Data, no behaviour.
+
+Classes are named by their names, so that a record imports nothing of transformers and serves every head of the family
+and every composite model that contains one of its stacks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..attention import Fused, LengthLimit, Projections, Window
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One class that owns a table of absolute positions, and the self-attentions that it feeds.
+
+    Paths are relative to the owner; `attention` is a glob over them.
+
+    Attributes:
+        owner: class name of the owner.
+        table: path of the table: a module, or a Parameter.
+        attention: glob of the self-attention modules. Cross-attention must not match.
+        projections: how q and k leave the attention's input.
+        reserved_rows: rows at the table's start that hold no position (BART's and OPT's offset of 2).
+        head_dim: attribute of the attention that holds the channels per head.
+        cache: name of the forward's cache argument, None for stacks that never decode.
+        layer_index: attribute of the attention that holds its index in the cache.
+        window: set where the attention masks by a square buffer of the old maximum length.
+        limits: (path, limit) of modules that refuse or cut inputs beyond the old maximum length; "" is the owner.
+        lengths: attributes of the owner, or of modules around it, that hold the old maximum length as a limit.
+        causal: whether a mask still shows order when positions are dropped.
+    """
+
+    owner: str
+    table: str
+    attention: str
+    projections: Projections | Fused
+    reserved_rows: int = 0
+    head_dim: str = "head_dim"
+    cache: str | None = "past_key_values"
+    layer_index: str = "layer_idx"
+    window: Window | None = None
+    limits: tuple[tuple[str, LengthLimit], ...] = ()
+    lengths: tuple[str, ...] = ()
+    causal: bool = False
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family that position schemes serve.
+
+    Attributes:
+        model_type: transformers' name of the family.
+        stacks: its position-owning classes.
+        example: a checkpoint on the Hub, for documentation.
+    """
+
+    model_type: str
+    stacks: tuple[Stack, ...]
+    example: str

@@ -1,0 +1,206 @@
+"""Patched classes: what a model and its config become, how they are saved, and how a checkpoint is opened again.
+
+In memory a patched model keeps its host's class names and `model_type`, since PEFT, pipelines and tokenizers go by
+them. On disk `model_type` is "hfpatch": a process that hasn't imported hfpatch fails instead of loading half a model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from .attention import ROTARY, host_class, once_per_class
+from .edits import Edits
+from .errors import CheckpointError
+from .norms import AffineNorm
+from .plan import PLANNERS
+from .record import KEY, Record
+
+
+class HfpatchConfig(PreTrainedConfig):
+    """Stands for `"model_type": "hfpatch"` in the Auto classes; it only finds the config class of the host."""
+
+    model_type = KEY
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """The host's config, patched.
+
+        Raises:
+            CheckpointError: the patch record is missing, malformed, newer, or of a family that is unknown here.
+        """
+        where = config_dict.get("_name_or_path") or "this checkpoint's config.json"
+        base = Record.from_json(config_dict.get(KEY), where).base_model_type
+        try:
+            host = type(AutoConfig.for_model(base))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{where} patches a {base!r} model, a family that the installed transformers doesn't know. "
+                "Install the version that the checkpoint was made with."
+            ) from error
+        return registered_config_class(host).from_dict(config_dict, **kwargs)
+
+
+@once_per_class
+def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """The config class of patched models of one family, with every Auto class that knows the host's told of it."""
+    patched = patched_config_class(host)
+    _register(host, patched)
+    return patched
+
+
+@once_per_class
+def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """The config class of patched models of one family."""
+
+    def to_json_string(self: PreTrainedConfig, use_diff: bool = True) -> str:
+        stored = json.loads(host.to_json_string(self, use_diff=use_diff))
+        stored["model_type"] = KEY
+        return json.dumps(stored, indent=2, sort_keys=True) + "\n"
+
+    def from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        Record.from_json(config_dict.get(KEY), config_dict.get("_name_or_path") or "this checkpoint's config.json")
+        return host.from_dict.__func__(cls, {**config_dict, "model_type": host.model_type}, **kwargs)
+
+    body = {
+        "to_json_string": to_json_string,
+        "from_dict": classmethod(from_dict),
+        "__reduce_ex__": _reduce,
+        **_named_like(host),
+    }
+    return type(host.__name__, (host,), body)
+
+
+@once_per_class
+def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class of patched models of one host class: built like the host, then patched as the config's record says."""
+
+    def __init__(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        host.__init__(self, config, *args, **kwargs)
+        replay(self)
+
+    def initialize_weights(self: PreTrainedModel) -> None:
+        host.initialize_weights(self)
+        _initialize_ours(self)
+
+    def from_pretrained(cls: type[PreTrainedModel], name: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return host.from_pretrained.__func__(cls, name, *args, **kwargs)
+        except SafetensorError as error:
+            raise CheckpointError(f"{name}: its weights can't be read: {_broken_file(name) or error}") from error
+
+    body = {
+        "__init__": __init__,
+        "initialize_weights": initialize_weights,
+        "from_pretrained": classmethod(from_pretrained),
+        "__reduce_ex__": _reduce,
+        "config_class": patched_config_class(host_class(host.config_class)),
+        **_named_like(host),
+    }
+    return type(host.__name__, (host,), body)
+
+
+def _named_like(host: type) -> dict[str, Any]:
+    """transformers and its friends go by a class's name and module; a patched class keeps both."""
+    return {
+        "__module__": host.__module__,
+        "__qualname__": host.__qualname__,
+        "__doc__": host.__doc__,
+        "hfpatch_host": host,
+    }
+
+
+def _reduce(self: Any, protocol: Any) -> tuple:
+    return _rebuild, (host_class(type(self)),), self.__dict__
+
+
+def _rebuild(host: type) -> Any:
+    patched = patched_model_class(host) if issubclass(host, nn.Module) else patched_config_class(host)
+    return patched.__new__(patched)
+
+
+def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> None:
+    """Let every Auto class that knows the host's config build the patched model of the same head.
+
+    All of them at once: an unregistered one would go by the config's name and build the unpatched model.
+    """
+    for auto in _auto_classes():
+        models = auto._model_mapping.get(host, None)
+        if isinstance(models, tuple | list):
+            auto.register(patched, tuple(map(patched_model_class, models)), exist_ok=True)
+        elif models is not None:
+            auto.register(patched, patched_model_class(models), exist_ok=True)
+
+
+def _auto_classes() -> Iterator[Any]:
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+    value: Any
+    for value in vars(modeling_auto).values():
+        if isinstance(value, type) and issubclass(value, _BaseAutoModelClass) and value._model_mapping is not None:
+            yield value
+
+
+def replay(model: PreTrainedModel) -> None:
+    """Patch a freshly built model of the host's class as its config's record says.
+
+    Raises:
+        CheckpointError: the config carries no usable record.
+        PatchError: a part doesn't apply to this model.
+    """
+    record = Record.from_json(getattr(model.config, KEY, None), type(model).__name__)
+    same_head = type(model).__name__ in (model.config.architectures or [])
+    for kind, planner in PLANNERS.items():
+        for part in getattr(record, kind):
+            edits = Edits()
+            for change in planner(model, part, strict=same_head):
+                if change.apply:
+                    change.apply(edits)
+
+
+def _initialize_ours(model: nn.Module) -> None:
+    """Values of what hfpatch put in and no checkpoint filled; transformers calls this after loading."""
+    for module in model.modules():
+        rotary: Any = module._modules.get(ROTARY)
+        if hasattr(rotary, "reset"):
+            rotary.reset()
+        if isinstance(module, AffineNorm):
+            values = module.initial_values()
+            for name, parameter in module.named_parameters(recurse=False):
+                if not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
+                    with torch.no_grad():
+                        parameter.fill_(values[name])
+
+
+def _broken_file(name: Any) -> str | None:
+    """The first safetensors file of a local folder whose size isn't what its header says."""
+    folder = Path(os.fspath(name)) if isinstance(name, str | os.PathLike) else None
+    for path in sorted(folder.glob("*.safetensors")) if folder and folder.is_dir() else ():
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+            if 8 + length > size:
+                return f"{path.name} is cut off inside its header ({size} bytes). Download or save it again."
+            try:
+                header = json.loads(file.read(length))
+            except ValueError:
+                return f"{path.name} has no readable header. Download or save it again."
+        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+        if 8 + length + max(ends, default=0) != size:
+            expected = 8 + length + max(ends, default=0)
+            return f"{path.name} has {size} bytes where its header promises {expected}. Download or save it again."
+    return None
+
+
+AutoConfig.register(KEY, HfpatchConfig, exist_ok=True)

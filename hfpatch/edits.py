@@ -1,0 +1,138 @@
+"""The transaction under every patch: each change of the model is logged with its inverse, so all can be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_MISSING: Any = object()
+
+
+class Edits:
+    """Changes made so far, newest last; `undo` takes them back in reverse order, exactly.
+
+    Nothing that a patch does to a model may bypass these methods. The log holds what was replaced, so it pickles and
+    deep-copies together with the model.
+    """
+
+    def __init__(self) -> None:
+        self._log: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __len__(self) -> int:
+        return len(self._log)
+
+    def _record(self, kind: str, *inverse: Any) -> None:
+        self._log.append((kind, inverse))
+
+    def set_module(self, parent: nn.Module, name: str, new: nn.Module | None) -> None:
+        """Put a child where another (or none) was; None removes it. Hooks of a replaced child move to the new one."""
+        old = parent._modules.get(name, _MISSING)
+        self._record("item", parent._modules, name, None if old is _MISSING else (old,), list(parent._modules))
+        if new is None:
+            parent._modules.pop(name, None)
+            return
+        if isinstance(old, nn.Module):
+            new.train(old.training)
+            for hooks in _HOOKS:
+                if old.__dict__.get(hooks):
+                    new.__dict__[hooks] = old.__dict__[hooks]
+        parent._modules[name] = new
+
+    def set_parameter(self, module: nn.Module, name: str, new: nn.Parameter | None) -> None:
+        """Replace a Parameter; None leaves the name without one."""
+        old = module._parameters[name]
+        self._record("item", module._parameters, name, (old,), list(module._parameters))
+        module._parameters[name] = new
+
+    def set_attribute(self, target: Any, name: str, value: Any) -> None:
+        """Set a plain attribute (not a child, Parameter or buffer)."""
+        old = target.__dict__.get(name, _MISSING)
+        # the object rather than its __dict__, which is another one after deepcopy or pickle
+        self._record("attribute", target, name, None if old is _MISSING else (old,))
+        target.__dict__[name] = value
+
+    def set_class(self, target: Any, new: type) -> None:
+        """Change an object's class to a subclass of it, or back."""
+        self._record("class", target, type(target))
+        target.__class__ = new
+
+    def set_list(self, target: list, new: list) -> None:
+        """Replace a list's contents in place."""
+        self._record("list", target, list(target))
+        target[:] = new
+
+    def drop_key(self, target: dict, key: Any) -> None:
+        """Remove a key from a dictionary, if it is there."""
+        if key in target:
+            self._record("item", target, key, (target[key],), list(target))
+            del target[key]
+
+    def then(self, later: Edits) -> Edits:
+        """This log continued by a later one; undoing it takes back both."""
+        self._log += later._log
+        return self
+
+    def undo(self) -> None:
+        """Take back everything, newest first; the log is empty afterwards."""
+        while self._log:
+            kind, inverse = self._log.pop()
+            _UNDO[kind](*inverse)
+
+    def removed_tensors(self) -> list[torch.Tensor]:
+        """Parameters and buffers that only this log still holds, besides those that live on in the model."""
+        tensors: list[torch.Tensor] = []
+        for kind, inverse in self._log:
+            old = inverse[2] if kind == "item" else None
+            for value in old or ():
+                if isinstance(value, nn.Module):
+                    tensors += [*value.parameters(), *value.buffers()]
+                elif isinstance(value, nn.Parameter):
+                    tensors.append(value)
+        return tensors
+
+
+def _undo_item(target: dict, key: Any, old: tuple[Any] | None, order: list) -> None:
+    if old is None:
+        target.pop(key, None)
+    elif key in target:
+        target[key] = old[0]
+    else:  # the order of modules and parameters is part of a model
+        rest = {name: target[name] for name in target}
+        target.clear()
+        target.update({name: old[0] if name == key else rest[name] for name in order if name == key or name in rest})
+        target.update({name: value for name, value in rest.items() if name not in target})
+
+
+def _undo_attribute(target: Any, name: str, old: tuple[Any] | None) -> None:
+    if old is None:
+        target.__dict__.pop(name, None)
+    else:
+        target.__dict__[name] = old[0]
+
+
+def _undo_class(target: Any, old: type) -> None:
+    target.__class__ = old
+
+
+def _undo_list(target: list, old: list) -> None:
+    target[:] = old
+
+
+_UNDO: dict[str, Callable[..., None]] = {
+    "item": _undo_item,
+    "attribute": _undo_attribute,
+    "class": _undo_class,
+    "list": _undo_list,
+}

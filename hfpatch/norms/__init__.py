@@ -1,0 +1,23 @@
+"""Norm schemes: one file each. Importing this package registers those that ship with hfpatch."""
+
+from .derf import Derf, DynamicErf
+from .detect import NormFacts, describe
+from .dyt import DynamicTanh, DyT
+from .layer import Layer, LayerNorm
+from .rms import RMS, RMSNorm
+from .scheme import AffineNorm, Norm
+
+__all__ = [
+    "RMS",
+    "AffineNorm",
+    "Derf",
+    "DyT",
+    "DynamicErf",
+    "DynamicTanh",
+    "Layer",
+    "LayerNorm",
+    "Norm",
+    "NormFacts",
+    "RMSNorm",
+    "describe",
+]

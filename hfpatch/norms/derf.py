@@ -1,0 +1,71 @@
+"""Dynamic erf, Derf ("Stronger Normalization-Free Transformers" 2025, arXiv:2512.10938)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..registry import NORMS
+from ..scheme import require_number
+from .detect import NormFacts
+from .dyt import DynamicTanh
+from .scheme import Norm
+
+
+class DynamicErf(DynamicTanh):
+    """y = gamma * erf(alpha x + s) + beta, alpha and s learned. Arguments as in `DynamicTanh`; s starts at `s`."""
+
+    def __init__(
+        self,
+        facts: NormFacts,
+        kind: str,
+        gain: nn.Parameter | None,
+        shift: nn.Parameter | None,
+        alpha: float,
+        s: float,
+        like: Tensor,
+    ):
+        super().__init__(facts, kind, gain, shift, alpha, like)
+        self.s0 = s
+        self.s = nn.Parameter(torch.full((1,), s, dtype=like.dtype, device=like.device))
+
+    def normalise(self, h: Tensor) -> Tensor:
+        return torch.erf(self.alpha * h + self.s)
+
+    def initial_values(self) -> dict[str, float]:
+        return {**super().initial_values(), "s": self.s0}
+
+
+@NORMS.register("derf")
+@dataclass(frozen=True)
+class Derf(Norm):
+    """Dynamic erf: like DyT with the error function and a learned shift inside.
+
+    gamma * erf(alpha x + s) + beta, arXiv:2512.10938. gamma and beta start as the replaced norm's gain and shift.
+
+    Args:
+        alpha: starting value of the learned slope (paper: 0.5).
+        s: starting value of the learned inner shift (paper: 0).
+
+    Raises:
+        OptionError: alpha is no positive finite number, or s no finite one.
+    """
+
+    alpha: float = 0.5
+    s: float = 0.0
+    label: ClassVar[str] = "DynamicErf"
+
+    def __post_init__(self) -> None:
+        require_number("Derf", "alpha", self.alpha, above=0.0)
+        require_number("Derf", "s", self.s, above=float("-inf"))
+
+    def build(
+        self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor
+    ) -> DynamicErf:
+        return DynamicErf(facts, self.name, gain, shift, self.alpha, self.s, like)
+
+    def loss(self, facts: NormFacts) -> str | None:
+        return "the scale of the norm's input is no longer removed; Derf on trained weights needs training"

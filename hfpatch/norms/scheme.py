@@ -1,0 +1,104 @@
+"""What all norm schemes share: how one is described, and the affine tail y = h * (offset + gain) + shift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..registry import NORMS
+from ..scheme import Scheme
+from .detect import NormFacts
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class AffineNorm(nn.Module):
+    """A module that stands where a norm stood and keeps its Parameters, dtype, device, eps and axis.
+
+    Subclasses give `normalise(h)`, on float32 (or float64) input with the channels last, and the names under which
+    gain and shift are stored. Input and output are `(..., d)`, or `(B, d, ...)` where the replaced norm was
+    channels-first; half precision is widened inside and narrowed at the end.
+
+    Args:
+        facts: what the replaced norm computed.
+        kind: the registered name of the scheme, which `facts.kind` of this module will say.
+        gain, shift: the replaced norm's Parameters (the same objects), or None.
+    """
+
+    names: ClassVar[tuple[str, str]] = ("weight", "bias")
+
+    def __init__(self, facts: NormFacts, kind: str, gain: nn.Parameter | None, shift: nn.Parameter | None):
+        super().__init__()
+        gain_name, shift_name = self.names
+        self.facts = NormFacts(
+            kind,
+            facts.shape,
+            facts.eps,
+            facts.channels_first,
+            facts.offset,
+            gain_name if gain is not None else None,
+            shift_name if shift is not None else None,
+        )
+        self.register_parameter(gain_name, gain)
+        self.register_parameter(shift_name, shift)
+
+    @property
+    def eps(self) -> float | None:
+        return self.facts.eps
+
+    @property
+    def normalized_shape(self) -> tuple[int, ...]:
+        return self.facts.shape
+
+    def normalise(self, h: Tensor) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} must define normalise(h).")
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.movedim(1, -1) if self.facts.channels_first else hidden_states
+        h = self.normalise(x.float() if x.dtype in HALF else x)
+        gain, shift = getattr(self, self.names[0]), getattr(self, self.names[1])
+        if gain is not None:
+            h = h * (gain + self.facts.offset if self.facts.offset else gain)
+        if shift is not None:
+            h = h + shift
+        h = h.to(x.dtype)
+        return h.movedim(-1, 1) if self.facts.channels_first else h
+
+    def initial_values(self) -> dict[str, float]:
+        """The paper's starting value of each parameter, for training from scratch."""
+        return {self.names[0]: 1.0 - self.facts.offset, self.names[1]: 0.0}
+
+    def extra_repr(self) -> str:
+        d = self.facts.shape[0] if len(self.facts.shape) == 1 else self.facts.shape
+        return f"{d}, eps={self.eps}" + (", channels_first=True" if self.facts.channels_first else "")
+
+
+@dataclass(frozen=True)
+class Norm(Scheme):
+    """A norm scheme. Its fields are its options; `build` makes the module that replaces one norm."""
+
+    registry: ClassVar = NORMS
+    label: ClassVar[str] = "norm"  # the class name of the module that `build` returns, as plans print it
+
+    def build(
+        self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor
+    ) -> AffineNorm:
+        """The module that replaces a norm.
+
+        Args:
+            facts: what the replaced norm computes.
+            gain, shift: its Parameters; the new module holds these same objects.
+            like: a tensor whose dtype and device new parameters take.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define build(...).")
+
+    def reason_to_keep(self, facts: NormFacts) -> str | None:
+        """Why a norm that matches the request stays as it is; None to replace it."""
+        return f"is {facts.kind} already" if facts.kind == self.name else None
+
+    def loss(self, facts: NormFacts) -> str | None:
+        """What the swap doesn't preserve when gain and shift are copied; None where the function stays the same."""
+        return "another function"

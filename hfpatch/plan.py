@@ -1,0 +1,177 @@
+"""Checking a request against a model: everything foreseeable is raised here, before anything changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .errors import OptionError, WrappedModelError
+from .norms import Norm
+from .positions import Position
+from .record import INITS, KEY, Part, Record
+from .rows import Change, Row
+from .select import as_globs
+from .swap_norms import plan_norms
+from .swap_positions import plan_positions
+
+PLANNERS = {"norm": plan_norms, "pos": plan_positions}
+
+
+@dataclass
+class Plan:
+    """What a request will do to one model; `str(plan)` is the table. Made by `plan_patch`.
+
+    Attributes:
+        model_name: the model's class.
+        record: the patch record that the model will have.
+        changes: every row with the change behind it.
+    """
+
+    model_name: str
+    record: Record
+    changes: list[Change] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[Row]:
+        """All lines, those of kept modules too."""
+        return [change.row for change in self.changes]
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing will change."""
+        return not any(change.apply for change in self.changes)
+
+    def losses(self) -> list[str]:
+        """What the patch doesn't preserve, each said once."""
+        said = {f"{row.becomes.partition('(')[0]}: {row.loss}" for row in self.rows if row.loss and row.becomes}
+        return sorted(said)
+
+    def __str__(self) -> str:
+        if not self.changes:
+            return f"{self.model_name}: nothing to do, it is patched this way already."
+        lines = [("module", "now", "becomes", "kept function", "note")]
+        for row, numbers, count in _grouped(self.rows):
+            becomes = row.becomes or "(kept)"
+            kept = "" if row.action == "keep" else "exact" if row.loss is None else "approximate"
+            note = "; ".join(filter(None, (row.reason, row.loss)))
+            lines.append((numbers + (f"  x{count}" if count > 1 else ""), row.now, becomes, kept, note))
+        widths = [max(len(line[i]) for line in lines) for i in range(4)]
+        text = [
+            "  ".join((*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[4])).rstrip()
+            for line in lines
+        ]
+        text.insert(1, "  ".join("-" * width for width in (*widths, 4)))
+        replaced = sum(row.action == "replace" for row in self.rows)
+        text.append(f"{self.model_name}: {replaced} of {len(self.rows)} modules change.")
+        return "\n".join(text)
+
+
+def _grouped(rows: list[Row]) -> list[tuple[Row, str, int]]:
+    """Rows that differ in the numbers of their names alone, as one line each: `h.{0-11}.ln_1`."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        pattern = re.sub(r"\d+", "#", row.module)
+        groups.setdefault((pattern, row.now, row.becomes, row.reason, row.loss), []).append(row)
+    return [(members[0], _pattern([row.module for row in members]), len(members)) for members in groups.values()]
+
+
+def _pattern(names: list[str]) -> str:
+    pieces = [re.split(r"(\d+)", name) for name in names]
+    return "".join(_ranges({piece[i] for piece in pieces}) for i in range(len(pieces[0])))
+
+
+def _ranges(values: set[str]) -> str:
+    if len(values) == 1:
+        return next(iter(values))
+    numbers = sorted(map(int, values))
+    runs = [[numbers[0], numbers[0]]]
+    for number in numbers[1:]:
+        if number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return "{" + ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs) + "}"
+
+
+def plan_patch(
+    model: PreTrainedModel,
+    norm: str | Norm | None = None,
+    pos: str | Position | None = None,
+    only: str | Iterable[str] | None = None,
+    keep: str | Iterable[str] | None = None,
+    init: str = "auto",
+) -> Plan:
+    """What `patch_model` would do with the same arguments. A dry run: the model isn't touched.
+
+    Args:
+        model: a bare transformers model, on any device, meta included.
+        norm: a norm scheme: a name ("rms", "dyt", ...), one with options ("dyt:alpha=0.8"), or an object (`DyT(0.8)`).
+        pos: a position scheme, likewise ("rope", "rope:theta=500000", `RoPE(partial=0.5)`, "nope").
+        only: globs over module names; others are kept. For positions they choose attentions: the table that feeds a
+            chosen one goes.
+        keep: globs over module names that stay as they are, attentions and position tables included.
+        init: how new parameters start: "auto" (exact where that is true, else "copy"), "exact" (refuse what isn't),
+            "copy" (gains and shifts are the replaced norm's own Parameters), "reset" (the paper's starting values).
+
+    Returns:
+        The plan; print it for the table of what changes, what is kept, and why.
+
+    Raises:
+        PatchError: one of its children, for anything that `patch_model` would refuse.
+    """
+    parts = _parts(norm, pos, only, keep, init)
+    require_bare(model)
+    record = getattr(model.config, KEY, None)
+    record = Record.from_json(record) if record else Record(model.config.model_type)
+    plan = Plan(type(model).__name__, record)
+    for kind, part in parts.items():
+        if not plan.record.has(kind, part):
+            plan.changes += PLANNERS[kind](model, part)
+            plan.record = plan.record.plus(kind, part)
+    return plan
+
+
+def _parts(norm: object, pos: object, only: object, keep: object, init: str) -> dict[str, Part]:
+    schemes = {"norm": Norm.resolve(norm), "pos": Position.resolve(pos)}
+    if not any(schemes.values()):
+        raise OptionError("nothing was asked for: pass norm=, pos= or both, such as norm='rms', pos='rope'.")
+    if init not in INITS:
+        raise OptionError(f"init must be one of {', '.join(INITS)}, not {init!r}.")
+    globs = as_globs("only", only), as_globs("keep", keep)  # type: ignore[arg-type]
+    return {kind: Part(scheme, *globs, init) for kind, scheme in schemes.items() if scheme is not None}
+
+
+def require_bare(model: object) -> None:
+    """Refuse everything but a bare transformers model.
+
+    Raises:
+        WrappedModelError: says what it is and what to do first.
+    """
+    kind = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        if hasattr(model, "_orig_mod"):
+            raise WrappedModelError("the model is wrapped by torch.compile. Patch the model first, then compile it.")
+        if hasattr(model, "peft_config"):
+            raise WrappedModelError(
+                f"{kind} is a PEFT wrapper. Patch the base model first, then call get_peft_model on it."
+            )
+        inner = getattr(model, "module", None)
+        if isinstance(inner, nn.Module):
+            raise WrappedModelError(
+                f"{kind} wraps the model for distributed or parallel use. Patch the model first, then wrap it."
+            )
+        raise WrappedModelError(
+            f"patch_model takes a transformers PreTrainedModel, not {kind}. For a library's wrapper pass the model "
+            "inside it (sentence-transformers: model[0].auto_model)."
+        )
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None:
+            raise WrappedModelError(
+                f"{name or kind} was compiled by module.compile(). Patch the model first, then compile it."
+            )
+        if type(module).__name__.startswith("FSDP") or "FullyShardedDataParallel" in type(module).__name__:
+            raise WrappedModelError(f"{name or kind} is sharded by FSDP. Patch the model first, then shard it.")

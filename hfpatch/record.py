@@ -1,0 +1,118 @@
+"""What a checkpoint stores about its patches: data only, checked in full before it is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .errors import CheckpointError, PatchError
+from .norms import Norm
+from .positions import Position
+from .scheme import Scheme
+
+VERSION = 1
+KEY = "hfpatch"  # of the config, in memory and on disk; also the model_type on disk
+KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position}
+INITS = ("auto", "exact", "copy", "reset")
+_MOST_PARTS = 100
+_MOST_GLOBS = 10_000
+_LONGEST_GLOB = 1_000
+
+
+@dataclass(frozen=True)
+class Part:
+    """One scheme and where it was asked for.
+
+    Attributes:
+        scheme: a norm or position scheme.
+        only, keep: globs over module names; empty means everywhere, and nowhere.
+        init: how new parameters started; told for the reader, it changes nothing in the structure.
+    """
+
+    scheme: Scheme
+    only: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    init: str = field(default="auto", compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"scheme": self.scheme.to_json(), "only": list(self.only), "keep": list(self.keep), "init": self.init}
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that was patched, in the order in which it must be replayed on a fresh model of the host's class.
+
+    Norms and positions don't touch the same modules, so each has its own list: the order between the two can't matter,
+    and norm first and position later is the same record as both at once.
+    """
+
+    base_model_type: str
+    norm: tuple[Part, ...] = ()
+    pos: tuple[Part, ...] = ()
+
+    def has(self, kind: str, part: Part) -> bool:
+        """Whether the newest part of this kind is the same request."""
+        return getattr(self, kind)[-1:] == (part,)
+
+    def plus(self, kind: str, part: Part) -> Record:
+        return replace(self, **{kind: (*getattr(self, kind), part)})  # type: ignore[arg-type]
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {kind: [part.to_json() for part in getattr(self, kind)] for kind in KINDS}
+        return {"version": VERSION, "base_model_type": self.base_model_type, **parts}
+
+    @classmethod
+    def from_json(cls, stored: Any, where: str = "the checkpoint") -> Record:
+        """The record that `to_json` wrote.
+
+        Raises:
+            CheckpointError: it is malformed, newer than this hfpatch, or names what isn't registered here.
+        """
+        if not isinstance(stored, Mapping):
+            raise CheckpointError(f"{where}: its patch record is {type(stored).__name__}, not an object.")
+        version = stored.get("version")
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise CheckpointError(f"{where}: its patch record has no valid version (found {version!r:.40}).")
+        if version > VERSION:
+            raise CheckpointError(
+                f"{where}: its patch record has version {version}, this hfpatch reads up to {VERSION}. "
+                "Update with: pip install -U hfpatch"
+            )
+        unknown = set(stored) - {"version", "base_model_type", *KINDS}
+        if unknown:
+            raise CheckpointError(f"{where}: its patch record has unknown entries {sorted(map(str, unknown))}.")
+        base = stored.get("base_model_type")
+        if not isinstance(base, str) or not base:
+            raise CheckpointError(f"{where}: its patch record names no base_model_type.")
+        return cls(base, **{kind: _parts(kind, stored.get(kind, []), where) for kind in KINDS})
+
+
+def _parts(kind: str, stored: Any, where: str) -> tuple[Part, ...]:
+    if not isinstance(stored, list) or len(stored) > _MOST_PARTS:
+        raise CheckpointError(f"{where}: {kind!r} in its patch record is no list of at most {_MOST_PARTS} parts.")
+    return tuple(
+        _part(kind, item, f"{where}: {kind}[{index}] of its patch record") for index, item in enumerate(stored)
+    )
+
+
+def _part(kind: str, stored: Any, where: str) -> Part:
+    if not isinstance(stored, Mapping) or set(stored) - {"scheme", "only", "keep", "init"}:
+        raise CheckpointError(f"{where} is no object with scheme, only, keep and init.")
+    init = stored.get("init", "auto")
+    if init not in INITS:
+        raise CheckpointError(f"{where}: init is {init!r:.40}, not one of {', '.join(INITS)}.")
+    try:
+        scheme = KINDS[kind].from_json(stored.get("scheme"))
+    except PatchError as error:
+        raise CheckpointError(
+            f"{where} can't be used here: {error} If the scheme comes from a package of its own, import it first."
+        ) from error
+    return Part(scheme, _globs(stored.get("only", []), where), _globs(stored.get("keep", []), where), init)
+
+
+def _globs(stored: Any, where: str) -> tuple[str, ...]:
+    well_formed = isinstance(stored, list) and len(stored) <= _MOST_GLOBS
+    if not well_formed or not all(isinstance(glob, str) and 0 < len(glob) <= _LONGEST_GLOB for glob in stored):
+        raise CheckpointError(f"{where}: only and keep are lists of globs over module names.")
+    return tuple(stored)

@@ -1,0 +1,76 @@
+"""Which modules a request names: globs over module names, the same for the bare model and for every head."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from .errors import NoMatchError, OptionError
+
+
+def as_globs(option: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
+    """`only` or `keep` as a tuple of globs; one string is one glob.
+
+    Raises:
+        OptionError: something in it is no non-empty string.
+    """
+    if value is None:
+        return ()
+    globs = (value,) if isinstance(value, str) else tuple(value)
+    for glob in globs:
+        if not isinstance(glob, str) or not glob:
+            raise OptionError(f"{option} takes globs over module names such as '*.h.[0-5].*', not {glob!r:.80}.")
+    return globs
+
+
+@dataclass
+class Names:
+    """A model's module names as globs see them: with and without the prefix of the base model.
+
+    `transformer.h.0.*` written for GPT2LMHeadModel thus also names the modules of a bare GPT2Model, whose own names
+    start at `h`, and the other way round.
+    """
+
+    prefix: str
+    has_prefix: bool
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Names:
+        prefix = getattr(model, "base_model_prefix", "")
+        return cls(prefix, bool(prefix) and prefix in model._modules)
+
+    def forms(self, name: str) -> tuple[str, ...]:
+        if not self.prefix:
+            return (name,)
+        if not self.has_prefix:
+            return (name, f"{self.prefix}.{name}")
+        inside = name.startswith(self.prefix + ".")
+        return (name, name[len(self.prefix) + 1 :]) if inside else (name,)
+
+    def in_head(self, name: str) -> bool:
+        """Whether a module belongs to a head rather than to the base model."""
+        return self.has_prefix and not name.startswith(self.prefix + ".") and name != self.prefix
+
+    def matches(self, glob: str, names: Iterable[str]) -> bool:
+        return any(fnmatch.fnmatchcase(form, glob) for name in names for form in self.forms(name))
+
+
+def require_matches(
+    names: Names, globs: tuple[str, ...], option: str, candidates: Sequence[tuple[str, ...]], what: str
+) -> None:
+    """Refuse globs that match none of the modules that the request could touch.
+
+    Raises:
+        NoMatchError: names the glob and some of the modules that it could have matched.
+    """
+    for glob in globs:
+        if not any(names.matches(glob, aliases) for aliases in candidates):
+            shown = sorted({re.sub(r"\.\d+\.", ".*.", aliases[0]) for aliases in candidates})[:6]
+            raise NoMatchError(
+                f"{option}={glob!r} matches none of this model's {len(candidates)} {what}. "
+                f"Their names look like: {', '.join(shown) or 'there are none'}."
+            )

@@ -1,0 +1,175 @@
+"""From a norm scheme and a model to the list of norms that change and those that stay, each with its reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .edits import Edits
+from .errors import NothingToPatchError, UnsupportedError
+from .norms import AffineNorm, Norm, NormFacts, describe
+from .norms.detect import looks_like_norm
+from .record import Part
+from .rows import Change, Row, refuse_private_forward
+from .select import Names, require_matches
+
+_QUERY_KEY = re.compile(
+    r"^((q|k|qk|query|key)_?(layer_?norm|norm|ln)|(layer_?)?norm_?(q|k|query|key)|(ln|norm)_(q|k))$"
+)
+_FEATURES = re.compile(r"feature_(extractor|projection|encoder)")
+
+
+@dataclass
+class _Site:
+    """One norm module and every place where it stands."""
+
+    module: nn.Module
+    facts: NormFacts | None
+    names: list[str] = field(default_factory=list)
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+def plan_norms(model: nn.Module, part: Part, strict: bool = True) -> list[Change]:
+    """What `part` does to the model's norms; nothing is changed yet.
+
+    Args:
+        model: any module tree.
+        part: a norm scheme with its globs.
+        strict: raise where nothing would change; replaying a record on another head doesn't.
+
+    Raises:
+        NoMatchError: a glob matches no norm.
+        NothingToPatchError: the model has no norm that the scheme would replace.
+        UnsupportedError: `init="exact"` where the swap isn't.
+        WrappedModelError: a norm carries a forward of its own (an accelerate hook).
+    """
+    scheme = part.scheme
+    assert isinstance(scheme, Norm)
+    names = Names.of(model)
+    sites = _find(model)
+    if strict:
+        _require_norms(model, scheme, part, sites, names)
+    reasons = {id(site): _reason_to_keep(site, scheme, part, names) for site in sites}
+    _take_special_norms_that_were_named(sites, reasons, part, names)
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    changes = [_change(site, scheme, part, reasons[id(site)], like) for site in sites]
+    if strict and not any(change.apply for change in changes):
+        kept = "; ".join(sorted({str(change.row.reason) for change in changes}))
+        raise NothingToPatchError(
+            f"{type(model).__name__}: norm={scheme.name!r} would change none of its norms ({kept})."
+        )
+    return changes
+
+
+def _find(model: nn.Module) -> list[_Site]:
+    sites: dict[int, _Site | None] = {}
+    parents: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        parents[name] = module
+        if id(module) not in sites:
+            facts = describe(module)
+            found = facts is not None or (looks_like_norm(module) and not module._modules)
+            sites[id(module)] = _Site(module, facts) if found and name else None
+        site = sites[id(module)]
+        if site is not None:
+            parent, _, attribute = name.rpartition(".")
+            site.names.append(name)
+            site.places.append((parents[parent], attribute))
+    return [site for site in sites.values() if site is not None]
+
+
+def _require_norms(model: nn.Module, scheme: Norm, part: Part, sites: list[_Site], names: Names) -> None:
+    usable = [site for site in sites if site.facts is not None]
+    if not usable:
+        raise NothingToPatchError(
+            f"{type(model).__name__} has no LayerNorm-like module, so norm={scheme.name!r} has nothing to replace."
+        )
+    candidates = [tuple(site.names) for site in sites]
+    for option in ("only", "keep"):
+        require_matches(names, getattr(part, option), option, candidates, "norms")
+
+
+def _special(site: _Site, names: Names) -> str | None:
+    """Why a norm isn't one of the residual stream's; such norms change only when `only` names them."""
+    parts = site.names[0].split(".")
+    if any(_QUERY_KEY.match(piece) for piece in parts):
+        return "norm of queries or keys: name it in only= to change it"
+    if any(_FEATURES.search(piece) for piece in parts):
+        return "norm of a feature extractor: name it in only= to change it"
+    if names.in_head(site.names[0]):
+        return "norm of a head: name it in only= to change it"
+    return None
+
+
+def _reason_to_keep(site: _Site, scheme: Norm, part: Part, names: Names) -> str | None:
+    if site.facts is None:
+        return "not LayerNorm's arithmetic: its output isn't gain * normalised input + shift"
+    if any(isinstance(parent, nn.TransformerEncoderLayer) for parent, _ in site.places):
+        return "torch's TransformerEncoderLayer reads its weights in a fused path"
+    already = scheme.reason_to_keep(site.facts)
+    if already:
+        return already
+    if any(names.matches(glob, site.names) for glob in part.keep):
+        return "keep"
+    if part.only and not any(names.matches(glob, site.names) for glob in part.only):
+        return "not in only"
+    return _special(site, names)
+
+
+def _take_special_norms_that_were_named(
+    sites: list[_Site], reasons: dict[int, str | None], part: Part, names: Names
+) -> None:
+    """A glob in `only` that matches no ordinary norm was written for the special ones that it does match."""
+    for glob in part.only:
+        matched = [site for site in sites if names.matches(glob, site.names)]
+        if all(_special(site, names) for site in matched):
+            for site in matched:
+                if reasons[id(site)] == _special(site, names):
+                    reasons[id(site)] = None
+
+
+def _change(site: _Site, scheme: Norm, part: Part, reason: str | None, like: Tensor) -> Change:
+    now = site.module._get_name() + _size(site.facts)
+    row = Row("norm", "keep", site.names[0], now, aliases=tuple(site.names[1:]), reason=reason)
+    if reason is not None:
+        return Change(row)
+    refuse_private_forward(site.names[0], site.module)
+    assert site.facts is not None
+    loss = scheme.loss(site.facts) if part.init != "reset" else "parameters start afresh"
+    if loss and part.init == "exact":
+        raise UnsupportedError(
+            f"{site.names[0]}: norm={scheme.name!r} isn't exact here: {loss}. Use init='auto' to accept that."
+        )
+    row.action, row.becomes, row.loss = "replace", scheme.label + _size(site.facts), loss
+    row.reason = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
+    return Change(row, _replacer(site, site.facts, scheme, part, like))
+
+
+def _size(facts: NormFacts | None) -> str:
+    return f"({', '.join(map(str, facts.shape))})" if facts else ""
+
+
+def _replacer(site: _Site, facts: NormFacts, scheme: Norm, part: Part, like: Tensor) -> Callable[[Edits], None]:
+    def apply(edits: Edits) -> None:
+        gain = getattr(site.module, facts.gain) if facts.gain else None
+        shift = getattr(site.module, facts.shift) if facts.shift else None
+        like_this = gain if gain is not None else shift if shift is not None else like
+        new = scheme.build(facts, gain, shift, like_this)
+        if part.init == "reset":
+            _start_afresh(new)
+        for parent, name in site.places:
+            edits.set_module(parent, name, new)
+
+    return apply
+
+
+def _start_afresh(module: AffineNorm) -> None:
+    """New Parameters at the scheme's starting values: the replaced norm's own must stay as they were."""
+    values = module.initial_values()
+    for name, old in list(module._parameters.items()):
+        if old is not None:
+            module._parameters[name] = nn.Parameter(torch.full_like(old, values[name]), requires_grad=old.requires_grad)

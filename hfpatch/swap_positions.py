@@ -1,0 +1,234 @@
+"""From a position scheme and a model to the tables that go and the attentions that change."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from .architectures import Stack
+from .attention import LENS, ROTARY, AttentionLens, ZeroPositions, lensed_class
+from .edits import Edits
+from .errors import NothingToPatchError, UnsupportedError
+from .positions import Position
+from .record import Part
+from .registry import ARCHITECTURES
+from .rows import Change, Row, refuse_private_forward
+from .select import Names, require_matches
+
+_RELATIVE = re.compile(r"relative_(attention_)?(bias|position)|rel_pos|rel_embeddings|pos_bias|position_bias", re.I)
+
+
+@dataclass
+class _Found:
+    """A stack in the model in hand."""
+
+    stack: Stack
+    owner: nn.Module
+    name: str
+    table_name: str
+    attentions: dict[str, nn.Module]
+
+    def holder(self) -> tuple[nn.Module, str]:
+        """The module that holds the table, and the table's own name in it."""
+        path, _, attribute = self.stack.table.rpartition(".")
+        return self.owner.get_submodule(path), attribute
+
+    def table(self) -> nn.Module | nn.Parameter | None:
+        holder, attribute = self.holder()
+        return getattr(holder, attribute)
+
+
+def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Change]:
+    """What `part` does to the model's positions; nothing is changed yet.
+
+    Args:
+        model: any module tree that contains a recorded stack.
+        part: a position scheme with its globs.
+        strict: raise where nothing would change; replaying a record on another head doesn't.
+
+    Raises:
+        UnsupportedError: no record names any of the model's classes; says what the model has instead.
+        NoMatchError: a glob matches no attention and no table.
+        OptionError: the scheme doesn't fit the attention heads.
+        NothingToPatchError: every attention is kept.
+    """
+    scheme = part.scheme
+    assert isinstance(scheme, Position)
+    names, found = Names.of(model), _find(model)
+    if not found:
+        if not strict:
+            return []
+        raise _unsupported(model)
+    if strict:
+        candidates: list[tuple[str, ...]] = [(name,) for item in found for name in (item.table_name, *item.attentions)]
+        for option in ("only", "keep"):
+            require_matches(names, getattr(part, option), option, candidates, "attentions and position tables")
+    changes = [change for item in found for change in _changes(model, item, scheme, part, names)]
+    if strict and not any(change.apply for change in changes):
+        raise NothingToPatchError(
+            f"{type(model).__name__}: pos={scheme.name!r} would change nothing: every attention is kept or as asked."
+        )
+    return changes
+
+
+def _find(model: nn.Module) -> list[_Found]:
+    stacks = {stack.owner: stack for record in ARCHITECTURES.values() for stack in record.stacks}
+    found = []
+    for name, module in model.named_modules():
+        stack = next((stacks[base.__name__] for base in type(module).__mro__ if base.__name__ in stacks), None)
+        if stack is None:
+            continue
+        prefix = f"{name}." if name else ""
+        attentions = {
+            prefix + child_name: child
+            for child_name, child in module.named_modules()
+            if fnmatch.fnmatchcase(child_name, stack.attention)
+        }
+        found.append(_Found(stack, module, name, prefix + stack.table, attentions))
+    return found
+
+
+def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names: Names) -> list[Change]:
+    reasons = {name: _reason_to_keep(name, part, names) for name in item.attentions}
+    kept_by_name = any(names.matches(glob, [item.table_name]) for glob in part.keep)
+    all_kept = all(reasons.values())
+    why = "its attentions are kept" if all_kept else "keep" if kept_by_name else None
+    rows = [_table_change(model, item, scheme, why)]
+    rows += [
+        _attention_change(name, module, item, scheme, part, reasons[name]) for name, module in item.attentions.items()
+    ]
+    return rows
+
+
+def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
+    if any(names.matches(glob, [name]) for glob in part.keep):
+        return "keep"
+    if part.only and not any(names.matches(glob, [name]) for glob in part.only):
+        return "not in only: sees no positions unless its table is kept"
+    return None
+
+
+def _table_change(model: nn.Module, item: _Found, scheme: Position, why: str | None) -> Change:
+    table = item.table()
+    if table is None or isinstance(table, ZeroPositions):
+        return Change(Row("position", "keep", item.table_name, "no table", reason="removed already"))
+    row = Row("position", "keep", item.table_name, _table_text(table), reason=why)
+    if why:
+        return Change(row)
+    for path, _ in item.stack.limits:
+        refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
+    row.action, row.becomes, row.reason = "replace", "removed", "inputs of any length"
+    row.loss = "absolute positions"
+    if scheme.name == "nope" and not item.stack.causal:
+        row.loss = "absolute positions; without a causal mask the stack becomes blind to order"
+    return Change(row, _remover(model, item))
+
+
+def _table_text(table: nn.Module | nn.Parameter) -> str:
+    rows, width = _table_size(table)
+    return f"{table._get_name() if isinstance(table, nn.Module) else 'Parameter'}({rows}, {width})"
+
+
+def _table_size(table: nn.Module | nn.Parameter) -> tuple[int, int]:
+    weight = table if isinstance(table, Tensor) else table.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[-2], weight.shape[-1]
+
+
+def _remover(model: nn.Module, item: _Found) -> Callable[[Edits], None]:
+    def apply(edits: Edits) -> None:
+        holder, attribute = item.holder()
+        table = item.table()
+        if isinstance(table, nn.Parameter):
+            edits.set_parameter(holder, attribute, None)
+        else:
+            assert isinstance(table, nn.Module)
+            edits.set_module(holder, attribute, ZeroPositions(*_table_size(table)))
+        for path, limit in item.stack.limits:
+            _see_through(edits, item.owner.get_submodule(path), limit)
+        for module in model.modules():
+            around = module is item.owner or any(child is item.owner for child in module.modules())
+            for length in item.stack.lengths if around else ():
+                if length in module.__dict__:
+                    edits.set_attribute(module, length, sys.maxsize)
+
+    return apply
+
+
+def _see_through(edits: Edits, module: nn.Module, lens: object) -> None:
+    edits.set_attribute(module, LENS, lens)
+    if not hasattr(type(module), "hfpatch_host"):
+        edits.set_class(module, lensed_class(type(module)))
+
+
+def _attention_change(
+    name: str, module: nn.Module, item: _Found, scheme: Position, part: Part, reason: str | None
+) -> Change:
+    stack = item.stack
+    rotary = module._modules.get(ROTARY)
+    row = Row("position", "keep", name, module._get_name() + (f" with {rotary}" if rotary else ""), reason=reason)
+    if reason is not None:
+        return Change(row)
+    head_dim = getattr(module, stack.head_dim)
+    scheme.check(head_dim, name)
+    new = scheme.build(head_dim, _max_positions(item))
+    if new is None and rotary is None and stack.window is None:
+        row.reason = "its queries and keys carry no positions"
+        return Change(row)
+    refuse_private_forward(name, module)
+    row.action, row.becomes, row.loss = "replace", scheme.describe(head_dim), "relative instead of absolute positions"
+    if part.init == "exact":
+        raise UnsupportedError(
+            f"{name}: pos={scheme.name!r} isn't exact: what the table drew can't be kept by it. Use init='auto'."
+        )
+    lens = AttentionLens(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window)
+
+    def apply(edits: Edits) -> None:
+        if new is not None:
+            device = next((p.device for p in module.parameters()), None)
+            edits.set_module(module, ROTARY, new.to(device) if device is not None else new)
+        elif rotary is not None:
+            edits.set_module(module, ROTARY, None)
+        _see_through(edits, module, lens)
+
+    return Change(row, apply)
+
+
+def _max_positions(item: _Found) -> int:
+    table = item.table()
+    if isinstance(table, ZeroPositions):
+        return table.num_embeddings - item.stack.reserved_rows
+    return (_table_size(table)[0] if table is not None else 0) - item.stack.reserved_rows
+
+
+def _unsupported(model: nn.Module) -> UnsupportedError:
+    config = getattr(model, "config", None)
+    family = getattr(config, "model_type", type(model).__name__)
+    supported = sorted(ARCHITECTURES)
+    close = difflib.get_close_matches(str(family), supported, n=1, cutoff=0.4)
+    nearest = f" Nearest supported family: {close[0]}." if close else ""
+    return UnsupportedError(
+        f"{family}: {_positions_of(model)} hfpatch has no record for it, so pos= can't change its positions yet."
+        f"{nearest} Supported: {', '.join(supported)}. norm= works without a record."
+    )
+
+
+def _positions_of(model: nn.Module) -> str:
+    """What kind of positions an unrecorded model has, as far as its modules tell."""
+    config = getattr(model, "config", None)
+    for name, module in model.named_modules():
+        owned = [*module._parameters, *module._buffers, *module._modules]
+        if any(_RELATIVE.search(piece) for piece in owned):
+            return f"its positions are relative biases ({name or type(module).__name__})."
+    if getattr(config, "alibi", False) or getattr(config, "model_type", "") in ("bloom", "mpt"):
+        return "its positions are ALiBi's relative biases."
+    for name, module in model.named_modules():
+        if "rotary" in type(module).__name__.lower() or "rotary" in name.rpartition(".")[2].lower():
+            return f"it rotates queries and keys already ({name})."
+    return "none of its classes is recorded as owning a table of positions."
