@@ -145,10 +145,11 @@ def _auto_classes() -> Iterator[Any]:
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-    value: Any
     for value in vars(modeling_auto).values():
-        if isinstance(value, type) and issubclass(value, _BaseAutoModelClass) and value._model_mapping is not None:
-            yield value
+        if isinstance(value, type) and issubclass(value, _BaseAutoModelClass):
+            auto: Any = value
+            if auto._model_mapping is not None:
+                yield auto
 
 
 def replay(model: PreTrainedModel) -> None:

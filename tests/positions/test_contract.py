@@ -1,0 +1,458 @@
+"""The contract of every scheme on every recorded family. Each check has a control: the same check on a mechanism that
+was broken on purpose must fail."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from hfpatch import NORMS, POSITIONS, NotPreservedWarning, patch_model
+from hfpatch.attention import ROTARY, AttentionLens, Fused, Projections, Rotated
+from hfpatch.checkpoint import patched_model_class
+from hfpatch.positions import RotaryEmbedding
+
+sys.path.insert(0, str(Path(__file__).parent))
+from families import FAMILIES, inputs, logits, make
+
+ALL = sorted(FAMILIES)
+DECODERS = [name for name in ALL if FAMILIES[name].decodes]
+REQUESTS = [{"norm": name} for name in NORMS] + [{"pos": name} for name in POSITIONS] + [{"norm": "rms", "pos": "rope"}]
+
+
+def patched(name: str, seed: int = 0, **request: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        return patch_model(make(name, seed), **request)
+
+
+def request_id(request: dict[str, str]) -> str:
+    return "+".join(request.values())
+
+
+every_request = pytest.mark.parametrize("request_", REQUESTS, ids=request_id)
+every_family = pytest.mark.parametrize("name", ALL)
+every_decoder = pytest.mark.parametrize("name", DECODERS)
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference in units of the logits' spread."""
+    return float((a - b).abs().max() / b.std())
+
+
+def with_positions(model: Any, change: Any, stack: str = "") -> list[Any]:
+    """Hooks that change the positions which every rotation (of one stack) sees."""
+    return [
+        module.register_forward_pre_hook(lambda _, args: (change(args[0]),))
+        for module_name, module in model.named_modules()
+        if module_name.endswith(ROTARY) and stack in module_name
+    ]
+
+
+def changed_logits(model: Any, given: dict, change: Any, stack: str = "") -> torch.Tensor:
+    hooks = with_positions(model, change, stack)
+    assert hooks, "no rotation to change"
+    try:
+        return logits(model, given)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# --- shift and active -------------------------------------------------------------------------------------------
+
+
+@every_family
+@pytest.mark.parametrize(
+    ("options", "offset"),
+    # angles are float32, so their rounding grows with offset and frequency: a small theta gets a smaller offset
+    [("rope", 1000), ("rope:partial=0.5", 1000), ("rope:pairing=interleaved,theta=500", 100)],
+)
+def test_shift_leaves_logits_alone(name: str, options: str, offset: int) -> None:
+    model, given = patched(name, pos=options), inputs(name)
+    assert difference(changed_logits(model, given, lambda p: p + offset), logits(model, given)) <= 1e-4
+
+
+def _rotates_queries_only(self: Any, module: Any, head_dim: int, rotate: Any) -> dict:
+    if isinstance(self, Fused):
+
+        def turn(y: torch.Tensor) -> torch.Tensor:
+            width = y.shape[-1] // 3
+            return torch.cat((rotate(y[..., :width].unflatten(-1, (-1, head_dim))).flatten(-2), y[..., width:]), -1)
+
+        return {self.name: Rotated(getattr(module, self.name), turn)}
+    query = getattr(module, self.query)
+    return {self.query: Rotated(query, lambda y: rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2))}
+
+
+@every_family
+def test_control_shift(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Projections, "rotated", _rotates_queries_only)
+    monkeypatch.setattr(Fused, "rotated", _rotates_queries_only)
+    model, given = patched(name, pos="rope"), inputs(name)
+    assert difference(changed_logits(model, given, lambda p: p + 1000), logits(model, given)) > 1e-2
+
+
+@every_family
+def test_active_in_every_stack(name: str) -> None:
+    model, given = patched(name, pos="rope"), inputs(name)
+    stacks = ("encoder", "decoder") if FAMILIES[name].kind in ("seq2seq", "audio") else ("",)
+    for stack in stacks:
+        off = changed_logits(model, given, torch.zeros_like, f"{stack}.layers" if stack else "")
+        assert difference(off, logits(model, given)) >= 1e-2
+
+
+@every_family
+def test_control_active(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RotaryEmbedding, "rotate", lambda self, x, phases: x)
+    model, given = patched(name, pos="rope"), inputs(name)
+    assert difference(changed_logits(model, given, torch.zeros_like), logits(model, given)) < 1e-2
+
+
+@every_family
+def test_cross_attention_is_not_rotated(name: str) -> None:
+    model = patched(name, pos="rope")
+    rotated = [module_name for module_name, _ in model.named_modules() if module_name.endswith(ROTARY)]
+    assert len(rotated) == 2 * (2 if FAMILIES[name].kind in ("seq2seq", "audio") else 1)
+    assert not any("encoder_attn" in module_name or "cross" in module_name for module_name in rotated)
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------
+
+
+def prompt(name: str, pad: int = 0) -> dict[str, torch.Tensor]:
+    given = inputs(name)
+    if FAMILIES[name].kind == "text":
+        tokens = given["input_ids"]
+        given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if pad:
+            filler = torch.zeros(len(tokens), pad, dtype=torch.long)
+            given = {
+                "input_ids": torch.cat((filler, tokens), 1),
+                "attention_mask": torch.cat((filler, given["attention_mask"]), 1),
+            }
+    else:
+        given.pop("decoder_input_ids")
+    return given
+
+
+def generated(model: Any, given: dict, **options: Any) -> torch.Tensor:
+    """Logits (steps, B, V) of a greedy generation."""
+    model.generation_config.forced_eos_token_id = None
+    settings: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    with torch.no_grad():
+        out = model.generate(
+            **given, **{**settings, **options}, output_logits=True, return_dict_in_generate=True, pad_token_id=0
+        )
+    return torch.stack(out.logits)
+
+
+@every_decoder
+@every_request
+def test_cached_equals_uncached(name: str, request_: dict) -> None:
+    model = patched(name, **request_)
+    plain = generated(model, prompt(name), use_cache=False)
+    assert difference(generated(model, prompt(name), use_cache=True), plain) <= 1e-4
+
+
+@every_decoder
+def test_static_cache_equals_uncached(name: str) -> None:
+    model = patched(name, pos="rope")
+    plain = generated(model, prompt(name), use_cache=False)
+    static = generated(model, prompt(name), cache_implementation="static", disable_compile=True)
+    assert difference(static, plain) <= 1e-4
+
+
+@every_decoder
+def test_beam_search_with_cache_equals_without(name: str) -> None:
+    model = patched(name, pos="rope")
+    plain = generated(model, prompt(name), use_cache=False, num_beams=3)
+    assert difference(generated(model, prompt(name), use_cache=True, num_beams=3), plain) <= 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name in DECODERS if FAMILIES[name].kind == "text"])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_left_padding_changes_nothing(name: str, use_cache: bool) -> None:
+    model = patched(name, pos="rope")
+    alone = generated(model, prompt(name), use_cache=False)
+    assert difference(generated(model, prompt(name, pad=5), use_cache=use_cache), alone) <= 1e-4
+
+
+@every_decoder
+def test_control_cached(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = AttentionLens.__call__
+
+    def forgets_the_cache(self: AttentionLens, module: Any, arguments: dict) -> Any:
+        return real(self, module, {**arguments, "position_ids": None, self.cache: None})
+
+    monkeypatch.setattr(AttentionLens, "__call__", forgets_the_cache)
+    model = patched(name, pos="rope")
+    plain = generated(model, prompt(name), use_cache=False)
+    assert difference(generated(model, prompt(name), use_cache=True), plain) > 1e-2
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+def test_bert_like_decoder_with_cache(family: str) -> None:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = getattr(hf, f"{family}Config")(
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=34,
+        initializer_range=0.4,
+        is_decoder=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    head = {"Bert": "BertLMHeadModel", "Roberta": "RobertaForCausalLM"}[family]
+    with pytest.warns(NotPreservedWarning):
+        model = patch_model(getattr(hf, head)(config).eval(), pos="rope")
+    plain = generated(model, prompt("gpt2"), use_cache=False)
+    assert difference(generated(model, prompt("gpt2"), use_cache=True), plain) <= 1e-4
+
+
+# --- training ---------------------------------------------------------------------------------------------------
+
+
+def gradients(model: Any, name: str, checkpointing: bool) -> dict[str, torch.Tensor]:
+    """Gradients of two forwards (of different lengths) before one backward."""
+    model = copy.deepcopy(model).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    lengths = {"image": (16, 32), "audio": (16, 8)}.get(FAMILIES[name].kind, (12, 7))
+    cache = {"use_cache": False} if FAMILIES[name].decodes else {}
+    outputs = [model(**inputs(name, length, seed=length), **cache).logits.square().mean() for length in lengths]
+    sum(outputs).backward()  # type: ignore[union-attr]
+    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+@every_family
+@pytest.mark.parametrize("request_", [{"pos": "rope"}, {"norm": "dyt", "pos": "nope"}], ids=request_id)
+def test_gradient_checkpointing_changes_nothing(name: str, request_: dict) -> None:
+    model = patched(name, **request_)
+    plain, checkpointed = gradients(model, name, False), gradients(model, name, True)
+    assert plain.keys() == checkpointed.keys()
+    assert all(torch.equal(plain[key], checkpointed[key]) for key in plain)
+
+
+def test_control_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = RotaryEmbedding.forward
+
+    def keeps_state(self: RotaryEmbedding, positions: torch.Tensor) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1  # like a mechanism that stores positions on the module
+        return real(self, positions * self.calls)
+
+    monkeypatch.setattr(RotaryEmbedding, "forward", keeps_state)
+    model = patched("gpt2", pos="rope")
+    plain, checkpointed = gradients(model, "gpt2", False), gradients(model, "gpt2", True)
+    assert not all(torch.equal(plain[key], checkpointed[key]) for key in plain)
+
+
+def forward_and_backward(model: Any, run: Any, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    cache = {"use_cache": False} if FAMILIES[name].decodes else {}
+    out = run(**inputs(name), **cache).logits
+    out.square().mean().backward()
+    return out.detach(), {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+
+
+@every_family
+@every_request
+def test_compiles_without_graph_breaks(name: str, request_: dict) -> None:
+    torch._dynamo.reset()
+    model = patched(name, **request_)
+    out, grads = forward_and_backward(model, model, name)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled_out, compiled_grads = forward_and_backward(model, compiled, name)
+    assert difference(compiled_out, out) <= 1e-5
+    assert all((compiled_grads[key] - grads[key]).abs().max() <= 1e-4 * grads[key].abs().max() + 1e-7 for key in grads)
+
+
+def test_compiles_with_inductor() -> None:
+    torch._dynamo.reset()
+    model = patched("gpt2", norm="rms", pos="rope")
+    out, _ = forward_and_backward(model, model, "gpt2")
+    compiled_out, _ = forward_and_backward(model, torch.compile(model, fullgraph=True), "gpt2")
+    assert difference(compiled_out, out) <= 1e-4
+
+
+def test_control_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = RotaryEmbedding.forward
+
+    def breaks(self: RotaryEmbedding, positions: torch.Tensor) -> Any:
+        torch._dynamo.graph_break()
+        return real(self, positions)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(RotaryEmbedding, "forward", breaks)
+    model = patched("gpt2", pos="rope")
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        forward_and_backward(model, torch.compile(model, fullgraph=True, backend="aot_eager"), "gpt2")
+
+
+def lora_targets(model: Any) -> list[str]:
+    lens = next(m.__dict__["_hfpatch_lens"] for m in model.modules() if ROTARY in m._modules)
+    projections = lens.projections
+    return [projections.name] if isinstance(projections, Fused) else [projections.query, projections.key]
+
+
+def merged_difference(name: str) -> float:
+    model = patched(name, pos="rope")
+    torch.manual_seed(5)
+    tuned = get_peft_model(model, LoraConfig(target_modules=lora_targets(model), init_lora_weights=False, r=4)).eval()
+    unmerged = logits(tuned, inputs(name))
+    with tuned.disable_adapter():
+        assert difference(logits(tuned, inputs(name)), unmerged) > 1e-2, "the adapter does nothing"
+    return difference(logits(tuned.merge_and_unload(), inputs(name)), unmerged)
+
+
+@every_family
+def test_lora_on_queries_and_keys_merges_exactly(name: str) -> None:
+    assert merged_difference(name) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_control_lora(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Rotated.__init__
+
+    class BelowTheAdapter:
+        """A rotation that sits on the Linear itself, as a forward hook would, so that LoRA's part isn't rotated."""
+
+        def __init__(self, layer: Any, turn: Any):
+            self.layer, self.turn = layer, turn
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self.layer, "base_layer"):
+                return self.turn(self.layer(x))
+            base = self.layer.base_layer(x)
+            return self.turn(base) + (self.layer(x) - base)
+
+    monkeypatch.setattr(Rotated, "__init__", lambda self, p, turn: real(self, BelowTheAdapter(p, turn), lambda y: y))
+    assert merged_difference(name) > 1e-2
+
+
+# --- length and dtype -------------------------------------------------------------------------------------------
+
+
+def long_inputs(name: str) -> dict[str, torch.Tensor]:
+    return inputs(name, 4 * FAMILIES[name].old_length, batch=1)
+
+
+@every_family
+@pytest.mark.parametrize("pos", list(POSITIONS))
+def test_four_times_the_old_length(name: str, pos: str) -> None:
+    out = logits(patched(name, pos=pos), long_inputs(name))
+    assert out.isfinite().all()
+    if out.dim() == 3:
+        assert out.shape[1] == 4 * FAMILIES[name].old_length
+
+
+@every_family
+def test_control_length(name: str) -> None:
+    with pytest.raises((IndexError, RuntimeError, ValueError)):
+        logits(make(name), long_inputs(name))
+
+
+def test_whisper_labels_beyond_the_old_length() -> None:
+    given = long_inputs("whisper")
+    labels = given.pop("decoder_input_ids")
+    with torch.no_grad():
+        assert patched("whisper", pos="rope")(**given, labels=labels).loss.isfinite()
+    with pytest.raises(ValueError, match="length"), torch.no_grad():
+        make("whisper")(**{**inputs("whisper"), "decoder_input_ids": None}, labels=labels)
+
+
+@every_family
+@every_request
+def test_bfloat16_runs(name: str, request_: dict) -> None:
+    model, given = patched(name, **request_), inputs(name)
+    expected = logits(model, given)
+    half = {key: value.bfloat16() if value.is_floating_point() else value for key, value in given.items()}
+    out = logits(model.bfloat16(), half)
+    assert out.dtype == torch.bfloat16
+    assert torch.nn.functional.cosine_similarity(out.float().flatten(), expected.flatten(), dim=0) > 0.98
+
+
+def phase_error_after_cast() -> float:
+    model = patched("gpt2", pos="rope")
+    rotary = model.transformer.h[0].attn.rotary_emb
+    positions = torch.arange(1000, 1100)[None]
+    before = rotary(positions)[0]
+    return float((model.bfloat16().transformer.h[0].attn.rotary_emb(positions)[0] - before).abs().max())
+
+
+def test_frequencies_stay_float32() -> None:
+    assert phase_error_after_cast() == 0
+
+
+def test_control_frequencies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RotaryEmbedding, "reset", lambda self: None)
+    assert phase_error_after_cast() > 1e-2
+
+
+# --- copies and checkpoints -------------------------------------------------------------------------------------
+
+
+@every_family
+@every_request
+def test_save_and_load(name: str, request_: dict, tmp_path: Path) -> None:
+    model, given = patched(name, **request_), inputs(name)
+    model.save_pretrained(tmp_path)
+    # the class by way of the record, as AutoModelFor* finds it (tests/test_checkpoint.py goes through all heads)
+    loaded = patched_model_class(type(make(name))).from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(loaded, given), logits(model, given))
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+
+
+def test_control_save_and_load(tmp_path: Path) -> None:
+    model, given = patched("gpt2", pos="rope"), inputs("gpt2")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["hfpatch"]["pos"][0]["scheme"]["theta"] = 10.0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert difference(logits(loaded, given), logits(model, given)) > 1e-2
+
+
+def _torch_saved(model: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": _torch_saved,
+}
+
+
+@every_family
+@pytest.mark.parametrize("how", sorted(COPIES))
+def test_copies(name: str, how: str) -> None:
+    model, given = patched(name, norm="dyt", pos="rope"), inputs(name)
+    expected = logits(model, given)
+    twin = COPIES[how](model)
+    assert type(twin) is type(model)
+    assert torch.equal(logits(twin, given), expected)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(logits(model, given), expected), "the copy shares parameters with the original"
+    assert not torch.equal(logits(twin, given), expected), "control: the copy doesn't use its own parameters"
