@@ -65,25 +65,33 @@ def once_per_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return functools.cache(make)
 
 
-@once_per_class
-def lensed_class(host: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of `host` whose forward is the host's forward on a view, as the module's lens makes it."""
+def lensed_forward(host: type[nn.Module]) -> Callable[..., Any]:
+    """The host's forward, run on a view wherever the instance has a lens."""
     view = _view_class(host)
     host_forward = host.forward
     signature = inspect.signature(host_forward)
     names = tuple(signature.parameters)[1:]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        lens = self.__dict__.get(LENS)
+        if lens is None:
+            return host_forward(self, *args, **kwargs)
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        attributes, filled = self.__dict__[LENS](self, arguments)
+        attributes, filled = lens(self, arguments)
         seen = view(self, attributes)
         if filled:
             return host_forward(seen, **{**arguments, **filled})
         return host_forward(seen, *args, **kwargs)
 
     forward.__signature__ = signature  # type: ignore[attr-defined]  # callers inspect it for the arguments to pass
+    return forward
+
+
+@once_per_class
+def lensed_class(host: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of `host` whose forward is the host's forward on a view, as the module's lens makes it."""
     body = {
-        "forward": forward,
+        "forward": lensed_forward(host),
         "__module__": host.__module__,
         "__qualname__": host.__qualname__,
         "__doc__": host.__doc__,

@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from .attention import ROTARY, host_class, once_per_class
+from .attention import ROTARY, host_class, lensed_forward, once_per_class
 from .edits import Edits
 from .errors import CheckpointError
 from .norms import AffineNorm
 from .plan import PLANNERS
 from .record import KEY, Record
+from .registry import ARCHITECTURES
 
 
 class HfpatchConfig(PreTrainedConfig):
@@ -44,8 +46,9 @@ class HfpatchConfig(PreTrainedConfig):
             host = type(AutoConfig.for_model(base))
         except ValueError as error:
             raise CheckpointError(
-                f"{where} patches a {base!r} model, a family that the installed transformers doesn't know. "
-                "Install the version that the checkpoint was made with."
+                f"{where} patches a {base!r} model, which transformers {transformers.__version__} doesn't know. "
+                "If it comes from a package of its own, import that first; else install the transformers version that "
+                "the checkpoint was made with."
             ) from error
         return registered_config_class(host).from_dict(config_dict, **kwargs)
 
@@ -106,7 +109,15 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
         "config_class": patched_config_class(host_class(host.config_class)),
         **_named_like(host),
     }
+    if _needs_lens(host):
+        body["forward"] = lensed_forward(host)
     return type(host.__name__, (host,), body)
+
+
+def _needs_lens(host: type) -> bool:
+    """Whether a model of this class, standing alone, is itself what a length limit is lifted from."""
+    stacks = [stack for record in ARCHITECTURES.values() for stack in record.stacks]
+    return any(stack.owner == host.__name__ and any(not path for path, _ in stack.limits) for stack in stacks)
 
 
 def _named_like(host: type) -> dict[str, Any]:
@@ -136,9 +147,29 @@ def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> 
     for auto in _auto_classes():
         models = auto._model_mapping.get(host, None)
         if isinstance(models, tuple | list):
-            auto.register(patched, tuple(map(patched_model_class, models)), exist_ok=True)
+            auto._model_mapping.register(patched, tuple(_opened_as(model, host) for model in models), exist_ok=True)
         elif models is not None:
-            auto.register(patched, patched_model_class(models), exist_ok=True)
+            auto._model_mapping.register(patched, _opened_as(models, host), exist_ok=True)
+
+
+def _opened_as(model: Any, config: type[PreTrainedConfig]) -> Any:
+    """The patched class, or what refuses: a class for a part of the model has no record of the patch of the whole."""
+    return patched_model_class(model) if model.config_class is config else _PartOfPatched(model)
+
+
+class _PartOfPatched:
+    """Stands in an Auto class where transformers would open only one part (the text model, say) of a patched whole."""
+
+    def __init__(self, model: type):
+        self.__name__ = model.__name__
+
+    def from_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        raise CheckpointError(
+            f"{self.__name__} would open only a part of this checkpoint, and the patch is recorded for the whole. "
+            "Load it with the Auto class that it was saved from."
+        )
+
+    _from_config = from_pretrained
 
 
 def _auto_classes() -> Iterator[Any]:

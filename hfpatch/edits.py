@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 _HOOKS = (
@@ -16,6 +15,7 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
     "_backward_hooks",
     "_backward_pre_hooks",
+    "_is_full_backward_hook",
 )
 _MISSING: Any = object()
 
@@ -46,7 +46,7 @@ class Edits:
         if isinstance(old, nn.Module):
             new.train(old.training)
             for hooks in _HOOKS:
-                if old.__dict__.get(hooks):
+                if old.__dict__.get(hooks) not in (None, {}):
                     new.__dict__[hooks] = old.__dict__[hooks]
         parent._modules[name] = new
 
@@ -65,8 +65,9 @@ class Edits:
 
     def set_class(self, target: Any, new: type) -> None:
         """Change an object's class to a subclass of it, or back."""
-        self._record("class", target, type(target))
-        target.__class__ = new
+        if type(target) is not new:
+            self._record("class", target, type(target))
+            target.__class__ = new
 
     def set_list(self, target: list, new: list) -> None:
         """Replace a list's contents in place."""
@@ -76,8 +77,17 @@ class Edits:
     def drop_key(self, target: dict, key: Any) -> None:
         """Remove a key from a dictionary, if it is there."""
         if key in target:
-            self._record("item", target, key, (target[key],), list(target))
+            self._record("key", target, key, target[key])
             del target[key]
+
+    def replacements(self) -> list[tuple[nn.Module | nn.Parameter | None, nn.Module | nn.Parameter | None]]:
+        """Pairs (old, new) of the children and Parameters that were exchanged; None where there was or is none."""
+        pairs = []
+        for kind, inverse in self._log:
+            if kind == "item":
+                target, key, old, _ = inverse
+                pairs.append((old[0] if old else None, target.get(key)))
+        return pairs
 
     def then(self, later: Edits) -> Edits:
         """This log continued by a later one; undoing it takes back both."""
@@ -90,18 +100,6 @@ class Edits:
             kind, inverse = self._log.pop()
             _UNDO[kind](*inverse)
 
-    def removed_tensors(self) -> list[torch.Tensor]:
-        """Parameters and buffers that only this log still holds, besides those that live on in the model."""
-        tensors: list[torch.Tensor] = []
-        for kind, inverse in self._log:
-            old = inverse[2] if kind == "item" else None
-            for value in old or ():
-                if isinstance(value, nn.Module):
-                    tensors += [*value.parameters(), *value.buffers()]
-                elif isinstance(value, nn.Parameter):
-                    tensors.append(value)
-        return tensors
-
 
 def _undo_item(target: dict, key: Any, old: tuple[Any] | None, order: list) -> None:
     if old is None:
@@ -113,6 +111,10 @@ def _undo_item(target: dict, key: Any, old: tuple[Any] | None, order: list) -> N
         target.clear()
         target.update({name: old[0] if name == key else rest[name] for name in order if name == key or name in rest})
         target.update({name: value for name, value in rest.items() if name not in target})
+
+
+def _undo_key(target: dict, key: Any, old: Any) -> None:
+    target[key] = old
 
 
 def _undo_attribute(target: Any, name: str, old: tuple[Any] | None) -> None:
@@ -132,6 +134,7 @@ def _undo_list(target: list, old: list) -> None:
 
 _UNDO: dict[str, Callable[..., None]] = {
     "item": _undo_item,
+    "key": _undo_key,
     "attribute": _undo_attribute,
     "class": _undo_class,
     "list": _undo_list,

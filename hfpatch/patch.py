@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -14,14 +15,27 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .attention import host_class
 from .checkpoint import patched_model_class, registered_config_class
 from .edits import Edits
-from .errors import NotPreservedWarning, NotReversibleError, OptionError
+from .errors import NotPreservedWarning, NotReversibleError
 from .norms import AffineNorm, Norm
+from .optimizer import check_optimizer, swap_parameters
 from .plan import Plan, plan_patch, require_bare
 from .positions import Position
 from .record import KEY
 
 M = TypeVar("M", bound=PreTrainedModel)
 WAY_BACK = "_hfpatch_way_back"
+
+
+@dataclass
+class WayBack:
+    """What a reversible patch keeps on the model: the log, and the dtype that the model had."""
+
+    edits: Edits
+    dtype: torch.dtype
+
+    def then(self, later: Edits) -> WayBack:
+        """The same with a later patch's log after it."""
+        return WayBack(self.edits.then(later), self.dtype)
 
 
 def patch_model(
@@ -44,7 +58,7 @@ def patch_model(
     Args:
         model, norm, pos, only, keep, init: as in `plan_patch`.
         optimizer: an optimizer made before the patch; removed Parameters leave it (with their state), new ones join the
-            group of their module's other Parameters.
+            group of what they replace.
         reversible: keep what was replaced in memory, for `unpatch_model`.
 
     Returns:
@@ -58,28 +72,20 @@ def patch_model(
             change is taken back before the error is passed on.
     """
     plan = plan_patch(model, norm, pos, only, keep, init)
-    way_back = model.__dict__.get(WAY_BACK)
+    way_back: WayBack | None = model.__dict__.get(WAY_BACK)
     if reversible and way_back is None and getattr(model.config, KEY, None):
         raise NotReversibleError(
             "an earlier patch of this model kept no way back, so reversible=True can't restore it."
         )
     if optimizer is not None:
-        _check_optimizer(optimizer, model)
+        check_optimizer(optimizer, model)
     if not plan.changes:
         return model
-    edits, optimizer_edits = Edits(), Edits()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            _carry_out(model, plan, edits)
-        if optimizer is not None:
-            _swap_parameters(model, optimizer, optimizer_edits)
-    except BaseException:
-        optimizer_edits.undo()
-        edits.undo()
-        raise
+    dtype = model.dtype
+    edits = _transact(model, plan, optimizer)
     model.__dict__.pop(WAY_BACK, None)
     if reversible:
-        model.__dict__[WAY_BACK] = way_back.then(edits) if way_back is not None else edits
+        model.__dict__[WAY_BACK] = WayBack(edits, dtype) if way_back is None else way_back.then(edits)
     if plan.losses() and init != "reset":
         warnings.warn(_not_preserved(plan), NotPreservedWarning, stacklevel=2)
     return model
@@ -100,42 +106,50 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
         WrappedModelError: it is wrapped; unwrap it first.
     """
     require_bare(model)
-    edits = model.__dict__.get(WAY_BACK)
-    if edits is None:
+    way_back: WayBack | None = model.__dict__.get(WAY_BACK)
+    if way_back is None:
         if not getattr(model.config, KEY, None):
             raise NotReversibleError(f"{type(model).__name__} isn't patched.")
         raise NotReversibleError(
             f"{type(model).__name__} kept no way back: it was loaded patched, or patched without reversible=True. "
             "Load the original checkpoint instead."
         )
-    device, dtype = model.device, model.dtype
-    returning = edits.removed_tensors()
-    edits.undo()
-    model.__dict__.pop(WAY_BACK)
-    for tensor in returning:
-        wanted = (
-            dtype if tensor.is_floating_point() and tensor.dtype != dtype and model.dtype == dtype else tensor.dtype
-        )
-        if tensor.device != device or tensor.dtype != wanted:
-            tensor.data = tensor.data.to(device, wanted)
     if optimizer is not None:
-        _swap_parameters(model, optimizer, Edits())
+        check_optimizer(optimizer, model)
+    before = list(model.parameters())
+    pairs = [(new, old) for old, new in way_back.edits.replacements()]
+    patched_config, device, dtype = model.config, model.device, model.dtype
+    way_back.edits.undo()
+    model.__dict__.pop(WAY_BACK)
+    _carry_over_config(model, patched_config)
+    _follow(model, before, device, dtype if dtype != way_back.dtype else None)
+    if optimizer is not None:
+        swap_parameters(model, optimizer, before, pairs, Edits())
     return model
 
 
-def _carry_out(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:
-    known = {id(parameter) for parameter in model.parameters()}
-    for change in plan.changes:
-        if change.apply:
-            change.apply(edits)
-    _give_own_config(model, plan, edits)
-    edits.set_class(model, patched_model_class(host_class(type(model))))
+def _transact(model: PreTrainedModel, plan: Plan, optimizer: Any) -> Edits:
+    """Carry the plan out, or leave everything as it was."""
+    edits, optimizer_edits = Edits(), Edits()
+    before = list(model.parameters())
+    try:
+        with torch.random.fork_rng(devices=[]):
+            for change in plan.changes:
+                if change.apply:
+                    change.apply(edits)
+            _give_own_config(model, plan, edits)
+            edits.set_class(model, patched_model_class(host_class(type(model))))
+        if optimizer is not None:
+            swap_parameters(model, optimizer, before, edits.replacements(), optimizer_edits)
+    except BaseException:
+        optimizer_edits.undo()
+        edits.undo()
+        raise
     for module in model.modules():
         if isinstance(module, AffineNorm):  # a later init_weights() must not start them afresh
-            module._is_hf_initialized = True  # type: ignore[assignment]
-            for parameter in module.parameters(recurse=False):
-                if id(parameter) not in known:
-                    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            for value in (module, *module.parameters(recurse=False)):
+                vars(value)["_is_hf_initialized"] = True
+    return edits
 
 
 def _give_own_config(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:
@@ -150,32 +164,25 @@ def _give_own_config(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:
                 edits.set_attribute(module, name, copies[id(value)])
 
 
-def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
-        raise OptionError(f"optimizer must be a torch optimizer, not {type(optimizer).__name__}.")
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not any(id(parameter) in held for parameter in model.parameters()):
-        raise OptionError("optimizer holds none of this model's parameters, so there is nothing in it to swap.")
-
-
-def _swap_parameters(model: nn.Module, optimizer: Any, edits: Edits) -> None:
-    """Make the optimizer hold the model's present Parameters, newcomers beside their module's other ones."""
-    present = {id(parameter) for parameter in model.parameters()}
-    home = {id(parameter): i for i, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
-    joining: dict[int, list[nn.Parameter]] = {}
+def _carry_over_config(model: nn.Module, patched: PreTrainedConfig) -> None:
+    """Settings that were changed on the patched config since the patch (a resized vocabulary, labels, ...)."""
+    original: Any = model.config
+    for name, value in vars(patched).items():
+        inner = isinstance(value, PreTrainedConfig)
+        if name != KEY and not inner and (name not in vars(original) or vars(original)[name] != value):
+            vars(original)[name] = value
     for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        group = next((home[id(p)] for p in own if id(p) in home), None)
-        for parameter in own if group is not None else ():
-            if id(parameter) not in home:
-                joining.setdefault(group, []).append(parameter)  # type: ignore[arg-type]
-                home[id(parameter)] = group  # type: ignore[assignment]
-    for i, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in present:
-                edits.drop_key(optimizer.state, parameter)
-        staying = [parameter for parameter in group["params"] if id(parameter) in present]
-        edits.set_list(group["params"], staying + joining.get(i, []))
+        for name, value in vars(module).items():
+            if value is patched:
+                vars(module)[name] = original
+
+
+def _follow(model: nn.Module, before: list[nn.Parameter], device: torch.device, dtype: torch.dtype | None) -> None:
+    """Move what came back to where the model has gone since the patch, and to its new dtype if it got one."""
+    known = {id(parameter) for parameter in before}
+    for parameter in model.parameters():
+        if id(parameter) not in known:
+            parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
 
 
 def _not_preserved(plan: Plan) -> str:

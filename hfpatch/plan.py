@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PreTrainedModel
 
-from .errors import OptionError, WrappedModelError
+from .attention import host_class
+from .errors import NothingToPatchError, OptionError, UnsupportedError, WrappedModelError
 from .norms import Norm
 from .positions import Position
 from .record import INITS, KEY, Part, Record
 from .rows import Change, Row
-from .select import as_globs
+from .select import Names, as_globs, require_matches
 from .swap_norms import plan_norms
 from .swap_positions import plan_positions
 
@@ -47,8 +48,12 @@ class Plan:
 
     def losses(self) -> list[str]:
         """What the patch doesn't preserve, each said once."""
-        said = {f"{row.becomes.partition('(')[0]}: {row.loss}" for row in self.rows if row.loss and row.becomes}
-        return sorted(said)
+        said = dict.fromkeys(
+            f"{row.becomes.partition('(')[0]}: {row.loss}" if row.kind == "norm" else row.loss
+            for row in self.rows
+            if row.loss and row.becomes
+        )
+        return list(said)
 
     def __str__(self) -> str:
         if not self.changes:
@@ -108,7 +113,7 @@ def plan_patch(
     """What `patch_model` would do with the same arguments. A dry run: the model isn't touched.
 
     Args:
-        model: a bare transformers model, on any device, meta included.
+        model: a bare transformers model, the outermost one (that which will be saved), on any device, meta included.
         norm: a norm scheme: a name ("rms", "dyt", ...), one with options ("dyt:alpha=0.8"), or an object (`DyT(0.8)`).
         pos: a position scheme, likewise ("rope", "rope:theta=500000", `RoPE(partial=0.5)`, "nope").
         only: globs over module names; others are kept. For positions they choose attentions: the table that feeds a
@@ -128,11 +133,25 @@ def plan_patch(
     record = getattr(model.config, KEY, None)
     record = Record.from_json(record) if record else Record(model.config.model_type)
     plan = Plan(type(model).__name__, record)
-    for kind, part in parts.items():
-        if not plan.record.has(kind, part):
-            plan.changes += PLANNERS[kind](model, part)
-            plan.record = plan.record.plus(kind, part)
+    planned = {kind: PLANNERS[kind](model, part) for kind, part in parts.items() if not record.has(kind, part)}
+    for kind, changes in planned.items():
+        plan.changes += changes
+        plan.record = plan.record.plus(kind, parts[kind])
+    if planned:
+        globs = {option: getattr(next(iter(parts.values())), option) for option in ("only", "keep")}
+        require_matches(Names.of(model), globs, plan.rows)
+    for kind, changes in planned.items():
+        _require_change(plan, kind, parts[kind], changes)
     return plan
+
+
+def _require_change(plan: Plan, kind: str, part: Part, changes: list[Change]) -> None:
+    if not any(change.apply for change in changes):
+        reasons = "; ".join(dict.fromkeys(str(change.row.reason) for change in changes))
+        raise NothingToPatchError(
+            f"{plan.model_name}: {kind}={part.scheme.name!r} has nothing to change; "
+            f"{'its one module is' if len(changes) == 1 else f'all {len(changes)} modules are'} kept ({reasons})."
+        )
 
 
 def _parts(norm: object, pos: object, only: object, keep: object, init: str) -> dict[str, Part]:
@@ -169,9 +188,33 @@ def require_bare(model: object) -> None:
             "inside it (sentence-transformers: model[0].auto_model)."
         )
     for name, module in model.named_modules():
-        if module._compiled_call_impl is not None:
-            raise WrappedModelError(
-                f"{name or kind} was compiled by module.compile(). Patch the model first, then compile it."
+        _require_bare_module(name or kind, module)
+    _require_one_patched_model(model)
+
+
+def _require_bare_module(name: str, module: nn.Module) -> None:
+    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        raise WrappedModelError(f"{name} is compiled. Patch the model first, then compile it.")
+    if type(module).__name__.startswith("FSDP") or "FullyShardedDataParallel" in type(module).__name__:
+        raise WrappedModelError(f"{name} is sharded by FSDP. Patch the model first, then shard it.")
+    if "_hf_hook" in module.__dict__:
+        raise WrappedModelError(
+            f"{name} carries an accelerate hook (device_map over several devices, or offloading). Patch the model "
+            "first, then dispatch it; accelerate.hooks.remove_hook_from_module(model, recurse=True) takes them off."
+        )
+
+
+def _require_one_patched_model(model: PreTrainedModel) -> None:
+    """A checkpoint has one patch record, the outermost model's; refuse what it couldn't tell of."""
+    if getattr(model.config, KEY, None) and host_class(type(model)) is type(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} was built from a patched config, but not as a patched model. Build it with "
+            "an Auto class's from_config, or from the original config."
+        )
+    for name, module in model.named_modules():
+        inner = name and isinstance(module, PreTrainedModel) and module.config is not model.config
+        if inner and getattr(module.config, KEY, None):
+            raise UnsupportedError(
+                f"{name} inside {type(model).__name__} was patched by itself, which the outer model's record couldn't "
+                "tell of. Patch the outermost model, the one that is saved; only= chooses the part."
             )
-        if type(module).__name__.startswith("FSDP") or "FullyShardedDataParallel" in type(module).__name__:
-            raise WrappedModelError(f"{name or kind} is sharded by FSDP. Patch the model first, then shard it.")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
 from .errors import PatchError, UnknownNameError
@@ -24,17 +25,21 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __init__(self, kind: str):
         self.kind = kind
+        self.base: type | None = None  # what entries must derive from, where they are classes
         self._entries: dict[str, T] = {}
-        self._scanned = False
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator (or plain call) that adds an entry under `name`.
 
         Raises:
-            PatchError: the name is taken by something else.
+            PatchError: the name is taken by something else, or the entry is no class of the right kind.
         """
 
         def add(entry: T) -> T:
+            if self.base is not None and not (isinstance(entry, type) and issubclass(entry, self.base)):
+                raise PatchError(
+                    f"{self.kind} {name!r} must be a subclass of hfpatch.{self.base.__name__}, not {entry!r}."
+                )
             if self._entries.get(name, entry) is not entry:
                 raise PatchError(f"{self.kind} {name!r} is registered already, by {self._entries[name]!r}.")
             self._entries[name] = entry
@@ -52,46 +57,49 @@ class Registry(Mapping[str, T], Generic[T]):
         Raises:
             UnknownNameError: it isn't.
         """
-        for name, candidate in self.items():
-            if candidate is entry:
+        for name, registered in self._entries.items():
+            if registered is entry:
+                return name
+        for name in set(self._points) - set(self._entries):
+            if self[name] is entry:
                 return name
         raise UnknownNameError(
             f"{entry!r} is no registered {self.kind}. Add it with @{self.kind.upper()}S.register('a name'), "
             "so that checkpoints can name it."
         )
 
-    def _scan(self) -> None:
-        if self._scanned:
-            return
-        self._scanned = True
-        for point in entry_points(group=f"hfpatch.{self.kind}s"):
-            if point.name not in self._entries:
-                self._entries[point.name] = point.load()
+    @functools.cached_property
+    def _points(self) -> dict[str, EntryPoint]:
+        return {point.name: point for point in entry_points(group=f"hfpatch.{self.kind}s")}
+
+    def _load(self, point: EntryPoint) -> T:
+        try:
+            return self.register(point.name)(point.load())
+        except Exception as error:
+            package = point.dist.name if point.dist else "an unknown package"
+            raise PatchError(
+                f"{self.kind} {point.name!r} of {package} can't be loaded from {point.value!r}: {error!r}. "
+                f"Repair or uninstall {package}."
+            ) from error
 
     def __getitem__(self, name: str) -> T:
-        if name not in self._entries:
-            self._scan()
-        try:
+        if name in self._entries:
             return self._entries[name]
-        except (KeyError, TypeError):
-            close = difflib.get_close_matches(str(name), self._entries, n=1, cutoff=0.5)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise UnknownNameError(
-                f"no {self.kind} called {name!r}.{hint} Registered: {', '.join(sorted(self._entries))}."
-            ) from None
+        if name in self._points:
+            return self._load(self._points[name])
+        known = list(self)
+        close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise UnknownNameError(f"no {self.kind} called {name!r}.{hint} Registered: {', '.join(known)}.")
 
     def __contains__(self, name: object) -> bool:
-        if name not in self._entries:
-            self._scan()
-        return name in self._entries
+        return name in self._entries or name in self._points
 
     def __iter__(self) -> Iterator[str]:
-        self._scan()
-        return iter(sorted(self._entries))
+        return iter(sorted({*self._entries, *self._points}))
 
     def __len__(self) -> int:
-        self._scan()
-        return len(self._entries)
+        return len({*self._entries, *self._points})
 
 
 NORMS: Registry[type] = Registry("norm")

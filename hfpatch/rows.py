@@ -47,11 +47,10 @@ def refuse_private_forward(name: str, module: nn.Module) -> None:
     """Refuse a module whose instance carries a forward of its own, which would outlive a change of class.
 
     Raises:
-        WrappedModelError: accelerate's hooks (device_map, offload) and other wrappers do that.
+        WrappedModelError: some speed and quantization libraries do that.
     """
-    if "forward" in module.__dict__ or "_hf_hook" in module.__dict__:
+    if "forward" in module.__dict__:
         raise WrappedModelError(
-            f"{name} carries a wrapped forward (an accelerate hook from device_map or offloading, or another "
-            "library's patch), which would keep running the old code. Patch the model first, then dispatch or wrap it; "
-            "accelerate.hooks.remove_hook_from_module(model, recurse=True) takes its hooks off."
+            f"{name} carries a forward of its own, put there by another library, which would go on running. "
+            "Patch the model first, then wrap it."
         )

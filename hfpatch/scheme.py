@@ -54,9 +54,12 @@ class Scheme:
         if value is None or isinstance(value, cls):
             return value
         if not isinstance(value, str):
+            example = (
+                value if isinstance(value, type) and issubclass(value, cls) else cls.registry[next(iter(cls.registry))]
+            )
             raise OptionError(
-                f"a {cls.registry.kind} is a registered name or a scheme object such as "
-                f"{next(iter(cls.registry.values())).__name__}(), not {value!r:.80}."
+                f"a {cls.registry.kind} is a registered name or a scheme object such as {example.__name__}(), "
+                f"not {value!r:.80}."
             )
         name, _, options = value.partition(":")
         return construct(cls.registry, name, _parse_options(value, options))

@@ -6,10 +6,12 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from .errors import NoMatchError, OptionError
+from .rows import Row
 
 
 def as_globs(option: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -20,7 +22,7 @@ def as_globs(option: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
     """
     if value is None:
         return ()
-    globs = (value,) if isinstance(value, str) else tuple(value)
+    globs: tuple[Any, ...] = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     for glob in globs:
         if not isinstance(glob, str) or not glob:
             raise OptionError(f"{option} takes globs over module names such as '*.h.[0-5].*', not {glob!r:.80}.")
@@ -59,18 +61,22 @@ class Names:
         return any(fnmatch.fnmatchcase(form, glob) for name in names for form in self.forms(name))
 
 
-def require_matches(
-    names: Names, globs: tuple[str, ...], option: str, candidates: Sequence[tuple[str, ...]], what: str
-) -> None:
+def require_matches(names: Names, globs: dict[str, tuple[str, ...]], rows: Sequence[Row]) -> None:
     """Refuse globs that match none of the modules that the request could touch.
+
+    Args:
+        names: the model's.
+        globs: `only` and `keep`.
+        rows: every line of the plan, those of kept modules included.
 
     Raises:
         NoMatchError: names the glob and some of the modules that it could have matched.
     """
-    for glob in globs:
-        if not any(names.matches(glob, aliases) for aliases in candidates):
-            shown = sorted({re.sub(r"\.\d+\.", ".*.", aliases[0]) for aliases in candidates})[:6]
-            raise NoMatchError(
-                f"{option}={glob!r} matches none of this model's {len(candidates)} {what}. "
-                f"Their names look like: {', '.join(shown) or 'there are none'}."
-            )
+    for option, patterns in globs.items():
+        for glob in patterns:
+            if not any(names.matches(glob, (row.module, *row.aliases)) for row in rows):
+                shown = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", row.module) for row in rows)
+                raise NoMatchError(
+                    f"{option}={glob!r} matches none of the {len(rows)} modules that this request could change. "
+                    f"Their names look like: {', '.join(list(shown)[:8])}."
+                )

@@ -15,7 +15,7 @@ from .norms import AffineNorm, Norm, NormFacts, describe
 from .norms.detect import looks_like_norm
 from .record import Part
 from .rows import Change, Row, refuse_private_forward
-from .select import Names, require_matches
+from .select import Names
 
 _QUERY_KEY = re.compile(
     r"^((q|k|qk|query|key)_?(layer_?norm|norm|ln)|(layer_?)?norm_?(q|k|query|key)|(ln|norm)_(q|k))$"
@@ -34,16 +34,15 @@ class _Site:
 
 
 def plan_norms(model: nn.Module, part: Part, strict: bool = True) -> list[Change]:
-    """What `part` does to the model's norms; nothing is changed yet.
+    """What `part` does to each of the model's norms; nothing is changed yet.
 
     Args:
         model: any module tree.
         part: a norm scheme with its globs.
-        strict: raise where nothing would change; replaying a record on another head doesn't.
+        strict: raise where there is no norm; replaying a record on another head doesn't.
 
     Raises:
-        NoMatchError: a glob matches no norm.
-        NothingToPatchError: the model has no norm that the scheme would replace.
+        NothingToPatchError: the model has no norm.
         UnsupportedError: `init="exact"` where the swap isn't.
         WrappedModelError: a norm carries a forward of its own (an accelerate hook).
     """
@@ -51,18 +50,14 @@ def plan_norms(model: nn.Module, part: Part, strict: bool = True) -> list[Change
     assert isinstance(scheme, Norm)
     names = Names.of(model)
     sites = _find(model)
-    if strict:
-        _require_norms(model, scheme, part, sites, names)
+    if strict and not any(site.facts for site in sites):
+        raise NothingToPatchError(
+            f"{type(model).__name__} has no LayerNorm-like module, so norm={scheme.name!r} has nothing to replace."
+        )
     reasons = {id(site): _reason_to_keep(site, scheme, part, names) for site in sites}
     _take_special_norms_that_were_named(sites, reasons, part, names)
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
-    changes = [_change(site, scheme, part, reasons[id(site)], like) for site in sites]
-    if strict and not any(change.apply for change in changes):
-        kept = "; ".join(sorted({str(change.row.reason) for change in changes}))
-        raise NothingToPatchError(
-            f"{type(model).__name__}: norm={scheme.name!r} would change none of its norms ({kept})."
-        )
-    return changes
+    return [_change(site, scheme, part, reasons[id(site)], like) for site in sites]
 
 
 def _find(model: nn.Module) -> list[_Site]:
@@ -80,17 +75,6 @@ def _find(model: nn.Module) -> list[_Site]:
             site.names.append(name)
             site.places.append((parents[parent], attribute))
     return [site for site in sites.values() if site is not None]
-
-
-def _require_norms(model: nn.Module, scheme: Norm, part: Part, sites: list[_Site], names: Names) -> None:
-    usable = [site for site in sites if site.facts is not None]
-    if not usable:
-        raise NothingToPatchError(
-            f"{type(model).__name__} has no LayerNorm-like module, so norm={scheme.name!r} has nothing to replace."
-        )
-    candidates = [tuple(site.names) for site in sites]
-    for option in ("only", "keep"):
-        require_matches(names, getattr(part, option), option, candidates, "norms")
 
 
 def _special(site: _Site, names: Names) -> str | None:

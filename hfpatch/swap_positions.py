@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from .architectures import Stack
 from .attention import LENS, ROTARY, AttentionLens, ZeroPositions, lensed_class
 from .edits import Edits
-from .errors import NothingToPatchError, UnsupportedError
+from .errors import UnsupportedError
 from .positions import Position
 from .record import Part
 from .registry import ARCHITECTURES
 from .rows import Change, Row, refuse_private_forward
-from .select import Names, require_matches
+from .select import Names
 
+REMOVED_ROWS = "_hfpatch_removed_rows"  # of the module that held a table which was a Parameter
 _RELATIVE = re.compile(r"relative_(attention_)?(bias|position)|rel_pos|rel_embeddings|pos_bias|position_bias", re.I)
 
 
@@ -45,36 +46,23 @@ class _Found:
 
 
 def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Change]:
-    """What `part` does to the model's positions; nothing is changed yet.
+    """What `part` does to each table and attention of the model's stacks; nothing is changed yet.
 
     Args:
         model: any module tree that contains a recorded stack.
         part: a position scheme with its globs.
-        strict: raise where nothing would change; replaying a record on another head doesn't.
+        strict: raise where there is no recorded stack; replaying a record on another head doesn't.
 
     Raises:
         UnsupportedError: no record names any of the model's classes; says what the model has instead.
-        NoMatchError: a glob matches no attention and no table.
         OptionError: the scheme doesn't fit the attention heads.
-        NothingToPatchError: every attention is kept.
     """
     scheme = part.scheme
     assert isinstance(scheme, Position)
     names, found = Names.of(model), _find(model)
-    if not found:
-        if not strict:
-            return []
+    if not found and strict:
         raise _unsupported(model)
-    if strict:
-        candidates: list[tuple[str, ...]] = [(name,) for item in found for name in (item.table_name, *item.attentions)]
-        for option in ("only", "keep"):
-            require_matches(names, getattr(part, option), option, candidates, "attentions and position tables")
-    changes = [change for item in found for change in _changes(model, item, scheme, part, names)]
-    if strict and not any(change.apply for change in changes):
-        raise NothingToPatchError(
-            f"{type(model).__name__}: pos={scheme.name!r} would change nothing: every attention is kept or as asked."
-        )
-    return changes
+    return [change for item in found for change in _changes(model, item, scheme, part, names)]
 
 
 def _find(model: nn.Module) -> list[_Found]:
@@ -124,9 +112,9 @@ def _table_change(model: nn.Module, item: _Found, scheme: Position, why: str | N
     for path, _ in item.stack.limits:
         refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
     row.action, row.becomes, row.reason = "replace", "removed", "inputs of any length"
-    row.loss = "absolute positions"
+    row.loss = "absolute positions are removed"
     if scheme.name == "nope" and not item.stack.causal:
-        row.loss = "absolute positions; without a causal mask the stack becomes blind to order"
+        row.loss += "; without a causal mask the stack becomes blind to order"
     return Change(row, _remover(model, item))
 
 
@@ -147,6 +135,7 @@ def _remover(model: nn.Module, item: _Found) -> Callable[[Edits], None]:
         table = item.table()
         if isinstance(table, nn.Parameter):
             edits.set_parameter(holder, attribute, None)
+            edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])
         else:
             assert isinstance(table, nn.Module)
             edits.set_module(holder, attribute, ZeroPositions(*_table_size(table)))
@@ -182,7 +171,11 @@ def _attention_change(
         row.reason = "its queries and keys carry no positions"
         return Change(row)
     refuse_private_forward(name, module)
-    row.action, row.becomes, row.loss = "replace", scheme.describe(head_dim), "relative instead of absolute positions"
+    row.action, row.becomes, row.loss = (
+        "replace",
+        scheme.describe(head_dim),
+        "queries and keys are rotated, which they were not trained for",
+    )
     if part.init == "exact":
         raise UnsupportedError(
             f"{name}: pos={scheme.name!r} isn't exact: what the table drew can't be kept by it. Use init='auto'."
@@ -191,8 +184,10 @@ def _attention_change(
 
     def apply(edits: Edits) -> None:
         if new is not None:
-            device = next((p.device for p in module.parameters()), None)
-            edits.set_module(module, ROTARY, new.to(device) if device is not None else new)
+            parameter = next(module.parameters(), None)
+            if parameter is not None and not parameter.is_meta:  # a buffer on meta would miss its values later
+                new.to(parameter.device, parameter.dtype)
+            edits.set_module(module, ROTARY, new)
         elif rotary is not None:
             edits.set_module(module, ROTARY, None)
         _see_through(edits, module, lens)
@@ -201,22 +196,37 @@ def _attention_change(
 
 
 def _max_positions(item: _Found) -> int:
-    table = item.table()
+    """Positions that the table holds, or held before an earlier patch removed it."""
+    table, (holder, _) = item.table(), item.holder()
     if isinstance(table, ZeroPositions):
-        return table.num_embeddings - item.stack.reserved_rows
-    return (_table_size(table)[0] if table is not None else 0) - item.stack.reserved_rows
+        rows = table.num_embeddings
+    else:
+        rows = holder.__dict__[REMOVED_ROWS] if table is None else _table_size(table)[0]
+    return rows - item.stack.reserved_rows
 
 
 def _unsupported(model: nn.Module) -> UnsupportedError:
-    config = getattr(model, "config", None)
-    family = getattr(config, "model_type", type(model).__name__)
-    supported = sorted(ARCHITECTURES)
-    close = difflib.get_close_matches(str(family), supported, n=1, cutoff=0.4)
-    nearest = f" Nearest supported family: {close[0]}." if close else ""
+    family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+    alike = [name for name, record in ARCHITECTURES.items() if any(_built_like(model, s) for s in record.stacks)]
+    close = difflib.get_close_matches(family, alike or list(ARCHITECTURES), n=1, cutoff=0.0 if alike else 0.6)
+    nearest = f" Nearest supported family{', built alike' if alike else ''}: {close[0]}." if close else ""
     return UnsupportedError(
         f"{family}: {_positions_of(model)} hfpatch has no record for it, so pos= can't change its positions yet."
-        f"{nearest} Supported: {', '.join(supported)}. norm= works without a record."
+        f"{nearest} Supported: {', '.join(ARCHITECTURES)}. norm= works without a record."
     )
+
+
+def _built_like(model: nn.Module, stack: Stack) -> bool:
+    """Whether some module holds a table and attentions where this stack's owner does."""
+    path, _, attribute = stack.table.rpartition(".")
+    wanted = vars(stack.projections).values()
+    for owner in model.modules():
+        children = dict(owner.named_modules())
+        if path in children and hasattr(children[path], attribute):
+            attentions = [child for name, child in children.items() if fnmatch.fnmatchcase(name, stack.attention)]
+            if attentions and all(hasattr(attentions[0], name) for name in wanted):
+                return True
+    return False
 
 
 def _positions_of(model: nn.Module) -> str:

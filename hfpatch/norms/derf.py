@@ -30,7 +30,7 @@ class DynamicErf(DynamicTanh):
     ):
         super().__init__(facts, kind, gain, shift, alpha, like)
         self.s0 = s
-        self.s = nn.Parameter(torch.full((1,), s, dtype=like.dtype, device=like.device))
+        self.s = self.new_scalar(s, like)
 
     def normalise(self, h: Tensor) -> Tensor:
         return torch.erf(self.alpha * h + self.s)

@@ -53,7 +53,8 @@ def describe(module: nn.Module) -> NormFacts | None:
         return NormFacts(kind, tuple(module.normalized_shape), module.eps, gain=gain, shift=shift)
     if not _worth_probing(module):
         return None
-    return _probe(module)
+    with torch.device("cpu"):  # whatever the default device is while a model loads
+        return _probe(module)
 
 
 def looks_like_norm(module: nn.Module) -> bool:
@@ -124,7 +125,7 @@ class _Runner:
         shaped = x.movedim(-1, 1) if self.channels_first else x.flatten(1, 2)
         try:
             with torch.no_grad():
-                y = self.module(shaped)
+                y = type(self.module).forward(self.module, shaped)  # without the user's hooks
         except Exception:  # wants other inputs: not a plain norm in this layout
             return None
         if not isinstance(y, Tensor) or y.shape != shaped.shape:

@@ -37,7 +37,7 @@ class DynamicTanh(AffineNorm):
     ):
         super().__init__(facts, kind, gain, shift)
         self.alpha0 = alpha
-        self.alpha = nn.Parameter(torch.full((1,), alpha, dtype=like.dtype, device=like.device))
+        self.alpha = self.new_scalar(alpha, like)
 
     def normalise(self, h: Tensor) -> Tensor:
         return torch.tanh(self.alpha * h)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,7 +22,8 @@ class LayerNorm(AffineNorm):
     """
 
     def normalise(self, h: Tensor) -> Tensor:
-        return F.layer_norm(h, self.facts.shape, None, None, self.eps or 0.0)
+        eps = torch.finfo(h.dtype).eps if self.eps is None else self.eps
+        return F.layer_norm(h, self.facts.shape, None, None, eps)
 
 
 @NORMS.register("layer")

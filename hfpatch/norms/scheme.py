@@ -53,6 +53,12 @@ class AffineNorm(nn.Module):
     def normalized_shape(self) -> tuple[int, ...]:
         return self.facts.shape
 
+    def new_scalar(self, value: float, like: Tensor) -> nn.Parameter:
+        """A learned scalar (1,) with the dtype and device of `like`, frozen where the kept Parameters are."""
+        kept = next(self.parameters(), None)
+        tensor = torch.full((1,), value, dtype=like.dtype, device=like.device)
+        return nn.Parameter(tensor, requires_grad=kept is None or kept.requires_grad)
+
     def normalise(self, h: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define normalise(h).")
 
@@ -102,3 +108,6 @@ class Norm(Scheme):
     def loss(self, facts: NormFacts) -> str | None:
         """What the swap doesn't preserve when gain and shift are copied; None where the function stays the same."""
         return "another function"
+
+
+NORMS.base = Norm

@@ -17,6 +17,7 @@ from ..scheme import require_number
 from .scheme import Position
 
 PAIRINGS = ("half", "interleaved")
+_ORIGINAL = "original_max_position_embeddings"
 SCALINGS = ("linear", "yarn", "llama3", "proportional")  # those whose frequencies don't depend on the input's length
 
 
@@ -37,14 +38,16 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, scheme: RoPE, head_dim: int, max_positions: int):
         super().__init__()
         self.scheme, self.head_dim, self.max_positions = scheme, head_dim, max_positions
-        frequencies, self.attention_scaling = scheme.frequencies(head_dim, max_positions)
-        self.register_buffer("inv_freq", frequencies, persistent=False)
+        self.register_buffer("inv_freq", self._frequencies(), persistent=False)
+
+    def _frequencies(self) -> Tensor:
+        with torch.device("cpu"):  # whatever the default device is while a model loads
+            frequencies, self.attention_scaling = self.scheme.frequencies(self.head_dim, self.max_positions)
+        return frequencies
 
     def reset(self) -> None:
         """Fill the buffer again, on the device where it is; loading and moving a model need it."""
-        with torch.device("cpu"):  # whatever the default device is while a model loads
-            frequencies, self.attention_scaling = self.scheme.frequencies(self.head_dim, self.max_positions)
-        self.inv_freq = frequencies.to(self.inv_freq.device)
+        self.inv_freq = self._frequencies().to(self.inv_freq.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         super()._apply(fn, recurse)  # moves the buffer, and with .half() also rounds it
@@ -53,7 +56,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each (B or 1, T, 1, rotary_dim / 2) in float32, of positions (B or 1, T)."""
-        angles = (positions[..., None].float() * self.inv_freq).unsqueeze(-2)
+        angles = (positions[..., None].float() * self.inv_freq.to(positions.device)).unsqueeze(-2)
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
     def rotate(self, x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
@@ -103,6 +106,12 @@ class RoPE(Position):
         "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
         "proportional": (),
     }
+    _takes: ClassVar[dict[str, tuple[str, ...]]] = {
+        "linear": (),
+        "yarn": (_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        "llama3": (_ORIGINAL,),
+        "proportional": ("factor",),
+    }
 
     def __post_init__(self) -> None:
         require_number("RoPE", "theta", self.theta, above=0.0)
@@ -111,6 +120,7 @@ class RoPE(Position):
             raise OptionError(f"RoPE: pairing must be one of {', '.join(PAIRINGS)}, not {self.pairing!r}.")
         if self.scaling is not None:
             self._check_scaling(self.scaling)
+            object.__setattr__(self, "scaling", dict(self.scaling))  # the caller's own may change later
 
     def _check_scaling(self, scaling: Any) -> None:
         kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
@@ -126,6 +136,13 @@ class RoPE(Position):
         missing = [name for name in self._needs[kind] if name not in scaling]
         if missing:
             raise OptionError(f"RoPE: scaling type {kind!r} needs {', '.join(missing)}; got {scaling!r:.80}.")
+        unknown = [name for name in scaling if name not in ("rope_type", *self._needs[kind], *self._takes[kind])]
+        if unknown:
+            taken = ", ".join(("rope_type", *self._needs[kind], *self._takes[kind]))
+            raise OptionError(
+                f"RoPE: scaling type {kind!r} has no {', '.join(map(repr, unknown))}; it takes {taken}. "
+                "theta and partial are options of RoPE itself."
+            )
         for name, value in scaling.items():
             if name not in ("rope_type", "truncate"):
                 require_number("RoPE", f"scaling[{name!r}]", value, above=0.0)
@@ -153,7 +170,7 @@ class RoPE(Position):
         config.hidden_size, config.num_attention_heads, config.head_dim = head_dim, 1, head_dim
         config.max_position_embeddings = int(max_positions * self.scaling.get("factor", 1.0))
         config.rope_parameters = {
-            "original_max_position_embeddings": max_positions,
+            _ORIGINAL: max_positions,
             **self.scaling,
             "rope_theta": self.theta,
             "partial_rotary_factor": self.partial,

@@ -43,3 +43,6 @@ class Position(Scheme):
     def describe(self, head_dim: int) -> str:
         """What a plan prints for an attention of this head size."""
         return self.name
+
+
+POSITIONS.base = Position
