@@ -36,10 +36,16 @@ class Edits:
     def _record(self, kind: str, *inverse: Any) -> None:
         self._log.append((kind, inverse))
 
+    def _record_item(self, target: dict, key: Any) -> None:
+        old = (target[key],) if key in target else None
+        same = key.__eq__ if isinstance(key, str) else lambda present: present is key  # Tensors compare elementwise
+        place = next((i for i, present in enumerate(target) if same(present)), None)
+        self._record("item", target, key, old, place)
+
     def set_module(self, parent: nn.Module, name: str, new: nn.Module | None) -> None:
         """Put a child where another (or none) was; None removes it. Hooks of a replaced child move to the new one."""
         old = parent._modules.get(name, _MISSING)
-        self._record("item", parent._modules, name, None if old is _MISSING else (old,), list(parent._modules))
+        self._record_item(parent._modules, name)
         if new is None:
             parent._modules.pop(name, None)
             return
@@ -52,8 +58,7 @@ class Edits:
 
     def set_parameter(self, module: nn.Module, name: str, new: nn.Parameter | None) -> None:
         """Replace a Parameter; None leaves the name without one."""
-        old = module._parameters[name]
-        self._record("item", module._parameters, name, (old,), list(module._parameters))
+        self._record_item(module._parameters, name)
         module._parameters[name] = new
 
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
@@ -77,7 +82,7 @@ class Edits:
     def drop_key(self, target: dict, key: Any) -> None:
         """Remove a key from a dictionary, if it is there."""
         if key in target:
-            self._record("key", target, key, target[key])
+            self._record_item(target, key)
             del target[key]
 
     def replacements(self) -> list[tuple[nn.Module | nn.Parameter | None, nn.Module | nn.Parameter | None]]:
@@ -101,20 +106,16 @@ class Edits:
             _UNDO[kind](*inverse)
 
 
-def _undo_item(target: dict, key: Any, old: tuple[Any] | None, order: list) -> None:
+def _undo_item(target: dict, key: Any, old: tuple[Any] | None, place: int | None) -> None:
     if old is None:
         target.pop(key, None)
     elif key in target:
         target[key] = old[0]
     else:  # the order of modules and parameters is part of a model
-        rest = {name: target[name] for name in target}
+        items = list(target.items())
+        items.insert(len(items) if place is None else place, (key, old[0]))
         target.clear()
-        target.update({name: old[0] if name == key else rest[name] for name in order if name == key or name in rest})
-        target.update({name: value for name, value in rest.items() if name not in target})
-
-
-def _undo_key(target: dict, key: Any, old: Any) -> None:
-    target[key] = old
+        target.update(items)
 
 
 def _undo_attribute(target: Any, name: str, old: tuple[Any] | None) -> None:
@@ -134,7 +135,6 @@ def _undo_list(target: list, old: list) -> None:
 
 _UNDO: dict[str, Callable[..., None]] = {
     "item": _undo_item,
-    "key": _undo_key,
     "attribute": _undo_attribute,
     "class": _undo_class,
     "list": _undo_list,

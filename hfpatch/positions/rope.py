@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -146,6 +147,9 @@ class RoPE(Position):
         for name, value in scaling.items():
             if name not in ("rope_type", "truncate"):
                 require_number("RoPE", f"scaling[{name!r}]", value, above=0.0)
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.to_json(), sort_keys=True))  # scaling is a dict
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many channels of a head are rotated."""
