@@ -91,7 +91,9 @@ def main(
 
 
 @app.command()
-def families() -> None:
+def families(
+    markdown: Annotated[bool, typer.Option("--markdown", help="The README's support table.")] = False,
+) -> None:
     """List the families whose positions can be changed; norms can be changed in any model."""
     lines = [("family", "position-owning class", "table", "queries and keys", "example")]
     for name, record in ARCHITECTURES.items():
@@ -99,6 +101,10 @@ def families() -> None:
             p = stack.projections
             projections = f"{p.name} (fused)" if isinstance(p, Fused) else f"{p.query}, {p.key}"
             lines.append((name, stack.owner, stack.table, projections, record.example))
+    if markdown:
+        code = [lines[0], ("---",) * len(lines[0]), *(tuple(f"`{cell}`" for cell in line) for line in lines[1:])]
+        typer.echo("\n".join(f"| {' | '.join(line)} |" for line in code))
+        return
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     for line in (lines[0], tuple("-" * width for width in widths), *lines[1:]):
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

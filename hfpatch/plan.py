@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -81,12 +82,19 @@ def _grouped(rows: list[Row]) -> list[tuple[Row, str, int]]:
     for row in rows:
         pattern = re.sub(r"\d+", "#", row.module)
         groups.setdefault((pattern, row.now, row.becomes, row.reason, row.loss), []).append(row)
-    return [(members[0], _pattern([row.module for row in members]), len(members)) for members in groups.values()]
+    return [line for members in groups.values() for line in _lines(members)]
 
 
-def _pattern(names: list[str]) -> str:
-    pieces = [re.split(r"(\d+)", name) for name in names]
-    return "".join(_ranges({piece[i] for piece in pieces}) for i in range(len(pieces[0])))
+def _lines(rows: list[Row]) -> list[tuple[Row, str, int]]:
+    """One line if the numbers make a full grid; else one for each value of what follows the first number."""
+    pieces = [re.split(r"(\d+)", row.module) for row in rows]
+    values = [{piece[i] for piece in pieces} for i in range(len(pieces[0]))]
+    if math.prod(map(len, values)) == len(rows):
+        return [(rows[0], "".join(map(_ranges, values)), len(rows))]
+    tails: dict[tuple[str, ...], list[Row]] = {}
+    for row, piece in zip(rows, pieces, strict=True):
+        tails.setdefault(tuple(piece[2:]), []).append(row)
+    return [line for members in tails.values() for line in _lines(members)]
 
 
 def _ranges(values: set[str]) -> str:

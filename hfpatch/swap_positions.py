@@ -87,11 +87,10 @@ def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names
     kept_by_name = any(names.matches(glob, [item.table_name]) for glob in part.keep)
     all_kept = all(reasons.values())
     why = "its attentions are kept" if all_kept else "keep" if kept_by_name else None
-    rows = [_table_change(model, item, scheme, why)]
-    rows += [
-        _attention_change(name, module, item, scheme, part, reasons[name]) for name, module in item.attentions.items()
-    ]
-    return rows
+    changes = [_table_change(model, item, part, why)]
+    for name, module in item.attentions.items():
+        changes.append(_attention_change(name, module, item, scheme, reasons[name]))
+    return changes
 
 
 def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
@@ -102,18 +101,23 @@ def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
     return None
 
 
-def _table_change(model: nn.Module, item: _Found, scheme: Position, why: str | None) -> Change:
+def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -> Change:
     table = item.table()
     if table is None or isinstance(table, ZeroPositions):
         return Change(Row("position", "keep", item.table_name, "no table", reason="removed already"))
     row = Row("position", "keep", item.table_name, _table_text(table), reason=why)
     if why:
         return Change(row)
+    if part.init == "exact":
+        raise UnsupportedError(
+            f"{item.table_name}: pos={part.scheme.name!r} isn't exact: what this table adds can't be had from it. "
+            "Use init='auto' to accept that."
+        )
     for path, _ in item.stack.limits:
         refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
     row.action, row.becomes, row.reason = "replace", "removed", "inputs of any length"
     row.loss = "absolute positions are removed"
-    if scheme.name == "nope" and not item.stack.causal:
+    if part.scheme.name == "nope" and not item.stack.causal:
         row.loss += "; without a causal mask the stack becomes blind to order"
     return Change(row, _remover(model, item))
 
@@ -141,10 +145,9 @@ def _remover(model: nn.Module, item: _Found) -> Callable[[Edits], None]:
             edits.set_module(holder, attribute, ZeroPositions(*_table_size(table)))
         for path, limit in item.stack.limits:
             _see_through(edits, item.owner.get_submodule(path), limit)
-        for module in model.modules():
-            around = module is item.owner or any(child is item.owner for child in module.modules())
-            for length in item.stack.lengths if around else ():
-                if length in module.__dict__:
+        for length in item.stack.lengths:
+            for module in model.modules():
+                if length in module.__dict__ and any(inner is item.owner for inner in module.modules()):
                     edits.set_attribute(module, length, sys.maxsize)
 
     return apply
@@ -156,9 +159,7 @@ def _see_through(edits: Edits, module: nn.Module, lens: object) -> None:
         edits.set_class(module, lensed_class(type(module)))
 
 
-def _attention_change(
-    name: str, module: nn.Module, item: _Found, scheme: Position, part: Part, reason: str | None
-) -> Change:
+def _attention_change(name: str, module: nn.Module, item: _Found, scheme: Position, reason: str | None) -> Change:
     stack = item.stack
     rotary = module._modules.get(ROTARY)
     row = Row("position", "keep", name, module._get_name() + (f" with {rotary}" if rotary else ""), reason=reason)
@@ -171,15 +172,11 @@ def _attention_change(
         row.reason = "its queries and keys carry no positions"
         return Change(row)
     refuse_private_forward(name, module)
-    row.action, row.becomes, row.loss = (
-        "replace",
-        scheme.describe(head_dim),
-        "queries and keys are rotated, which they were not trained for",
-    )
-    if part.init == "exact":
-        raise UnsupportedError(
-            f"{name}: pos={scheme.name!r} isn't exact: what the table drew can't be kept by it. Use init='auto'."
-        )
+    row.action, row.becomes = "replace", scheme.describe(head_dim)
+    if new is not None:
+        row.loss = "queries and keys are rotated, which they were not trained for"
+    elif rotary is None:
+        row.reason = "its causal mask serves any length"
     lens = AttentionLens(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window)
 
     def apply(edits: Edits) -> None:

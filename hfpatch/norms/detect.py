@@ -153,6 +153,9 @@ def _fit(run: _Runner, kind: str, values: dict[str, Tensor]) -> NormFacts | None
     small = run(1e-7)
     if names is None or small is None:
         return None
+    offset, gain_name, shift_name = names  # exact values from here on: the regression's are too rough for eps
+    gain = values[gain_name] + offset if gain_name else torch.ones_like(gain)
+    shift = values[shift_name] if shift_name else torch.zeros_like(shift)
     eps = _read_eps(small, kind, gain, shift)
     for scale in (math.sqrt(max(eps, 1e-12)), 1.0):  # where eps matters most, and where it doesn't
         measured = run(scale)

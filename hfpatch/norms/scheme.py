@@ -67,7 +67,7 @@ class AffineNorm(nn.Module):
         h = self.normalise(x.float() if x.dtype in HALF else x)
         gain, shift = getattr(self, self.names[0]), getattr(self, self.names[1])
         if gain is not None:
-            h = h * (gain + self.facts.offset if self.facts.offset else gain)
+            h = h * (gain.to(h.dtype) + self.facts.offset if self.facts.offset else gain)
         if shift is not None:
             h = h + shift
         h = h.to(x.dtype)

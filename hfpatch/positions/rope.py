@@ -153,7 +153,7 @@ class RoPE(Position):
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many channels of a head are rotated."""
-        return int(head_dim * self.partial)
+        return int(head_dim * self.partial + 1e-6)
 
     def check(self, head_dim: int, where: str) -> None:
         rotary_dim = self.rotary_dim(head_dim)
@@ -161,7 +161,7 @@ class RoPE(Position):
             raise OptionError(
                 f"{where}: RoPE turns pairs of channels, but partial={self.partial:g} of head_dim={head_dim} is "
                 f"{rotary_dim}; choose partial so that the product is even and at least 2"
-                + (f", such as partial={(rotary_dim - 1) / head_dim:.6g}." if rotary_dim > 2 else ".")
+                + (f", such as partial={(rotary_dim - 1) / head_dim}." if rotary_dim > 2 else ".")
             )
 
     def frequencies(self, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
@@ -177,7 +177,7 @@ class RoPE(Position):
             _ORIGINAL: max_positions,
             **self.scaling,
             "rope_theta": self.theta,
-            "partial_rotary_factor": self.partial,
+            "partial_rotary_factor": (self.rotary_dim(head_dim) + 0.5) / head_dim,  # is truncated there
         }
         frequencies, factor = ROPE_INIT_FUNCTIONS[self.scaling["rope_type"]](config, None)
         return frequencies.float(), float(factor)
