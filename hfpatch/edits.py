@@ -49,8 +49,8 @@ class Edits:
         if new is None:
             parent._modules.pop(name, None)
             return
+        new.train(old.training if isinstance(old, nn.Module) else parent.training)
         if isinstance(old, nn.Module):
-            new.train(old.training)
             for hooks in _HOOKS:
                 if old.__dict__.get(hooks) not in (None, {}):
                     new.__dict__[hooks] = old.__dict__[hooks]

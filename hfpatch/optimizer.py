@@ -35,7 +35,7 @@ def swap_parameters(
     """Take the Parameters that left the model out of the optimizer (with their state) and let the new ones in.
 
     A new Parameter joins the group of what it replaced, else of its module's other Parameters, else the first group
-    that trains this model. Parameters of other models stay.
+    that trains this model; a frozen one doesn't join. Parameters of other models stay.
 
     Args:
         model: after the change.
@@ -54,7 +54,7 @@ def swap_parameters(
             neighbours.setdefault(id(parameter), _own(module))
     joining: dict[int, list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        if id(parameter) not in old and id(parameter) not in home:
+        if id(parameter) not in old and id(parameter) not in home and parameter.requires_grad:
             group = next((home[id(p)] for p in neighbours[id(parameter)] if id(p) in home), default)
             joining.setdefault(group, []).append(parameter)
     for i, group in enumerate(optimizer.param_groups):

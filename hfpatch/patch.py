@@ -133,7 +133,7 @@ def _transact(model: PreTrainedModel, plan: Plan, optimizer: Any) -> Edits:
     edits, optimizer_edits = Edits(), Edits()
     before = list(model.parameters())
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
             for change in plan.changes:
                 if change.apply:
                     change.apply(edits)
@@ -165,16 +165,24 @@ def _give_own_config(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:
 
 
 def _carry_over_config(model: nn.Module, patched: PreTrainedConfig) -> None:
-    """Settings that were changed on the patched config since the patch (a resized vocabulary, labels, ...)."""
+    """Settings that were changed on the patched config since the patch (a resized vocabulary, labels, ...).
+
+    They go into a copy of the original config, which other models may share.
+    """
     original: Any = model.config
-    for name, value in vars(patched).items():
-        inner = isinstance(value, PreTrainedConfig)
-        if name != KEY and not inner and (name not in vars(original) or vars(original)[name] != value):
-            vars(original)[name] = value
+    changed = {
+        name: value
+        for name, value in vars(patched).items()
+        if name != KEY and not isinstance(value, PreTrainedConfig) and vars(original).get(name, KEY) != value
+    }
+    config = original
+    if changed:
+        config = copy.copy(original)
+        vars(config).update(changed)
     for module in model.modules():
         for name, value in vars(module).items():
-            if value is patched:
-                vars(module)[name] = original
+            if value is patched or value is original:
+                vars(module)[name] = config
 
 
 def _follow(model: nn.Module, before: list[nn.Parameter], device: torch.device, dtype: torch.dtype | None) -> None:

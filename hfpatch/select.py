@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from .errors import NoMatchError, OptionError
 from .rows import Row
@@ -35,15 +36,27 @@ class Names:
 
     `transformer.h.0.*` written for GPT2LMHeadModel thus also names the modules of a bare GPT2Model, whose own names
     start at `h`, and the other way round.
+
+    Attributes:
+        prefix: transformers' name for the base model inside a model with a head ("transformer"), "" for none.
+        has_prefix: whether this model has one inside.
+        headed: (where a model with a head is, where its base model is) for it and for all models inside it.
     """
 
     prefix: str
     has_prefix: bool
+    headed: list[tuple[str, str]]
 
     @classmethod
     def of(cls, model: nn.Module) -> Names:
         prefix = getattr(model, "base_model_prefix", "")
-        return cls(prefix, bool(prefix) and prefix in model._modules)
+        headed = []
+        for name, module in model.named_modules():
+            base = getattr(module, "base_model_prefix", "") if isinstance(module, PreTrainedModel) else ""
+            if base and base in module._modules:
+                here = f"{name}." if name else ""
+                headed.append((here, f"{here}{base}."))
+        return cls(prefix, bool(prefix) and prefix in model._modules, headed)
 
     def forms(self, name: str) -> tuple[str, ...]:
         if not self.prefix:
@@ -54,8 +67,8 @@ class Names:
         return (name, name[len(self.prefix) + 1 :]) if inside else (name,)
 
     def in_head(self, name: str) -> bool:
-        """Whether a module belongs to a head rather than to the base model."""
-        return self.has_prefix and not name.startswith(self.prefix + ".") and name != self.prefix
+        """Whether a module belongs to a head rather than to a base model."""
+        return any(name.startswith(model) and not name.startswith(base) for model, base in self.headed)
 
     def matches(self, glob: str, names: Iterable[str]) -> bool:
         return any(fnmatch.fnmatchcase(form, glob) for name in names for form in self.forms(name))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from .architectures import Stack
-from .attention import LENS, ROTARY, AttentionLens, ZeroPositions, lensed_class
+from .attention import LENS, ROTARY, AttentionLens, ZeroPositions, host_class, lensed_class
 from .edits import Edits
 from .errors import UnsupportedError
 from .positions import Position
@@ -89,7 +89,7 @@ def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names
     why = "its attentions are kept" if all_kept else "keep" if kept_by_name else None
     changes = [_table_change(model, item, part, why)]
     for name, module in item.attentions.items():
-        changes.append(_attention_change(name, module, item, scheme, reasons[name]))
+        changes.append(_attention_change(model, name, module, item, scheme, reasons[name]))
     return changes
 
 
@@ -144,7 +144,7 @@ def _remover(model: nn.Module, item: _Found) -> Callable[[Edits], None]:
             assert isinstance(table, nn.Module)
             edits.set_module(holder, attribute, ZeroPositions(*_table_size(table)))
         for path, limit in item.stack.limits:
-            _see_through(edits, item.owner.get_submodule(path), limit)
+            _see_through(edits, model, item.owner.get_submodule(path), limit)
         for length in item.stack.lengths:
             for module in model.modules():
                 if length in module.__dict__ and any(inner is item.owner for inner in module.modules()):
@@ -153,13 +153,15 @@ def _remover(model: nn.Module, item: _Found) -> Callable[[Edits], None]:
     return apply
 
 
-def _see_through(edits: Edits, module: nn.Module, lens: object) -> None:
+def _see_through(edits: Edits, model: nn.Module, module: nn.Module, lens: object) -> None:
     edits.set_attribute(module, LENS, lens)
-    if not hasattr(type(module), "hfpatch_host"):
-        edits.set_class(module, lensed_class(type(module)))
+    if module is not model:  # the model itself gets a class that knows lenses, see checkpoint.py
+        edits.set_class(module, lensed_class(host_class(type(module))))
 
 
-def _attention_change(name: str, module: nn.Module, item: _Found, scheme: Position, reason: str | None) -> Change:
+def _attention_change(
+    model: nn.Module, name: str, module: nn.Module, item: _Found, scheme: Position, reason: str | None
+) -> Change:
     stack = item.stack
     rotary = module._modules.get(ROTARY)
     row = Row("position", "keep", name, module._get_name() + (f" with {rotary}" if rotary else ""), reason=reason)
@@ -187,7 +189,7 @@ def _attention_change(name: str, module: nn.Module, item: _Found, scheme: Positi
             edits.set_module(module, ROTARY, new)
         elif rotary is not None:
             edits.set_module(module, ROTARY, None)
-        _see_through(edits, module, lens)
+        _see_through(edits, model, module, lens)
 
     return Change(row, apply)
 
