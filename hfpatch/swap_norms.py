@@ -20,7 +20,7 @@ from .select import Names
 _QUERY_KEY = re.compile(
     r"^((q|k|qk|query|key)_?(layer_?norm|norm|ln)|(layer_?)?norm_?(q|k|query|key)|(ln|norm)_(q|k))$"
 )
-_FEATURES = re.compile(r"feature_(extractor|projection|encoder)")
+_FEATURES = re.compile(r"feature_(extractor|projection|encoder)|^cmvn$")
 
 
 @dataclass

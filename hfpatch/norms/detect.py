@@ -26,7 +26,7 @@ class NormFacts:
     Attributes:
         kind: "layer" for h = (x - mean) / sqrt(var + eps), "rms" for h = x / sqrt(mean(x^2) + eps), otherwise the
             registered name of the hfpatch scheme that is in place.
-        shape: the normalised trailing shape, usually `(d,)`.
+        shape: the normalised trailing shape, usually `(d,)`; `()` for a norm of the last axis that works at any size.
         eps: added inside the root; None means the machine epsilon of the input's dtype.
         channels_first: whether the normalised axis is 1 (images) rather than the last.
         offset: 1.0 where the stored gain is an offset from one, else 0.0.
@@ -70,6 +70,7 @@ def _worth_probing(module: nn.Module) -> bool:
     parameters = list(module.parameters(recurse=False))
     if not parameters:
         named = "norm" in type(module).__name__.lower() or hasattr(module, "normalized_shape")
+        named = named or any(hasattr(module, name) for name in _EPS_NAMES)
         return named and not type(module).__module__.startswith("torch.nn.modules.")
     one_shape = len({p.shape for p in parameters}) == 1
     return len(parameters) <= 2 and one_shape and parameters[0].dim() in (1, 2) and 1 < parameters[0].numel() < 2**18
@@ -85,7 +86,8 @@ def _probe(module: nn.Module) -> NormFacts | None:
         for kind in ("layer", "rms"):
             facts = _fit(run, kind, values)
             if facts is not None:
-                return replace(facts, eps=_stated_eps(module, facts.eps))
+                known = bool(values) or hasattr(module, "normalized_shape")
+                return replace(facts, eps=_stated_eps(module, facts.eps), shape=facts.shape if known else ())
     return None
 
 

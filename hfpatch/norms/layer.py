@@ -23,7 +23,7 @@ class LayerNorm(AffineNorm):
 
     def normalise(self, h: Tensor) -> Tensor:
         eps = torch.finfo(h.dtype).eps if self.eps is None else self.eps
-        return F.layer_norm(h, self.facts.shape, None, None, eps)
+        return F.layer_norm(h, self.normalised_shape(h), None, None, eps)
 
 
 @NORMS.register("layer")

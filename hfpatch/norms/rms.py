@@ -21,7 +21,7 @@ class RMSNorm(AffineNorm):
     """
 
     def normalise(self, h: Tensor) -> Tensor:
-        return F.rms_norm(h, self.facts.shape, None, self.eps)
+        return F.rms_norm(h, self.normalised_shape(h), None, self.eps)
 
 
 @NORMS.register("rms")

@@ -62,6 +62,10 @@ class AffineNorm(nn.Module):
     def normalise(self, h: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define normalise(h).")
 
+    def normalised_shape(self, h: Tensor) -> torch.Size:
+        """The trailing shape of h that is normalised together."""
+        return h.shape[-max(1, len(self.facts.shape)) :]
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states.movedim(1, -1) if self.facts.channels_first else hidden_states
         h = self.normalise(x.float() if x.dtype in HALF else x)
@@ -78,7 +82,7 @@ class AffineNorm(nn.Module):
         return {self.names[0]: 1.0 - self.facts.offset, self.names[1]: 0.0}
 
     def extra_repr(self) -> str:
-        d = self.facts.shape[0] if len(self.facts.shape) == 1 else self.facts.shape
+        d = self.facts.shape[0] if len(self.facts.shape) == 1 else self.facts.shape or "any size"
         return f"{d}, eps={self.eps}" + (", channels_first=True" if self.facts.channels_first else "")
 
 
