@@ -81,8 +81,8 @@ def _probe(module: nn.Module) -> NormFacts | None:
     if clone is None:
         return None
     shape = next(iter(values.values())).shape if values else _declared_shape(module)
-    for channels_first in (False, True):
-        run = _Runner(clone, shape, channels_first)
+    for layout in _Runner.LAYOUTS:
+        run = _Runner(clone, shape, layout)
         for kind in ("layer", "rms"):
             facts = _fit(run, kind, values)
             if facts is not None:
@@ -115,16 +115,21 @@ def _declared_shape(module: nn.Module) -> tuple[int, ...]:
 
 
 class _Runner:
-    """Feeds a module inputs of the right layout and returns outputs with the channels last."""
+    """Feeds a module inputs of one layout and returns outputs with the channels last: `(2, 3, 5, ..., d)`."""
 
-    def __init__(self, module: nn.Module, shape: tuple[int, ...], channels_first: bool):
-        self.module, self.shape, self.channels_first = module, tuple(shape), channels_first
+    LAYOUTS = ("channels last", "images", "sequences")  # the latter two with channels first
+
+    def __init__(self, module: nn.Module, shape: tuple[int, ...], layout: str):
+        self.module, self.shape, self.layout = module, tuple(shape), layout
+        self.channels_first = layout != self.LAYOUTS[0]
         generator = torch.Generator().manual_seed(1)
         self.input = torch.randn((2, 3, 5, *shape), generator=generator, dtype=torch.float64) + 0.7
 
     def __call__(self, scale: float) -> tuple[Tensor, Tensor] | None:
         x = self.input * scale
-        shaped = x.movedim(-1, 1) if self.channels_first else x.flatten(1, 2)
+        shaped = x if self.layout == "images" else x.flatten(1, 2)
+        if self.channels_first:
+            shaped = shaped.movedim(-1, 1)
         try:
             with torch.no_grad():
                 y = type(self.module).forward(self.module, shaped)  # without the user's hooks
@@ -132,8 +137,8 @@ class _Runner:
             return None
         if not isinstance(y, Tensor) or y.shape != shaped.shape:
             return None
-        y = y.double().movedim(1, -1) if self.channels_first else y.double().unflatten(1, (3, 5))
-        return x, y
+        y = y.double().movedim(1, -1) if self.channels_first else y.double()
+        return x, y if self.layout == "images" else y.unflatten(1, (3, 5))
 
 
 def _normalise(x: Tensor, kind: str, eps: float) -> Tensor:
