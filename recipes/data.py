@@ -1,0 +1,194 @@
+"""Text, tokens and blocks for the language-modelling recipes. Nothing is downloaded.
+
+The default text is the standard library of the running Python: ten megabytes of source, comments and docstrings that
+every machine has. Every block is a pure function of (seed, index), so a run can stop anywhere and go on, and two runs
+with the same seed see the same batches in the same order, whatever model they train and however many processes share
+the work.
+"""
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.data import Dataset
+from transformers import (
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+HELD_OUT = 0.1  # share of the files
+END_OF_TEXT = "<|endoftext|>"
+# Tests are data more than prose; `encodings` is 120 near-identical tables, which would leak across the split.
+NOT_TEXT = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
+
+
+class RecipeError(ValueError):
+    """An input that can't work. The message is one line that says what to change; recipes exit with status 2."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file: a name that is the same on every machine, and its text."""
+
+    name: str
+    text: str
+
+    @property
+    def hash(self) -> float:
+        """The name as a number in [0, 1): orders and splits files without looking at the seed."""
+        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "big") / 2**64
+
+
+def read_standard_library() -> list[Document]:
+    """Source files of the running interpreter's standard library, without tests and build settings."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [path.relative_to(root) for path in root.rglob("*.py")]
+    files = [f for f in files if not NOT_TEXT & set(f.parts) and not f.name.startswith("_sysconfigdata")]
+    files = [f for f in files if not f.parts[0].startswith("config-")]  # how this interpreter was built
+    return [Document(f.as_posix(), (root / f).read_text("utf-8", errors="ignore")) for f in sorted(files)]
+
+
+def read_text_files(paths: list[str]) -> list[Document]:
+    """UTF-8 text files, in the order given; a missing, unreadable or empty one is refused."""
+    documents = []
+    for path in map(Path, paths):
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"can't read the text file {path}: {getattr(error, 'strerror', None) or error}") from None
+        if not text.strip():
+            raise RecipeError(f"the text file {path} is empty")
+        documents.append(Document(path.name, text))
+    return documents
+
+
+def split_documents(documents: list[Document]) -> tuple[list[Document], list[Document]]:
+    """(train, held-out), by file: about one in ten is held out, by the hash of its name. A lone file is cut in two."""
+    documents = sorted(documents, key=lambda d: d.hash)
+    if len(documents) > 1:
+        n = sum(d.hash < HELD_OUT for d in documents)
+        n = min(max(n, 1), len(documents) - 1)
+        return documents[n:], documents[:n]
+    name, text = documents[0].name, documents[0].text
+    cut = text.rfind("\n", 0, int(len(text) * (1 - HELD_OUT))) + 1 or int(len(text) * (1 - HELD_OUT))
+    return [Document(name, text[:cut])], [Document(name, text[cut:])]
+
+
+def fingerprint(documents: list[Document]) -> str:
+    """sha256 of names and texts: two runs are comparable when it agrees."""
+    digest = hashlib.sha256()
+    for document in sorted(documents, key=lambda d: (d.name, d.text)):
+        digest.update(f"{document.name}\0{document.text}\0".encode())
+    return digest.hexdigest()
+
+
+def train_tokenizer(documents: list[Document], vocab_size: int, folder: Path) -> PreTrainedTokenizerBase:
+    """A byte-level BPE learnt from `documents` (a few seconds), kept in `folder` for the next run on the same text."""
+    key, stamp = f"{vocab_size} {fingerprint(documents)}", folder / "trained_on.txt"
+    if not (stamp.exists() and stamp.read_text() == key):
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes: no text is ever unknown
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator((d.text for d in documents), trainer)
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+        fast.save_pretrained(folder)
+        stamp.write_text(key)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def encode(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of all documents in one stream, and the UTF-8 bytes each token covers.
+
+    Documents are closed by the tokenizer's end-of-text token where it has one (0 bytes). A tokenizer that can't tell
+    where its tokens lie in the text gets the document's bytes spread evenly.
+    """
+    options = dict.fromkeys(("add_special_tokens", "return_attention_mask", "return_token_type_ids", "verbose"), False)
+    try:
+        encoded = tokenizer([d.text for d in documents], return_offsets_mapping=tokenizer.is_fast, **options)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise RecipeError(f"the tokenizer can't read the text: {error}") from None
+    end = next((i for i in (tokenizer.eos_token_id, tokenizer.sep_token_id) if i is not None), None)
+    ids, sizes = [], []
+    for i, document in enumerate(documents):
+        tokens = np.asarray(encoded["input_ids"][i], dtype=np.int32)
+        points = np.frombuffer(document.text.encode("utf-32-le"), dtype=np.uint32)
+        position = np.concatenate(([0], np.cumsum(1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF))))
+        if tokenizer.is_fast:
+            chars = np.asarray(encoded["offset_mapping"][i], dtype=np.int64).reshape(-1, 2)[:, 1]
+            ends = np.maximum.accumulate(position[chars])  # a character cut in two is counted once
+        else:
+            ends = np.linspace(0, position[-1], len(tokens) + 1)[1:]
+        ids += [tokens] if end is None else [tokens, np.array([end], dtype=np.int32)]
+        sizes += [np.diff(ends, prepend=0)] if end is None else [np.diff(ends, prepend=0), np.zeros(1)]
+    return np.concatenate(ids), np.concatenate(sizes)
+
+
+class Causal:
+    """The task of a causal model: every token of the block from those before it."""
+
+    def __init__(self, block_size: int) -> None:
+        self.content = block_size  # tokens of text in a block
+
+    def __call__(self, tokens: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Masked:
+    """BERT's task: 15 % of the tokens, 80 % of these hidden, 10 % replaced, 10 % kept; a function of the seed."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> None:
+        if tokenizer.mask_token is None:
+            raise RecipeError("a masked language model needs a tokenizer with a mask token, and this one has none")
+        self.collator = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=0.15)
+        self.first = [i for i in [tokenizer.cls_token_id] if i is not None]
+        self.last = [i for i in [tokenizer.sep_token_id] if i is not None]
+        self.content = block_size - len(self.first) - len(self.last)
+
+    def __call__(self, tokens: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
+        self.collator.generator = torch.Generator().manual_seed(seed)
+        block = torch.cat([torch.tensor(self.first), tokens, torch.tensor(self.last)]).long()
+        return {name: value[0] for name, value in self.collator([block]).items()}
+
+
+class TrainBlocks(Dataset):
+    """Blocks at random places of the stream. Item i depends on (seed, first + i) and on nothing else."""
+
+    def __init__(self, tokens: np.ndarray, task: Causal | Masked, seed: int, first: int, length: int) -> None:
+        self.tokens, self.task, self.seed, self.first, self.length = tokens, task, seed, first, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        random = np.random.default_rng((self.seed, self.first + index))
+        start = random.integers(len(self.tokens) - self.task.content + 1)
+        block = torch.from_numpy(self.tokens[start : start + self.task.content]).long()
+        return self.task(block, seed=int(random.integers(2**31)))
+
+
+class HeldOutBlocks(Dataset):
+    """At most `count` blocks, evenly spread over the stream without overlap; masks don't depend on the run's seed."""
+
+    def __init__(self, tokens: np.ndarray, sizes: np.ndarray, task: Causal | Masked, count: int) -> None:
+        self.tokens, self.task = tokens, task
+        count = min(count, len(tokens) // task.content)
+        self.starts = np.linspace(0, len(tokens) - task.content, count).astype(int)
+        # A causal model predicts all but the first token of a block: these are the bytes it is charged for.
+        self.sizes = np.array([sizes[s + 1 : s + task.content].sum() for s in self.starts])
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        start = self.starts[index]
+        return self.task(torch.from_numpy(self.tokens[start : start + self.task.content]).long(), seed=index)
