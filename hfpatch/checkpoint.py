@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .attention import ROTARY, host_class, lensed_forward, once_per_class
 from .edits import Edits
@@ -43,8 +43,8 @@ class HfpatchConfig(PreTrainedConfig):
         where = config_dict.get("_name_or_path") or "this checkpoint's config.json"
         base = Record.from_json(config_dict.get(KEY), where).base_model_type
         try:
-            host = type(AutoConfig.for_model(base))
-        except ValueError as error:
+            host = CONFIG_MAPPING[base]
+        except KeyError as error:
             raise CheckpointError(
                 f"{where} patches a {base!r} model, which transformers {transformers.__version__} doesn't know. "
                 "If it comes from a package of its own, import that first; else install the transformers version that "
@@ -53,7 +53,6 @@ class HfpatchConfig(PreTrainedConfig):
         return registered_config_class(host).from_dict(config_dict, **kwargs)
 
 
-@once_per_class
 def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """The config class of patched models of one family, with every Auto class that knows the host's told of it."""
     patched = patched_config_class(host)
@@ -79,6 +78,7 @@ def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]
         "from_dict": classmethod(from_dict),
         "__reduce_ex__": _reduce,
         **_named_like(host),
+        "__module__": __name__,  # the Auto classes take no registration of a config that lives in transformers
     }
     return type(host.__name__, (host,), body)
 
@@ -99,7 +99,8 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
         try:
             return host.from_pretrained.__func__(cls, name, *args, **kwargs)
         except SafetensorError as error:
-            raise CheckpointError(f"{name}: its weights can't be read: {_broken_file(name) or error}") from error
+            reason = _broken_file(name, kwargs.get("subfolder") or "") or error
+            raise CheckpointError(f"{name}: its weights can't be read: {reason}") from error
 
     body = {
         "__init__": __init__,
@@ -146,10 +147,16 @@ def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> 
     """
     for auto in _auto_classes():
         models = auto._model_mapping.get(host, None)
-        if isinstance(models, tuple | list):
-            auto._model_mapping.register(patched, tuple(_opened_as(model, host) for model in models), exist_ok=True)
-        elif models is not None:
-            auto._model_mapping.register(patched, _opened_as(models, host), exist_ok=True)
+        if models is None or patched in auto._model_mapping._extra_content:
+            continue
+        several = isinstance(models, tuple | list)
+        opened = tuple(_opened_as(model, host) for model in models) if several else _opened_as(models, host)
+        auto._model_mapping.register(patched, opened, exist_ok=True)
+        if auto._model_mapping[patched] is not opened:
+            raise CheckpointError(
+                f"{auto.__name__} of transformers {transformers.__version__} took no registration of a patched "
+                f"{host.__name__} and would build the unpatched model. Please report this version."
+            )
 
 
 def _opened_as(model: Any, config: type[PreTrainedConfig]) -> Any:
@@ -194,10 +201,15 @@ def replay(model: PreTrainedModel) -> None:
     same_head = type(model).__name__ in (model.config.architectures or [])
     for kind, planner in PLANNERS.items():
         for part in getattr(record, kind):
-            edits = Edits()
-            for change in planner(model, part, strict=same_head):
-                if change.apply:
-                    change.apply(edits)
+            changes = [change for change in planner(model, part, strict=same_head) if change.apply]
+            if same_head and len(changes) != part.modules:
+                raise CheckpointError(
+                    f"{type(model).__name__}: {kind}={part.scheme.name!r} changed {part.modules} modules when this "
+                    f"checkpoint was made, and would change {len(changes)} now. Open it with the versions of hfpatch "
+                    "and transformers that it was made with."
+                )
+            for change in changes:
+                change.apply(Edits())  # type: ignore[misc]
 
 
 def _initialize_ours(model: nn.Module) -> None:
@@ -214,23 +226,23 @@ def _initialize_ours(model: nn.Module) -> None:
                         parameter.fill_(values[name])
 
 
-def _broken_file(name: Any) -> str | None:
+def _broken_file(name: Any, subfolder: str) -> str | None:
     """The first safetensors file of a local folder whose size isn't what its header says."""
-    folder = Path(os.fspath(name)) if isinstance(name, str | os.PathLike) else None
-    for path in sorted(folder.glob("*.safetensors")) if folder and folder.is_dir() else ():
+    if not isinstance(name, str | os.PathLike):
+        return None
+    for path in sorted((Path(name) / subfolder).glob("*.safetensors")):
         size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-            if 8 + length > size:
-                return f"{path.name} is cut off inside its header ({size} bytes). Download or save it again."
-            try:
+        try:
+            with path.open("rb") as file:
+                length = struct.unpack("<Q", file.read(8))[0]
+                if 8 + length > size:
+                    return f"{path.name} is cut off inside its header ({size} bytes). Download or save it again."
                 header = json.loads(file.read(length))
-            except ValueError:
-                return f"{path.name} has no readable header. Download or save it again."
-        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-        if 8 + length + max(ends, default=0) != size:
+            ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
             expected = 8 + length + max(ends, default=0)
+        except (struct.error, ValueError, TypeError, AttributeError, LookupError):
+            return f"{path.name} has no readable header. Download or save it again."
+        if expected != size:
             return f"{path.name} has {size} bytes where its header promises {expected}. Download or save it again."
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -144,7 +144,8 @@ def plan_patch(
     planned = {kind: PLANNERS[kind](model, part) for kind, part in parts.items() if not record.has(kind, part)}
     for kind, changes in planned.items():
         plan.changes += changes
-        plan.record = plan.record.plus(kind, parts[kind])
+        changing = sum(change.apply is not None for change in changes)
+        plan.record = plan.record.plus(kind, replace(parts[kind], modules=changing))
     if planned:
         globs = {option: getattr(next(iter(parts.values())), option) for option in ("only", "keep")}
         require_matches(Names.of(model), globs, plan.rows)

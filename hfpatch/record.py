@@ -28,15 +28,19 @@ class Part:
         scheme: a norm or position scheme.
         only, keep: globs over module names; empty means everywhere, and nowhere.
         init: how new parameters started; told for the reader, it changes nothing in the structure.
+        modules: how many modules changed. A checkpoint that changes another number when it is opened as the class that
+            it was saved from isn't the same model any more (transformers renamed something, say).
     """
 
     scheme: Scheme
     only: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     init: str = field(default="auto", compare=False)
+    modules: int = field(default=0, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        return {"scheme": self.scheme.to_json(), "only": list(self.only), "keep": list(self.keep), "init": self.init}
+        globs = {"only": list(self.only), "keep": list(self.keep)}
+        return {"scheme": self.scheme.to_json(), **globs, "init": self.init, "modules": self.modules}
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,8 @@ class Record:
         if unknown:
             raise CheckpointError(f"{where}: its patch record has unknown entries {sorted(map(str, unknown))}.")
         base = stored.get("base_model_type")
-        if not isinstance(base, str) or not base:
-            raise CheckpointError(f"{where}: its patch record names no base_model_type.")
+        if not isinstance(base, str) or not base or base == KEY:
+            raise CheckpointError(f"{where}: its patch record names no base_model_type (found {base!r:.40}).")
         return cls(base, **{kind: _parts(kind, stored.get(kind, []), where) for kind in KINDS})
 
 
@@ -97,18 +101,21 @@ def _parts(kind: str, stored: Any, where: str) -> tuple[Part, ...]:
 
 
 def _part(kind: str, stored: Any, where: str) -> Part:
-    if not isinstance(stored, Mapping) or set(stored) - {"scheme", "only", "keep", "init"}:
-        raise CheckpointError(f"{where} is no object with scheme, only, keep and init.")
-    init = stored.get("init", "auto")
+    if not isinstance(stored, Mapping) or set(stored) != {"scheme", "only", "keep", "init", "modules"}:
+        raise CheckpointError(f"{where} is no object with scheme, only, keep, init and modules.")
+    modules = stored["modules"]
+    if not isinstance(modules, int) or isinstance(modules, bool) or modules < 1:
+        raise CheckpointError(f"{where}: modules is {modules!r:.40}, not the number of modules that changed.")
+    init = stored["init"]
     if init not in INITS:
         raise CheckpointError(f"{where}: init is {init!r:.40}, not one of {', '.join(INITS)}.")
     try:
-        scheme = KINDS[kind].from_json(stored.get("scheme"))
+        scheme = KINDS[kind].from_json(stored["scheme"])
     except PatchError as error:
         raise CheckpointError(
             f"{where} can't be used here: {error} If the scheme comes from a package of its own, import it first."
         ) from error
-    return Part(scheme, _globs(stored.get("only", []), where), _globs(stored.get("keep", []), where), init)
+    return Part(scheme, _globs(stored["only"], where), _globs(stored["keep"], where), init, modules)
 
 
 def _globs(stored: Any, where: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from .scheme import Norm
 
 
 class DynamicErf(DynamicTanh):
-    """y = gamma * erf(alpha x + s) + beta, alpha and s learned. Arguments as in `DynamicTanh`; s starts at `s`."""
+    """y = gain * erf(alpha x + s) + shift, alpha and s learned. Arguments as in `DynamicTanh`; s starts at `s`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class DynamicErf(DynamicTanh):
 class Derf(Norm):
     """Dynamic erf: like DyT with the error function and a learned shift inside.
 
-    gamma * erf(alpha x + s) + beta, arXiv:2512.10938. gamma and beta start as the replaced norm's gain and shift.
+    gain * erf(alpha x + s) + shift, arXiv:2512.10938. gain and shift are the replaced norm's own Parameters.
 
     Args:
         alpha: starting value of the learned slope (paper: 0.5).

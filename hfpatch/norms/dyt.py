@@ -15,16 +15,17 @@ from .scheme import AffineNorm, Norm
 
 
 class DynamicTanh(AffineNorm):
-    """y = gamma * tanh(alpha x) + beta, alpha a learned scalar.
+    """y = gain * tanh(alpha x) + shift, alpha a learned scalar; gain and shift are the paper's gamma and beta.
 
-    The parameters aren't called weight and bias: a plain reload would silently make a LayerNorm out of them.
+    They are called neither weight and bias, out of which a plain reload would silently make a LayerNorm, nor gamma and
+    beta, which transformers renames while loading (`LayerNorm.gamma` becomes `LayerNorm.weight`, for old checkpoints).
 
     Args:
         alpha: the starting value of alpha.
         like: a tensor whose dtype and device alpha takes. The rest as in `AffineNorm`.
     """
 
-    names = ("gamma", "beta")
+    names = ("gain", "shift")
 
     def __init__(
         self,
@@ -54,8 +55,8 @@ class DynamicTanh(AffineNorm):
 class DyT(Norm):
     """Dynamic Tanh: an elementwise squashing in place of normalisation.
 
-    gamma * tanh(alpha x) + beta, Zhu et al. 2025, arXiv:2503.10622, eq. 2. gamma and beta start as the replaced norm's
-    gain and shift (the same Parameters).
+    gain * tanh(alpha x) + shift, Zhu et al. 2025, arXiv:2503.10622, eq. 2 (gamma and beta there). gain and shift are
+    the replaced norm's own Parameters.
 
     Args:
         alpha: starting value of the learned scalar; the paper's default outside LLMs is 0.5.
