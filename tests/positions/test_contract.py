@@ -127,6 +127,16 @@ def test_cross_attention_is_not_rotated(name: str) -> None:
     assert not any("encoder_attn" in module_name or "cross" in module_name for module_name in rotated)
 
 
+@pytest.mark.parametrize("name", [name for name in ALL if name != "gpt_neo"])  # which has eager attention alone
+def test_attention_backends_agree(name: str) -> None:
+    model, given = patched(name, pos="rope"), inputs(name)
+    expected = logits(model, given)
+    assert model.config._attn_implementation == "sdpa"
+    model.set_attn_implementation("eager")
+    assert difference(logits(model, given), expected) <= 1e-4
+    assert difference(changed_logits(model, given, torch.zeros_like), expected) >= 1e-2, "eager isn't rotated"
+
+
 # --- decoding ---------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,136 @@
+"""The command line as a person uses it: output, exit status, one-line errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from typer.testing import CliRunner
+
+from hfpatch import ARCHITECTURES, __version__
+from hfpatch.cli import app
+
+run = CliRunner()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=97, n_positions=32, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def called(*args: str, status: int = 0) -> str:
+    result = run.invoke(app, list(args), terminal_width=200)
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_families_lists_every_record() -> None:
+    out = called("families")
+    assert all(name in out for name in ARCHITECTURES)
+    assert f"{len(ARCHITECTURES)} families" in out
+
+
+def test_version() -> None:
+    assert __version__ in called("--version")
+
+
+def test_plan_of_a_config_needs_no_weights() -> None:
+    out = called("plan", "config:gpt2", "--norm", "rms", "--pos", "rope")
+    assert "transformer.h.{0-11}.ln_{1-2}  x24" in out
+    assert "RMSNorm(768)" in out
+    assert "RoPE(theta=10000, half)" in out
+    assert "38 of 38 modules change" in out
+
+
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [
+        ("bert", "BertForMaskedLM"),
+        ("whisper", "WhisperForConditionalGeneration"),
+        ("bart", "BartForConditionalGeneration"),
+        ("vit", "ViTForImageClassification"),
+        ("gpt_neo", "GPTNeoForCausalLM"),
+    ],
+)
+def test_plan_builds_the_familys_usual_head(family: str, head: str) -> None:
+    assert head in called("plan", f"config:{family}", "--pos", "nope")
+
+
+def test_head_and_globs_and_options() -> None:
+    out = called("plan", "config:gpt2", "--norm", "dyt:alpha=0.8", "--only", "*h.[0-2].ln_1", "--head", "AutoModel")
+    assert "GPT2Model: 3 of 25 modules change" in out
+    assert "not in only" in out
+
+
+def test_patch_writes_a_checkpoint_that_opens(checkpoint: Path, tmp_path: Path) -> None:
+    out = called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms", "--pos", "rope:theta=500")
+    assert "AutoModelForCausalLM.from_pretrained" in out
+    assert "Not preserved" in out
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "hfpatch"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(model.transformer.ln_f).__name__ == "RMSNorm"
+    assert model.transformer.h[0].attn.rotary_emb.scheme.theta == 500
+    original = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert torch.equal(model.transformer.wte.weight, original.transformer.wte.weight)
+
+
+def test_patch_composes_with_an_earlier_patch(checkpoint: Path, tmp_path: Path) -> None:
+    called("patch", str(checkpoint), str(tmp_path / "a"), "--norm", "rms")
+    called("patch", str(tmp_path / "a"), str(tmp_path / "b"), "--pos", "rope")
+    config = AutoConfig.from_pretrained(tmp_path / "b")
+    assert [len(config.hfpatch[kind]) for kind in ("norm", "pos")] == [1, 1]
+
+
+def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    weights = []
+    for i, seed in enumerate(("1", "1", "2")):
+        called("patch", "config:distilbert", str(tmp_path / str(i)), "--norm", "rms", "--seed", seed)
+        weights.append((tmp_path / str(i) / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != weights[2]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("plan", "config:gpt2", "--norm", "rmsnorm"), "Error: no norm called 'rmsnorm'. Did you mean 'rms'?"),
+        (("plan", "config:gpt2", "--pos", "rope:partial=2"), "partial must be a number in (0, 1]"),
+        (("plan", "config:gpt3", "--norm", "rms"), "has no family 'gpt3'"),
+        (("plan", "config:t5", "--pos", "rope"), "relative biases"),
+        (("plan", "config:camembert", "--pos", "rope"), "Nearest supported family, built alike"),
+        (("plan", "config:llama", "--norm", "rms"), "is rms already"),
+        (("plan", "config:gpt2"), "nothing was asked for"),
+        (("plan", "config:gpt2", "--norm", "rms", "--only", "*.ln_9"), "matches none of the"),
+        (("plan", "config:gpt2", "--norm", "rms", "--head", "AutoModelForX"), "no Auto class 'AutoModelForX'"),
+        (("plan", "./no/such/folder", "--norm", "rms"), "Error: "),
+    ],
+)
+def test_errors_are_one_line_on_stderr(args: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = run.invoke(app, list(args))
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_patch_spares_a_folder_that_holds_something(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/notes.txt").write_text("mine")
+    result = run.invoke(app, ["patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms"])
+    assert result.exit_code == 1
+    assert "isn't empty" in result.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+    called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms", "--overwrite")
+    assert (tmp_path / "out/model.safetensors").exists()
+
+
+def test_an_error_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    result = run.invoke(app, ["patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms", "--pos", "alibi"])
+    assert result.exit_code == 1
+    assert not (tmp_path / "out").exists()

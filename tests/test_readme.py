@@ -1,0 +1,88 @@
+"""The README says what the code does: its generated blocks are up to date and its examples run."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, CamembertConfig, CamembertModel, GPT2Config, GPT2LMHeadModel
+
+from hfpatch import ARCHITECTURES, NORMS, NotPreservedWarning, patch_model
+
+sys.path.insert(0, str(Path(__file__).parent))
+from update_readme import BLOCKS, README, block
+
+
+@pytest.mark.parametrize("name", sorted(BLOCKS))
+def test_generated_block_is_up_to_date(name: str) -> None:
+    text = README.read_text()
+    start, end = block(name, text)
+    assert text[start:end].strip() == BLOCKS[name]().strip(), "run: python tests/update_readme.py"
+
+
+def examples(containing: str) -> str:
+    found = [code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if containing in code]
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.fixture
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_layer=8, n_head=4, vocab_size=97, n_positions=32, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config).eval()
+
+
+def test_first_example(gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpt2.save_pretrained(tmp_path / "openai-community/gpt2")
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(NotPreservedWarning):
+        exec(examples("plan_patch(model"), {})
+    loaded = AutoModelForCausalLM.from_pretrained("out")
+    assert type(loaded.transformer.ln_f).__name__ == "RMSNorm"
+
+
+def test_usage_example(gpt2: Any) -> None:
+    lines = examples("unpatch_model").splitlines()
+    imports, calls = lines[0], [line for line in lines if line.startswith("patch_model")]
+    assert len(calls) == 4
+    for call in calls:
+        model = GPT2LMHeadModel(gpt2.config)
+        names: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotPreservedWarning)
+            exec(f"{imports}\n{call}", names)
+
+
+def test_own_norm_example(gpt2: Any, tmp_path: Path) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotPreservedWarning)
+            exec(examples("Softsign"), {"model": gpt2})
+        gpt2.save_pretrained(tmp_path)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        ids = torch.arange(12)[None]
+        assert torch.equal(loaded(ids).logits, gpt2(ids).logits)
+    finally:
+        NORMS.unregister("softsign")
+
+
+def test_own_family_example(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = CamembertModel(CamembertConfig(vocab_size=97, max_position_embeddings=34, **sizes)).eval()
+    try:
+        exec(examples("ARCHITECTURES.register"), {})
+        with pytest.warns(NotPreservedWarning):
+            patch_model(model, pos="rope")
+        model.save_pretrained(tmp_path)
+        ids = torch.arange(3, 15)[None]
+        loaded = AutoModel.from_pretrained(tmp_path).eval()
+        assert torch.equal(loaded(ids).last_hidden_state, model(ids).last_hidden_state)
+    finally:
+        ARCHITECTURES.unregister("camembert")

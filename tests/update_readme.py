@@ -1,0 +1,65 @@
+"""The README's generated blocks: `python tests/update_readme.py` writes them, tests/test_readme.py compares them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from hfpatch.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "recipes/results/lm"
+SWEEP = ROOT / "tests/sweeps/norm_swap.json"
+
+
+def _cli(*args: str) -> str:
+    return CliRunner().invoke(app, list(args)).output.rstrip()
+
+
+def plan() -> str:
+    return f"```text\n{_cli('plan', 'config:gpt2', '--norm', 'rms', '--pos', 'rope')}\n```"
+
+
+def families() -> str:
+    return _cli("families", "--markdown")
+
+
+def results() -> str:
+    return (
+        RESULTS / "results.md"
+    ).read_text().strip() + "\n\n![Held-out loss while healing](recipes/results/lm/curves.png)"
+
+
+def sweep() -> str:
+    totals = json.loads(SWEEP.read_text())
+    return (
+        f"**{totals['converted']} of {totals['of']} model types** "
+        f"(transformers {totals['transformers']}); the rest and the reasons are in "
+        "[tests/sweeps/norm_swap.md](tests/sweeps/norm_swap.md)."
+    )
+
+
+BLOCKS = {"plan": plan, "results": results, "sweep": sweep, "families": families}
+
+
+def block(name: str, text: str) -> tuple[int, int]:
+    """Where the text of a block starts and ends."""
+    match = re.search(rf"<!-- {name}: [^\n]* -->\n(.*?)<!-- /{name} -->", text, re.S)
+    assert match, f"README.md has no block {name!r}"
+    return match.span(1)
+
+
+def main() -> None:
+    text = README.read_text()
+    for name, generate in BLOCKS.items():
+        start, end = block(name, text)
+        text = f"{text[:start]}{generate()}\n{text[end:]}"
+    README.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
