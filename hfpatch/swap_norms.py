@@ -55,7 +55,7 @@ def plan_norms(model: nn.Module, part: Part, strict: bool = True) -> list[Change
             f"{type(model).__name__} has no LayerNorm-like module, so norm={scheme.name!r} has nothing to replace."
         )
     reasons = {id(site): _reason_to_keep(site, scheme, part, names) for site in sites}
-    _take_special_norms_that_were_named(sites, reasons, part, names)
+    _take_special_norms_that_were_named(sites, reasons, scheme, part, names)
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     return [_change(site, scheme, part, reasons[id(site)], like) for site in sites]
 
@@ -105,11 +105,12 @@ def _reason_to_keep(site: _Site, scheme: Norm, part: Part, names: Names) -> str 
 
 
 def _take_special_norms_that_were_named(
-    sites: list[_Site], reasons: dict[int, str | None], part: Part, names: Names
+    sites: list[_Site], reasons: dict[int, str | None], scheme: Norm, part: Part, names: Names
 ) -> None:
-    """A glob in `only` that matches no ordinary norm was written for the special ones that it does match."""
+    """A glob in `only` that matches no ordinary norm to replace was written for the special ones that it does match."""
+    settled = {id(site) for site in sites if site.facts is None or scheme.reason_to_keep(site.facts)}
     for glob in part.only:
-        matched = [site for site in sites if names.matches(glob, site.names)]
+        matched = [site for site in sites if names.matches(glob, site.names) and id(site) not in settled]
         if all(_special(site, names) for site in matched):
             for site in matched:
                 if reasons[id(site)] == _special(site, names):
