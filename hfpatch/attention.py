@@ -1,118 +1,18 @@
-"""How a patch reaches into a forward that it doesn't own: the host's code runs on a view of the module.
-
-An attention (or an embedding) whose forward must see something else gets a generated subclass of its class. That
-subclass runs the *host's* forward with a `View` in the place of `self`: attribute for attribute the module, except for
-those that its lens replaces, such as q and k projections whose output is rotated. Nothing is written anywhere, the
-state dict's keys stay, LoRA on the projections is rotated too, and every attention backend works.
-"""
+"""The lens on an attention: queries and keys leave their projections rotated, causal masks fit any length."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .errors import PositionError
+from .view import Arguments
 
 ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an attention
-LENS = "_hfpatch_lens"
-
-Arguments = dict[str, Any]
-
-
-class Lens(Protocol):
-    """What a module's forward sees differently: attributes of the view, and arguments that are filled in."""
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]: ...
-
-
-class View:
-    """Stands in for `self`: `attributes` first, everything else is the module's, writes included."""
-
-    def __init__(self, module: Any, attributes: dict[str, Any]):
-        self.__dict__.update(attributes)
-        self.__dict__["_module"] = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._module, name, value)
-
-
-def _view_class(host: type) -> type[View]:
-    """A View that owns the host's methods, so that helpers called in its forward see the view as well."""
-    methods: dict[str, Any] = {}
-    for base in reversed(host.__mro__):
-        if base.__module__ == host.__module__:
-            methods.update(
-                (name, value)
-                for name, value in vars(base).items()
-                if isinstance(value, FunctionType) and not name.startswith("__")
-            )
-    # transformers finds a model's recorders by the text of its class, so the view keeps the host's name
-    return type(host.__name__, (View,), {**methods, "__module__": host.__module__, "__qualname__": host.__qualname__})
-
-
-def once_per_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Cache a function from a host class to the class made of it: one host, one generated class."""
-    return functools.cache(make)
-
-
-def lensed_forward(host: type[nn.Module]) -> Callable[..., Any]:
-    """The host's forward, run on a view wherever the instance has a lens."""
-    view = _view_class(host)
-    host_forward = host.forward
-    signature = inspect.signature(host_forward)
-    names = tuple(signature.parameters)[1:]
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        lens = self.__dict__.get(LENS)
-        if lens is None:
-            return host_forward(self, *args, **kwargs)
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        attributes, filled = lens(self, arguments)
-        seen = view(self, attributes)
-        if filled:
-            return host_forward(seen, **{**arguments, **filled})
-        return host_forward(seen, *args, **kwargs)
-
-    forward.__signature__ = signature  # type: ignore[attr-defined]  # callers inspect it for the arguments to pass
-    return forward
-
-
-@once_per_class
-def lensed_class(host: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of `host` whose forward is the host's forward on a view, as the module's lens makes it."""
-    body = {
-        "forward": lensed_forward(host),
-        "__module__": host.__module__,
-        "__qualname__": host.__qualname__,
-        "__doc__": host.__doc__,
-        "__reduce_ex__": _reduce,
-        "hfpatch_host": host,
-    }
-    return type(host.__name__, (host,), body)
-
-
-def _reduce(self: nn.Module, protocol: Any) -> tuple:
-    return _rebuild, (host_class(type(self)),), self.__dict__
-
-
-def _rebuild(host: type[nn.Module]) -> nn.Module:
-    cls = lensed_class(host)
-    return cls.__new__(cls)
-
-
-def host_class(cls: type) -> type:
-    """The class behind one that hfpatch generated (here or in checkpoint.py), or the class itself."""
-    return getattr(cls, "hfpatch_host", cls)
 
 
 class Rotated:
@@ -253,86 +153,3 @@ class AttentionLens:
                 "pass one position per token of this call."
             )
         return positions
-
-
-class LengthLimit:
-    """A lens on a module that would refuse, or cut, inputs beyond the removed table's length."""
-
-
-@dataclass(frozen=True)
-class ZeroArguments(LengthLimit):
-    """Fills index arguments that the host would slice from a buffer of the old length (BERT's `token_type_ids`)."""
-
-    names: tuple[str, ...]
-
-    def __init__(self, *names: str):
-        object.__setattr__(self, "names", names)
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        tokens = arguments.get("input_ids")
-        if tokens is None:
-            tokens = arguments["inputs_embeds"][..., 0]
-        missing = [name for name in self.names if arguments.get(name) is None]
-        return {}, {name: torch.zeros_like(tokens, dtype=torch.long) for name in missing}
-
-
-@dataclass(frozen=True)
-class AnyImageSize(LengthLimit):
-    """Patch embeddings without a table take images of any size."""
-
-    table: str = "position_embeddings"
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        pixels = arguments["pixel_values"]
-        zero = torch.zeros((), device=pixels.device)
-        attributes = {
-            self.table: zero,
-            "image_size": tuple(pixels.shape[-2:]),
-            "interpolate_pos_encoding": lambda *args, **kwargs: zero,
-        }
-        return attributes, {}
-
-
-@dataclass(frozen=True)
-class AnyInputLength(LengthLimit):
-    """An audio encoder that compares its input's length with the config's takes any (even) number of frames.
-
-    Attributes:
-        setting: config attribute with the number of positions.
-        convolutions: the convolutions whose strides lie between frames and positions.
-    """
-
-    setting: str
-    convolutions: tuple[str, ...]
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        positions = arguments["input_features"].shape[-1]
-        for name in self.convolutions:
-            positions = positions // getattr(module, name).stride[0]
-        return {"config": View(module.config, {self.setting: positions})}, {}
-
-
-class ZeroPositions(nn.Module):
-    """Stands where a table of positions stood and adds nothing: a zero without dimensions.
-
-    Args:
-        num_embeddings, embedding_dim: the removed table's size, which some hosts still ask for.
-    """
-
-    def __init__(self, num_embeddings: int, embedding_dim: int):
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-
-    @property
-    def weight(self) -> Tensor:
-        """Scratch of the removed table's shape, for hosts whose `_init_weights` fills it."""
-        return torch.empty(self.num_embeddings, self.embedding_dim)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                return torch.zeros((), device=value.device)
-        return torch.zeros(())
-
-    def extra_repr(self) -> str:
-        return f"was {self.num_embeddings} x {self.embedding_dim}"

@@ -19,13 +19,14 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from .attention import ROTARY, host_class, lensed_forward, once_per_class
+from .attention import ROTARY
 from .edits import Edits
 from .errors import CheckpointError
 from .norms import AffineNorm
 from .plan import PLANNERS
 from .record import KEY, Record
 from .registry import ARCHITECTURES
+from .view import host_class, lensed_forward, once_per_class
 
 
 class HfpatchConfig(PreTrainedConfig):

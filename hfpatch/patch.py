@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .attention import host_class
 from .checkpoint import patched_model_class, registered_config_class
 from .edits import Edits
 from .errors import NotPreservedWarning, NotReversibleError
@@ -21,6 +20,7 @@ from .optimizer import check_optimizer, swap_parameters
 from .plan import Plan, plan_patch, require_bare
 from .positions import Position
 from .record import KEY
+from .view import host_class
 
 M = TypeVar("M", bound=PreTrainedModel)
 WAY_BACK = "_hfpatch_way_back"

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 from transformers import PreTrainedModel
 
-from .attention import host_class
 from .errors import NothingToPatchError, OptionError, UnsupportedError, WrappedModelError
 from .norms import Norm
 from .positions import Position
@@ -19,6 +18,7 @@ from .rows import Change, Row
 from .select import Names, as_globs, require_matches
 from .swap_norms import plan_norms
 from .swap_positions import plan_positions
+from .view import host_class
 
 PLANNERS = {"norm": plan_norms, "pos": plan_positions}
 

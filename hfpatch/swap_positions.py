@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from .architectures import Stack
-from .attention import LENS, ROTARY, AttentionLens, ZeroPositions, host_class, lensed_class
+from .attention import ROTARY, AttentionLens
 from .edits import Edits
 from .errors import UnsupportedError
+from .limits import ZeroPositions
 from .positions import Position
 from .record import Part
 from .registry import ARCHITECTURES
 from .rows import Change, Row, refuse_private_forward
 from .select import Names
+from .view import LENS, host_class, lensed_class
 
 REMOVED_ROWS = "_hfpatch_removed_rows"  # of the module that held a table which was a Parameter
 _RELATIVE = re.compile(r"relative_(attention_)?(bias|position)|rel_pos|rel_embeddings|pos_bias|position_bias", re.I)

@@ -1,6 +1,7 @@
 """Records of encoder-decoder families: one stack each for encoder and decoder; cross-attention isn't rotated."""
 
-from ..attention import AnyInputLength, Projections
+from ..attention import Projections
+from ..limits import AnyInputLength
 from ..registry import ARCHITECTURES
 from .record import Architecture, Stack
 

@@ -1,6 +1,7 @@
 """Records of encoder families (BERT-like ones also decode when their config says so)."""
 
-from ..attention import AnyImageSize, Projections, ZeroArguments
+from ..attention import Projections
+from ..limits import AnyImageSize, ZeroArguments
 from ..registry import ARCHITECTURES
 from .record import Architecture, Stack
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..attention import Fused, LengthLimit, Projections, Window
+from ..attention import Fused, Projections, Window
+from ..limits import LengthLimit
 
 
 @dataclass(frozen=True)

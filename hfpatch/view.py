@@ -1,0 +1,110 @@
+"""How a patch reaches into a forward that it doesn't own: the host's code runs on a view of the module.
+
+An attention (or an embedding) whose forward must see something else gets a generated subclass of its class. That
+subclass runs the *host's* forward with a `View` in the place of `self`: attribute for attribute the module, except for
+those that its lens replaces, such as q and k projections whose output is rotated. Nothing is written anywhere, the
+state dict's keys stay, LoRA on the projections is rotated too, and every attention backend works.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, Protocol
+
+from torch import nn
+
+LENS = "_hfpatch_lens"  # attribute of a module that holds its lens
+
+Arguments = dict[str, Any]
+
+
+class Lens(Protocol):
+    """What a module's forward sees differently: attributes of the view, and arguments that are filled in."""
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]: ...
+
+
+class View:
+    """Stands in for `self`: `attributes` first, everything else is the module's, writes included."""
+
+    def __init__(self, module: Any, attributes: dict[str, Any]):
+        self.__dict__.update(attributes)
+        self.__dict__["_module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+
+
+def _view_class(host: type) -> type[View]:
+    """A View that owns the host's methods, so that helpers called in its forward see the view as well."""
+    methods: dict[str, Any] = {}
+    for base in reversed(host.__mro__):
+        if base.__module__ == host.__module__:
+            methods.update(
+                (name, value)
+                for name, value in vars(base).items()
+                if isinstance(value, FunctionType) and not name.startswith("__")
+            )
+    # transformers finds a model's recorders by the text of its class, so the view keeps the host's name
+    return type(host.__name__, (View,), {**methods, "__module__": host.__module__, "__qualname__": host.__qualname__})
+
+
+def once_per_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Cache a function from a host class to the class made of it: one host, one generated class."""
+    return functools.cache(make)
+
+
+def lensed_forward(host: type[nn.Module]) -> Callable[..., Any]:
+    """The host's forward, run on a view wherever the instance has a lens."""
+    view = _view_class(host)
+    host_forward = host.forward
+    signature = inspect.signature(host_forward)
+    names = tuple(signature.parameters)[1:]
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        lens = self.__dict__.get(LENS)
+        if lens is None:
+            return host_forward(self, *args, **kwargs)
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        attributes, filled = lens(self, arguments)
+        seen = view(self, attributes)
+        if filled:
+            return host_forward(seen, **{**arguments, **filled})
+        return host_forward(seen, *args, **kwargs)
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]  # callers inspect it for the arguments to pass
+    return forward
+
+
+@once_per_class
+def lensed_class(host: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of `host` whose forward is the host's forward on a view, as the module's lens makes it."""
+    body = {
+        "forward": lensed_forward(host),
+        "__module__": host.__module__,
+        "__qualname__": host.__qualname__,
+        "__doc__": host.__doc__,
+        "__reduce_ex__": _reduce,
+        "hfpatch_host": host,
+    }
+    return type(host.__name__, (host,), body)
+
+
+def _reduce(self: nn.Module, protocol: Any) -> tuple:
+    return _rebuild, (host_class(type(self)),), self.__dict__
+
+
+def _rebuild(host: type[nn.Module]) -> nn.Module:
+    cls = lensed_class(host)
+    return cls.__new__(cls)
+
+
+def host_class(cls: type) -> type:
+    """The class behind one that hfpatch generated (here or in checkpoint.py), or the class itself."""
+    return getattr(cls, "hfpatch_host", cls)
