@@ -28,6 +28,8 @@ from .record import KEY, Record
 from .registry import ARCHITECTURES
 from .view import host_class, lensed_forward, once_per_class
 
+MISCOUNTED = "_hfpatch_miscounted"  # of a model whose patch came out otherwise than its record says
+
 
 class HfpatchConfig(PreTrainedConfig):
     """Stands for `"model_type": "hfpatch"` in the Auto classes; it only finds the config class of the host."""
@@ -98,10 +100,12 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     def from_pretrained(cls: type[PreTrainedModel], name: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return host.from_pretrained.__func__(cls, name, *args, **kwargs)
+            loaded = host.from_pretrained.__func__(cls, name, *args, **kwargs)
         except SafetensorError as error:
             reason = _broken_file(name, kwargs.get("subfolder") or "") or error
             raise CheckpointError(f"{name}: its weights can't be read: {reason}") from error
+        _require_same_counts(loaded[0] if isinstance(loaded, tuple) else loaded, name)
+        return loaded
 
     body = {
         "__init__": __init__,
@@ -203,14 +207,27 @@ def replay(model: PreTrainedModel) -> None:
     for kind, planner in PLANNERS.items():
         for part in getattr(record, kind):
             changes = [change for change in planner(model, part, strict=same_head) if change.apply]
-            if same_head and len(changes) != part.modules:
-                raise CheckpointError(
-                    f"{type(model).__name__}: {kind}={part.scheme.name!r} changed {part.modules} modules when this "
-                    f"checkpoint was made, and would change {len(changes)} now. Open it with the versions of hfpatch "
-                    "and transformers that it was made with."
-                )
             for change in changes:
                 change.apply(Edits())  # type: ignore[misc]
+            if len(changes) != part.modules:
+                record = record.recounted(kind, part, len(changes))
+                if same_head:
+                    counts = f"{part.modules} modules when it was saved, and {len(changes)}"
+                    model.__dict__[MISCOUNTED] = f"{kind}={part.scheme.name!r} changed {counts}"
+    setattr(model.config, KEY, record.to_json())
+
+
+def _require_same_counts(model: PreTrainedModel, name: Any) -> None:
+    """Refuse a checkpoint whose patch, replayed on the class that it was saved from, touches other modules than then.
+
+    Building from a config of another depth is fine; loading weights into it is not.
+    """
+    miscounted = model.__dict__.pop(MISCOUNTED, None)
+    if miscounted:
+        raise CheckpointError(
+            f"{name}: {miscounted} when it is opened here. Open it without overriding its settings, and with the "
+            "versions of hfpatch and transformers that it was made with."
+        )
 
 
 def _initialize_ours(model: nn.Module) -> None:

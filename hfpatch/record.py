@@ -62,6 +62,11 @@ class Record:
     def plus(self, kind: str, part: Part) -> Record:
         return replace(self, **{kind: (*getattr(self, kind), part)})  # type: ignore[arg-type]
 
+    def recounted(self, kind: str, part: Part, modules: int) -> Record:
+        """The same with the number of modules that `part` changes in the model in hand."""
+        parts = tuple(replace(item, modules=modules) if item is part else item for item in getattr(self, kind))
+        return replace(self, **{kind: parts})  # type: ignore[arg-type]
+
     def to_json(self) -> dict[str, Any]:
         parts = {kind: [part.to_json() for part in getattr(self, kind)] for kind in KINDS}
         return {"version": VERSION, "base_model_type": self.base_model_type, **parts}
@@ -104,7 +109,7 @@ def _part(kind: str, stored: Any, where: str) -> Part:
     if not isinstance(stored, Mapping) or set(stored) != {"scheme", "only", "keep", "init", "modules"}:
         raise CheckpointError(f"{where} is no object with scheme, only, keep, init and modules.")
     modules = stored["modules"]
-    if not isinstance(modules, int) or isinstance(modules, bool) or modules < 1:
+    if not isinstance(modules, int) or isinstance(modules, bool) or modules < 0:
         raise CheckpointError(f"{where}: modules is {modules!r:.40}, not the number of modules that changed.")
     init = stored["init"]
     if init not in INITS:
