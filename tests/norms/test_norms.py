@@ -1,0 +1,429 @@
+"""Every norm scheme against its formula, written here a second time, on every kind of norm that transformers has."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import changes, difference, fingerprint, norms_of, patch, randomise, tiny
+from torch import Tensor, nn
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
+from transformers.models.deberta.modeling_deberta import DebertaLayerNorm
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from hfpatch import NORMS, RMS, Derf, DyT, Layer, plan_patch
+from hfpatch.norms import AffineNorm, describe
+
+D_ = 16
+
+
+@dataclass
+class Kind:
+    """A class of norms and, written down by hand, what it computes."""
+
+    make: Callable[[], nn.Module]
+    kind: str = "layer"
+    shape: tuple[int, ...] = (D_,)
+    eps: float | None = 1e-5
+    offset: float = 0.0
+    gain: str | None = "weight"
+    shift: str | None = "bias"
+    channels_first: bool = False
+
+
+KINDS = {
+    "LayerNorm": Kind(lambda: nn.LayerNorm(D_)),
+    "LayerNorm, eps 0.3": Kind(lambda: nn.LayerNorm(D_, eps=0.3), eps=0.3),
+    "LayerNorm, eps 1e-12": Kind(lambda: nn.LayerNorm(D_, eps=1e-12), eps=1e-12),
+    "LayerNorm without bias": Kind(lambda: nn.LayerNorm(D_, bias=False), shift=None),
+    "LayerNorm without affine": Kind(lambda: nn.LayerNorm(D_, elementwise_affine=False), gain=None, shift=None),
+    "nn.RMSNorm": Kind(lambda: nn.RMSNorm(D_, eps=1e-4), kind="rms", eps=1e-4, shift=None),
+    "nn.RMSNorm, machine eps": Kind(lambda: nn.RMSNorm(D_), kind="rms", eps=None, shift=None),
+    "Nemotron": Kind(lambda: NemotronLayerNorm1P(D_), offset=1.0),
+    "OLMo": Kind(lambda: OlmoLayerNorm(D_), gain=None, shift=None),
+    "Cohere": Kind(lambda: CohereLayerNorm(D_, eps=1e-3), eps=1e-3, shift=None),
+    "Cohere, per head": Kind(lambda: CohereLayerNorm((4, 8), eps=1e-3), shape=(8,), eps=1e-3, shift=None),
+    "DeBERTa": Kind(lambda: DebertaLayerNorm(D_, 1e-7), eps=1e-7),
+    "ConvNeXt": Kind(lambda: ConvNextLayerNorm(D_, eps=1e-6), eps=1e-6),
+    "ConvNeXt, channels first": Kind(
+        lambda: ConvNextLayerNorm(D_, eps=1e-6, data_format="channels_first"), eps=1e-6, channels_first=True
+    ),
+    "Llama": Kind(lambda: LlamaRMSNorm(D_, eps=1e-6), kind="rms", eps=1e-6, shift=None),
+    "Gemma": Kind(lambda: GemmaRMSNorm(D_, eps=1e-6), kind="rms", eps=1e-6, offset=1.0, shift=None),
+    "T5": Kind(lambda: T5LayerNorm(D_, eps=1e-6), kind="rms", eps=1e-6, shift=None),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+SCHEMES = {
+    "rms": RMS(),
+    "dyt": DyT(0.75),
+    "derf": Derf(0.625, 0.25),
+    "layer": Layer(),
+    "layer without bias": Layer(bias=False),
+}  # alpha and s are numbers that bfloat16 has
+every_scheme = pytest.mark.parametrize("name", SCHEMES)
+
+
+def formula(name: str, x: Tensor, eps: float) -> Tensor:
+    """The normalised input, from the papers, channels last."""
+    if name == "rms":
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+    if name.startswith("layer"):
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + eps)
+    if name == "dyt":
+        return torch.tanh(0.75 * x)
+    return torch.special.erf(0.625 * x + 0.25)
+
+
+def expected(name: str, kind: Kind, module: nn.Module, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """formula * (offset + gain) + shift in float64, on an input of this dtype."""
+    x = x.double()
+    x = x.movedim(1, -1) if kind.channels_first else x
+    y = formula(name, x, torch.finfo(dtype).eps if kind.eps is None else kind.eps)
+    if kind.gain:
+        y = y * (kind.offset + getattr(module, kind.gain).double())
+    if kind.shift and name != "layer without bias":
+        y = y + getattr(module, kind.shift).double()
+    return y.movedim(-1, 1) if kind.channels_first else y
+
+
+def swap(name: str, module: nn.Module, like: torch.dtype = torch.float32) -> AffineNorm:
+    facts = describe(module)
+    assert facts is not None
+    gain = getattr(module, facts.gain) if facts.gain else None
+    shift = getattr(module, facts.shift) if facts.shift else None
+    return SCHEMES[name].build(facts, gain, shift, gain if gain is not None else torch.zeros((), dtype=like))
+
+
+def sample(kind: Kind, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    shape = (2, D_, 3, 5) if kind.channels_first else (3, 5, 4, 8) if kind.shape == (8,) else (3, 5, D_)
+    return (scale * (torch.randn(shape, generator=generator) + 0.6)).to(dtype)
+
+
+@every_kind
+@every_scheme
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 40.0])
+def test_formula(kind: Kind, name: str, scale: float) -> None:
+    module = randomise(kind.make())
+    new = swap(name, module)
+    x = sample(kind, scale)
+    wanted = expected(name, kind, module, x)
+    torch.testing.assert_close(new(x).double(), wanted, rtol=2e-5, atol=2e-6)
+
+
+@every_kind
+def test_the_formulas_are_told_apart(kind: Kind) -> None:
+    """Control of the test above."""
+    module = randomise(kind.make())
+    x = sample(kind)
+    answers = {name: expected(name, kind, module, x) for name in SCHEMES}
+    for name, other in itertools.combinations(SCHEMES, 2):
+        if kind.shift or not (name.startswith("layer") and other.startswith("layer")):
+            assert (answers[name] - answers[other]).abs().max() > 0.01
+
+
+@every_kind
+@every_scheme
+def test_half_precision_is_as_accurate_as_its_output_type(kind: Kind, name: str) -> None:
+    module = randomise(kind.make()).bfloat16()
+    x = sample(kind, dtype=torch.bfloat16)
+    y = swap(name, module, torch.bfloat16)(x)
+    assert y.dtype == torch.bfloat16
+    wanted = expected(name, kind, module, x)
+    assert (
+        (y.double() - wanted).abs() <= 2**-8 * wanted.abs() + 1e-5
+    ).all()  # the rounding of the result and nothing else
+    narrow = wanted.bfloat16().double()
+    assert (narrow - wanted).abs().max() > 0  # control
+
+
+@every_kind
+@every_scheme
+def test_float64_stays_float64(kind: Kind, name: str) -> None:
+    module = randomise(kind.make()).double()
+    x = sample(kind).double()
+    y = swap(name, module, torch.float64)(x)
+    assert y.dtype == torch.float64
+    torch.testing.assert_close(y, expected(name, kind, module, x, torch.float64), rtol=1e-12, atol=1e-12)
+
+
+@every_kind
+def test_layer_or_rms_in_place_of_itself_is_the_same_function(kind: Kind) -> None:
+    module = randomise(kind.make())
+    new = swap("layer" if kind.kind == "layer" else "rms", module)
+    for scale in (1e-3, 1.0):
+        x = sample(kind, scale)
+        torch.testing.assert_close(new(x), module(x), rtol=2e-5, atol=2e-6)
+
+
+@every_kind
+@every_scheme
+def test_parameters_are_the_same_objects_and_plain_functions_of_them(kind: Kind, name: str) -> None:
+    module = randomise(kind.make())
+    new = swap(name, module)
+    old = {kind.gain, kind.shift} - {None}
+    kept = {getattr(module, attribute) for attribute in old}
+    if name == "layer without bias" and kind.shift:
+        kept.discard(getattr(module, kind.shift))
+    fresh = {"dyt": {"alpha"}, "derf": {"alpha", "s"}}.get(name, set())
+    assert {p for key, p in new.named_parameters() if key not in fresh} == kept
+    assert {key for key, _ in new.named_parameters()} >= fresh
+    new(sample(kind).requires_grad_()).square().sum().backward()
+    for key, parameter in new.named_parameters():
+        assert parameter.grad is not None, key
+        assert parameter.grad.abs().max() > 0, key
+
+
+@every_kind
+def test_gradients_are_the_formulas(kind: Kind) -> None:
+    module = randomise(kind.make()).double()
+    new = swap("rms", module)
+    a, b = sample(kind).double().requires_grad_(), sample(kind).double().requires_grad_()
+    weight = torch.randn(a.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    (new(a) * weight).sum().backward()
+    (expected("rms", kind, module, b, torch.float64) * weight).sum().backward()
+    torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-9)
+
+
+@every_scheme
+def test_new_parameters_take_dtype_and_device_of_the_gain(name: str) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        new = swap(name, nn.LayerNorm(D_, dtype=dtype))
+        assert {parameter.dtype for parameter in new.parameters()} == {dtype}
+    with torch.device("meta"):
+        norm = nn.LayerNorm(D_)
+    assert {parameter.device.type for parameter in swap(name, norm).parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("eps", [0.5, 3e-3, 7e-6, 1e-12, 0.0])
+@every_scheme
+def test_eps_is_kept(name: str, eps: float) -> None:
+    new = swap(name, nn.LayerNorm(D_, eps=eps))
+    assert new.eps == eps
+    assert swap("layer", new).eps == eps  # and through every scheme back to LayerNorm
+    x = torch.randn(4, D_, generator=torch.Generator().manual_seed(0)) * 1e-2
+    torch.testing.assert_close(swap("layer", new)(x), nn.LayerNorm(D_, eps=eps)(x), rtol=2e-5, atol=2e-6)
+
+
+def test_eps_is_inside_the_root() -> None:
+    x = 1e-3 * torch.randn(64, D_, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = swap("rms", nn.LayerNorm(D_, eps=1e-5, dtype=torch.float64))(x)
+    inside = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    outside = x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-5)
+    assert (y - inside).abs().max() < 1e-12
+    assert (y - outside).abs().max() > 0.1  # control: they aren't interchangeable
+
+
+@every_scheme
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 6e4])
+def test_constant_rows_give_finite_numbers(name: str, value: float) -> None:
+    for eps in (1e-5, None):
+        norm = nn.RMSNorm(D_, eps=eps)
+        new = swap(name, norm)
+        x = torch.full((2, D_), value, requires_grad=True)
+        y = new(x)
+        assert y.isfinite().all()
+        y.sum().backward()
+        assert x.grad.isfinite().all()
+
+
+@every_scheme
+def test_float16_doesnt_overflow_in_the_squares(name: str) -> None:
+    norm = nn.LayerNorm(D_).half()
+    x = torch.full((1, D_), 6e4, dtype=torch.float16)
+    x[0, 0] = -6e4
+    assert swap(name, norm)(x).isfinite().all()
+
+
+# Invariances that the papers prove
+
+_ROWS = st.lists(st.floats(-10, 10, width=32), min_size=D_, max_size=D_).filter(
+    lambda v: sum(i * i for i in v) > 1 and max(v) - min(v) > 0.5
+)
+
+
+def row(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)[None]
+
+
+@settings(deadline=None, max_examples=50)
+@given(_ROWS, st.floats(0.01, 100))
+def test_rms_is_invariant_to_the_inputs_scale(values: list[float], scale: float) -> None:
+    norm = swap("rms", nn.LayerNorm(D_, eps=0.0, dtype=torch.float64))
+    torch.testing.assert_close(norm(scale * row(values)), norm(row(values)), rtol=1e-9, atol=1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(_ROWS, st.floats(1, 10))
+def test_rms_is_not_invariant_to_the_inputs_mean_and_layer_is(values: list[float], constant: float) -> None:
+    x = row(values)
+    x = x - x.mean()
+    rms, layer = (swap(name, nn.LayerNorm(D_, eps=0.0, dtype=torch.float64)) for name in ("rms", "layer"))
+    assert (rms(x + constant) - rms(x)).abs().max() > 1e-3
+    torch.testing.assert_close(layer(x + constant), layer(x), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(rms(x), layer(x), rtol=1e-9, atol=1e-9)  # on zero-mean input they are one
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(0.1, 20))
+def test_the_gradient_of_a_scaled_weight_is_scaled_down(delta: float) -> None:
+    """Zhang & Sennrich 2019, section 4: RMS(delta W x) has the output of RMS(W x) and 1/delta of its gradient in W."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(D_, 8, generator=generator, dtype=torch.float64)
+    x = torch.randn(5, 8, generator=generator, dtype=torch.float64)
+    norm = swap("rms", randomise(nn.LayerNorm(D_, eps=0.0)).double())
+    one, other = weight.clone().requires_grad_(), (delta * weight).requires_grad_()
+    a, b = norm(x @ one.T), norm(x @ other.T)
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    a.square().sum().backward()
+    b.square().sum().backward()
+    torch.testing.assert_close(other.grad, one.grad / delta, rtol=1e-6, atol=1e-9)
+    scaled_row = weight.clone()
+    scaled_row[0] *= 1 + delta
+    assert (norm(x @ scaled_row.T) - a).abs().max() > 1e-4  # not when one row is scaled
+
+
+@settings(deadline=None, max_examples=30)
+@given(_ROWS)
+def test_dyt_and_derf_squash(values: list[float]) -> None:
+    norm = randomise(nn.LayerNorm(D_)).double()
+    for name in ("dyt", "derf"):
+        new = swap(name, norm)
+        bound = norm.weight.abs() + norm.bias.abs()
+        assert bool((new(1e6 * row(values)).abs() <= bound + 1e-12).all())
+    odd = swap("dyt", nn.LayerNorm(D_, dtype=torch.float64))
+    torch.testing.assert_close(odd(-row(values)), -odd(row(values)))
+
+
+# In a model
+
+
+NORM_FAMILIES = [
+    "gpt2",
+    "bert",
+    "olmo",
+    "cohere",
+    "convnext",
+    "nemotron",
+    "deberta",
+    "albert",
+    "llama",
+    "gemma",
+    "bloom",
+]
+
+
+@pytest.mark.parametrize("family", NORM_FAMILIES)
+def test_layer_on_a_layernorm_model_is_exact(family: str) -> None:
+    """The control of an ablation: same Parameters, same function, another class."""
+    model = tiny(family)
+    rms = family in ("llama", "gemma")
+    plain, parameters = copy.deepcopy(model), {id(p) for p in model.parameters()}
+    patch(model, norm="layer")
+    assert {id(p) for p in model.parameters()} == parameters
+    if rms:
+        assert difference(model, plain) > 0.01
+        patch(model, norm="rms")
+    assert difference(model, plain) < 2e-5
+    assert norms_of(model, AffineNorm)
+
+
+@pytest.mark.parametrize("family", NORM_FAMILIES)
+@pytest.mark.parametrize("name", ["rms", "dyt", "derf"])
+def test_each_scheme_acts_in_each_family(family: str, name: str) -> None:
+    model = tiny(family)
+    if name == "rms" and family in ("llama", "gemma"):
+        return
+    plain = copy.deepcopy(model)
+    patch(model, norm=name)
+    assert difference(model, plain) > 0.01
+
+
+@pytest.mark.parametrize("init", ["auto", "copy"])
+def test_copy_keeps_the_parameter_objects(init: str) -> None:
+    model = tiny("bert")
+    norm = model.embeddings.LayerNorm
+    patch(model, norm="dyt", init=init)
+    new = model.embeddings.LayerNorm
+    assert getattr(new, new.facts.gain) is norm.weight
+    assert getattr(new, new.facts.shift) is norm.bias
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "values"),
+    [
+        ("bert", DyT(0.3), {"gain": 1.0, "shift": 0.0, "alpha": 0.3}),
+        ("bert", Derf(0.3, 0.1), {"gain": 1.0, "shift": 0.0, "alpha": 0.3, "s": 0.1}),
+        ("bert", RMS(), {"gain": 1.0, "shift": 0.0}),
+        ("nemotron", RMS(), {"gain": 0.0, "shift": 0.0}),  # its gain is 1 + w
+        ("nemotron", DyT(0.3), {"gain": 0.0, "shift": 0.0, "alpha": 0.3}),
+        ("cohere", DyT(0.3), {"gain": 1.0, "alpha": 0.3}),
+        ("olmo", DyT(0.3), {"alpha": 0.3}),
+    ],
+)
+def test_reset_starts_afresh_and_leaves_the_old_parameters_alone(family: str, scheme: Any, values: dict) -> None:
+    model = tiny(family)
+    old = {name: parameter for name, parameter in model.named_parameters() if "orm" in name}
+    bits = {name: parameter.detach().clone() for name, parameter in old.items()}
+    patch(model, norm=scheme, init="reset")
+    new = [module for module in model.modules() if isinstance(module, AffineNorm)]
+    assert new
+    for module in new:
+        roles = {module.facts.gain: "gain", module.facts.shift: "shift"}
+        for name, parameter in module.named_parameters():
+            assert torch.allclose(parameter, torch.full_like(parameter, values[roles.get(name, name)])), name
+            assert not any(parameter is other for other in old.values())
+    assert all(torch.equal(parameter, bits[name]) for name, parameter in old.items())
+
+
+def test_reset_keeps_requires_grad() -> None:
+    model = tiny("bert").requires_grad_(False)
+    patch(model, norm="rms", init="reset")
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_exact_refuses_and_accepts() -> None:
+    from hfpatch import UnsupportedError
+
+    model = tiny("bert")
+    before = fingerprint(model)
+    for norm in ("rms", "dyt", "derf", "layer:bias=false"):
+        with pytest.raises(
+            UnsupportedError, match=r"embeddings\.LayerNorm: norm='\w+' isn't exact here: .*init='auto'"
+        ):
+            plan_patch(model, norm=norm, init="exact")
+    assert not changes(before, fingerprint(model))
+    plain = copy.deepcopy(model)
+    patch(model, norm="layer", init="exact")
+    assert difference(model, plain) < 1e-5
+
+
+def test_every_registered_norm_builds_on_every_kind() -> None:
+    """Also those that are added later: the registry is the list."""
+    for scheme in NORMS.values():
+        for kind in KINDS.values():
+            module = randomise(kind.make())
+            facts = describe(module)
+            gain = getattr(module, facts.gain) if facts.gain else None
+            shift = getattr(module, facts.shift) if facts.shift else None
+            new = scheme().build(facts, gain, shift, gain if gain is not None else torch.zeros(()))
+            x = sample(kind)
+            assert new(x).shape == x.shape
+            assert new.facts.kind == scheme().name
+            assert describe(new) is new.facts
+            assert set(new.initial_values()) >= {name for name, _ in new.named_parameters()}
+            assert all(math.isfinite(value) for value in new.initial_values().values())

@@ -1,0 +1,189 @@
+"""The transaction log: whatever was done is taken back exactly, in any order of operations."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import changes, fingerprint
+from torch import nn
+
+from hfpatch.edits import Edits
+
+
+class Child(nn.Linear):
+    """A subclass to change to."""
+
+
+def tree() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.first, model.norm, model.last = nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)
+    model.inner = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    model.table = nn.Parameter(torch.randn(4, 3))
+    model.scale = nn.Parameter(torch.randn(3))
+    model.register_buffer("positions", torch.arange(4), persistent=False)
+    model.limit = 4
+    return model
+
+
+def test_undo_restores_order_and_identity() -> None:
+    model = tree()
+    before = fingerprint(model)
+    edits = Edits()
+    edits.set_module(model, "norm", None)
+    edits.set_module(model, "first", nn.Identity())
+    edits.set_module(model, "new", nn.Identity())
+    edits.set_parameter(model, "table", None)
+    edits.set_attribute(model, "limit", 99)
+    edits.set_attribute(model, "absent", 1)
+    edits.set_class(model.last, Child)
+    assert list(model._modules) == ["first", "last", "inner", "new"]
+    assert model.table is None
+    assert changes(before, fingerprint(model))  # control: the fingerprint sees all that
+    assert len(edits) == 7
+    edits.undo()
+    assert not changes(before, fingerprint(model))
+    assert list(model._modules) == ["first", "norm", "last", "inner"]
+    assert len(edits) == 0
+    edits.undo()  # an empty log does nothing
+    assert not changes(before, fingerprint(model))
+
+
+_OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["module", "remove", "parameter", "attribute", "class"]),
+        st.sampled_from(["first", "norm", "last", "new"]),
+    ),
+    max_size=14,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(_OPERATIONS)
+def test_undo_restores_any_sequence(operations: list[tuple[str, str]]) -> None:
+    model = tree()
+    before, edits = fingerprint(model), Edits()
+    for kind, name in operations:
+        if kind == "module":
+            edits.set_module(model, name, nn.LayerNorm(3))
+        elif kind == "remove":
+            edits.set_module(model, name, None)
+        elif kind == "parameter":
+            edits.set_parameter(model, "table", None if name == "new" else nn.Parameter(torch.zeros(1)))
+        elif kind == "attribute":
+            edits.set_attribute(model, "limit" if name == "new" else f"other_{name}", object())
+        elif isinstance(model._modules.get(name), nn.Linear):
+            edits.set_class(model._modules[name], Child)
+    edits.undo()
+    assert not changes(before, fingerprint(model))
+
+
+def test_set_attribute_doesnt_reach_into_the_class() -> None:
+    model = tree()
+    type_level = dict(vars(type(model)))
+    edits = Edits()
+    edits.set_attribute(model, "limit", 7)
+    assert vars(type(model)) == type_level
+    edits.undo()
+    assert model.limit == 4
+
+
+def test_lists_and_keys() -> None:
+    a, b = object(), object()
+    target, mapping = [a, b], {"x": a, "y": b, "z": 1}
+    edits = Edits()
+    edits.set_list(target, [b])
+    edits.drop_key(mapping, "y")
+    edits.drop_key(mapping, "absent")
+    assert target == [b]
+    assert list(mapping) == ["x", "z"]
+    edits.undo()
+    assert target == [a, b]
+    assert list(mapping) == ["x", "y", "z"]
+    assert mapping["y"] is b
+
+
+def test_then_undoes_both_in_reverse() -> None:
+    model = tree()
+    before = fingerprint(model)
+    first, second = Edits(), Edits()
+    first.set_module(model, "norm", nn.Identity())
+    second.set_module(model, "norm", nn.ReLU())
+    joined = first.then(second)
+    assert len(joined) == 2
+    joined.undo()
+    assert not changes(before, fingerprint(model))
+
+
+def test_mode_moves_to_the_new_module() -> None:
+    model = tree().eval()
+    model.norm.train()
+    edits = Edits()
+    edits.set_module(model, "norm", nn.Identity())
+    edits.set_module(model, "first", nn.Identity())
+    assert model.norm.training
+    assert not model.first.training
+
+
+def test_every_kind_of_hook_moves_to_the_new_module() -> None:
+    model = tree()
+    seen: list[str] = []
+    model.norm.register_forward_pre_hook(lambda *a: seen.append("pre"))
+    model.norm.register_forward_pre_hook(lambda *a: seen.append("pre kwargs"), with_kwargs=True)
+    model.norm.register_forward_hook(lambda *a: seen.append("forward"))
+    model.norm.register_forward_hook(lambda *a: seen.append("forward kwargs"), with_kwargs=True)
+    model.norm.register_forward_hook(lambda *a: seen.append("always"), always_call=True)
+    model.norm.register_full_backward_hook(lambda *a: seen.append("backward"))
+    model.norm.register_full_backward_pre_hook(lambda *a: seen.append("backward pre"))
+
+    def run() -> set[str]:
+        seen.clear()
+        model.norm(torch.randn(2, 3, requires_grad=True)).sum().backward()
+        return set(seen)
+
+    everything = run()
+    assert len(everything) == 7
+    edits = Edits()
+    edits.set_module(model, "norm", nn.Linear(3, 3))
+    assert run() == everything
+    edits.undo()
+    assert run() == everything
+
+
+def test_a_moved_hook_can_be_removed_by_its_old_handle() -> None:
+    model, seen = tree(), []
+    handle = model.norm.register_forward_hook(lambda *a: seen.append(1))
+    Edits().set_module(model, "norm", nn.Identity())
+    model.norm(torch.ones(3))
+    handle.remove()
+    model.norm(torch.ones(3))
+    assert seen == [1]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_log_copies_together_with_its_model(copied) -> None:
+    model = tree()
+    edits = Edits()
+    edits.set_module(model, "norm", nn.Identity())
+    edits.set_parameter(model, "table", None)
+    edits.set_attribute(model, "limit", 9)
+    edits.set_module(model.inner, "1", None)
+    model.__dict__["way_back"] = edits
+    other = copied(model)
+    other.__dict__.pop("way_back").undo()
+    assert isinstance(other.norm, nn.LayerNorm)
+    assert other.limit == 4
+    assert torch.equal(other.table, edits._log[1][1][2][0])
+    assert len(other.inner) == 2
+    assert isinstance(model.norm, nn.Identity)  # the original is still patched
+
+
+def test_a_class_that_stays_leaves_the_log_empty() -> None:
+    model, edits = tree(), Edits()
+    edits.set_class(model, type(model))
+    assert len(edits) == 0

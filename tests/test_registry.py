@@ -1,0 +1,273 @@
+"""Names: decorators, entry points, errors, and third-party schemes all the way to a reloaded checkpoint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tiny_models import difference, outputs, patch, registered, reload, tiny
+from torch import Tensor, nn
+
+from hfpatch import (
+    ARCHITECTURES,
+    NORMS,
+    POSITIONS,
+    RMS,
+    AffineNorm,
+    CheckpointError,
+    Norm,
+    NormFacts,
+    PatchError,
+    Position,
+    Registry,
+    RoPE,
+    UnknownNameError,
+    plan_patch,
+)
+
+
+def test_what_ships_is_registered() -> None:
+    assert {"rms", "dyt", "derf", "layer"} <= set(NORMS)
+    assert {"rope", "nope"} <= set(POSITIONS)
+    assert {"gpt2", "bert", "roberta", "distilbert", "bart", "opt", "gpt_neo", "vit", "whisper"} <= set(ARCHITECTURES)
+
+
+def test_a_registry_is_a_sorted_mapping() -> None:
+    registry: Registry[object] = Registry("scheme of a test")
+    b, a = object(), object()
+    assert registry.register("b")(b) is b
+    registry.register("a")(a)
+    assert list(registry) == ["a", "b"]
+    assert len(registry) == 2
+    assert registry["b"] is b
+    assert registry.name_of(a) == "a"
+    assert "a" in registry
+    assert "c" not in registry
+    assert registry.get("c") is None
+
+
+def test_a_name_is_given_once() -> None:
+    registry: Registry[object] = Registry("norm of a test")
+    entry = registry.register("one")(object())
+    assert registry.register("one")(entry) is entry  # a module imported twice does no harm
+    with pytest.raises(PatchError, match="norm of a test 'one' is registered already, by <object object"):
+        registry.register("one")(object())
+    assert registry["one"] is entry
+    registry.unregister("one")
+    registry.register("one")(object())
+
+
+@pytest.mark.parametrize(
+    ("registry", "asked", "nearest"),
+    [
+        (NORMS, "rmsnorm", "rms"),
+        (NORMS, "dtw", "dyt"),
+        (POSITIONS, "rop", "rope"),
+        (ARCHITECTURES, "gptneo", "gpt_neo"),
+    ],
+)
+def test_an_unknown_name_suggests_the_nearest(registry: Any, asked: str, nearest: str) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        registry[asked]
+    message = str(caught.value)
+    assert message.startswith(f"no {registry.kind} called {asked!r}. Did you mean {nearest!r}? Registered: ")
+    assert ", ".join(sorted(registry)) in message
+    with pytest.raises(KeyError):  # it's a mapping
+        registry[asked]
+
+
+def test_a_far_name_suggests_nothing() -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        NORMS["quux"]
+    assert "Did you mean" not in str(caught.value)
+
+
+def test_an_unregistered_scheme_is_refused_by_the_plan() -> None:
+    @dataclass(frozen=True)
+    class Unregistered(RMS):
+        pass
+
+    with pytest.raises(UnknownNameError, match=r"is no registered norm\. Add it with @NORMS\.register\('a name'\)"):
+        plan_patch(tiny("gpt2"), norm=Unregistered())
+
+
+@pytest.mark.parametrize("entry", [int, object(), RoPE, "rms"])
+def test_what_is_no_norm_scheme_is_refused(entry: Any) -> None:
+    """At registration, or at the latest by the plan, with an error that says so."""
+    with pytest.raises(PatchError):  # noqa: SIM117
+        with registered(NORMS, "no_norm", entry):
+            plan_patch(tiny("gpt2"), norm="no_norm")
+
+
+# Third-party schemes
+
+
+class MedianNorm(AffineNorm):
+    """Scaled by the mean absolute value; its name says nothing of RMSNorm or LayerNorm."""
+
+    names = ("g", "b")
+
+    def __init__(self, facts: NormFacts, kind: str, gain: Any, shift: Any, power: float, like: Tensor):
+        super().__init__(facts, kind, gain, shift)
+        self.power = nn.Parameter(torch.full((1,), power, dtype=like.dtype, device=like.device))
+        self.power0 = power
+
+    def normalise(self, h: Tensor) -> Tensor:
+        return h / (h.abs().mean(-1, keepdim=True) + self.eps) ** self.power
+
+    def initial_values(self) -> dict[str, float]:
+        return {**super().initial_values(), "power": self.power0}
+
+
+@dataclass(frozen=True)
+class Mean(Norm):
+    power: float = 1.0
+    label: ClassVar[str] = "MedianNorm"
+
+    def build(self, facts: NormFacts, gain: Any, shift: Any, like: Tensor) -> MedianNorm:
+        return MedianNorm(facts, self.name, gain, shift, self.power, like)
+
+
+class Tilt(nn.Module):
+    """Channels of q and k scaled by exp(-speed * position), speed learned: no rotation, and with a Parameter."""
+
+    def __init__(self, head_dim: int, speed: float):
+        super().__init__()
+        self.speed = nn.Parameter(torch.linspace(-speed, speed, head_dim))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return (positions[..., None, None] * self.speed).exp()
+
+    def rotate(self, x: Tensor, phases: Tensor) -> Tensor:
+        return x * phases.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Tilted(Position):
+    speed: float = 0.05
+
+    def build(self, head_dim: int, max_positions: int) -> Tilt:
+        return Tilt(head_dim, self.speed)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
+def test_a_third_party_norm_is_planned_patched_and_reloaded(family: str, tmp_path: Path) -> None:
+    with registered(NORMS, "mean", Mean):
+        model = tiny(family)
+        before = outputs(model)
+        assert "MedianNorm(32)" in str(plan_patch(model, norm="mean:power=0.5"))
+        patch(model, norm="mean:power=0.5")
+        assert difference(before, outputs(model)) > 0.05
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, MedianNorm):
+                    module.power.fill_(0.75)
+        assert difference(model, reload(model, tmp_path)) == 0
+    with pytest.raises(CheckpointError, match=r"no norm called 'mean'.*import it first"):
+        reload(model, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "bart"])
+def test_a_third_party_position_is_planned_patched_and_reloaded(family: str, tmp_path: Path) -> None:
+    with registered(POSITIONS, "tilted", Tilted):
+        model = tiny(family)
+        before = outputs(model)
+        assert "tilted" in str(plan_patch(model, pos=Tilted(0.1)))
+        patch(model, pos=Tilted(0.1))
+        assert difference(before, outputs(model)) > 0.05
+        active = outputs(model)
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, Tilt):
+                    module.speed.mul_(0.5)
+        assert difference(active, outputs(model)) > 1e-3  # control: the learned speed matters
+        assert difference(model, reload(model, tmp_path)) == 0
+
+
+def test_third_party_position_parameters_take_the_models_dtype() -> None:
+    with registered(POSITIONS, "tilted", Tilted):
+        model = patch(tiny("gpt2").bfloat16(), pos="tilted")
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+# Entry points
+
+
+_PLUGIN = """
+from dataclasses import dataclass
+from typing import ClassVar
+from hfpatch import Norm, RMS
+
+@dataclass(frozen=True)
+class Plugged(RMS):
+    label: ClassVar[str] = "RMSNorm"
+"""
+
+
+def install(folder: Path, entries: str, code: str = _PLUGIN) -> None:
+    """A distribution as pip leaves it: a module, and metadata with entry points."""
+    (folder / "hfpatch_plugged.py").write_text(code)
+    info = folder / "hfpatch_plugged-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hfpatch-plugged\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entries)
+
+
+def test_an_entry_point_is_found_and_imported_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "[hfpatch.norms]\nplugged = hfpatch_plugged:Plugged\n[hfpatch.positions]\nother = nowhere:X\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "hfpatch_plugged", raising=False)
+    registry: Registry[type] = Registry("norm")
+    registry.register("rms")(RMS)
+    assert registry["rms"] is RMS
+    assert "hfpatch_plugged" not in sys.modules  # nobody asked for it yet
+    assert registry["plugged"].__name__ == "Plugged"
+    assert list(registry) == ["plugged", "rms"]
+    assert registry.name_of(sys.modules["hfpatch_plugged"].Plugged) == "plugged"
+
+
+def test_what_ships_wins_over_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "[hfpatch.norms]\nrms = hfpatch_plugged:Plugged\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry: Registry[type] = Registry("norm")
+    registry.register("rms")(RMS)
+    assert list(registry) == ["rms"]
+    assert registry["rms"] is RMS
+
+
+def test_a_broken_entry_point_hurts_only_who_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "[hfpatch.norms]\nbroken = hfpatch_plugged:Plugged\n", "import a_module_that_isnt_there")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "hfpatch_plugged", raising=False)
+    registry: Registry[type] = Registry("norm")
+    registry.register("rms")(RMS)
+    assert registry.name_of(RMS) == "rms"
+    with pytest.raises(UnknownNameError):
+        registry["rmsnorm"]
+    for _ in range(2):  # not only the first time
+        with pytest.raises(PatchError, match=r"broken.*a_module_that_isnt_there"):
+            registry["broken"]
+
+
+def test_an_entry_point_serves_patching_and_loading_in_a_fresh_process(tmp_path: Path) -> None:
+    install(tmp_path, "[hfpatch.norms]\nplugged = hfpatch_plugged:Plugged\n")
+    script = f"""
+import warnings; warnings.simplefilter("ignore")
+import torch, hfpatch
+from transformers import AutoModel, GPT2Config, GPT2Model
+model = GPT2Model(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=11)).eval()
+hfpatch.patch_model(model, norm="plugged")
+model.save_pretrained({str(tmp_path / "saved")!r})
+again = AutoModel.from_pretrained({str(tmp_path / "saved")!r})
+ids = torch.arange(6)[None]
+print("same", float((again(ids)[0] - model(ids)[0]).abs().max()) < 1e-6, again.config.hfpatch["norm"][0]["scheme"])
+"""
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert "same True {'name': 'plugged'}" in done.stdout, done.stderr

@@ -1,0 +1,217 @@
+"""Schemes as values: options, their domains, JSON, and what a user may write for one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hfpatch import NORMS, POSITIONS, RMS, Derf, DyT, Layer, NoPE, OptionError, PatchError, RoPE, UnknownNameError
+from hfpatch import UnsupportedError as Unsupported
+from hfpatch.norms import Norm
+from hfpatch.positions import Position
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCHEMES = [
+    RMS(),
+    DyT(),
+    DyT(0.8),
+    Derf(0.3, -0.1),
+    Layer(),
+    Layer(bias=False),
+    RoPE(),
+    RoPE(theta=500_000, partial=0.5, pairing="interleaved"),
+    RoPE(scaling=YARN),
+    RoPE(scaling=LLAMA3),
+    RoPE(scaling={"rope_type": "linear", "factor": 2}),
+    RoPE(scaling={"rope_type": "proportional"}),
+    NoPE(),
+]
+
+
+def kind(scheme: Any) -> Any:
+    return Norm if isinstance(scheme, Norm) else Position
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=repr)
+def test_json_round_trip(scheme: Any) -> None:
+    record = json.loads(json.dumps(scheme.to_json()))
+    assert record["name"] == scheme.name
+    assert set(record) == {"name", *(field.name for field in dataclasses.fields(scheme))}  # defaults are told too
+    assert kind(scheme).from_json(record) == scheme
+    assert hash(kind(scheme).from_json(record)) == hash(scheme)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=repr)
+def test_a_scheme_is_frozen(scheme: Any) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        scheme.anything = 1
+
+
+def test_every_registered_scheme_has_defaults_and_round_trips() -> None:
+    for registry, base in ((NORMS, Norm), (POSITIONS, Position)):
+        for name, cls in registry.items():
+            assert cls().name == name
+            assert base.from_json({"name": name}) == cls() == base.resolve(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "scheme"),
+    [
+        ("dyt", DyT()),
+        ("dyt:alpha=0.8", DyT(0.8)),
+        ("dyt:alpha=1", DyT(1)),
+        ("derf:alpha=0.25,s=-1e-2", Derf(0.25, -0.01)),
+        ("derf:alpha=0.25, s=2", Derf(0.25, 2)),
+        ("layer:bias=false", Layer(bias=False)),
+        ("rope:theta=500000,partial=0.5,pairing=interleaved", RoPE(500_000, None, 0.5, "interleaved")),
+        ('rope:scaling={"rope_type": "yarn", "factor": 4.0},partial=0.5', RoPE(scaling=YARN, partial=0.5)),
+        ("rope:scaling=null", RoPE()),
+        ("nope", NoPE()),
+    ],
+)
+def test_text_form(text: str, scheme: Any) -> None:
+    assert kind(scheme).resolve(text) == scheme
+
+
+def test_resolve_takes_objects_and_none() -> None:
+    scheme = DyT(0.8)
+    assert Norm.resolve(scheme) is scheme
+    assert Norm.resolve(None) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, r"a norm is a registered name or a scheme object such as \w+\(\), not 3"),
+        (RMS, r"such as \w+\(\), not .*RMS"),
+        (RoPE(), r"such as \w+\(\), not RoPE"),
+        (["rms"], r"not \['rms'\]"),
+        ("dyt:alpha", r"'alpha' in 'dyt:alpha' is not option=value"),
+        ("dyt:beta=1", r"norm 'dyt' has no option 'beta'\. Options: alpha\."),
+        ("rms:alpha=1", r"norm 'rms' has no option 'alpha'\. Options: none\."),
+        ("dyt:alpha=big", r"DyT: alpha must be a number in \(0, inf\), not 'big'"),
+        ("layer:bias=no", r"Layer: bias must be True or False, not 'no'"),
+    ],
+)
+def test_what_is_no_norm(value: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Norm.resolve(value)
+
+
+@pytest.mark.parametrize("value", ["", " ", "RMS", "rms ", ":alpha=1"])
+def test_unknown_text(value: str) -> None:
+    with pytest.raises(UnknownNameError, match="no norm called"):
+        Norm.resolve(value)
+
+
+def test_a_position_is_no_norm_by_name() -> None:
+    with pytest.raises(UnknownNameError):
+        Norm.resolve("rope")
+    with pytest.raises(UnknownNameError):
+        Position.resolve("rms")
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, -math.inf, True, None, "0.5", 1j, [1], torch.tensor(1.0)])
+@pytest.mark.parametrize("make", [DyT, Derf, lambda v: RoPE(theta=v)], ids=["dyt", "derf", "theta"])
+def test_numbers_outside_their_domain(make: Any, value: Any) -> None:
+    with pytest.raises(OptionError, match=r"must be a number in \(0, inf\), not"):
+        make(value)
+
+
+@pytest.mark.parametrize("value", [0, -0.5, 1.0001, 2, math.nan, True, None])
+def test_partial_outside_zero_one(value: Any) -> None:
+    with pytest.raises(OptionError, match=r"RoPE: partial must be a number in \(0, 1\], not"):
+        RoPE(partial=value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "0"])
+def test_derf_shift_is_finite(value: Any) -> None:
+    with pytest.raises(OptionError, match="Derf: s must be a number"):
+        Derf(s=value)
+    assert Derf(s=-3).s == -3  # control: any finite number is fine
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "true"])
+def test_layer_bias_is_a_bool(value: Any) -> None:
+    with pytest.raises(OptionError, match="Layer: bias must be True or False"):
+        Layer(bias=value)
+
+
+@pytest.mark.parametrize("value", ["neox", "", None, "HALF"])
+def test_pairing(value: Any) -> None:
+    with pytest.raises(OptionError, match="RoPE: pairing must be one of half, interleaved"):
+        RoPE(pairing=value)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ("yarn", "scaling must be a dict with 'rope_type' in linear, yarn, llama3, proportional"),
+        ({}, "scaling must be a dict"),
+        ({"type": "linear", "factor": 2.0}, "scaling must be a dict with 'rope_type'"),
+        ({"rope_type": "ntk", "factor": 2.0}, "scaling must be a dict with 'rope_type'"),
+        ({"rope_type": "linear"}, "scaling type 'linear' needs factor"),
+        ({"rope_type": "llama3", "factor": 8.0}, "needs low_freq_factor, high_freq_factor"),
+        ({"rope_type": "yarn", "factor": 0}, r"scaling\['factor'\] must be a number in \(0, inf\)"),
+        ({"rope_type": "linear", "factor": "2"}, r"scaling\['factor'\] must be a number"),
+        ({"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "rope_theta"),
+        ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_type": "linear", "factor": 2.0, "factro": 3.0}, "factro"),
+    ],
+)
+def test_scaling_errors(scaling: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        RoPE(scaling=scaling)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_scalings_by_input_length_are_refused(rope_type: str) -> None:
+    with pytest.raises(Unsupported, match="changes its frequencies with the input's length"):
+        RoPE(scaling={"rope_type": rope_type, "factor": 2.0})
+
+
+def test_the_callers_dict_isnt_kept() -> None:
+    scaling = dict(YARN)
+    scheme = RoPE(scaling=scaling)
+    before = scheme.frequencies(8, 64)[0]
+    scaling["factor"] = 32.0
+    assert torch.equal(scheme.frequencies(8, 64)[0], before)
+    assert scheme == RoPE(scaling=YARN)
+
+
+@pytest.mark.parametrize(
+    "record", [None, 3, "rms", [], {}, {"name": 3}, {"name": None}, {"option": 1}, {"name": ["rms"]}, ("name", "rms")]
+)
+def test_malformed_json(record: Any) -> None:
+    with pytest.raises(OptionError, match="a norm scheme is stored as"):
+        Norm.from_json(record)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+_OPTIONS = st.sampled_from(["name", "alpha", "s", "bias", "theta", "scaling", "partial", "pairing", "x"])
+_RECORDS = st.dictionaries(_OPTIONS, _VALUES, max_size=4) | _VALUES
+
+
+@given(_RECORDS, st.sampled_from([*NORMS, *POSITIONS]) | st.text(max_size=4))
+def test_any_json_is_a_scheme_or_a_patch_error(record: Any, name: str) -> None:
+    """A checkpoint is somebody else's file: whatever it says, nothing but PatchError comes out."""
+    if isinstance(record, dict):
+        record = {"name": name, **record}
+    for base in (Norm, Position):
+        try:
+            scheme = base.from_json(record)
+        except PatchError:
+            continue
+        assert base.from_json(json.loads(json.dumps(scheme.to_json()))) == scheme
