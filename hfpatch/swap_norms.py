@@ -67,7 +67,7 @@ def _find(model: nn.Module) -> list[_Site]:
         parents[name] = module
         if id(module) not in sites:
             facts = describe(module)
-            found = facts is not None or (looks_like_norm(module) and not module._modules)
+            found = facts is not None or (looks_like_norm(module) and set(module._modules) <= {"parametrizations"})
             sites[id(module)] = _Site(module, facts) if found and name else None
         site = sites[id(module)]
         if site is not None:
@@ -90,6 +90,8 @@ def _special(site: _Site, names: Names) -> str | None:
 
 
 def _reason_to_keep(site: _Site, scheme: Norm, part: Part, names: Names) -> str | None:
+    if "parametrizations" in site.module._modules:
+        return "parametrized: take its parametrizations off first"
     if site.facts is None:
         return "not LayerNorm's arithmetic: its output isn't gain * normalised input + shift"
     if any(isinstance(parent, nn.TransformerEncoderLayer) for parent, _ in site.places):

@@ -581,3 +581,12 @@ def test_every_error_leaves_the_model_alone() -> None:
             with pytest.raises(PatchError):
                 ask(model, **request)
             assert not changes(before, fingerprint(model))
+
+
+def test_a_parametrized_norm_is_listed_as_kept() -> None:
+    model = tiny("gpt2", "AutoModelForCausalLM")
+    torch.nn.utils.parametrize.register_parametrization(model.transformer.ln_f, "weight", torch.nn.Softplus())
+    rows = {row.module: row for row in plan_patch(model, norm="rms").rows}
+    assert rows["transformer.ln_f"].action == "keep"
+    assert "parametrizations" in str(rows["transformer.ln_f"].reason)
+    assert rows["transformer.h.0.ln_1"].action == "replace"
