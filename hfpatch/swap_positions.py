@@ -213,7 +213,7 @@ def _unsupported(model: nn.Module) -> UnsupportedError:
     nearest = f" Nearest supported family{', built alike' if alike else ''}: {close[0]}." if close else ""
     return UnsupportedError(
         f"{family}: {_positions_of(model)} hfpatch has no record for it, so pos= can't change its positions yet."
-        f"{nearest} Supported: {', '.join(ARCHITECTURES)}. norm= works without a record."
+        f"{nearest} `hfpatch families` lists the {len(ARCHITECTURES)} that have one; norm= works without."
     )
 
 

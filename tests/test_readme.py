@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, CamembertConfig, CamembertModel, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModel, AutoModelForCausalLM, ErnieConfig, ErnieModel, GPT2Config, GPT2LMHeadModel
 
 from hfpatch import ARCHITECTURES, NORMS, NotPreservedWarning, patch_model
 
@@ -75,7 +75,7 @@ def test_own_norm_example(gpt2: Any, tmp_path: Path) -> None:
 def test_own_family_example(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    model = CamembertModel(CamembertConfig(vocab_size=97, max_position_embeddings=34, **sizes)).eval()
+    model = ErnieModel(ErnieConfig(vocab_size=97, max_position_embeddings=34, **sizes)).eval()
     try:
         exec(examples("ARCHITECTURES.register"), {})
         with pytest.warns(NotPreservedWarning):
@@ -85,4 +85,4 @@ def test_own_family_example(tmp_path: Path) -> None:
         loaded = AutoModel.from_pretrained(tmp_path).eval()
         assert torch.equal(loaded(ids).last_hidden_state, model(ids).last_hidden_state)
     finally:
-        ARCHITECTURES.unregister("camembert")
+        ARCHITECTURES.unregister("ernie")

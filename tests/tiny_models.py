@@ -101,7 +101,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     # families without a position record
     "albert": ("AlbertConfig", _BERT | {"embedding_size": 16, "num_hidden_groups": 1}),
     "bloom": ("BloomConfig", _TEXT | {"hidden_size": D, "n_layer": 2, "n_head": 4}),
-    "camembert": ("CamembertConfig", _BERT),
+    "ernie": ("ErnieConfig", _BERT),
     "cohere": ("CohereConfig", _LLAMA | {"use_qk_norm": True}),
     "convnext": (
         "ConvNextConfig",

@@ -38,7 +38,7 @@ def sweep() -> str:
     totals = json.loads(SWEEP.read_text())
     return (
         f"**{totals['converted']} of {totals['of']} model types** "
-        f"(transformers {totals['transformers']}); the rest and the reasons are in "
+        f"(transformers {totals['transformers']}); what was kept and why, and the types that don't instantiate, are in "
         "[tests/sweeps/norm_swap.md](tests/sweeps/norm_swap.md)."
     )
 

@@ -12,6 +12,23 @@ ARCHITECTURES.register("gpt2")(
     )
 )
 
+ARCHITECTURES.register("biogpt")(
+    Architecture(
+        "biogpt",
+        (
+            Stack(
+                "BioGptModel",
+                "embed_positions",
+                "layers.*.self_attn",
+                Projections("q_proj", "k_proj"),
+                reserved_rows=2,
+                causal=True,
+            ),
+        ),
+        example="microsoft/biogpt",
+    )
+)
+
 ARCHITECTURES.register("opt")(
     Architecture(
         "opt",

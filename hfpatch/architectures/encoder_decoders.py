@@ -5,23 +5,31 @@ from ..limits import AnyInputLength
 from ..registry import ARCHITECTURES
 from .record import Architecture, Stack
 
-ARCHITECTURES.register("bart")(
-    Architecture(
-        "bart",
-        tuple(
-            Stack(
-                owner,
-                "embed_positions",
-                "layers.*.self_attn",
-                Projections("q_proj", "k_proj"),
-                reserved_rows=2,
-                causal=owner == "BartDecoder",
-            )
-            for owner in ("BartEncoder", "BartDecoder")
-        ),
-        example="facebook/bart-base",
+
+def _bart_like(model_type: str, prefix: str, example: str, reserved_rows: int = 0) -> None:
+    """Register a family built as BART is, with an encoder and a decoder class of one prefix."""
+    stacks = tuple(
+        Stack(
+            f"{prefix}{part}",
+            "embed_positions",
+            "layers.*.self_attn",
+            Projections("q_proj", "k_proj"),
+            reserved_rows=reserved_rows,
+            causal=part == "Decoder",
+        )
+        for part in ("Encoder", "Decoder")
     )
-)
+    ARCHITECTURES.register(model_type)(Architecture(model_type, stacks, example))
+
+
+_bart_like("bart", "Bart", "facebook/bart-base", reserved_rows=2)
+_bart_like("blenderbot", "Blenderbot", "facebook/blenderbot-400M-distill")
+_bart_like("blenderbot-small", "BlenderbotSmall", "facebook/blenderbot_small-90M")
+_bart_like("marian", "Marian", "Helsinki-NLP/opus-mt-en-de")
+_bart_like("mbart", "MBart", "facebook/mbart-large-cc25", reserved_rows=2)
+_bart_like("mvp", "Mvp", "RUCAIBox/mvp", reserved_rows=2)
+_bart_like("pegasus", "Pegasus", "google/pegasus-xsum")
+_bart_like("plbart", "PLBart", "uclanlp/plbart-base", reserved_rows=2)
 
 ARCHITECTURES.register("whisper")(
     Architecture(
