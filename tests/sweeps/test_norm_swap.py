@@ -8,17 +8,18 @@ import json
 import norm_swap
 import pytest
 import torch
+import transformers
 import zoo
 
 FIXED = ["albert", "bloom", "cohere", "convnext", "deberta", "mpt", "nemotron", "olmo"]
 FIXED += ["llama4", "moonshine_streaming", "squeezebert"]  # a head's own config, a norm without a name, (B, C, T) norms
 SAMPLE = 8
+REPORT = norm_swap.HERE / "norm_swap.json"
 
 
 def _sample() -> list[str]:
     """The next types in line among those that the committed report says convert, other ones every day."""
-    report = norm_swap.HERE / "norm_swap.json"
-    types = json.loads(report.read_text())["types"] if report.exists() else []
+    types = json.loads(REPORT.read_text())["types"]
     here = set(zoo.model_types())
     good = [one["model_type"] for one in types if one["status"] == "ok" and one["model_type"] in here]
     good = [model_type for model_type in good if model_type not in FIXED]
@@ -29,6 +30,11 @@ def _sample() -> list[str]:
 @pytest.mark.parametrize("model_type", [*FIXED, *_sample()])
 def test_type_converts(model_type: str) -> None:
     result = norm_swap.examine(model_type)
+    if (
+        result.status.startswith("not run")
+        and transformers.__version__ != json.loads(REPORT.read_text())["transformers"]
+    ):
+        pytest.skip(f"the report is of another transformers; here {model_type} is {result.status}")
     assert result.status == "ok", result
     assert result.converted > 0
     assert result.missed == result.wrong == []
