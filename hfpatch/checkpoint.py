@@ -7,10 +7,7 @@ them. On disk `model_type` is "hfpatch": a process that hasn't imported hfpatch 
 from __future__ import annotations
 
 import json
-import os
-import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ from .plan import PLANNERS
 from .record import KEY, Record
 from .registry import ARCHITECTURES
 from .view import host_class, lensed_forward, once_per_class
+from .weights import broken_file
 
 MISCOUNTED = "_hfpatch_miscounted"  # of a model whose patch came out otherwise than its record says
 
@@ -102,7 +100,7 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
         try:
             loaded = host.from_pretrained.__func__(cls, name, *args, **kwargs)
         except SafetensorError as error:
-            reason = _broken_file(name, kwargs.get("subfolder") or "") or error
+            reason = broken_file(name, kwargs.get("subfolder") or "") or error
             raise CheckpointError(f"{name}: its weights can't be read: {reason}") from error
         _require_same_counts(loaded[0] if isinstance(loaded, tuple) else loaded, name)
         return loaded
@@ -242,27 +240,6 @@ def _initialize_ours(model: nn.Module) -> None:
                 if not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
                     with torch.no_grad():
                         parameter.fill_(values[name])
-
-
-def _broken_file(name: Any, subfolder: str) -> str | None:
-    """The first safetensors file of a local folder whose size isn't what its header says."""
-    if not isinstance(name, str | os.PathLike):
-        return None
-    for path in sorted((Path(name) / subfolder).glob("*.safetensors")):
-        size = path.stat().st_size
-        try:
-            with path.open("rb") as file:
-                length = struct.unpack("<Q", file.read(8))[0]
-                if 8 + length > size:
-                    return f"{path.name} is cut off inside its header ({size} bytes). Download or save it again."
-                header = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-            expected = 8 + length + max(ends, default=0)
-        except (struct.error, ValueError, TypeError, AttributeError, LookupError):
-            return f"{path.name} has no readable header. Download or save it again."
-        if expected != size:
-            return f"{path.name} has {size} bytes where its header promises {expected}. Download or save it again."
-    return None
 
 
 AutoConfig.register(KEY, HfpatchConfig, exist_ok=True)

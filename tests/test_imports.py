@@ -16,7 +16,7 @@ ROOT = Path(hfpatch.__file__).parent
 LAYERS = [
     ["errors"],
     ["registry"],
-    ["scheme", "edits"],
+    ["scheme", "edits", "weights"],
     ["optimizer"],
     ["norms", "positions", "view"],
     ["attention", "limits"],

@@ -1002,17 +1002,6 @@ def test_training_reduces_the_loss() -> None:
     assert all(p.grad is not None and p.grad.abs().max() > 0 for n, p in model.named_parameters() if "alpha" in n)
 
 
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    from torch import distributed
-
-    if not distributed.is_available() or not distributed.is_gloo_available():
-        pytest.skip("torch without gloo")
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
 @pytest.mark.usefixtures("process_group")
 def test_patched_models_can_be_wrapped_and_sharded() -> None:
     from torch.distributed.device_mesh import init_device_mesh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -509,17 +509,6 @@ def test_wrapped_models(wrap: Callable[[Any], Any], message: str, request_: dict
         plan_patch(model, **request_)
     with pytest.raises(WrappedModelError, match=message):
         patch_model(model, **request_)
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    from torch import distributed
-
-    if not distributed.is_available() or not distributed.is_gloo_available():
-        pytest.skip("torch without gloo")
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")
