@@ -182,11 +182,6 @@ def _config(model: str) -> Any:
         raise PatchError(f"transformers {transformers.__version__} has no family {family!r}.") from None
 
 
-def _auto_class_for(config: Any) -> str:
-    fitting = (name for name in _HEADS if type(config) in getattr(transformers, name)._model_mapping)
-    return next(fitting, "AutoModel")
-
-
 def _auto_class(model: Any) -> str:
     """The first Auto class that opens a saved model as what it is."""
     for name in _HEADS:
@@ -208,7 +203,8 @@ def _model_class(config: Any, head: str | None) -> Any:
         if mapped is not None and mapped.__name__ in (config.architectures or []):
             return getattr(transformers, auto)
     named = getattr(transformers, (config.architectures or [""])[0], None)
-    return named if named is not None else getattr(transformers, _auto_class_for(config))
+    usual = (getattr(transformers, name) for name in _HEADS)
+    return named or next((auto for auto in usual if type(config) in auto._model_mapping), transformers.AutoModel)
 
 
 def _build(config: Any, head: str | None) -> Any:

@@ -44,7 +44,7 @@ def plan_norms(model: nn.Module, part: Part, strict: bool = True) -> list[Change
     Raises:
         NothingToPatchError: the model has no norm.
         UnsupportedError: `init="exact"` where the swap isn't.
-        WrappedModelError: a norm carries a forward of its own (an accelerate hook).
+        WrappedModelError: a norm carries a forward of its own, put there by another library.
     """
     scheme = part.scheme
     assert isinstance(scheme, Norm)
