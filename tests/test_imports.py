@@ -21,6 +21,7 @@ LAYERS = [
     ["norms", "positions", "view"],
     ["attention", "limits"],
     ["architectures", "rows", "select"],
+    ["convert"],
     ["record"],
     ["swap_norms", "swap_positions"],
     ["plan"],

@@ -1,0 +1,1 @@
+"""Conversions that keep the function, or fit what can't be kept."""
