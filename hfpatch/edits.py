@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _HOOKS = (
     "_forward_hooks",
@@ -61,6 +61,13 @@ class Edits:
         self._record_item(module._parameters, name)
         module._parameters[name] = new
 
+    def set_values(self, module: nn.Module, name: str, values: Tensor) -> None:
+        """Give a Parameter other values, in its own dtype, shape and device; it stays the same object."""
+        parameter = module._parameters[name]
+        assert parameter is not None
+        self._record("values", module, name, parameter.data)
+        parameter.data = values.detach().to(parameter.device, parameter.dtype).reshape(parameter.shape).contiguous()
+
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
         """Set a plain attribute (not a child, Parameter or buffer)."""
         old = target.__dict__.get(name, _MISSING)
@@ -99,9 +106,9 @@ class Edits:
         self._log += later._log
         return self
 
-    def undo(self) -> None:
-        """Take back everything, newest first; the log is empty afterwards."""
-        while self._log:
+    def undo(self, length: int = 0) -> None:
+        """Take changes back, newest first, until `length` of them are left."""
+        while len(self._log) > length:
             kind, inverse = self._log.pop()
             _UNDO[kind](*inverse)
 
@@ -133,9 +140,16 @@ def _undo_list(target: list, old: list) -> None:
     target[:] = old
 
 
+def _undo_values(module: nn.Module, name: str, old: Tensor) -> None:
+    parameter = module._parameters[name]
+    if parameter is not None and parameter.shape == old.shape:  # a resized one has no old values
+        parameter.data = old.to(parameter.device, parameter.dtype)
+
+
 _UNDO: dict[str, Callable[..., None]] = {
     "item": _undo_item,
     "attribute": _undo_attribute,
     "class": _undo_class,
     "list": _undo_list,
+    "values": _undo_values,
 }
