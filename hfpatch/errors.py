@@ -43,5 +43,9 @@ class CheckpointError(PatchError):
     """A checkpoint's patch record or weights can't be used."""
 
 
+class VerificationError(PatchError):
+    """A conversion that should have been exact wasn't, measured on the model itself; the model is as it was."""
+
+
 class NotPreservedWarning(UserWarning):
     """A patch changed what the model computes; the message says what was not preserved."""

@@ -18,6 +18,7 @@ INITS = ("auto", "exact", "copy", "reset")
 _MOST_PARTS = 100
 _MOST_GLOBS = 10_000
 _LONGEST_GLOB = 1_000
+_MOST_AXES = 8
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class Part:
         scheme: a norm or position scheme.
         only, keep: globs over module names; empty means everywhere, and nowhere.
         init: how new parameters started; told for the reader, it changes nothing in the structure.
+        centred: (pattern of module names, axis) of what is centred in every forward; `*` stands for a number.
+        left: patterns of norms that stay although globs and scheme would take them, since they wouldn't be exact.
+        biasless: patterns of norms whose shift has moved into the layers that read them.
         modules: how many modules changed. A checkpoint that changes another number when it is opened as the class that
             it was saved from isn't the same model any more (transformers renamed something, say).
     """
@@ -36,11 +40,21 @@ class Part:
     only: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     init: str = field(default="auto", compare=False)
+    centred: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+    left: tuple[str, ...] = field(default=(), compare=False)
+    biasless: tuple[str, ...] = field(default=(), compare=False)
     modules: int = field(default=0, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        globs = {"only": list(self.only), "keep": list(self.keep)}
-        return {"scheme": self.scheme.to_json(), **globs, "init": self.init, "modules": self.modules}
+        names = {name: list(getattr(self, name)) for name in ("only", "keep", "left", "biasless")}
+        centred = [[pattern, axis] for pattern, axis in self.centred]
+        return {
+            "scheme": self.scheme.to_json(),
+            **names,
+            "centred": centred,
+            "init": self.init,
+            "modules": self.modules,
+        }
 
 
 @dataclass(frozen=True)
@@ -106,8 +120,9 @@ def _parts(kind: str, stored: Any, where: str) -> tuple[Part, ...]:
 
 
 def _part(kind: str, stored: Any, where: str) -> Part:
-    if not isinstance(stored, Mapping) or set(stored) != {"scheme", "only", "keep", "init", "modules"}:
-        raise CheckpointError(f"{where} is no object with scheme, only, keep, init and modules.")
+    entries = ("scheme", "only", "keep", "left", "biasless", "centred", "init", "modules")
+    if not isinstance(stored, Mapping) or set(stored) != set(entries):
+        raise CheckpointError(f"{where} is no object with {', '.join(entries[:-1])} and {entries[-1]}.")
     modules = stored["modules"]
     if not isinstance(modules, int) or isinstance(modules, bool) or modules < 0:
         raise CheckpointError(f"{where}: modules is {modules!r:.40}, not the number of modules that changed.")
@@ -120,11 +135,28 @@ def _part(kind: str, stored: Any, where: str) -> Part:
         raise CheckpointError(
             f"{where} can't be used here: {error} If the scheme comes from a package of its own, import it first."
         ) from error
-    return Part(scheme, _globs(stored["only"], where), _globs(stored["keep"], where), init, modules)
+    only, keep, left, biasless = (_globs(stored[name], where) for name in ("only", "keep", "left", "biasless"))
+    return Part(scheme, only, keep, init, _centred(stored["centred"], where), left, biasless, modules)
 
 
 def _globs(stored: Any, where: str) -> tuple[str, ...]:
     well_formed = isinstance(stored, list) and len(stored) <= _MOST_GLOBS
-    if not well_formed or not all(isinstance(glob, str) and 0 < len(glob) <= _LONGEST_GLOB for glob in stored):
-        raise CheckpointError(f"{where}: only and keep are lists of globs over module names.")
+    if not well_formed or not all(_is_name(glob) for glob in stored):
+        raise CheckpointError(f"{where}: only, keep, left and biasless are lists of globs over module names.")
     return tuple(stored)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST_GLOB
+
+
+def _centred(stored: Any, where: str) -> tuple[tuple[str, int], ...]:
+    """Pairs of a pattern and an axis."""
+    well_formed = isinstance(stored, list) and len(stored) <= _MOST_GLOBS
+    pairs = stored if well_formed else [None]
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2 or not _is_name(pair[0]) or type(pair[1]) is not int:
+            raise CheckpointError(f"{where}: centred is a list of pairs of a module's name and an axis.")
+        if not -_MOST_AXES <= pair[1] < _MOST_AXES:
+            raise CheckpointError(f"{where}: centred names axis {pair[1]!r:.40} of {pair[0]:.80}.")
+    return tuple((pattern, axis) for pattern, axis in pairs)
