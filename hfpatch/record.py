@@ -136,7 +136,10 @@ def _part(kind: str, stored: Any, where: str) -> Part:
             f"{where} can't be used here: {error} If the scheme comes from a package of its own, import it first."
         ) from error
     only, keep, left, biasless = (_globs(stored[name], where) for name in ("only", "keep", "left", "biasless"))
-    return Part(scheme, only, keep, init, _centred(stored["centred"], where), left, biasless, modules)
+    centred = _centred(stored["centred"], where)
+    if (centred or left or biasless) and getattr(scheme, "centring", None) is None:
+        raise CheckpointError(f"{where}: {scheme.name!r} centres nothing and leaves no norm, but the record says so.")
+    return Part(scheme, only, keep, init, centred, left, biasless, modules)
 
 
 def _globs(stored: Any, where: str) -> tuple[str, ...]:
@@ -152,11 +155,11 @@ def _is_name(value: Any) -> bool:
 
 def _centred(stored: Any, where: str) -> tuple[tuple[str, int], ...]:
     """Pairs of a pattern and an axis."""
-    well_formed = isinstance(stored, list) and len(stored) <= _MOST_GLOBS
-    pairs = stored if well_formed else [None]
-    for pair in pairs:
-        if not isinstance(pair, list) or len(pair) != 2 or not _is_name(pair[0]) or type(pair[1]) is not int:
-            raise CheckpointError(f"{where}: centred is a list of pairs of a module's name and an axis.")
-        if not -_MOST_AXES <= pair[1] < _MOST_AXES:
-            raise CheckpointError(f"{where}: centred names axis {pair[1]!r:.40} of {pair[0]:.80}.")
-    return tuple((pattern, axis) for pattern, axis in pairs)
+    if not isinstance(stored, list) or len(stored) > _MOST_GLOBS or not all(map(_is_centring, stored)):
+        raise CheckpointError(f"{where}: centred is a list of pairs of a module's name and a small axis.")
+    return tuple((pattern, axis) for pattern, axis in stored)
+
+
+def _is_centring(pair: Any) -> bool:
+    well_formed = isinstance(pair, list) and len(pair) == 2 and _is_name(pair[0]) and type(pair[1]) is int
+    return well_formed and -_MOST_AXES <= pair[1] < _MOST_AXES

@@ -144,7 +144,11 @@ class Rewrite:
         places = torch.unravel_index(indices.to(now.device), chunk)
         inside = places[self.split] < size
         places, old = tuple(place[inside] for place in places), old.to(now.device)[inside]
-        at = tuple(0 if n == 1 else place for n, place in zip(operand.shape, places, strict=True)) if operand.dim() else ()
+        at = (
+            tuple(0 if n == 1 else place for n, place in zip(operand.shape, places, strict=True))
+            if operand.dim()
+            else ()
+        )
         written = self._forward(old, operand[at]).to(now.dtype)
         same = _bits(written) == _bits(now[places])  # not trained since
         back[tuple(place[same] for place in places)] = old[same].to(now.dtype)

@@ -1,8 +1,8 @@
 """Post-norm: the nearest closed form where a norm's input can't be made zero-mean exactly.
 
 The input of a norm that follows a norm is x + f(x) with x = gain * h + shift the earlier norm's output. With every
-writer centred its mean over the channels is mean(gain * h) + mean(shift): the second part is a constant, and subtracting
-it from the bias of the writer f takes it away.
+writer centred its mean over the channels is mean(gain * h) + mean(shift): the second part is a constant, and
+subtracting it from the bias of the writer f takes it away.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Pair:
     writer: str
 
 
-def find_pairs(model: nn.Module, given: Mapping[str, Any], norms: list[str], stream: list[str], writers: list[str]) -> list[Pair]:
+def find_pairs(
+    model: nn.Module, given: Mapping[str, Any], norms: list[str], stream: list[str], writers: list[str]
+) -> list[Pair]:
     """For each norm the writer and the norm that run last before it, in the order of one forward.
 
     Args:
@@ -63,7 +65,9 @@ def _last(order: list[str], name: str) -> int:
     return len(order) - 1 - order[::-1].index(name)
 
 
-def compensate(model: nn.Module, given: Mapping[str, Any], pairs: list[Pair], edits: Edits) -> dict[str, tuple[float, float]]:
+def compensate(
+    model: nn.Module, given: Mapping[str, Any], pairs: list[Pair], edits: Edits
+) -> dict[str, tuple[float, float]]:
     """Subtract the mean of the earlier norm's shift from the writer's bias, and keep that only where it helps.
 
     A writer that feeds several norms (ALBERT runs one layer many times) takes the mean of what each of them needs.

@@ -13,7 +13,7 @@ from ..edits import Edits
 from ..errors import OptionError, UnsupportedError
 from ..rows import refuse_private_forward
 from ..view import CENTRED, host_class, lensed_class
-from .centring import Centring
+from .centring import Centring, pattern_of
 
 MODES = ("fold", "parametrize")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -35,11 +35,6 @@ class Step:
     becomes: str
     runtime: bool
     apply: Callable[[Edits], None]
-
-
-def pattern_of(name: str) -> str:
-    """A module's or Parameter's name with `*` for every number between dots."""
-    return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
 
 
 def runtime(centring: Centring, mode: str) -> tuple[tuple[str, int], ...]:
@@ -166,7 +161,9 @@ def _absorber(scale: _Place, writers: list[tuple[_Place, int]]) -> Callable[[Edi
     return apply
 
 
-def centring_outputs(model: nn.Module, modules: tuple[tuple[str, int], ...], forms: Callable[[str], tuple[str, ...]] | None = None) -> list[Step]:
+def centring_outputs(
+    model: nn.Module, modules: tuple[tuple[str, int], ...], forms: Callable[[str], tuple[str, ...]] | None = None
+) -> list[Step]:
     """Steps that centre the outputs of modules in every forward.
 
     Args:

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_SKIPPED = ("past_key_values", "cache", "mems", "attentions", "hidden_states")  # whatever ends in these, of many tensors
+_SKIPPED = (
+    "past_key_values",
+    "cache",
+    "mems",
+    "attentions",
+    "hidden_states",
+)  # whatever ends in these, of many tensors
 
 
 @contextmanager
@@ -56,7 +62,7 @@ def fitting(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def outputs_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """All that a forward computes, by its path in the output; caches and recorded hidden states and attentions aside."""
+    """All floats that a forward returns, by path; caches and recorded hidden states and attentions aside."""
     return dict(_tensors("", model(**given)))
 
 
