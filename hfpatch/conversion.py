@@ -100,7 +100,12 @@ class Conversion:
     @property
     def centres(self) -> bool:
         """Whether the stream is centred at all."""
-        return self.centring.refused is None and bool(self.exact or self.approximate)
+        return bool(self.exact or self._compensated())
+
+    def _compensated(self) -> list[str]:
+        if self.mode != "fold":
+            return []
+        return [name for name in self.approximate if pattern_of(name) in self.centring.compensated]
 
     def find(self) -> None:
         """Find what centres the stream, once; whatever stands against it is kept as the reason.
@@ -116,6 +121,8 @@ class Conversion:
             self.centring = find_centring(self._unpatched(), self.given)
             if self.given is None and not self.on_meta:
                 self._make_inputs()
+            if self.mode == "parametrize" and self.centring.exact and not self.centring.parametrized:
+                raise UnsupportedError("centring its branches in every forward isn't exact; mode='fold' is")
             if earlier:  # centred then, and recorded there
                 self.centring = replace(
                     self.centring, folds=(), absorbs=(), outputs=(), parametrized=(), compensated=()
@@ -150,7 +157,7 @@ class Conversion:
                 centred = True
             elif part.scheme.name != "layer":
                 raise UnsupportedError(
-                    f"an earlier patch put in norm={part.scheme.name!r}, init={part.init!r}, which sees the stream's mean"
+                    f"an earlier patch put in norm={part.scheme.name!r}, init={part.init!r}, which sees the mean"
                 )
         return centred
 
@@ -167,13 +174,11 @@ class Conversion:
 
     def why_not_exact(self, names: list[str]) -> str | None:
         """Why a norm, under any of its names, isn't exact; None where it is."""
-        if self.centring.refused is not None:
-            return self.centring.refused
         patterns = [pattern_of(name) for name in names]
         if any(pattern in self.centring.exact for pattern in patterns):
             return None
         found = next((self.centring.approximate[p] for p in patterns if p in self.centring.approximate), None)
-        return found or "its input isn't found to be zero-mean"
+        return found or self.centring.refused or "its input isn't found to be zero-mean"
 
     def steps(self) -> list[Step]:
         """What is centred, where anything is."""
@@ -253,8 +258,8 @@ class Conversion:
 
     def compensate(self, edits: Edits) -> None:
         """Where a norm follows a norm: take the constant part of its input's mean away."""
-        norms = [name for name in self.approximate if pattern_of(name) in self.centring.compensated]
-        if not norms or self.mode != "fold" or self.on_meta or not self.centres:
+        norms = self._compensated()
+        if not norms or self.on_meta:
             return
         assert self.given is not None
         given = fitting(self.model, self.given)

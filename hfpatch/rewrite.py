@@ -59,12 +59,12 @@ class Rewrite:
     def _value(self) -> Tensor:
         value = self.module._parameters[self.name]
         assert value is not None
-        return value
+        return value.detach()
 
     def run(self) -> None:
         """Write the new values."""
         value = self._value()
-        with torch.no_grad(), torch.inference_mode(value.is_inference()):
+        with torch.inference_mode(value.is_inference()), torch.no_grad():
             for start, length in self._chunks():
                 part = value.narrow(self.split, start, length)
                 old = part.to(_work_device(value), copy=True)
@@ -122,7 +122,7 @@ class Rewrite:
         others = [i for i in range(len(self.shape)) if i != self.split]
         if value.dim() != len(self.shape) or any(value.shape[i] != self.shape[i] for i in others):
             return
-        with torch.no_grad(), torch.inference_mode(value.is_inference()):
+        with torch.inference_mode(value.is_inference()), torch.no_grad():
             if self.pending is not None:
                 start, old = self.pending
                 value.narrow(self.split, start, old.shape[self.split]).copy_(old)

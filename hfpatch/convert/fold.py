@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -142,10 +141,10 @@ def _absorbing(model: nn.Module, centring: Centring) -> list[Step]:
     return found
 
 
-def _same_layer(a: str, b: str) -> bool:
-    """Whether the numbers in two names agree, as far as both have some."""
-    numbers = [re.findall(r"(?<![^.])\d+(?![^.])", name) for name in (a, b)]
-    return all(x == y for x, y in zip(*numbers, strict=False))
+def _same_layer(scale: str, writer: str) -> bool:
+    """Whether the numbers in a layer-scale's name are the first ones in a writer's."""
+    numbers, theirs = ([piece for piece in name.split(".") if piece.isdigit()] for name in (scale, writer))
+    return theirs[: len(numbers)] == numbers
 
 
 def _absorber(scale: _Place, writers: list[tuple[_Place, int]]) -> Callable[[Edits], None]:

@@ -111,7 +111,7 @@ class Norm(Scheme):
 
     @property
     def centring(self) -> str | None:
-        """How the stream is made zero-mean where that makes the swap exact ("fold", "parametrize"); None: not at all."""
+        """How the stream is made zero-mean where that makes the swap exact: "fold", "parametrize"; None: not at all."""
         return None
 
     def loss(self, facts: NormFacts) -> str | None:
