@@ -145,12 +145,13 @@ def _convert(site: _Site, conversion: Conversion) -> _Swap:
     if loss is None:
         conversion.exact.append(name)
         return _Swap(None)
-    loss = f"{loss} ({why})" if why else loss
     if conversion.part.init == "exact":
         conversion.left.append(pattern_of(name))
-        return _Swap(loss, stays=f"not exact: {loss}")
+        return _Swap(f"{loss} ({why})" if why else loss, stays=f"not exact: {why or loss}")
     conversion.approximate.append(name)
-    return _Swap(loss)
+    if conversion.compensates(name):
+        loss = "the mean of the norm's input is removed in its constant part only"
+    return _Swap(f"{loss} ({why})" if why else loss)
 
 
 def _move_shifts(sites: list[_Site], found: dict[int, _Swap], conversion: Conversion) -> None:
