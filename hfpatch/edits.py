@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .rewrite import Rewrite
+
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -92,6 +94,14 @@ class Edits:
             self._record_item(target, key)
             del target[key]
 
+    def rewrite(
+        self, module: nn.Module, name: str, kind: str, operand: Tensor | None = None, axis: int | None = None
+    ) -> None:
+        """Change a Parameter's values in place, in little memory; kinds and their inverses as in `Rewrite`."""
+        rewrite = Rewrite(module, name, kind, axis) if operand is None else Rewrite(module, name, kind, axis, operand)
+        self._record("rewrite", rewrite)
+        rewrite.run()
+
     def replacements(self) -> list[tuple[nn.Module | nn.Parameter | None, nn.Module | nn.Parameter | None]]:
         """Pairs (old, new) of the children and Parameters that were exchanged; None where there was or is none."""
         pairs = []
@@ -146,10 +156,15 @@ def _undo_values(module: nn.Module, name: str, old: Tensor) -> None:
         parameter.data = old.to(parameter.device, parameter.dtype)
 
 
+def _undo_rewrite(rewrite: Rewrite) -> None:
+    rewrite.undo()
+
+
 _UNDO: dict[str, Callable[..., None]] = {
     "item": _undo_item,
     "attribute": _undo_attribute,
     "class": _undo_class,
     "list": _undo_list,
     "values": _undo_values,
+    "rewrite": _undo_rewrite,
 }

@@ -16,7 +16,7 @@ class Row:
     """What happens to one module.
 
     Attributes:
-        kind: "norm" or "position".
+        kind: "norm" or "position"; "stream" for what is centred so that norms may change.
         action: "replace" or "keep".
         module: its name in the model.
         now, becomes: what it is, and what it will be (None where it is kept).
@@ -37,10 +37,14 @@ class Row:
 
 @dataclass
 class Change:
-    """A row and how it is carried out; `apply` is None where the module is kept."""
+    """A row and how it is carried out; `apply` is None where the module is kept.
+
+    `replayed` is False for what is in the weights, and so not done again when a checkpoint is opened.
+    """
 
     row: Row
     apply: Callable[[Edits], None] | None = None
+    replayed: bool = True
 
 
 def refuse_private_forward(name: str, module: nn.Module) -> None:
