@@ -3,8 +3,11 @@
 from .architectures import Architecture, Stack
 from .attention import Fused, Projections
 from .checkpoint import HfpatchConfig
+from .convert.report import Report
+from .convert.verify import verify
 from .errors import (
     CheckpointError,
+    MissingPackageError,
     NoMatchError,
     NothingToPatchError,
     NotPreservedWarning,
@@ -37,6 +40,7 @@ __all__ = [
     "Fused",
     "HfpatchConfig",
     "Layer",
+    "MissingPackageError",
     "NoMatchError",
     "NoPE",
     "Norm",
@@ -51,6 +55,7 @@ __all__ = [
     "PositionError",
     "Projections",
     "Registry",
+    "Report",
     "RoPE",
     "Stack",
     "UnknownNameError",
@@ -59,4 +64,5 @@ __all__ = [
     "patch_model",
     "plan_patch",
     "unpatch_model",
+    "verify",
 ]
