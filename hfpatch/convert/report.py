@@ -164,7 +164,7 @@ class Report:
         except ImportError as error:
             raise MissingPackageError("report.plot needs matplotlib: pip install 'hfpatch[recipes]'") from error
         streams = list(dict.fromkeys(row.stream for row in self.layers))
-        figure = Figure(figsize=(6.8 * len(streams), 4.6), layout="constrained")
+        figure = Figure(figsize=(7.2 * len(streams), 5.0), layout="constrained")
         for axes, stream in zip(figure.subplots(1, len(streams), squeeze=False)[0], streams, strict=True):
             _draw(axes, [row for row in self.layers if row.stream == stream])
             axes.set_title(stream.replace("_", " "), fontsize=10)
@@ -173,19 +173,20 @@ class Report:
 
     def __str__(self) -> str:
         size = f"{self.examples} examples" + (f", {self.tokens:,} tokens" if self.tokens else "")
-        parts = [f"{self.model} against {self.reference}. Inputs: {self.inputs} ({size})."]
-        bad = [row for row in self.outputs if row.nonfinite]
-        parts += [
+        head = [f"{self.model} against {self.reference}. Inputs: {self.inputs} ({size})."]
+        head += [
             f"NOT FINITE: {row.output} of the {row.role} in {row.dtype} has {row.nonfinite:,} NaN or infinite values."
-            for row in bad
+            for row in self.outputs
+            if row.nonfinite
         ]
-        parts.append(self._modules_table())
+        parts = ["\n".join(head), self._modules_table()]
         for output in dict.fromkeys(row.output for row in self.outputs):
             parts.append(_output_table([row for row in self.outputs if row.output == output]))
         for stream in dict.fromkeys(row.stream for row in self.layers):
             parts.append(_layer_table([row for row in self.layers if row.stream == stream]))
-        parts += [f"Note: {note}" for note in self.notes]
-        return "\n".join(parts[: 1 + len(bad)]) + "\n\n" + "\n\n".join(parts[1 + len(bad) :])
+        if self.notes:
+            parts.append("\n".join(f"Note: {note}" for note in self.notes))
+        return "\n\n".join(parts)
 
     def _modules_table(self) -> str:
         if not self.modules:
@@ -292,7 +293,7 @@ def _draw(axes: Any, rows: list[LayerRow]) -> None:
         layers, place = [row.layer for row in mine], dtypes.index(dtype)
         style = {"color": _HUES[place % len(_HUES)], "linewidth": max(4.5 - 1.6 * place, 1.2)}
         if role == "reference":
-            style["linewidth"] = 1.4
+            style |= {"linewidth": 1.4, "zorder": 5}
             axes.plot(layers, [_drawable(row.error) for row in mine], ":", label=f"reference {dtype}", **style)
             continue
         axes.plot(layers, [_drawable(row.error) for row in mine], "o-", markersize=3, label=f"model {dtype}", **style)
@@ -304,7 +305,7 @@ def _draw(axes: Any, rows: list[LayerRow]) -> None:
     axes.set_ylabel("rms error / rms of the truth")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False)
 
 
 def _drawable(error: float) -> float:

@@ -18,12 +18,14 @@ from ..plan import require_bare
 from ..record import KEY, Record
 from ..view import host_class
 from .deviation import AgreementSum, CosineSum, ErrorSum, aligned, centred, pooled
+from .inputs import example_inputs
 from .modules import compare_modules
 from .report import LayerRow, OutputRow, Report
 from .runs import Outputs, Subject, isolated, mask_of, side_of
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Batch = Mapping[str, Any]
+RANDOM = "random, from the config"
 
 
 def verify(
@@ -78,6 +80,8 @@ def verify(
         )
     inputs, how = _batches(batches, model)
     comparison = _Comparison(Subject("model", model), Subject("reference", reference), inputs)
+    if how == RANDOM:
+        comparison.notes.append("random inputs: agreement, divergence and perplexity say nothing of real data.")
     comparison.measure(wanted)
     return Report(
         model=_titled(model),
@@ -320,11 +324,15 @@ def _load(name: str | PathLike[str], model: PreTrainedModel) -> PreTrainedModel:
     """The reference, as the model's own class and on its device.
 
     Raises:
-        CheckpointError: weights are missing, so that the truth would be partly random.
+        CheckpointError: it is of another family, or weights are missing, so that the truth would be partly random.
     """
     host: Any = host_class(type(model))
     with isolated(model):
         config = AutoConfig.from_pretrained(name)
+        if config.model_type != model.config.model_type:
+            raise CheckpointError(
+                f"{name} is a {config.model_type} model, and {host.__name__} a {model.config.model_type}."
+            )
         cls = patched_model_class(host) if getattr(config, KEY, None) else host
         loaded, info = cls.from_pretrained(name, config=config, dtype="auto", output_loading_info=True)
     missing = sorted(map(str, info["missing_keys"]))
@@ -343,9 +351,10 @@ def _batches(batches: Any, model: PreTrainedModel) -> tuple[list[Batch], str]:
         OptionError: they are empty, or not inputs of the model.
     """
     if batches is None:
-        from .inputs import example_inputs
-
-        return [_completed(example_inputs(model, seed=0), model)], "random, from the config"
+        try:
+            return [_completed(example_inputs(model, seed=0), model)], RANDOM
+        except UnsupportedError as error:
+            raise OptionError(f"no random inputs could be made for {type(model).__name__}; pass batches=.") from error
     single = isinstance(batches, Mapping | Tensor)
     if not single and (isinstance(batches, str) or not isinstance(batches, Iterable)):
         raise OptionError(f"batches must be dicts of tensors, or tensors, not {type(batches).__name__}.")
