@@ -70,7 +70,10 @@ class Subject:
             widens = buffer.is_floating_point() and not narrowed
             memo[id(buffer)] = buffer.detach().to(dtype if widens else buffer.dtype, copy=True)
         try:
-            return copy.deepcopy(self.model, memo).eval()
+            copied = copy.deepcopy(self.model, memo).eval()
+            if dtype == torch.float64:  # grouped matrix products of experts have none
+                copied.set_experts_implementation("eager")
+            return copied
         except Exception as error:
             raise UnsupportedError(
                 f"the {self.role} ({type(self.model).__name__}) can't be copied, and is only run in copies so that it "
@@ -167,6 +170,8 @@ def _collect(outputs: Outputs, name: str, value: Any) -> None:
 
 
 def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(item, device, dtype) for item in value)
     if not isinstance(value, Tensor):
         return value
     return value.to(device, dtype if value.is_floating_point() else None)

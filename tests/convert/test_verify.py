@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import PAD, VOCABULARY, B, T, changes, fingerprint, inputs, patch, tiny
+import transformers
+from tiny_models import PAD, VOCABULARY, B, D, T, changes, fingerprint, inputs, patch, randomise, tiny
 from torch import Tensor, nn
 
 import hfpatch
@@ -31,7 +32,7 @@ from hfpatch import (
 from hfpatch.convert import deviation
 from hfpatch.convert.deviation import AgreementSum, CosineSum, ErrorSum, output_errors
 from hfpatch.convert.runs import Subject
-from hfpatch.convert.verify import _Comparison
+from hfpatch.convert.verify import _channels_last, _Comparison
 
 Make = Callable[..., tuple[Any, Any]]
 
@@ -397,6 +398,27 @@ def test_streams_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert most <= 3
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_and_across_devices() -> None:
+    model, reference = pair(request={"norm": "rms", "pos": "rope"})
+    on_cpu = verify(model, reference, padded(model))
+    model, reference = model.cuda(), reference.cuda()
+    before, stream = (fingerprint(model), fingerprint(reference)), torch.cuda.get_rng_state()
+    batch = padded(model)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = verify(model, reference, batch)
+    assert not changes(before[0], fingerprint(model))
+    assert not changes(before[1], fingerprint(reference))
+    assert torch.equal(stream, torch.cuda.get_rng_state())
+    across = verify(model, reference.cpu(), {name: value.cuda() for name, value in batch.items()})
+    for report in (found, across):
+        exact, expected = row(report, "logits"), row(on_cpu, "logits")
+        assert exact.rms_error == pytest.approx(expected.rms_error, rel=1e-9)
+        assert exact.kl == pytest.approx(expected.kl, rel=1e-9)
+        assert 1e-9 < row(report, "logits", "reference", "float32").rms_error < 1e-4
+
+
 # The reference by name, inputs of all forms
 
 
@@ -489,6 +511,27 @@ def test_compiled_and_peft_models_are_refused() -> None:
         verify(wrapped, reference, inputs(model))
     with pytest.raises(WrappedModelError, match="_orig_mod"):
         verify(torch.compile(model), reference, inputs(reference))
+
+
+def test_a_dtype_that_the_reference_lacks_is_left_out() -> None:
+    """FNet's Fourier transform has no bfloat16, which is no fault of the change."""
+    config = transformers.FNetConfig(hidden_size=16, num_hidden_layers=1, intermediate_size=16, vocab_size=VOCABULARY)
+    reference = randomise(transformers.FNetModel(config))
+    report = verify(patch(copy.deepcopy(reference), norm="rms"), reference, inputs(reference))
+    assert {one.dtype for one in report.outputs} == {"float64", "float32"}
+    assert "bfloat16 is left out: the reference (FNetModel) doesn't run in bfloat16" in str(report)
+
+
+def test_experts_have_a_truth() -> None:
+    """Grouped matrix products have no float64."""
+    config = transformers.MixtralConfig(
+        hidden_size=D, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4,
+        num_local_experts=4, vocab_size=VOCABULARY, pad_token_id=PAD,
+    )  # fmt: skip
+    model = randomise(transformers.MixtralModel(config))
+    report = verify(copy.deepcopy(model), model, inputs(model))
+    assert row(report, "last_hidden_state").max_error == 0
+    assert row(report, "last_hidden_state", dtype="float32").max_error < 1e-4
 
 
 # The report
@@ -585,6 +628,13 @@ def test_a_truth_of_zeros() -> None:
     assert cosine.mean == 1
     cosine.add(torch.zeros(1, 2), torch.ones(1, 2))
     assert (cosine.mean, cosine.smallest) == (0.5, 0)
+
+
+def test_channels_of_images_and_of_streams() -> None:
+    image, grid, tokens = torch.zeros(2, 8, 5, 5), torch.zeros(2, 5, 5, 8), torch.zeros(2, 3, 4, 8)
+    assert _channels_last(image, None).shape == (2, 5, 5, 8)
+    assert _channels_last(grid, None).shape == (2, 5, 5, 8)
+    assert _channels_last(tokens, torch.ones(2, 3)).shape == (2, 3, 4, 8)
 
 
 def test_divergence_with_classes_that_are_shut_out() -> None:
