@@ -285,7 +285,7 @@ class _Comparison:
 
 
 def _channels_last(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Images (B, C, H, W) as (B, H, W, C); streams of tokens, and square grids before the last axis, are that already."""
+    """Images (B, C, H, W) as (B, H, W, C); streams of tokens and (B, H, H, C) have their channels last already."""
     if x.dim() != 4 or mask is not None or x.shape[1] == x.shape[2] != x.shape[3]:
         return x
     return x.movedim(1, -1)
