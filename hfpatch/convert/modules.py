@@ -65,8 +65,7 @@ def _planned(model: PreTrainedModel, reference: PreTrainedModel) -> dict[str, Ro
 def _row(name: str, old: nn.Module, new: nn.Module | None, planned: Row | None, facts: Facts) -> ModuleRow | None:
     was, now = _text(old, facts), "removed" if new is None else _text(new, facts)
     if new is None or host_class(type(new)) is not host_class(type(old)) or facts[new] != facts[old]:
-        note = "; ".join(filter(None, (planned.reason, planned.loss))) if planned else None
-        return ModuleRow(name, was, now, "converted", note or None, _runtime(new))
+        return ModuleRow(name, was, now, "converted", planned.reason if planned else None, _runtime(new))
     runtime = _runtime(new) if _runtime(new) != _runtime(old) else None
     change, note = _change(old, new)
     if runtime:
@@ -123,7 +122,7 @@ def _tables_that_were_parameters(
         if name in planned and planned[name].kind == "position":
             gone = name not in kept
             now = "removed" if gone else planned[name].now
-            reason = planned[name].loss if gone else planned[name].reason
+            reason = planned[name].reason
             text = f"Parameter{tuple(parameter.shape)}"
             yield ModuleRow(name, text, now if gone else text, "converted" if gone else "kept", reason)
 

@@ -21,7 +21,7 @@ from .deviation import AgreementSum, CosineSum, ErrorSum, aligned, centred, pool
 from .inputs import example_inputs
 from .modules import compare_modules
 from .report import LayerRow, OutputRow, Report
-from .runs import Outputs, Subject, isolated, mask_of, side_of
+from .subject import Outputs, Subject, isolated, mask_of, side_of
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Batch = Mapping[str, Any]

@@ -31,7 +31,7 @@ from hfpatch import (
 )
 from hfpatch.convert import deviation
 from hfpatch.convert.deviation import AgreementSum, CosineSum, ErrorSum, output_errors
-from hfpatch.convert.runs import Subject
+from hfpatch.convert.subject import Subject
 from hfpatch.convert.verify import _channels_last, _Comparison
 
 Make = Callable[..., tuple[Any, Any]]
