@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..attention import ROTARY
+from ..attention import ROTARY, AttentionLens
 from ..errors import PatchError
-from ..limits import ZeroPositions
+from ..limits import LengthLimit, ZeroPositions
 from ..norms import NormFacts, describe
 from ..norms.detect import looks_like_norm
 from ..plan import PLANNERS
@@ -19,6 +19,7 @@ from ..rows import Row
 from ..view import LENS, host_class
 from .report import ModuleRow
 
+CENTRED = "_hfpatch_centred"  # of a module whose output is centred in every forward: the axis
 Facts = dict[nn.Module, NormFacts | None]
 
 
@@ -81,19 +82,22 @@ def _row(name: str, old: nn.Module, new: nn.Module | None, planned: Row | None, 
 
 def _runtime(module: nn.Module | None) -> str | None:
     """What a module does in every forward that its own class doesn't."""
-    cls = type(module)
-    note = getattr(cls, "hfpatch_note", None)
-    if note:
-        return str(note)
-    if module is None or "hfpatch_host" not in vars(cls):
+    if module is None:
         return None
-    rotary = module._modules.get(ROTARY)
+    notes = [getattr(module, "hfpatch_note", None)]
     lens = module.__dict__.get(LENS)
-    if lens is None:
-        return None if isinstance(module, PreTrainedModel) else "runs a forward made by hfpatch"
-    if rotary is not None:
-        return f"queries and keys rotated: {rotary.extra_repr()}"
-    return "inputs of any length"
+    for one in getattr(lens, "lenses", (lens,)):
+        if isinstance(one, AttentionLens) and ROTARY in module._modules:
+            notes.append(f"queries and keys rotated: {module._modules[ROTARY].extra_repr()}")  # type: ignore[union-attr]
+        elif isinstance(one, AttentionLens | LengthLimit):
+            notes.append("inputs of any length")
+        elif one is not None:
+            notes.append(getattr(one, "hfpatch_note", f"seen through {type(one).__name__}"))
+    if module.__dict__.get(CENTRED) is not None:
+        notes.append("centred in every forward")
+    told = [str(note) for note in notes if note]
+    generated = "hfpatch_host" in vars(type(module)) and not isinstance(module, PreTrainedModel)
+    return "; ".join(told) or ("runs a forward made by hfpatch" if generated else None)
 
 
 def _change(old: nn.Module, new: nn.Module) -> tuple[float, str | None]:

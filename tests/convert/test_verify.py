@@ -324,6 +324,13 @@ def test_a_class_says_what_it_does_in_every_forward() -> None:
     assert "centred in every forward" in str(report)
 
 
+def test_what_is_centred_in_every_forward_is_told() -> None:
+    model, reference = pair()
+    vars(model.transformer.wte)["_hfpatch_centred"] = -1
+    report = verify(model, reference, inputs(model), dtypes=())
+    assert module(report, "transformer.wte").runtime == "centred in every forward"
+
+
 def test_other_parameters_are_seen() -> None:
     model, reference = pair()
     model.transformer.h[0].ln_1.bias = None
