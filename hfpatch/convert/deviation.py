@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+_PIECE = 2**22
 _INFINITE = 1e30  # masked logits are -inf in some models and the dtype's lowest number in others
 
 
@@ -33,19 +34,15 @@ class ErrorSum:
 
     def add(self, truth: Tensor, output: Tensor, mask: Tensor | None = None) -> None:
         """Count one batch. `mask` (over the leading axes) is True where values count; shapes must be equal."""
-        t, y = aligned(truth, output)
-        if mask is not None:
-            mask = mask.to(t.device)
-            t, y = t[mask], y[mask]
-        finite = t.isfinite() & y.isfinite()
-        self.values += t.numel()
-        self.nonfinite += int((~finite & (t != y)).sum())
-        t = t.masked_fill(~finite, 0.0)
-        difference = (y.masked_fill(~finite, 0.0) - t).abs()
-        if t.numel():
+        for t, y in _pieces(mask, truth, output):
+            finite = t.isfinite() & y.isfinite()
+            self.values += t.numel()
+            self.nonfinite += int((~finite & (t != y)).sum())
+            t = t.masked_fill(~finite, 0.0)
+            difference = (y.masked_fill(~finite, 0.0) - t).abs()
             self.largest = max(self.largest, float(difference.max()))
-        self.squared_error += float(difference.square().sum())
-        self.squared_truth += float(t.square().sum())
+            self.squared_error += float(difference.square().sum())
+            self.squared_truth += float(t.square().sum())
 
     @property
     def max_error(self) -> float:
@@ -102,20 +99,16 @@ class AgreementSum:
 
     def add(self, truth: Tensor, output: Tensor, mask: Tensor | None = None, targets: Tensor | None = None) -> None:
         """Count logits (..., V). `mask` (...) as in ErrorSum; `targets` (...) hold a class each, or -100 for none."""
-        t, y = aligned(truth, output)
-        if targets is not None:
-            targets = targets.to(t.device)
-            surprise = -y.log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
-            self.surprise += float(surprise[targets >= 0].sum())
-            self.targets += int((targets >= 0).sum())
-        if mask is not None:
-            mask = mask.to(t.device)
-            t, y = t[mask], y[mask]
-        log_p, log_q = t.log_softmax(-1), y.log_softmax(-1)
-        p = log_p.exp()
-        self.count += t.shape[:-1].numel()
-        self.same += int((t.argmax(-1) == y.argmax(-1)).sum())
-        self.divergence += float(torch.where(p == 0, 0.0, p * (log_p - log_q)).sum())
+        wanted = torch.full(truth.shape[:-1], -100) if targets is None else targets
+        for t, y, target in _pieces(mask, truth, output, wanted[..., None]):
+            log_p, log_q = t.log_softmax(-1), y.log_softmax(-1)
+            p = log_p.exp()
+            self.count += len(t)
+            self.same += int((t.argmax(-1) == y.argmax(-1)).sum())
+            self.divergence += float(torch.where(p == 0, 0.0, p * (log_p - log_q)).sum())
+            given = target[:, 0] >= 0
+            self.surprise -= float(log_q[given].gather(-1, target[given]).sum())
+            self.targets += int(given.sum())
 
     @property
     def top1(self) -> float:
@@ -144,14 +137,10 @@ class CosineSum:
 
     def add(self, truth: Tensor, output: Tensor, mask: Tensor | None = None) -> None:
         """Count vectors (..., d). Two zero vectors have cosine one; `mask` as in ErrorSum."""
-        t, y = aligned(truth, output)
-        if mask is not None:
-            mask = mask.to(t.device)
-            t, y = t[mask], y[mask]
-        lengths = t.norm(dim=-1) * y.norm(dim=-1)
-        both_zero = (t == 0).all(-1) & (y == 0).all(-1)
-        cosine = torch.where(lengths == 0, both_zero.double(), (t * y).sum(-1) / lengths)
-        if cosine.numel():
+        for t, y in _pieces(mask, truth, output):
+            lengths = t.norm(dim=-1) * y.norm(dim=-1)
+            both_zero = (t == 0).all(-1) & (y == 0).all(-1)
+            cosine = torch.where(lengths == 0, both_zero.double(), (t * y).sum(-1) / lengths)
             self.count += cosine.numel()
             self.total += float(cosine.sum())
             least = float(cosine.min())  # NaN wins in a tensor's min, but not in Python's
@@ -160,6 +149,18 @@ class CosineSum:
     @property
     def mean(self) -> float:
         return self.total / max(self.count, 1)
+
+
+def _pieces(mask: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The vectors (N, d) that count, `aligned`, a few million numbers at a time: float64 of all logits is large."""
+    if mask is not None:
+        tensors = tuple(x[mask.to(x.device)] for x in tensors)
+    rows = [x.detach().reshape(-1, x.shape[-1] if x.dim() > 1 else 1) for x in tensors]
+    size = max(1, _PIECE // max(rows[0].shape[-1], 1))
+    for pieces in zip(*(x.split(size) for x in rows), strict=True):
+        if pieces[0].numel():
+            truth, *others = pieces
+            yield *aligned(truth, others[0]), *(x.to(truth.device) for x in others[1:])
 
 
 def aligned(truth: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:

@@ -154,7 +154,7 @@ class Report:
         """Draw the error of the stream layer by layer, one line a run, as an image file (.png, .svg, .pdf).
 
         Raises:
-            OptionError: the models return no hidden states that could be compared.
+            OptionError: the models return no hidden states that could be compared, or the suffix is no image's.
             MissingPackageError: matplotlib isn't installed.
         """
         if not self.layers:
@@ -169,7 +169,10 @@ class Report:
             _draw(axes, [row for row in self.layers if row.stream == stream])
             axes.set_title(stream.replace("_", " "), fontsize=10)
         figure.suptitle(f"{self.model}\nagainst {self.reference} in float64", fontsize=9)
-        figure.savefig(path, dpi=150)
+        try:
+            figure.savefig(path, dpi=150)
+        except ValueError as error:  # an unknown suffix
+            raise OptionError(f"{path} can't be drawn: {error}") from error
 
     def __str__(self) -> str:
         size = f"{self.examples} examples" + (f", {self.tokens:,} tokens" if self.tokens else "")

@@ -30,9 +30,9 @@ from hfpatch import (
     verify,
 )
 from hfpatch.convert import deviation
+from hfpatch.convert.comparison import Comparison, _channels_last
 from hfpatch.convert.deviation import AgreementSum, CosineSum, ErrorSum, output_errors
 from hfpatch.convert.subject import Subject
-from hfpatch.convert.verify import _channels_last, _Comparison
 
 Make = Callable[..., tuple[Any, Any]]
 
@@ -223,7 +223,7 @@ def test_the_decoders_padding_is_its_own() -> None:
 def test_a_mask_that_fits_nothing_is_told() -> None:
     """A mask over samples can't be laid over frames: say so, unless nothing is padded."""
     model, reference = pair("bert", "AutoModel", {"norm": "rms"})
-    comparison = _Comparison(Subject("model", model), Subject("reference", reference), [])
+    comparison = Comparison(Subject("model", model), Subject("reference", reference), [])
     frames, mask = torch.zeros(B, 5, 3), torch.ones(B, T)
     for _ in range(2):
         comparison._note_unused_mask("frames", frames, None, {"attention_mask": mask})
@@ -383,6 +383,25 @@ def test_a_copy_shares_what_needs_no_cast() -> None:
     assert subject.copy(torch.float64).transformer.h[0].attn.rotary_emb.inv_freq.dtype == torch.float64
     assert not model.training
     assert type(half) is type(model)
+
+
+def test_two_copies_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref] = []
+    most = 0
+    make = Subject.copy
+
+    def watched(self: Subject, dtype: torch.dtype) -> nn.Module:
+        nonlocal most
+        found = make(self, dtype)
+        alive.append(weakref.ref(found))
+        most = max(most, sum(one() is not None for one in alive))
+        return found
+
+    monkeypatch.setattr(Subject, "copy", watched)
+    model, reference = pair(request={"norm": "rms", "pos": "rope"})
+    verify(model, reference, inputs(model), dtypes=["float32", "bfloat16", "float16"])
+    assert (len(alive), most) == (8, 2)
+    assert not any(one() for one in alive)
 
 
 def test_streams_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -584,6 +603,8 @@ def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setitem(sys.modules, "matplotlib.figure", None)
         with pytest.raises(MissingPackageError, match=r"hfpatch\[recipes\]"):
             report.plot(tmp_path / "no.png")
+    with pytest.raises(OptionError, match="can't be drawn"):
+        report.plot(tmp_path / "layers.txt")
     report.layers.clear()
     with pytest.raises(OptionError, match="nothing to plot"):
         report.plot(tmp_path / "no.png")
