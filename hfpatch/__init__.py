@@ -3,8 +3,11 @@
 from .architectures import Architecture, Stack
 from .attention import Fused, Projections
 from .checkpoint import HfpatchConfig
+from .convert.report import Report
+from .convert.verify import verify
 from .errors import (
     CheckpointError,
+    MissingPackageError,
     NoMatchError,
     NothingToPatchError,
     NotPreservedWarning,
@@ -38,6 +41,7 @@ __all__ = [
     "Fused",
     "HfpatchConfig",
     "Layer",
+    "MissingPackageError",
     "NoMatchError",
     "NoPE",
     "Norm",
@@ -52,6 +56,7 @@ __all__ = [
     "PositionError",
     "Projections",
     "Registry",
+    "Report",
     "RoPE",
     "Stack",
     "UnknownNameError",
@@ -61,4 +66,5 @@ __all__ = [
     "patch_model",
     "plan_patch",
     "unpatch_model",
+    "verify",
 ]

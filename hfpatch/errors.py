@@ -60,3 +60,7 @@ class VerificationError(PatchError):
 
 class NotPreservedWarning(UserWarning):
     """A patch changed what the model computes; the message says what was not preserved."""
+
+
+class MissingPackageError(PatchError, ImportError):
+    """An optional package is needed; the message names what installs it."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +14,7 @@ from .errors import NothingToPatchError, OptionError, UnsupportedError, WrappedM
 from .norms import Norm
 from .positions import Position
 from .record import INITS, KEY, Part, Record
-from .rows import Change, Row
+from .rows import Change, Row, grouped
 from .select import Names, as_globs, require_matches
 from .swap_norms import plan_norms
 from .swap_positions import plan_positions
@@ -64,7 +62,8 @@ class Plan:
         if not self.changes:
             return f"{self.model_name}: nothing to do, it is patched this way already."
         lines = [("module", "now", "becomes", "kept function", "note")]
-        for row, numbers, count in _grouped(self.rows):
+        for members, numbers in grouped(self.rows, _alike):
+            row, count = members[0], len(members)
             becomes = row.becomes or "(kept)"
             kept = "" if row.action == "keep" else "exact" if row.loss is None else "approximate"
             note = "; ".join(filter(None, (row.reason, row.loss)))
@@ -80,38 +79,9 @@ class Plan:
         return "\n".join(text)
 
 
-def _grouped(rows: list[Row]) -> list[tuple[Row, str, int]]:
-    """Rows that differ in the numbers of their names alone, as one line each: `h.{0-11}.ln_1`."""
-    groups: dict[tuple, list[Row]] = {}
-    for row in rows:
-        pattern = re.sub(r"\d+", "#", row.module)
-        groups.setdefault((pattern, row.now, row.becomes, row.reason, row.loss), []).append(row)
-    return [line for members in groups.values() for line in _lines(members)]
-
-
-def _lines(rows: list[Row]) -> list[tuple[Row, str, int]]:
-    """One line if the numbers make a full grid; else one for each value of what follows the first number."""
-    pieces = [re.split(r"(\d+)", row.module) for row in rows]
-    values = [{piece[i] for piece in pieces} for i in range(len(pieces[0]))]
-    if math.prod(map(len, values)) == len(rows):
-        return [(rows[0], "".join(map(_ranges, values)), len(rows))]
-    tails: dict[tuple[str, ...], list[Row]] = {}
-    for row, piece in zip(rows, pieces, strict=True):
-        tails.setdefault(tuple(piece[2:]), []).append(row)
-    return [line for members in tails.values() for line in _lines(members)]
-
-
-def _ranges(values: set[str]) -> str:
-    if len(values) == 1:
-        return next(iter(values))
-    numbers = sorted(map(int, values))
-    runs = [[numbers[0], numbers[0]]]
-    for number in numbers[1:]:
-        if number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return "{" + ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs) + "}"
+def _alike(row: Row) -> tuple[object, ...]:
+    """What rows of one line have in common."""
+    return row.now, row.becomes, row.reason, row.loss
 
 
 def plan_patch(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..norms import RMS, NormFacts, describe
 from .centring import Axis, Centring, centre_, pattern_of
-from .measure import Forward, Seen, added, added_to_outputs, moved, observe, relative_error
+from .measure import Forward, added, added_to_outputs, moved, observe, relative_error
 from .twin import twin
 
 _AMPLITUDES = (1.0, 0.1, 10.0)
@@ -264,12 +264,11 @@ class _Search:
 
     def carriers(self, shift: AbstractContextManager[Any]) -> list[str]:
         """Modules that return what a shift added, unchanged, before the first norm sees it; in the order of calls."""
-        before = self.forward(watch=True)
         with shift:
             after = self.forward(watch=True)
-        first = min(moved(before, after).values(), default=0)
+        first = min(moved(self.base, after).values(), default=0)
         found = {}
-        for name, calls in before.returned.items():
+        for name, calls in self.base.returned.items():
             axis = self.axis_of(name)
             for old, new in zip(calls, after.returned.get(name, []), strict=False):
                 comparable = axis is not None and new.place < first and old.value.shape == new.value.shape
@@ -323,7 +322,7 @@ class _Search:
         return relative_error(self.base, self.forward(model=self.carried_out(centring, parametrize)))
 
     def outputs(self, writers: Mapping[_Writer, Any]) -> dict[tuple[str, int], dict[str, int]]:
-        """Modules to centre in every forward, since what they return can't be centred by a fold -> norms that they move.
+        """Modules to centre in every forward, as no fold centres what they return -> norms that they move.
 
         The last module of a branch is taken: for an embedding that is the dropout after it, which also sees embeddings
         that a user passes instead.
@@ -344,7 +343,7 @@ class _Search:
             found[last, self.axis_of_pattern(last)] = self._asked[last].moved
 
     def sources(self, after: Forward) -> list[str]:
-        """Patterns of modules that return what isn't zero-mean, single layers before branches, in the order of calls."""
+        """Patterns of modules that return what isn't zero-mean, layers before branches, in the order of calls."""
         found: dict[str, tuple[bool, int]] = {}
         for name, calls in after.returned.items():
             axis, leaf = self.axis_of(name), not self.modules[name]._modules
@@ -371,7 +370,7 @@ class _Search:
         return found
 
     def compensated(self, centring: Centring) -> list[str]:
-        """Patterns of norms that a constant added to an earlier norm's output reaches as it is, and nothing else does."""
+        """Patterns of norms that see a constant added to an earlier norm's output just as it was added."""
         centred = self.carried_out(centring)
         modules = dict(centred.named_modules())
         before = self.forward(model=centred)
@@ -397,7 +396,7 @@ class _Search:
     def parametrized(
         self, writers: Mapping[_Writer, Any], outputs: Mapping[tuple[str, int], Any], exact: list[str]
     ) -> tuple[tuple[str, int], ...]:
-        """What is centred in every forward instead of all folds: the last module of each branch; () where that fails."""
+        """What is centred in every forward instead of folds: the last module of each branch; () where that fails."""
         found = dict.fromkeys(outputs)
         for writer in writers:
             last = self.last_carrier(self.shift(writer, 1.0, 7, first=True))

@@ -19,7 +19,7 @@ _INTERNAL = {"hidden_states", "attentions", "past_key_values", "mems", "cache_pa
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class _Float64(TorchFunctionMode):
+class Float64(TorchFunctionMode):
     """Everything that would be computed in float32 or less is computed in float64.
 
     Many families widen or narrow to float32 inside whatever the model's dtype is; rounding would then hide the
@@ -31,12 +31,18 @@ class _Float64(TorchFunctionMode):
             return args[0].double()
         args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
         kwargs = {name: torch.float64 if _is_narrow(value) else value for name, value in (kwargs or {}).items()}
+        if func in (torch.tensor, torch.full) and kwargs.get("dtype") is None and _is_float(args):
+            kwargs["dtype"] = torch.float64  # the least float64 doesn't fit into the default dtype
         result = func(*args, **kwargs)
         return result.double() if isinstance(result, Tensor) and result.dtype in _NARROW else result
 
 
 def _is_narrow(value: Any) -> bool:
     return isinstance(value, torch.dtype) and value in _NARROW
+
+
+def _is_float(values: Any) -> bool:
+    return isinstance(values, float) or (isinstance(values, list | tuple) and any(map(_is_float, values)))
 
 
 @dataclass
@@ -80,7 +86,7 @@ def observe(
         watch: keep what every module returned.
     """
     seen = Forward()
-    with ExitStack() as hooks, own_randomness(0), torch.no_grad(), _Float64():
+    with ExitStack() as hooks, own_randomness(0), torch.no_grad(), Float64():
         for name, facts in (norms or {}).items():
             module = model.get_submodule(name)
             hook = module.register_forward_pre_hook(_mean_of_input(seen, name, facts), with_kwargs=True)
@@ -136,7 +142,7 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def relative_error(original: Forward, other: Forward) -> float:
-    """Largest difference of the outputs, relative to the largest value of each; infinite where they can't be compared."""
+    """Largest difference of the outputs, relative to each one's largest value; infinite where incomparable."""
     if original.outputs.keys() != other.outputs.keys():
         return float("inf")
     return max((_error(value, other.outputs[name]) for name, value in original.outputs.items()), default=0.0)
