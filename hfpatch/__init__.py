@@ -3,7 +3,9 @@
 from .architectures import Architecture, Stack
 from .attention import Fused, Projections
 from .checkpoint import HfpatchConfig
+from .convert.repair import RepairReport, repair
 from .convert.report import Report
+from .convert.sample import sample_batches
 from .convert.verify import verify
 from .errors import (
     CheckpointError,
@@ -21,7 +23,7 @@ from .errors import (
     WrappedModelError,
 )
 from .norms import RMS, AffineNorm, Derf, DyT, Layer, Norm, NormFacts
-from .patch import patch_model, unpatch_model
+from .patch import patch_model, repair_report, unpatch_model
 from .plan import Plan, plan_patch
 from .positions import NoPE, Position, RoPE
 from .registry import ARCHITECTURES, NORMS, POSITIONS, Registry
@@ -56,6 +58,7 @@ __all__ = [
     "PositionError",
     "Projections",
     "Registry",
+    "RepairReport",
     "Report",
     "RoPE",
     "Stack",
@@ -65,6 +68,9 @@ __all__ = [
     "WrappedModelError",
     "patch_model",
     "plan_patch",
+    "repair",
+    "repair_report",
+    "sample_batches",
     "unpatch_model",
     "verify",
 ]

@@ -16,10 +16,9 @@ from ..norms.detect import looks_like_norm
 from ..plan import PLANNERS
 from ..record import KEY, Record
 from ..rows import Row
-from ..view import LENS, host_class
+from ..view import CENTRED, LENS, host_class
 from .report import ModuleRow
 
-CENTRED = "_hfpatch_centred"  # of a module whose output is centred in every forward: the axis
 Facts = dict[nn.Module, NormFacts | None]
 
 

@@ -32,15 +32,15 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from ..edits import Edits
-from ..errors import OptionError
 from ..norms import AffineNorm
 from .centring import pattern_of
 from .least_squares import Affine, Ridge
 from .run import quiet
 from .sample import sample_batches
-from .walk import Batches, Segment, Walk, first_tensor, is_linear_map, segments_of
+from .walk import Batches, Segment, Walk, first_tensor, is_linear_map, require_batches, segments_of
 
 _EXACTLY = 1e-2  # relative: how nearly a change of a map's output must show in the stream to be called its addend
+_NOISE = 1e-9  # a share of the variance: what is as near to the original as this isn't fitted
 _SATURATED = 0.95  # |tanh| or |erf| above this
 _SEARCHED = 4096  # rows that a search of scalars looks at
 
@@ -72,7 +72,6 @@ class RepairReport:
 
     Attributes:
         sequences, held_out: how many were given, and how many of them judged.
-        source: "given", or "sampled from the original".
         measure: what `before` and `after` are.
         before, after: distance of the model's outputs from the original's on the held-out sequences.
         kept: whether the whole helped there; otherwise all of it was undone.
@@ -81,7 +80,6 @@ class RepairReport:
 
     sequences: int = 0
     held_out: int = 0
-    source: str = "given"
     measure: str = ""
     before: float = math.nan
     after: float = math.nan
@@ -112,7 +110,7 @@ class RepairReport:
         judged = f"{self.held_out} held-out" if self.held_out else "the fitted (too few to hold any out)"
         result = "kept" if self.kept else "undone, since it didn't help"
         return (
-            f"Repair on {self.sequences} sequences ({self.source}): {self.measure} {self.before:.3g} -> "
+            f"Repair on {self.sequences} sequences: {self.measure} {self.before:.3g} -> "
             f"{self.after:.3g} on {judged} sequences; {result}."
         )
 
@@ -143,25 +141,22 @@ def repair(
     """
     edits = Edits() if edits is None else edits
     with tempfile.TemporaryDirectory(prefix="hfpatch-") as folder, quiet(model), quiet(reference):
-        source = "given"
-        if isinstance(calibration, str):
-            if calibration != "self":
-                raise OptionError(f"calibration must be batches of inputs or 'self', not {calibration!r:.80}.")
-            calibration, source = sample_batches(reference), "sampled from the original"
+        calibration = sample_batches(reference) if calibration == "self" else require_batches(calibration, model)
         batches = Batches(calibration, model, Path(folder))
         repairer = _Repairer(model, reference, batches, Path(folder), edits)
-        repairer.report.source = source
         repairer.run()
     return repairer.report
 
 
-def shadow(model: PreTrainedModel) -> PreTrainedModel:
+def shadow(model: PreTrainedModel, writes: bool = False) -> PreTrainedModel:
     """A model that goes on computing what this one computes now, whatever modules and values are exchanged in it.
 
-    It shares the memory of every Parameter and buffer; only changes in place would reach it.
+    It shares the memory of every Parameter and buffer, unless the model is going to be written to in place (`writes`).
     """
-    memo: dict[int, Any] = {id(b): b.detach() for b in model.buffers()}
-    memo |= {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    memo: dict[int, Any] = {}
+    if not writes:
+        memo |= {id(buffer): buffer.detach() for buffer in model.buffers()}
+        memo |= {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     return copy.deepcopy(model, memo)
 
 
@@ -217,9 +212,11 @@ class _Repairer:
         self.decoder = self.new.model.config.is_encoder_decoder and "decoder" in (segment.stack or norms[0])
         writers, readers = self._roles_in(segment, norms)
         blocks = [segment.block] if segment.block else []
+        theirs = {name: self._counterpart(name) for name in [*norms, *readers, *blocks]}
         for i in range(len(self.batches)):
-            for name, value in self.old.run(i, inputs=[*norms, *readers], outputs=blocks).items():
-                self.old.save(name, i, value)
+            seen = self.old.run(i, [theirs[name] for name in [*norms, *readers]], [theirs[name] for name in blocks])
+            for name in theirs:
+                self.old.save(name, i, seen[theirs[name]])
         for name in segment.modules:
             if name in norms:
                 self._fit_norm(name)
@@ -322,6 +319,12 @@ class _Repairer:
             groups.setdefault(next(same, name), []).append(name)
         return groups
 
+    def _counterpart(self, name: str) -> str:
+        """The original's module of this name, or the one that this module is a part of now (a gate, say)."""
+        while name not in self.old.modules:
+            name = name.rpartition(".")[0]
+        return name
+
     # One fit
 
     def _rows(self, index: int, *values: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -343,6 +346,9 @@ class _Repairer:
             with torch.no_grad():
                 self.old.save(f"{name} output", i, original(self.old.saved(name, i)))
         spread = self._spread(name)
+        if self._is_exact(name, module):
+            self.new.forget()
+            return
         trials = [{scalar: float(getattr(module, scalar)) for scalar in module.scalars}]
         for more in (module.trials(spread), None):  # coarsely, then around the best
             more = module.finer(trials[-1]) if more is None else more
@@ -363,6 +369,12 @@ class _Repairer:
             step.note = self._saturation(name, module, spread)
         self.report.steps.append(step)
         self.new.forget()
+
+    def _is_exact(self, name: str, module: AffineNorm) -> bool:
+        """Whether a norm returns what the original's returned, on some rows of the first batch."""
+        with torch.no_grad():
+            (a, b), _ = self._rows(0, module(self.new.saved(name, 0)), self.old.saved(f"{name} output", 0))
+        return float((a - b).double().square().mean()) <= _NOISE * float(b.double().square().mean())
 
     def _present(self, module: AffineNorm, device: torch.device) -> list[Tensor]:
         """A norm's gain and shift as they are."""
@@ -438,6 +450,8 @@ class _Repairer:
             self._skip(name, kind, "its input isn't finite or has no spread")
             return None
         variance, kept = target.value(), fit.after < fit.before
+        if fit.before <= _NOISE * variance:
+            return None
         self.report.steps.append(
             Step(name, kind, fit.before / variance, fit.after / variance, kept, f"penalty {fit.penalty:g}")
         )

@@ -59,11 +59,6 @@ class Batches:
         self.folder = folder
         self.sequences = 0
         self._first: list[int] = []
-        if isinstance(batches, Tensor | Mapping) or not isinstance(batches, Iterable):
-            raise OptionError(
-                "calibration is a list (or another iterable) of batches, each a dictionary of inputs or a tensor of "
-                f"{model.main_input_name}, not one {type(batches).__name__}; or the word 'self'."
-            )
         takes = inspect.signature(model.forward).parameters
         self._always = {"use_cache": False} if "use_cache" in takes else {}
         for index, batch in enumerate(batches):
@@ -104,6 +99,21 @@ class Batches:
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.numel() == rows:
             valid = mask.bool().flatten()
         return valid, self.held_out(index).repeat_interleave(rows // count)
+
+
+def require_batches(batches: Any, model: PreTrainedModel) -> Iterable[Any]:
+    """Refuse what can't be an iterable of batches.
+
+    Raises:
+        OptionError: a single batch, a word, or nothing to iterate over.
+    """
+    if isinstance(batches, str | Tensor | Mapping) or not isinstance(batches, Iterable):
+        shown = repr(batches) if isinstance(batches, str) else f"one {type(batches).__name__}"
+        raise OptionError(
+            "calibration is a list (or another iterable) of batches, each a dictionary of inputs or a tensor of "
+            f"{model.main_input_name}, or the word 'self'; not {shown:.80}."
+        )
+    return batches
 
 
 def _count(given: Mapping[str, Any]) -> int:
