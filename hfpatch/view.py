@@ -33,8 +33,8 @@ class View:
     """Stands in for `self`: `attributes` first, everything else is the module's, writes included."""
 
     def __init__(self, module: Any, attributes: dict[str, Any]):
-        self.__dict__.update(attributes)
-        self.__dict__["_module"] = module
+        for name, value in {**attributes, "_module": module}.items():
+            object.__setattr__(self, name, value)  # dynamo of torch 2.11 can't trace writes to __dict__
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
