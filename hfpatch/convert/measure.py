@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,16 +62,30 @@ class Forward:
         outputs: name -> tensor, floats as float64.
         means: norm -> the mean over the normalised channels of what each call was given.
         returned: module -> what each call returned, for modules that return a tensor; empty unless watched.
+        called: modules that were called; empty unless watched.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     means: dict[str, list[Seen]] = field(default_factory=dict)
     returned: dict[str, list[Seen]] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
     calls: int = 0
 
     def place(self) -> int:
         self.calls += 1
         return self.calls
+
+    def then(self, other: Forward, name: str) -> Forward:
+        """Both forwards as one: another's outputs go by names of their own, its calls come later."""
+        for new in (seen for calls in (*other.means.values(), *other.returned.values()) for seen in calls):
+            new.place += self.calls
+        self.outputs |= {f"{key} ({name})": value for key, value in other.outputs.items()}
+        for own, its in ((self.means, other.means), (self.returned, other.returned)):
+            for key, calls in its.items():
+                own.setdefault(key, []).extend(calls)
+        self.called |= other.called
+        self.calls += other.calls
+        return self
 
 
 def observe(
@@ -123,6 +137,7 @@ def _mean_of_input(seen: Forward, name: str, facts: NormFacts) -> Any:
 def _returned(seen: Forward, name: str) -> Any:
     def hook(module: nn.Module, args: tuple, output: Any) -> None:
         place = seen.place()
+        seen.called.add(name)
         if isinstance(output, Tensor) and output.is_floating_point():
             seen.returned.setdefault(name, []).append(Seen(place, output.clone()))
 
@@ -177,7 +192,7 @@ def moved(original: Forward, other: Forward, least: float = 1e-6) -> dict[str, i
 
 
 @contextmanager
-def added(tensors: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+def added(tensors: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Each tensor with the second of its pair added, inside; the same bits as before afterwards."""
     before = [tensor.clone() for tensor, _ in tensors]
     with torch.no_grad():
