@@ -14,6 +14,7 @@ from .run import outputs_of, quiet
 
 FACTOR = 10.0
 DRAWS = 2
+_PIECE = 2**18  # elements of an output that are compared at once
 
 
 @dataclass
@@ -133,17 +134,22 @@ def _difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Largest difference of two models' outputs by the root mean square of each, infinite where they don't compare."""
     if a.keys() != b.keys() or not a:
         return float("inf")
-    return max((_relative(a[name].double(), b[name].double()) for name in a), default=0.0)
+    return max(_relative(a[name], b[name]) for name in a)
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
-    if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
+    if a.shape != b.shape:
         return float("inf")
-    finite = a.isfinite()
-    if not bool(finite.any()):
-        return 0.0
-    a, b = a[finite], b[finite]
-    return float((a - b).abs().max() / a.square().mean().sqrt().clamp_min(1e-30))
+    largest, squares, count = 0.0, 0.0, 0
+    for x, y in zip(a.flatten().split(_PIECE), b.flatten().split(_PIECE), strict=True):
+        finite = x.isfinite()
+        if not torch.equal(finite, y.isfinite()):
+            return float("inf")
+        x, y = x[finite].double(), y[finite].double()
+        if x.numel():
+            largest = max(largest, float((x - y).abs().max()))
+            squares, count = squares + float(x.square().sum()), count + x.numel()
+    return largest / max((squares / max(count, 1)) ** 0.5, 1e-30)
 
 
 def _moved(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
