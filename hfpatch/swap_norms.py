@@ -19,6 +19,7 @@ from .norms.detect import looks_like_norm
 from .record import Part
 from .rows import Change, Row, refuse_private_forward
 from .select import Names
+from .view import CENTRED, lensed_class
 
 _QUERY_KEY = re.compile(
     r"^((q|k|qk|query|key)_?(layer_?norm|norm|ln)|(layer_?)?norm_?(q|k|query|key)|(ln|norm)_(q|k))$"
@@ -276,6 +277,9 @@ def _replacer(
             new = scheme.build(facts, gain, shift, like_this)
         if part.init == "reset":
             _start_afresh(new)
+        if CENTRED in site.module.__dict__:
+            new.__dict__[CENTRED] = site.module.__dict__[CENTRED]
+            new.__class__ = lensed_class(type(new))
         for parent, name in site.places:
             edits.set_module(parent, name, new)
 

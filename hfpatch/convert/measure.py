@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,9 @@ from .randomness import own_randomness
 
 # Outputs that other forwards or readers take, in other coordinates when the stream is centred
 _INTERNAL = {"hidden_states", "attentions", "past_key_values", "mems", "cache_params"}
-_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_NARROW = {torch.float32, torch.float16, torch.bfloat16}
+_NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
+_FACTORIES = {torch.tensor, torch.full}
 
 
 class Float64(TorchFunctionMode):
@@ -27,18 +30,20 @@ class Float64(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+        if func in _NARROWING:
             return args[0].double()
-        args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
-        kwargs = {name: torch.float64 if _is_narrow(value) else value for name, value in (kwargs or {}).items()}
-        if func in (torch.tensor, torch.full) and kwargs.get("dtype") is None and _is_float(args):
-            kwargs["dtype"] = torch.float64  # the least float64 doesn't fit into the default dtype
-        result = func(*args, **kwargs)
-        return result.double() if isinstance(result, Tensor) and result.dtype in _NARROW else result
+        if any(type(value) is torch.dtype and value in _NARROW for value in args):
+            args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
+        if kwargs and _is_narrow(kwargs.get("dtype")):
+            kwargs = {**kwargs, "dtype": torch.float64}
+        elif func in _FACTORIES and (kwargs or {}).get("dtype") is None and _is_float(args):
+            kwargs = {**(kwargs or {}), "dtype": torch.float64}  # the least float64 doesn't fit into the default dtype
+        result = func(*args, **(kwargs or {}))
+        return result.double() if type(result) is Tensor and result.dtype in _NARROW else result
 
 
 def _is_narrow(value: Any) -> bool:
-    return isinstance(value, torch.dtype) and value in _NARROW
+    return type(value) is torch.dtype and value in _NARROW
 
 
 def _is_float(values: Any) -> bool:
@@ -62,16 +67,30 @@ class Forward:
         outputs: name -> tensor, floats as float64.
         means: norm -> the mean over the normalised channels of what each call was given.
         returned: module -> what each call returned, for modules that return a tensor; empty unless watched.
+        called: modules that were called; empty unless watched.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     means: dict[str, list[Seen]] = field(default_factory=dict)
     returned: dict[str, list[Seen]] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
     calls: int = 0
 
     def place(self) -> int:
         self.calls += 1
         return self.calls
+
+    def then(self, other: Forward, name: str) -> Forward:
+        """Both forwards as one: another's outputs go by names of their own, its calls come later."""
+        for new in (seen for calls in (*other.means.values(), *other.returned.values()) for seen in calls):
+            new.place += self.calls
+        self.outputs |= {f"{key} ({name})": value for key, value in other.outputs.items()}
+        for own, its in ((self.means, other.means), (self.returned, other.returned)):
+            for key, calls in its.items():
+                own.setdefault(key, []).extend(calls)
+        self.called |= other.called
+        self.calls += other.calls
+        return self
 
 
 def observe(
@@ -123,6 +142,7 @@ def _mean_of_input(seen: Forward, name: str, facts: NormFacts) -> Any:
 def _returned(seen: Forward, name: str) -> Any:
     def hook(module: nn.Module, args: tuple, output: Any) -> None:
         place = seen.place()
+        seen.called.add(name)
         if isinstance(output, Tensor) and output.is_floating_point():
             seen.returned.setdefault(name, []).append(Seen(place, output.clone()))
 
@@ -153,6 +173,9 @@ def _error(a: Tensor, b: Tensor) -> float:
         return float("inf")
     if not a.is_floating_point():
         return 0.0 if torch.equal(a, b) else float("inf")
+    difference = float((a - b).abs().max()) if a.numel() else 0.0
+    if math.isfinite(difference):
+        return difference / max(float(a.abs().max()), 1e-30) if a.numel() else 0.0
     finite = a.isfinite()
     if not torch.equal(finite, b.isfinite()) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
         return float("inf")
@@ -177,7 +200,7 @@ def moved(original: Forward, other: Forward, least: float = 1e-6) -> dict[str, i
 
 
 @contextmanager
-def added(tensors: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+def added(tensors: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Each tensor with the second of its pair added, inside; the same bits as before afterwards."""
     before = [tensor.clone() for tensor, _ in tensors]
     with torch.no_grad():

@@ -71,7 +71,7 @@ def outputs_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Tensor]:
 def _tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         if value.is_floating_point():
-            yield path, value.detach()
+            yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
             if isinstance(item, Tensor) or not str(key).endswith(_SKIPPED):

@@ -124,7 +124,8 @@ def _shrink(
         if isinstance(value, list) and len(value) == depth and len(value) > layers:  # one entry per layer
             value = _some_of_each(value, layers)
         small = _small(name, value, layers, ids)
-        if small != value or value != default.get(name, value):
+        added = bool(default) and name not in default  # such as the record of a patch
+        if added or small != value or value != default.get(name, value):
             arguments[name] = small
     arguments |= _related(config, layers)
     if stages:
@@ -244,8 +245,8 @@ def _rotated(config: PreTrainedConfig, arguments: dict[str, Any]) -> int:
     """Channels per head that the small model may rotate."""
     look = lambda name: arguments.get(name) or getattr(config, name, None)  # noqa: E731
     for name in ("qk_rope_head_dim", "head_dim", "attention_head_dim"):
-        if isinstance(look(name), int):
-            return look(name)
+        if isinstance(channels := look(name), int):
+            return channels
     width, heads = look("hidden_size"), look("num_attention_heads")
     return width // heads if isinstance(width, int) and isinstance(heads, int) else 16
 

@@ -113,6 +113,8 @@ def _draw(model: nn.Module, seed: int) -> None:
     randomise(model, generator)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
+            if parameter.numel() == 1 and parameter.is_floating_point() and float(parameter) == 0.0:
+                parameter.fill_(0.5)  # a gate that starts closed would hide what it gates
             if parameter.dim() > 1 and parameter.is_floating_point():
                 spread = float(parameter.std())
                 least = _SPREAD / min(parameter.shape[-2:]) ** 0.5

@@ -40,7 +40,8 @@ from hfpatch.convert.measure import Float64
 from hfpatch.norms import describe
 
 HERE = Path(__file__).resolve().parent
-SECONDS, GIGABYTES, BATCH = 300, 8, 50  # per type, per process, types per process
+SECONDS, GIGABYTES, BATCH = 60, 8, 50  # per type, per process, types per process
+PATIENCE = 600  # seconds for a type on the second try
 EXACT, AS_WRITTEN = 1e-9, 1e-5
 INTERNAL = re.compile(r"(^|_)(hidden_states|attentions|past_key_values|mems)\b")
 
@@ -259,26 +260,33 @@ def with_layer_norms() -> list[str]:
     return [one["model_type"] for one in types if one["layer_norms"] and one["model_type"] in zoo.model_types()]
 
 
-def sweep(model_types: list[str], progress: bool = True) -> list[Result]:
-    """Examine the types in processes of their own, each with a limit on time and memory."""
+def sweep(model_types: list[str], progress: bool = True, seconds: int = SECONDS) -> list[Result]:
+    """Examine the types in processes of their own, each with a limit on time and memory; slow ones once more, alone."""
     results: list[Result] = []
     while len(results) < len(model_types):
         batch = model_types[len(results) : len(results) + BATCH]
-        for model_type, line in zip(batch, _worker_lines(batch), strict=False):
+        for model_type, line in zip(batch, _worker_lines(batch, seconds), strict=False):
             result = Result(**json.loads(line)) if line else Result(model_type, "killed: time or memory limit")
             results.append(result)
             if progress:
                 print(f"{result.model_type}: {result.status} {result.error} {result.seconds} s", flush=True)
+    if seconds < PATIENCE:
+        again = {one.model_type: one for name in _killed(results) for one in sweep([name], progress, PATIENCE)}
+        results = [again.get(result.model_type, result) for result in results]
     return results
 
 
-def _worker_lines(batch: list[str]) -> Iterator[str]:
+def _killed(results: list[Result]) -> list[str]:
+    return [result.model_type for result in results if result.status.startswith("killed")]
+
+
+def _worker_lines(batch: list[str], seconds: int) -> Iterator[str]:
     """A line of JSON for each type; an empty one, the last, for a type that killed or stalled the process."""
     command = [sys.executable, __file__, "--worker", *batch]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1) as process:
         assert process.stdout is not None
         for _ in batch:
-            ready, _, _ = select.select([process.stdout], [], [], SECONDS)
+            ready, _, _ = select.select([process.stdout], [], [], seconds)
             line = process.stdout.readline() if ready else ""
             yield line
             if not line:

@@ -61,7 +61,7 @@ class TestFailuresAreSeen:
     """Controls: the sweep is only worth what it catches."""
 
     @staticmethod
-    def examine(monkeypatch: pytest.MonkeyPatch, change) -> exact.Result:  # noqa: ANN001
+    def examine(monkeypatch: pytest.MonkeyPatch, change) -> exact.Result:
         original = exact.find_centring
         monkeypatch.setattr(exact, "find_centring", lambda *args: change(original(*args)))
         return exact.examine("gpt2")
