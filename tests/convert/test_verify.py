@@ -76,7 +76,7 @@ def test_a_layernorm_for_a_layernorm_is_no_error(family: str) -> None:
     assert {one.state for one in report.modules} == {"converted"}
 
 
-@pytest.mark.parametrize("request_", [{"norm": "dyt"}, {"norm": "rms"}, {"pos": "nope"}], ids=str)
+@pytest.mark.parametrize("request_", [{"norm": "dyt"}, {"norm": "rms", "init": "copy"}, {"pos": "nope"}], ids=str)
 def test_another_function_is_a_large_error(request_: dict) -> None:
     model = tiny("gpt2", "AutoModelForCausalLM")
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_what_a_dtype_costs_stands_beside_it() -> None:
 
 def test_numbers_agree_with_the_textbook() -> None:
     """Two batches of different shape, summed as if they were one set of tokens."""
-    model, reference = pair(request={"norm": "rms"})
+    model, reference = pair(request={"norm": "rms", "init": "copy"})
     batches = [padded(model), {name: value[:, :7] for name, value in inputs(model, 1).items()}]
     report = verify(model, reference, batches, dtypes=())
     model, reference = (copy.deepcopy(one).double() for one in (model, reference))
@@ -142,7 +142,7 @@ def test_numbers_agree_with_the_textbook() -> None:
 
 
 def test_an_encoder_is_compared_by_cosines() -> None:
-    model, reference = pair("bert", "AutoModel", {"norm": "rms"})
+    model, reference = pair("bert", "AutoModel", {"norm": "rms", "init": "copy"})
     batch = padded(model)
     report = verify(model, reference, batch, dtypes=())
     model, reference = (copy.deepcopy(one).double() for one in (model, reference))
@@ -184,7 +184,7 @@ def test_a_shifted_stream_is_an_error_that_centring_takes_away() -> None:
 
 @pytest.mark.parametrize(("family", "head"), [("gpt2", "AutoModelForCausalLM"), ("bert", "AutoModel")])
 def test_padding_counts_for_nothing(family: str, head: str) -> None:
-    model, reference = pair(family, head, {"norm": "rms"})
+    model, reference = pair(family, head, {"norm": "rms", "init": "copy"})
     batch = padded(model)
     other = {name: value.clone() for name, value in batch.items()}
     other["input_ids"][0, T - 4 :] = 77
@@ -206,7 +206,7 @@ def _close(a: Any, b: Any) -> bool:
 
 
 def test_the_decoders_padding_is_its_own() -> None:
-    model, reference = pair("bart", "AutoModelForSeq2SeqLM", {"norm": "rms"})
+    model, reference = pair("bart", "AutoModelForSeq2SeqLM", {"norm": "rms", "init": "copy"})
     report = verify(model, reference, padded(model) | {"decoder_input_ids": inputs(model)["decoder_input_ids"]})
     assert not [note for note in report.notes if "padding" in note and "fits" in note]
     batch = {name: value for name, value in padded(model).items() if name != "decoder_input_ids"}
@@ -222,7 +222,7 @@ def test_the_decoders_padding_is_its_own() -> None:
 
 def test_a_mask_that_fits_nothing_is_told() -> None:
     """A mask over samples can't be laid over frames: say so, unless nothing is padded."""
-    model, reference = pair("bert", "AutoModel", {"norm": "rms"})
+    model, reference = pair("bert", "AutoModel", {"norm": "rms", "init": "copy"})
     comparison = Comparison(Subject("model", model), Subject("reference", reference), [])
     frames, mask = torch.zeros(B, 5, 3), torch.ones(B, T)
     for _ in range(2):
@@ -269,7 +269,7 @@ def test_only_causal_models_have_a_perplexity_without_labels() -> None:
 )
 def test_every_kind_of_output(family: str, head: str, output: str) -> None:
     """Measured by agreement or by cosines, as the output asks for; T5 has nothing to patch and no error."""
-    model, reference = pair(family, head, None if family == "t5" else {"norm": "rms"})
+    model, reference = pair(family, head, None if family == "t5" else {"norm": "rms", "init": "copy"})
     report = verify(model, reference, inputs(model))
     found = row(report, output)
     assert (found.max_error > 0.01) == (family != "t5")
@@ -282,7 +282,7 @@ def test_every_kind_of_output(family: str, head: str, output: str) -> None:
 
 
 def test_modules_of_a_patched_model() -> None:
-    model, reference = pair(request={"norm": "rms", "pos": "rope", "keep": ["*.ln_f"]})
+    model, reference = pair(request={"norm": "rms", "pos": "rope", "init": "copy", "keep": ["*.ln_f"]})
     report = verify(model, reference, inputs(model), dtypes=())
     norm, kept, table, attention = (
         module(report, f"transformer.{name}") for name in ("h.0.ln_1", "ln_f", "wpe", "h.1.attn")
@@ -346,7 +346,7 @@ def test_other_parameters_are_seen() -> None:
 
 def test_models_stay_as_they_are() -> None:
     model, reference = pair()
-    patch(model, norm="rms", pos="rope", reversible=True)
+    patch(model, norm="rms", pos="rope", init="copy", reversible=True)
     calls: list[str] = []
     model.transformer.h[0].register_forward_hook(lambda *args: calls.append("model"))
     model.train()
@@ -363,7 +363,7 @@ def test_models_stay_as_they_are() -> None:
 
 
 def test_models_stay_as_they_are_when_a_run_fails() -> None:
-    model, reference = pair(request={"norm": "rms"})
+    model, reference = pair(request={"norm": "rms", "init": "copy"})
     before = fingerprint(model), fingerprint(reference)
     with pytest.raises(UnsupportedError, match=r"doesn't run in float64 on batch 1 \(input_ids \(2, 65\)\)"):
         verify(model, reference, [inputs(model), torch.ones(2, 65, dtype=torch.long)])
@@ -398,7 +398,7 @@ def test_two_copies_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(Subject, "copy", watched)
-    model, reference = pair(request={"norm": "rms", "pos": "rope"})
+    model, reference = pair(request={"norm": "rms", "pos": "rope", "init": "copy"})
     verify(model, reference, inputs(model), dtypes=["float32", "bfloat16", "float16"])
     assert (len(alive), most) == (8, 2)
     assert not any(one() for one in alive)
@@ -418,7 +418,7 @@ def test_streams_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(Subject, "run", watched)
-    model, reference = pair(request={"norm": "rms"})
+    model, reference = pair(request={"norm": "rms", "init": "copy"})
     verify(model, reference, (inputs(model, seed) for seed in range(4)), dtypes=["float32"])
     assert len(alive) > 20
     assert most <= 3
@@ -427,7 +427,7 @@ def test_streams_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu_and_across_devices() -> None:
-    model, reference = pair(request={"norm": "rms", "pos": "rope"})
+    model, reference = pair(request={"norm": "rms", "pos": "rope", "init": "copy"})
     on_cpu = verify(model, reference, padded(model))
     model, reference = model.cuda(), reference.cuda()
     before, stream = (fingerprint(model), fingerprint(reference)), torch.cuda.get_rng_state()
@@ -451,7 +451,7 @@ def test_on_a_gpu_and_across_devices() -> None:
 def test_reference_from_a_folder(tmp_path: Path) -> None:
     model, reference = pair()
     reference.save_pretrained(tmp_path / "original")
-    patch(model, norm="rms").save_pretrained(tmp_path / "patched")
+    patch(model, norm="rms", init="copy").save_pretrained(tmp_path / "patched")
     batch = inputs(model)
     loaded = verify(model, tmp_path / "original", batch)
     assert loaded == verify(model, reference, batch)
@@ -474,7 +474,7 @@ def test_a_folder_without_the_head(tmp_path: Path) -> None:
 
 
 def test_forms_of_batches() -> None:
-    model, reference = pair(request={"norm": "rms"})
+    model, reference = pair(request={"norm": "rms", "init": "copy"})
     ids = inputs(model)["input_ids"]
     reports = [
         verify(model, reference, form, dtypes=[torch.float32])
@@ -485,7 +485,7 @@ def test_forms_of_batches() -> None:
 
 
 def test_random_inputs_say_so() -> None:
-    model, reference = pair(request={"norm": "rms"})
+    model, reference = pair(request={"norm": "rms", "init": "copy"})
     report = verify(model, reference)
     assert "random, from the config" in str(report)
     assert any("say nothing of real data" in note for note in report.notes)
@@ -543,7 +543,7 @@ def test_a_dtype_that_the_reference_lacks_is_left_out() -> None:
     """FNet's Fourier transform has no bfloat16, which is no fault of the change."""
     config = transformers.FNetConfig(hidden_size=16, num_hidden_layers=1, intermediate_size=16, vocab_size=VOCABULARY)
     reference = randomise(transformers.FNetModel(config))
-    report = verify(patch(copy.deepcopy(reference), norm="rms"), reference, inputs(reference))
+    report = verify(patch(copy.deepcopy(reference), norm="rms", init="copy"), reference, inputs(reference))
     assert {one.dtype for one in report.outputs} == {"float64", "float32"}
     assert "bfloat16 is left out: the reference (FNetModel) doesn't run in bfloat16" in str(report)
 
@@ -579,7 +579,7 @@ def test_non_finite_outputs_are_loud() -> None:
 
 
 def test_json_and_its_errors(tmp_path: Path) -> None:
-    model, reference = pair(request={"norm": "rms"})
+    model, reference = pair(request={"norm": "rms", "init": "copy"})
     report = verify(model, reference, inputs(model))
     report.save(tmp_path / "report.json")
     assert Report.from_json(json.loads((tmp_path / "report.json").read_text())) == report
@@ -592,8 +592,9 @@ def test_json_and_its_errors(tmp_path: Path) -> None:
 
 def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    model, reference = pair(request={"norm": "rms"})
+    model, reference = pair(request={"norm": "rms", "init": "copy"})
     report = verify(model, reference, inputs(model))
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
     report.plot(tmp_path / "layers.png")
     assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
     assert "matplotlib.pyplot" not in sys.modules, "no global backend is chosen"
@@ -611,7 +612,7 @@ def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_deep_model_has_a_short_table() -> None:
-    model, reference = pair(request={"norm": "rms"}, n_layer=20)
+    model, reference = pair(request={"norm": "rms", "init": "copy"}, n_layer=20)
     report = verify(model, reference, inputs(model), dtypes=())
     assert len(report.layers) == 21
     assert "of 21 layers" in str(report)
