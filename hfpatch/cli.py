@@ -19,9 +19,10 @@ import hfpatch
 
 from .attention import Fused
 from .convert import verify as verifying
+from .convert.sample import generates, sample_batches
 from .errors import NotPreservedWarning, PatchError
-from .patch import patch_model
-from .plan import Plan, plan_patch
+from .patch import patch_model, repair_report
+from .plan import plan_patch
 from .registry import ARCHITECTURES, NORMS, POSITIONS
 
 app = typer.Typer(
@@ -141,7 +142,17 @@ def patch(
     keep: KeepOption = None,
     init: InitOption = "auto",
     head: HeadOption = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights of config:FAMILY.")] = 0,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="What repairs a lossy swap: 'self' (sequences drawn from the model: the default where it generates "
+            "and has weights), a text file with one example a line, or 'none'."
+        ),
+    ] = None,
+    sequences: Annotated[int, typer.Option(min=1, help="How many sequences a repair takes.")] = 256,
+    tokens: Annotated[int, typer.Option(min=2, help="Where longer sequences are cut.")] = 128,
+    report: Annotated[Path | None, typer.Option(help="Save what the repair did as this .json file.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of random weights (config:FAMILY) and of samples.")] = 0,
     overwrite: Annotated[bool, typer.Option(help="Write into OUT although it isn't empty.")] = False,
 ) -> None:
     """Patch a model and save it, with its tokenizer or processor, as a checkpoint."""
@@ -156,13 +167,23 @@ def patch(
         request: dict[str, Any] = {"norm": norm, "pos": pos, "only": only, "keep": keep, "init": init}
         planned = plan_patch(built, **request)
         typer.echo(str(planned))
+        if planned.losses() and init != "reset":
+            request["calibration"] = _calibration(calibration, model, built, sequences, tokens, seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotPreservedWarning)  # said below, in the words of a command line
             patch_model(built, **request)
+        repaired = repair_report(built)
+        if repaired is not None:
+            typer.echo(f"\n{repaired}")
+            if report is not None:
+                repaired.save(report)
         built.save_pretrained(out)
         typer.echo(f"\nSaved to {out}{_carry_processor(model, out)}.")
         typer.echo(f"Open it with: import hfpatch; transformers.{_auto_class(built)}.from_pretrained({str(out)!r})")
-        _say_losses(planned)
+        if planned.losses() and not (repaired and repaired.kept):
+            typer.echo(
+                f"Not preserved: {'; '.join(planned.losses())}. Repair it (--calibration FILE), or train before use."
+            )
 
 
 @app.command()
@@ -197,7 +218,7 @@ def verify(
 
 
 def _text_batches(
-    text: Path, model: Any, names: tuple[str, str], examples: int, tokens: int
+    text: Path, model: Any, names: tuple[str, ...], examples: int, tokens: int
 ) -> list[dict[str, torch.Tensor]]:
     """The first lines of a file that aren't empty, in batches of eight, padded."""
     tokenizer = _tokenizer(names)
@@ -207,6 +228,8 @@ def _text_batches(
     size = 8 if tokenizer.pad_token is not None else 1
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokens
     cut = min(tokens, longest, tokenizer.model_max_length)
+    if not text.is_file():
+        raise PatchError(f"there is no text file {text}.")
     lines = [line for line in text.read_text(encoding="utf-8").splitlines() if line.strip()][:examples]
     if not lines:
         raise PatchError(f"{text} holds no line of text.")
@@ -224,7 +247,7 @@ def _text_batches(
     return batches
 
 
-def _tokenizer(names: tuple[str, str]) -> Any:
+def _tokenizer(names: tuple[str, ...]) -> Any:
     reason = "no vocabulary"  # transformers opens a folder without tokenizer files as an empty one
     for name in names:
         try:
@@ -233,12 +256,20 @@ def _tokenizer(names: tuple[str, str]) -> Any:
                 return tokenizer
         except Exception as error:  # tokenizers fail in many ways; the other checkpoint may have one
             reason = str(error).strip().splitlines()[0]
-    raise PatchError(f"neither {names[0]} nor {names[1]} has a tokenizer for --text ({reason:.200}).")
+    raise PatchError(f"no tokenizer for the text in {' or '.join(names)} ({reason:.200}).")
 
 
-def _say_losses(planned: Plan) -> None:
-    if planned.losses():
-        typer.echo(f"Not preserved: {'; '.join(planned.losses())}. Fine-tune before use (recipes/finetune.py).")
+def _calibration(
+    asked: str | None, model: str, built: Any, sequences: int, tokens: int, seed: int
+) -> list[dict[str, torch.Tensor]] | None:
+    """Batches for a repair: as asked, else drawn from a model that has weights and generates."""
+    if asked is None:
+        asked = "self" if not _is_config(model) and generates(built) else "none"
+    if asked == "none":
+        return None
+    if asked == "self":
+        return sample_batches(built, sequences, tokens, seed)
+    return _text_batches(Path(asked), built, (model,), sequences, tokens)
 
 
 def _is_config(model: str) -> bool:

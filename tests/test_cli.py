@@ -184,7 +184,7 @@ def test_verify_without_text_says_that_its_inputs_are_random(checkpoint: Path, t
     [
         (("config:gpt2", "{original}"), "have no original"),
         (("{original}", "{original}", "--json", "report.txt"), "must end in .json"),
-        (("{original}", "{original}", "--text", "{original}/config.json"), "has a tokenizer for --text"),
+        (("{original}", "{original}", "--text", "{original}/config.json"), "no tokenizer for the text"),
         (("{original}", "{other}"), "is a distilbert model"),
         (("{original}", "./no/such/folder"), "Error: "),
         (("{original}", "{original}", "--text", "./no/such/file"), "Error: "),

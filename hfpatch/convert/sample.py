@@ -35,7 +35,7 @@ def sample_batches(
         OptionError: the model doesn't generate text from tokens.
     """
     config = model.config.get_text_config()
-    if not model.can_generate() or model.main_input_name != "input_ids":
+    if not generates(model):
         raise OptionError(
             f"{type(model).__name__} doesn't generate text, so it can't be calibrated on samples of its own. Pass "
             "batches of inputs (calibration=[...])."
@@ -59,6 +59,11 @@ def sample_batches(
                 drawn = _generate(model, length, input_ids=_starts(model, config, count))
                 batches.append({"input_ids": drawn, "attention_mask": _mask(drawn, model)})
     return batches
+
+
+def generates(model: PreTrainedModel) -> bool:
+    """Whether a model writes tokens after tokens."""
+    return model.can_generate() and model.main_input_name == "input_ids"
 
 
 def _starts(model: PreTrainedModel, config: Any, count: int) -> Tensor:
