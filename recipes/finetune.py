@@ -220,9 +220,14 @@ class Finetune:
                 plan_patch(self.model, **request)
 
     def patched(self, variant: str) -> transformers.PreTrainedModel:
-        """A fresh copy of the baseline, patched."""
+        """A fresh copy of the baseline, patched, and repaired on some of the text that it was trained on."""
+        c = self.config
         model = load(self.model_class, str(self.baseline_folder), dtype=torch.float32)
-        if request := parse_variant(variant):
+        request: dict[str, Any] = dict(parse_variant(variant))
+        if request:
+            if c.calibration:
+                blocks = TrainBlocks(self.train_tokens, self.task, c.seed, 0, c.calibration)
+                request["calibration"] = list(DataLoader(blocks, c.batch_size))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", NotPreservedWarning)  # what isn't preserved is what the table shows
                 patch_model(model, **request)

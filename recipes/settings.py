@@ -36,6 +36,9 @@ class FinetuneConfig:
         default=None, metadata={"help": "steps before the copies are made; none: 900 from scratch, 0 for --model"}
     )
     steps: int = field(default=150, metadata={"help": "steps of healing, the same for every variant"})
+    calibration: int = field(
+        default=64, metadata={"help": "training blocks on which what a patch didn't keep is repaired; 0: no repair"}
+    )
     batch_size: int = field(default=16, metadata={"help": "blocks in a batch, over all processes"})
     block_size: int = field(default=128, metadata={"help": "tokens in a block"})
     learning_rate: float = field(default=2e-3, metadata={"help": "peak of AdamW's learning rate"})
@@ -68,7 +71,7 @@ FREE_TO_CHANGE = {"variants", "output_dir", "save_every", "resume", "stop_after"
 AT_LEAST = {"block_size": 4, "vocab_size": 257}
 AT_LEAST |= dict.fromkeys(("steps", "batch_size", "gradient_accumulation_steps", "layers", "stop_after"), 1)
 AT_LEAST |= dict.fromkeys(("heldout_blocks", "curve_blocks", "eval_every", "save_every"), 1)
-AT_LEAST |= dict.fromkeys(("baseline_steps", "warmup_steps", "weight_decay", "max_grad_norm", "seed"), 0)
+AT_LEAST |= dict.fromkeys(("baseline_steps", "calibration", "warmup_steps", "weight_decay", "max_grad_norm", "seed"), 0)
 
 
 def parse(argv: list[str], about: str = "") -> FinetuneConfig:
