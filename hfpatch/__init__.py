@@ -16,16 +16,19 @@ from .errors import (
     UnsupportedError,
     WrappedModelError,
 )
+from .mlps import MLP, GeGLU, ReGLU, SwiGLU
 from .norms import RMS, AffineNorm, Derf, DyT, Layer, Norm, NormFacts
 from .patch import patch_model, unpatch_model
 from .plan import Plan, plan_patch
 from .positions import NoPE, Position, RoPE
-from .registry import ARCHITECTURES, NORMS, POSITIONS, Registry
+from .registry import ARCHITECTURES, MLPS, NORMS, POSITIONS, Registry
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ARCHITECTURES",
+    "MLP",
+    "MLPS",
     "NORMS",
     "POSITIONS",
     "RMS",
@@ -35,6 +38,7 @@ __all__ = [
     "Derf",
     "DyT",
     "Fused",
+    "GeGLU",
     "HfpatchConfig",
     "Layer",
     "NoMatchError",
@@ -50,9 +54,11 @@ __all__ = [
     "Position",
     "PositionError",
     "Projections",
+    "ReGLU",
     "Registry",
     "RoPE",
     "Stack",
+    "SwiGLU",
     "UnknownNameError",
     "UnsupportedError",
     "WrappedModelError",

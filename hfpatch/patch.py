@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .checkpoint import patched_model_class, registered_config_class
 from .edits import Edits
 from .errors import NotPreservedWarning, NotReversibleError
+from .mlps import MLP, GatedLinear
 from .norms import AffineNorm, Norm
 from .optimizer import check_optimizer, swap_parameters
 from .plan import Plan, plan_patch, require_bare
@@ -45,18 +46,19 @@ def patch_model(
     only: str | Iterable[str] | None = None,
     keep: str | Iterable[str] | None = None,
     *,
+    mlp: str | MLP | None = None,
     init: str = "auto",
     optimizer: Any = None,
     reversible: bool = False,
 ) -> M:
-    """Swap a model's norms and positions, in place and as one transaction; `plan_patch` shows beforehand what changes.
+    """Swap a model's norms, positions and MLPs, in place and as one transaction; `plan_patch` shows what would change.
 
     Gains, shifts, eps, dtype, device, hooks and train/eval mode are kept; so is the random stream. The same request
     twice changes nothing; another one composes with the first. The result saves, loads and pushes like any model, and
     opens again through the Auto classes wherever hfpatch is imported.
 
     Args:
-        model, norm, pos, only, keep, init: as in `plan_patch`.
+        model, norm, pos, only, keep, mlp, init: as in `plan_patch`.
         optimizer: an optimizer made before the patch; removed Parameters leave it (with their state), new ones join the
             group of what they replace.
         reversible: keep what was replaced in memory, for `unpatch_model`.
@@ -71,7 +73,7 @@ def patch_model(
         PatchError: one of its children, from the plan, before anything changes. Should something fail later, every
             change is taken back before the error is passed on.
     """
-    plan = plan_patch(model, norm, pos, only, keep, init)
+    plan = plan_patch(model, norm, pos, only, keep, init, mlp=mlp)
     way_back: WayBack | None = model.__dict__.get(WAY_BACK)
     if reversible and way_back is None and getattr(model.config, KEY, None):
         raise NotReversibleError(
@@ -145,9 +147,11 @@ def _transact(model: PreTrainedModel, plan: Plan, optimizer: Any) -> Edits:
         optimizer_edits.undo()
         edits.undo()
         raise
-    for module in model.modules():
-        if isinstance(module, AffineNorm):  # a later init_weights() must not start them afresh
-            for value in (module, *module.parameters(recurse=False)):
+    old = {id(parameter) for parameter in before}
+    for module in model.modules():  # a later init_weights() must not start them afresh
+        fresh = any(id(parameter) not in old for parameter in module.parameters(recurse=False))
+        if fresh or isinstance(module, AffineNorm | GatedLinear):
+            for value in (*module.modules(), *module.parameters()):
                 vars(value)["_is_hf_initialized"] = True
     return edits
 

@@ -11,16 +11,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .errors import NothingToPatchError, OptionError, UnsupportedError, WrappedModelError
+from .mlps import MLP
 from .norms import Norm
 from .positions import Position
 from .record import INITS, KEY, Part, Record
 from .rows import Change, Row
+from .scheme import Scheme
 from .select import Names, as_globs, require_matches
+from .swap_mlps import plan_mlps
 from .swap_norms import plan_norms
 from .swap_positions import plan_positions
 from .view import host_class
 
-PLANNERS = {"norm": plan_norms, "pos": plan_positions}
+PLANNERS = {"norm": plan_norms, "pos": plan_positions, "mlp": plan_mlps}
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Plan:
     def losses(self) -> list[str]:
         """What the patch doesn't preserve, each said once."""
         said = dict.fromkeys(
-            f"{row.becomes.partition('(')[0]}: {row.loss}" if row.kind == "norm" else row.loss
+            f"{row.becomes.partition('(')[0]}: {row.loss}" if row.kind != "position" else row.loss
             for row in self.rows
             if row.loss and row.becomes
         )
@@ -117,6 +120,8 @@ def plan_patch(
     only: str | Iterable[str] | None = None,
     keep: str | Iterable[str] | None = None,
     init: str = "auto",
+    *,
+    mlp: str | MLP | None = None,
 ) -> Plan:
     """What `patch_model` would do with the same arguments. A dry run: the model isn't touched.
 
@@ -128,7 +133,9 @@ def plan_patch(
             chosen one goes.
         keep: globs over module names that stay as they are, attentions and position tables included.
         init: how new parameters start: "auto" (exact where that is true, else "copy"), "exact" (refuse what isn't),
-            "copy" (gains and shifts are the replaced norm's own Parameters), "reset" (the paper's starting values).
+            "copy" (gains and shifts are the replaced norm's own Parameters), "reset" (the paper's starting values; for
+            MLPs fresh weights and two thirds of the hidden channels).
+        mlp: a gated MLP scheme, likewise ("swiglu", "swiglu:d_ff=2048", `GeGLU()`); the globs see its projections.
 
     Returns:
         The plan; print it for the table of what changes, what is kept, and why.
@@ -136,7 +143,9 @@ def plan_patch(
     Raises:
         PatchError: one of its children, for anything that `patch_model` would refuse.
     """
-    parts = _parts(norm, pos, only, keep, init)
+    parts = _parts(
+        {"norm": Norm.resolve(norm), "pos": Position.resolve(pos), "mlp": MLP.resolve(mlp)}, only, keep, init
+    )
     require_bare(model)
     record = getattr(model.config, KEY, None)
     record = Record.from_json(record) if record else Record(model.config.model_type)
@@ -163,14 +172,13 @@ def _require_change(plan: Plan, kind: str, part: Part, changes: list[Change]) ->
         )
 
 
-def _parts(norm: object, pos: object, only: object, keep: object, init: str) -> dict[str, Part]:
-    schemes = {"norm": Norm.resolve(norm), "pos": Position.resolve(pos)}
+def _parts(schemes: dict[str, Scheme | None], only: object, keep: object, init: str) -> dict[str, Part]:
     if not any(schemes.values()):
-        raise OptionError("nothing was asked for: pass norm=, pos= or both, such as norm='rms', pos='rope'.")
+        raise OptionError("nothing was asked for: pass norm=, pos= or mlp=, such as norm='rms', pos='rope'.")
     if init not in INITS:
         raise OptionError(f"init must be one of {', '.join(INITS)}, not {init!r}.")
     globs = as_globs("only", only), as_globs("keep", keep)  # type: ignore[arg-type]
-    return {kind: Part(scheme, *globs, init) for kind, scheme in schemes.items() if scheme is not None}
+    return {kind: Part(scheme.settled(init), *globs, init) for kind, scheme in schemes.items() if scheme is not None}
 
 
 def require_bare(model: object) -> None:

@@ -339,7 +339,7 @@ def test_albert_has_one_row_for_its_repeated_layer() -> None:
 
 
 def test_nothing_asked() -> None:
-    with pytest.raises(OptionError, match="nothing was asked for: pass norm=, pos= or both, such as norm='rms'"):
+    with pytest.raises(OptionError, match="nothing was asked for: pass norm=, pos= or mlp=, such as norm='rms'"):
         plan_patch(tiny("gpt2"))
 
 

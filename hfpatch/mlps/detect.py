@@ -1,0 +1,374 @@
+"""Where a model's MLPs are, found by running their modules rather than by names.
+
+An MLP is a linear projection d -> d_ff, an activation that takes its output and nothing else, and a projection d_ff ->
+d that takes the activation's. Hosts hold the three in one module (GPT-2, ViT), in a whole layer (OPT, BART) or in two
+(BERT). A twin of the module on the meta device, without memory or values, is run to see which tensor goes where.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from .layers import GatedActivation, GatedLinear
+
+Activation = Callable[[Tensor], Tensor]
+Place = tuple[nn.Module, str]  # a module and the name of one of its attributes
+
+_MIXTURE = re.compile(r"Experts?(Layer)?$|MoE|Moe|SparseM", re.ASCII)
+_FUNCTIONS = ("torch", "transformers.activations")
+_GRID = torch.linspace(-3.0, 3.0, 24, dtype=torch.float64, device="cpu").reshape(2, 3, 4)
+
+
+@dataclass
+class MLPSite:
+    """One MLP: last(act(first(x))).
+
+    Attributes:
+        name: the first projection's name in the model; `owner` is the name of the module that holds the activation.
+        first, activation, last: where each of the three stands.
+        sizes: (d, d_ff).
+        direct: whether the last projection was seen to take what the activation gave, rather than is the only one that
+            could.
+        kind: the registered name of the hfpatch scheme in place, None where there is none.
+        reason: why it can't be replaced, None where it can.
+    """
+
+    name: str
+    owner: str
+    first: Place
+    activation: Place
+    last: Place | None = None
+    sizes: tuple[int, int] = (0, 0)
+    direct: bool = True
+    kind: str | None = None
+    reason: str | None = None
+
+
+def projection_sizes(module: nn.Module) -> tuple[int, int]:
+    """(in, out) of a Linear or a transposed Conv1D."""
+    if isinstance(module, Conv1D):
+        return module.weight.shape[0], module.weight.shape[1]
+    assert isinstance(module, nn.Linear)
+    return module.in_features, module.out_features
+
+
+def is_projection(module: object) -> bool:
+    """Whether a module is a Linear or a transposed Conv1D."""
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def apply_activation(activation: Activation, x: Tensor) -> Tensor:
+    """Its values, without the user's hooks and whatever the default device is while a model loads."""
+    with torch.no_grad(), torch.device("cpu"):
+        if isinstance(activation, nn.Module):
+            return type(activation).forward(activation, x.clone())
+        return activation(x.clone())
+
+
+def find_mlps(model: nn.Module) -> list[MLPSite]:
+    """Every MLP of a model, those that can't be replaced with the reason. The model isn't changed."""
+    modules = dict(model.named_modules())
+    names = {id(module): name for name, module in modules.items()}
+    shared = _shared(model)
+    found: dict[tuple[int, str], MLPSite] = {}
+    for name, owner in modules.items():
+        if isinstance(owner, GatedActivation) or not any(True for _ in owner.parameters()):
+            continue
+        for attribute, activation in _activations(owner):
+            if isinstance(activation, GatedActivation):
+                site: MLPSite | None = _gated_site(name, attribute, activation, modules)
+            else:
+                site = _site(name, attribute, modules, names)
+            if site is not None:
+                site.reason = site.reason or _mixture(site.name, modules) or shared.get(id(getattr(*site.first)))
+                found.setdefault((id(site.first[0]), site.first[1]), site)
+    return list(found.values())
+
+
+def mixtures(model: nn.Module) -> Iterator[str]:
+    """Names of modules that hold routed experts as stacked Parameters."""
+    for name, module in model.named_modules():
+        if _MIXTURE.search(type(module).__name__) and any(p.dim() == 3 for p in module.parameters(recurse=False)):
+            yield name
+
+
+def _mixture(name: str, modules: dict[str, nn.Module]) -> str | None:
+    pieces = name.split(".")
+    above = (modules[".".join(pieces[:depth])] for depth in range(1, len(pieces)))
+    if any(_MIXTURE.search(type(module).__name__) for module in above):
+        return "expert of a mixture, which routes between MLPs"
+    return None
+
+
+def _shared(model: nn.Module) -> dict[int, str]:
+    """Projections whose Parameters other modules hold too: new ones would part them."""
+    holders: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), set()).add(id(module))
+    return {
+        id(module): "its weights are shared with another module"
+        for module in model.modules()
+        if is_projection(module) and any(len(holders[id(p)]) > 1 for p in module.parameters(recurse=False))
+    }
+
+
+def _activations(owner: nn.Module) -> Iterator[tuple[str, Activation]]:
+    """Attributes of a module that are activations: elementwise, without Parameters, not the identity."""
+    for name, child in owner._modules.items():
+        bare = child is not None and not (child._modules or child._parameters or child._buffers)
+        if child is not None and (isinstance(child, GatedActivation) or (bare and is_activation(child))):
+            yield name, child
+    for name, value in owner.__dict__.items():
+        if isinstance(value, GatedActivation):
+            yield name, value
+        elif isinstance(value, FunctionType | BuiltinFunctionType):
+            ours = (value.__module__ or "").startswith(_FUNCTIONS)  # others may be anything
+            if ours and is_activation(value):
+                yield name, value
+
+
+def is_activation(function: Activation) -> bool:
+    """Whether each output depends on its own input alone, and isn't equal to it."""
+    if isinstance(function, nn.Identity | nn.modules.dropout._DropoutNd):
+        return False
+    try:
+        y, flat = apply_activation(function, _GRID), apply_activation(function, _GRID.flatten().flip(0))
+    except Exception:  # wants other arguments: no activation
+        return False
+    same_form = isinstance(y, Tensor) and isinstance(flat, Tensor) and y.shape == _GRID.shape
+    return same_form and torch.equal(y.flatten(), flat.flip(0)) and not torch.equal(y, _GRID)
+
+
+def _site(name: str, attribute: str, modules: dict[str, nn.Module], names: dict[int, str]) -> MLPSite | None:
+    """The MLP that this activation belongs to; looked for in its owner, then in the module around it."""
+    owner = modules[name]
+    around = modules[name.rpartition(".")[0]] if name else owner
+    if not any(is_projection(module) for module in owner.modules()):
+        return None
+    first: nn.Module | None = None
+    for root in dict.fromkeys((owner, around)):
+        for flow in _flows(root, owner, attribute):
+            reading = flow.read()
+            if reading is not None and (reading.last is not None or reading.reason):
+                return _found(reading, name, attribute, modules, names)
+            if reading is not None:
+                first = reading.first
+            if flow.whole:
+                break
+    if first is None:
+        return None
+    back = [m for m in around.modules() if is_projection(m) and projection_sizes(m) == projection_sizes(first)[::-1]]
+    if len(back) != 1 or back[0] is first:  # nothing else there could take what the activation gives
+        return None
+    site = _found(_Reading(first, back[0]), name, attribute, modules, names)
+    site.direct = False
+    return site
+
+
+def _found(
+    reading: _Reading, name: str, attribute: str, modules: dict[str, nn.Module], names: dict[int, str]
+) -> MLPSite:
+    def place(module: nn.Module) -> Place:
+        parent, _, child = names[id(module)].rpartition(".")
+        return modules[parent], child
+
+    return MLPSite(
+        names[id(reading.first)],
+        name,
+        place(reading.first),
+        (modules[name], attribute),
+        None if reading.last is None else place(reading.last),
+        projection_sizes(reading.first),
+        reason=reading.reason,
+    )
+
+
+def _gated_site(name: str, attribute: str, activation: GatedActivation, modules: dict[str, nn.Module]) -> MLPSite:
+    owner = modules[name]
+    first = next(child for child, module in owner._modules.items() if isinstance(module, GatedLinear))
+    site = MLPSite(f"{name}.{first}".strip("."), name, (owner, first), (owner, attribute), kind=activation.kind)
+    site.sizes = projection_sizes(getattr(owner, first).gate)
+    site.reason = f"is {activation.kind} already"
+    return site
+
+
+@dataclass
+class _Reading:
+    """What a run tells: the projection before the activation, the one after it, and what speaks against a change."""
+
+    first: nn.Module
+    last: nn.Module | None = None
+    reason: str | None = None
+
+
+@dataclass
+class _Flow:
+    """What was seen in one run: calls of projections and of one activation, with what went in and came out."""
+
+    projections: list[tuple[nn.Module, Tensor, Tensor]] = field(default_factory=list)
+    activations: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    whole: bool = False  # the run came to its end
+
+    def read(self) -> _Reading | None:
+        """None if the activation isn't an MLP's."""
+        if len(self.activations) != 1:
+            return None
+        taken, given = self.activations[0]
+        makers = [call for call in self.projections if call[2] is taken]
+        if len(makers) != 1:
+            return self._read_fused(taken)
+        first, x, _ = makers[0]
+        d, d_ff = projection_sizes(first)
+        if [module for module, _, _ in self.projections].count(first) != 1:
+            return None
+        for module, entering, _ in self.projections:
+            if _same_memory(entering, given) and projection_sizes(module) == (d_ff, d):
+                return _Reading(first, module)
+        beside = [m for m, entering, _ in self.projections if entering is x and m is not first]
+        if any(projection_sizes(m) == (d, d_ff) for m in beside):
+            return _Reading(first, reason="is gated already") if self._returns(d_ff, d) else None
+        return _Reading(first)
+
+    def _read_fused(self, taken: Tensor) -> _Reading | None:
+        for module, _, given in self.projections:
+            d, width = projection_sizes(module)
+            half = width // 2
+            if _same_memory(given, taken) and taken.shape[-1] == half and self._returns(half, d):
+                return _Reading(module, reason="is gated already")
+        return None
+
+    def _returns(self, d_ff: int, d: int) -> bool:
+        return any(projection_sizes(module) == (d_ff, d) for module, _, _ in self.projections)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether one is the other or a view of it."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def _flows(root: nn.Module, owner: nn.Module, attribute: str) -> Iterator[_Flow]:
+    """Runs of a twin of `root`, with other inputs and with less and less of what surrounds the MLP."""
+    required = _required_arguments(root)
+    widths = dict.fromkeys(projection_sizes(module)[0] for module in owner.modules() if is_projection(module))
+    for width, stubs in itertools.product(widths, range(5)):
+        for shape in ((1, 3, width), (1, width, 4, 4), (1, 4, 4, width), (3, width)):
+            x = torch.empty(shape, device="meta")
+            for filler in (None, x) if required else (None,):
+                yield _run(root, owner, attribute, x, dict.fromkeys(required, filler), stubs)
+
+
+def _required_arguments(module: nn.Module) -> list[str]:
+    """Arguments beyond the first that a forward can't do without."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[2:]
+    named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return [p.name for p in named if p.default is p.empty]
+
+
+def _run(root: nn.Module, owner: nn.Module, attribute: str, x: Tensor, arguments: dict[str, Any], stubs: int) -> _Flow:
+    originals: dict[int, nn.Module] = {}
+    twin = _twin(root, originals)
+    flow = _Flow()
+
+    def see(module: nn.Module, args: tuple, output: Any) -> None:
+        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            flow.projections.append((originals[id(module)], args[0], output))
+
+    def see_activation(function: Any) -> Activation:
+        def called(x: Tensor) -> Tensor:
+            y = function(x)
+            flow.activations.append((x, y))
+            return y
+
+        return called
+
+    for module in list(twin.modules()):
+        if is_projection(module):
+            module.register_forward_hook(see)
+        if originals[id(module)] is owner:
+            if attribute in module._modules:
+                module._modules[attribute] = _Called(see_activation(module._modules[attribute]))
+            else:
+                module.__dict__[attribute] = see_activation(module.__dict__[attribute])
+            if stubs:
+                _stub(twin, module, stubs)
+    try:
+        with torch.no_grad():
+            type(twin).forward(twin, x, **arguments)
+        flow.whole = True
+    except Exception:  # it wants other arguments; what was seen until then counts
+        pass
+    return flow
+
+
+class _Called(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Activation):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class _Stub(nn.Module):
+    """Returns its input, with as many Nones after it as whoever calls it unpacks."""
+
+    def __init__(self, returns: int):
+        super().__init__()
+        self.returns = returns
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return x if self.returns == 1 else (x, *(None,) * (self.returns - 1))
+
+
+def _stub(root: nn.Module, owner: nn.Module, returns: int) -> None:
+    """Put stubs where attentions and the like stand before the MLP."""
+    for name, child in list(root._modules.items()):
+        if child is not None and any(module is owner for module in child.modules()):
+            return
+        if child is not None and child._modules:
+            root._modules[name] = _Stub(returns)
+
+
+def bare_copy(module: nn.Module) -> Any:
+    """A copy with the same children, Parameters and buffers, but without hooks; other attributes are shared."""
+    new: Any = type(module).__new__(type(module))
+    for name, value in module.__dict__.items():
+        if isinstance(value, dict) and "hooks" in name:
+            value = type(value)()
+        elif name in ("_modules", "_parameters", "_buffers"):
+            value = value.copy()
+        new.__dict__[name] = value
+    return new
+
+
+def _twin(module: nn.Module, originals: dict[int, nn.Module]) -> nn.Module:
+    """A copy on the meta device in float32 and eval mode, without hooks."""
+    twin = bare_copy(module)
+    originals[id(twin)] = module
+    state = twin.__dict__
+    state["_modules"] = {k: None if m is None else _twin(m, originals) for k, m in module._modules.items()}
+    state["_parameters"] = {
+        k: None if p is None else nn.Parameter(_meta(p), False) for k, p in module._parameters.items()
+    }
+    state["_buffers"] = {k: None if b is None else _meta(b) for k, b in module._buffers.items()}
+    state["training"] = False
+    return twin
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
