@@ -126,8 +126,9 @@ def _require_start(site: MLPSite, scheme: MLP, init: str) -> Start:
     start = scheme.start(getattr(*site.activation))
     if start.error > FARTHEST:
         raise UnsupportedError(
-            f"{site.name}: mlp={scheme.name!r} can't start as this MLP: {_activation_name(getattr(*site.activation))} is "
-            f"nowhere near the gate's activation (off by {start.error:.3g}). {anew}, or keep={site.name!r}."
+            f"{site.name}: mlp={scheme.name!r} can't start as this MLP, whose activation "
+            f"{_activation_name(getattr(*site.activation))} is nowhere near the gate's (off by {start.error:.3g}). "
+            f"{anew}, or keep={site.name!r}."
         )
     if init == "exact" and not start.exact:
         raise UnsupportedError(

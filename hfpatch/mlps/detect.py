@@ -147,7 +147,7 @@ def is_activation(function: Activation) -> bool:
     except Exception:  # wants other arguments: no activation
         return False
     same_form = isinstance(y, Tensor) and isinstance(flat, Tensor) and y.shape == _GRID.shape
-    return same_form and torch.equal(y.flatten(), flat.flip(0)) and not torch.equal(y, _GRID)
+    return same_form and torch.allclose(y.flatten(), flat.flip(0), rtol=1e-9) and not torch.equal(y, _GRID)
 
 
 def _site(name: str, attribute: str, modules: dict[str, nn.Module], names: dict[int, str]) -> MLPSite | None:
@@ -366,6 +366,7 @@ def _twin(module: nn.Module, originals: dict[int, nn.Module]) -> nn.Module:
     }
     state["_buffers"] = {k: None if b is None else _meta(b) for k, b in module._buffers.items()}
     state["training"] = False
+    state.pop("forward", None)  # a library's own, bound to the original
     return twin
 
 
