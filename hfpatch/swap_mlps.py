@@ -79,8 +79,8 @@ def _change(model: nn.Module, site: MLPSite, scheme: MLP, part: Part, reason: st
     row = Row("mlp", "keep", site.name, _text(site), reason=reason, aliases=_names(site)[1:])
     if reason is not None:
         return Change(row)
-    for place in (site.first, site.activation, *((site.last,) if site.last and part.init == "reset" else ())):
-        if isinstance(getattr(*place), nn.Module):
+    for place in (site.first, site.activation, site.last if part.init == "reset" else None):
+        if place is not None and isinstance(getattr(*place), nn.Module):
             refuse_private_forward(site.name, getattr(*place))
     row.action, row.becomes = "replace", f"{scheme.label}({d}, {scheme.width(d_ff)})"
     if part.init == "reset":
@@ -97,7 +97,7 @@ def _text(site: MLPSite) -> str:
     d, d_ff = site.sizes
     if site.kind is not None:
         return f"{site.kind} MLP({d}, {d_ff})"
-    return f"MLP({d}, {d_ff}), {_activation_name(getattr(*site.activation))}"
+    return f"MLP({d}, {d_ff}), {_activation_name(site.act)}"
 
 
 def _activation_name(activation: Activation) -> str:
@@ -105,9 +105,9 @@ def _activation_name(activation: Activation) -> str:
 
 
 def _approximation(site: MLPSite, scheme: MLP, start: Start) -> str:
-    gate, k = _activation_name(scheme.activation(getattr(*site.activation))), start.scale
+    gate, k = _activation_name(scheme.activation(site.act)), start.scale
     stand_in = f"{gate}(x)" if k == 1 else f"{gate}({k:g} x) / {k:g}"
-    return f"{stand_in} stands for {_activation_name(getattr(*site.activation))}(x), off by at most {start.error:.4f}"
+    return f"{stand_in} stands for {_activation_name(site.act)}(x), off by at most {start.error:.4f}"
 
 
 def _require_start(site: MLPSite, scheme: MLP, init: str) -> Start:
@@ -123,11 +123,11 @@ def _require_start(site: MLPSite, scheme: MLP, init: str) -> Start:
             f"{site.name}: a gated MLP that starts as the trained one needs all of its {d_ff} hidden channels and a "
             f"bias, not {wanted}. {anew}, or leave that option out."
         )
-    start = scheme.start(getattr(*site.activation))
+    start = scheme.start(site.act)
     if start.error > FARTHEST:
         raise UnsupportedError(
             f"{site.name}: mlp={scheme.name!r} can't start as this MLP, whose activation "
-            f"{_activation_name(getattr(*site.activation))} is nowhere near the gate's (off by {start.error:.3g}). "
+            f"{_activation_name(site.act)} is nowhere near the gate's (off by {start.error:.3g}). "
             f"{anew}, or keep={site.name!r}."
         )
     if init == "exact" and not start.exact:
@@ -144,6 +144,7 @@ def _require_resizable(site: MLPSite, scheme: MLP) -> None:
     Raises:
         UnsupportedError: names it.
     """
+    assert site.activation is not None
     owner, d_ff = site.activation[0], site.sizes[1]
     if site.direct or scheme.width(d_ff) == d_ff:
         return
@@ -159,7 +160,7 @@ def _require_resizable(site: MLPSite, scheme: MLP) -> None:
 def _start_as_it_was(edits: Edits, site: MLPSite, scheme: MLP, start: Start) -> None:
     """W = k W1 with its bias k b1 (the same Parameters where k is 1), V = 0 with a bias of 1 / k."""
     first: nn.Module = getattr(*site.first)
-    gated = GatedLinear(bare_copy(first), bare_copy(first))
+    gated = GatedLinear(scheme.name, bare_copy(first), bare_copy(first))
     for name, old in first._parameters.items():
         if old is not None and start.scale != 1.0:
             edits.set_parameter(gated.gate, name, _like(old, old.detach() * start.scale))
@@ -177,8 +178,10 @@ def _start_afresh(edits: Edits, model: nn.Module, site: MLPSite, scheme: MLP) ->
     assert site.last is not None
     d, width = site.sizes[0], scheme.width(site.sizes[1])
     first, old_last = getattr(*site.first), getattr(*site.last)
-    gate, up = (_new_projection(first, d, width, scheme, bias) for bias in (first.bias is not None, True))
-    gated, last = GatedLinear(gate, up), _new_projection(old_last, width, d, scheme, old_last.bias is not None)
+    biases = [module.bias is not None and scheme.bias is not False for module in (first, old_last)]
+    gate = _new_projection(first, d, width, biases[0])
+    up = _new_projection(first, d, width, biases[0] if scheme.bias is None else scheme.bias)
+    gated, last = GatedLinear(scheme.name, gate, up), _new_projection(old_last, width, d, biases[1])
     edits.set_module(*site.first, gated)
     edits.set_module(*site.last, last)
     _gate_activation(edits, site, scheme)
@@ -189,11 +192,12 @@ def _start_afresh(edits: Edits, model: nn.Module, site: MLPSite, scheme: MLP) ->
 
 
 def _gate_activation(edits: Edits, site: MLPSite, scheme: MLP) -> None:
+    assert site.activation is not None
     owner, name = site.activation
     replaced: Activation = getattr(owner, name)
     if isinstance(replaced, nn.Module):
         replaced = bare_copy(replaced)  # its hooks go to the one that takes its place
-    new = GatedActivation(scheme.name, scheme.activation(replaced), replaced)
+    new = GatedActivation(scheme.activation(replaced), replaced)
     if name in owner._modules:
         edits.set_module(owner, name, new)
     else:
@@ -204,9 +208,8 @@ def _like(old: nn.Parameter, value: Tensor) -> nn.Parameter:
     return nn.Parameter(value.to(old.device, old.dtype), requires_grad=old.requires_grad)
 
 
-def _new_projection(like: nn.Module, d_in: int, d_out: int, scheme: MLP, bias: bool) -> nn.Module:
-    """Of the replaced one's class, on the CPU (or meta) until it is initialised."""
-    bias = bias and scheme.bias
+def _new_projection(like: nn.Module, d_in: int, d_out: int, bias: bool) -> nn.Module:
+    """Of the replaced one's class (Conv1D can't do without a bias), on the CPU or meta until it is initialised."""
     with torch.device("meta" if like.weight.is_meta else "cpu"):
         return Conv1D(d_out, d_in) if isinstance(like, Conv1D) and bias else nn.Linear(d_in, d_out, bias)
 
@@ -220,8 +223,9 @@ def _initialise(model: nn.Module, site: MLPSite, gated: GatedLinear, last: nn.Mo
     if host is None:
         return
     ours = {id(parameter) for module in (gated, last) for parameter in module.parameters()}
-    around = {id(m): m for m in (site.first[0], site.activation[0], *(site.last or ())[:1])}.values()
-    holders = [m for m in around if all(id(parameter) in ours for parameter in m.parameters())]
+    places = (site.first, site.activation, site.last)
+    around = {id(place[0]): place[0] for place in places if place is not None}
+    holders = [m for m in around.values() if all(id(parameter) in ours for parameter in m.parameters())]
     with torch.no_grad():
         for again in (False, True):
             for module in (gated.gate, last, *holders):

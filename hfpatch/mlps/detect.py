@@ -11,12 +11,14 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .layers import GatedActivation, GatedLinear
@@ -34,9 +36,10 @@ class MLPSite:
     """One MLP: last(act(first(x))).
 
     Attributes:
-        name: the first projection's name in the model; `owner` is the name of the module that holds the activation.
-        first, activation, last: where each of the three stands.
+        name: the first projection's name in the model.
+        owner: the name of the module that holds the activation, or a gated one's projections.
         sizes: (d, d_ff).
+        first, activation, last: where each of the three stands; a gated one's activation and last aren't looked for.
         direct: whether the last projection was seen to take what the activation gave, rather than is the only one that
             could.
         kind: the registered name of the hfpatch scheme in place, None where there is none.
@@ -45,13 +48,19 @@ class MLPSite:
 
     name: str
     owner: str
+    sizes: tuple[int, int]
     first: Place
-    activation: Place
+    activation: Place | None = None
     last: Place | None = None
-    sizes: tuple[int, int] = (0, 0)
     direct: bool = True
     kind: str | None = None
     reason: str | None = None
+
+    @property
+    def act(self) -> Activation:
+        """The activation that stands there."""
+        assert self.activation is not None
+        return getattr(*self.activation)
 
 
 def projection_sizes(module: nn.Module) -> tuple[int, int]:
@@ -81,18 +90,28 @@ def find_mlps(model: nn.Module) -> list[MLPSite]:
     names = {id(module): name for name, module in modules.items()}
     shared = _shared(model)
     found: dict[tuple[int, str], MLPSite] = {}
-    for name, owner in modules.items():
-        if isinstance(owner, GatedActivation) or not any(True for _ in owner.parameters()):
-            continue
-        for attribute, activation in _activations(owner):
-            if isinstance(activation, GatedActivation):
-                site: MLPSite | None = _gated_site(name, attribute, activation, modules)
-            else:
-                site = _site(name, attribute, modules, names)
-            if site is not None:
-                site.reason = site.reason or _mixture(site.name, modules) or shared.get(id(getattr(*site.first)))
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), _default_dtype(torch.float32):
+        for name, module in modules.items():
+            sites = [_site(name, attribute, modules, names) for attribute in _activations(module)]
+            if isinstance(module, GatedLinear):
+                sites = [_gated_site(name, module, modules)]
+            for site in filter(None, sites):
+                ends = [getattr(*place) for place in (site.first, site.last) if place is not None]
+                parted = next((shared[id(end)] for end in ends if id(end) in shared), None)
+                site.reason = site.reason or _mixture(site.name, modules) or parted
                 found.setdefault((id(site.first[0]), site.first[1]), site)
     return list(found.values())
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What runs must not hang on the dtype in which a model is being loaded."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def mixtures(model: nn.Module) -> Iterator[str]:
@@ -123,19 +142,18 @@ def _shared(model: nn.Module) -> dict[int, str]:
     }
 
 
-def _activations(owner: nn.Module) -> Iterator[tuple[str, Activation]]:
+def _activations(owner: nn.Module) -> Iterator[str]:
     """Attributes of a module that are activations: elementwise, without Parameters, not the identity."""
+    if isinstance(owner, GatedActivation):
+        return
     for name, child in owner._modules.items():
         bare = child is not None and not (child._modules or child._parameters or child._buffers)
-        if child is not None and (isinstance(child, GatedActivation) or (bare and is_activation(child))):
-            yield name, child
+        if child is not None and bare and is_activation(child):
+            yield name
     for name, value in owner.__dict__.items():
-        if isinstance(value, GatedActivation):
-            yield name, value
-        elif isinstance(value, FunctionType | BuiltinFunctionType):
-            ours = (value.__module__ or "").startswith(_FUNCTIONS)  # others may be anything
-            if ours and is_activation(value):
-                yield name, value
+        known = isinstance(value, FunctionType | BuiltinFunctionType) and str(value.__module__).startswith(_FUNCTIONS)
+        if known and is_activation(value):  # calling any function might do anything
+            yield name
 
 
 def is_activation(function: Activation) -> bool:
@@ -166,7 +184,7 @@ def _site(name: str, attribute: str, modules: dict[str, nn.Module], names: dict[
                 first = reading.first
             if flow.whole:
                 break
-    if first is None:
+    if first is None or isinstance(around, PreTrainedModel) or projection_sizes(first)[0] > projection_sizes(first)[1]:
         return None
     back = [m for m in around.modules() if is_projection(m) and projection_sizes(m) == projection_sizes(first)[::-1]]
     if len(back) != 1 or back[0] is first:  # nothing else there could take what the activation gives
@@ -179,28 +197,25 @@ def _site(name: str, attribute: str, modules: dict[str, nn.Module], names: dict[
 def _found(
     reading: _Reading, name: str, attribute: str, modules: dict[str, nn.Module], names: dict[int, str]
 ) -> MLPSite:
-    def place(module: nn.Module) -> Place:
-        parent, _, child = names[id(module)].rpartition(".")
-        return modules[parent], child
-
     return MLPSite(
         names[id(reading.first)],
         name,
-        place(reading.first),
-        (modules[name], attribute),
-        None if reading.last is None else place(reading.last),
         projection_sizes(reading.first),
+        _place(names[id(reading.first)], modules),
+        (modules[name], attribute),
+        None if reading.last is None else _place(names[id(reading.last)], modules),
         reason=reading.reason,
     )
 
 
-def _gated_site(name: str, attribute: str, activation: GatedActivation, modules: dict[str, nn.Module]) -> MLPSite:
-    owner = modules[name]
-    first = next(child for child, module in owner._modules.items() if isinstance(module, GatedLinear))
-    site = MLPSite(f"{name}.{first}".strip("."), name, (owner, first), (owner, attribute), kind=activation.kind)
-    site.sizes = projection_sizes(getattr(owner, first).gate)
-    site.reason = f"is {activation.kind} already"
-    return site
+def _gated_site(name: str, module: GatedLinear, modules: dict[str, nn.Module]) -> MLPSite:
+    sizes, owner = projection_sizes(module.gate), name.rpartition(".")[0]
+    return MLPSite(name, owner, sizes, _place(name, modules), kind=module.kind, reason=f"is {module.kind} already")
+
+
+def _place(name: str, modules: dict[str, nn.Module]) -> Place:
+    parent, _, attribute = name.rpartition(".")
+    return modules[parent], attribute
 
 
 @dataclass

@@ -15,12 +15,13 @@ class GatedLinear(nn.Module):
     rather than compute something else.
 
     Args:
+        kind: the registered name of the scheme.
         gate, up: the projections, of the replaced one's class (`nn.Linear`, or transformers' transposed `Conv1D`).
     """
 
-    def __init__(self, gate: nn.Module, up: nn.Module):
+    def __init__(self, kind: str, gate: nn.Module, up: nn.Module):
         super().__init__()
-        self.gate, self.up = gate, up
+        self.kind, self.gate, self.up = kind, gate, up
 
     @property
     def weight(self) -> Tensor:
@@ -35,25 +36,24 @@ class GatedLinear(nn.Module):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         return self.gate(hidden_states), self.up(hidden_states)
 
+    def extra_repr(self) -> str:
+        return self.kind
+
 
 class GatedActivation(nn.Module):
     """(gate, up) -> act(gate) * up, in place of an MLP's activation; what is no pair goes to the one that was there.
 
     Args:
-        kind: the registered name of the scheme.
         act: the activation of the gate.
         replaced: the activation that stood here.
     """
 
-    def __init__(self, kind: str, act: nn.Module, replaced: Callable[[Tensor], Tensor]):
+    def __init__(self, act: nn.Module, replaced: Callable[[Tensor], Tensor]):
         super().__init__()
-        self.kind, self.act, self.replaced = kind, act, replaced
+        self.act, self.replaced = act, replaced
 
     def forward(self, hidden_states: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         if isinstance(hidden_states, torch.Tensor):
             return self.replaced(hidden_states)
         gate, up = hidden_states
         return self.act(gate) * up
-
-    def extra_repr(self) -> str:
-        return self.kind

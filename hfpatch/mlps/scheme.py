@@ -48,8 +48,8 @@ class MLP(Scheme):
     Args:
         d_ff: hidden channels, instead of a share of the replaced MLP's.
         ratio: hidden channels as a share of the replaced MLP's, rounded up to a multiple of 8; None for the rule above.
-        bias: whether V has a bias, which a start from trained weights needs; the other two have one where they had.
-            False: none of the three has one, as in the paper.
+        bias: whether V has a bias; None: a start from trained weights needs one, and fresh weights have one where W1
+            had. The other two have one where they had. False: none of the three has one, as in the paper.
 
     Raises:
         OptionError: an option is outside its domain, or both d_ff and ratio are given.
@@ -60,7 +60,7 @@ class MLP(Scheme):
 
     d_ff: int | None = None
     ratio: float | None = None
-    bias: bool = True
+    bias: bool | None = None
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -72,13 +72,14 @@ class MLP(Scheme):
             require_number(owner, "ratio", self.ratio, above=0.0)
             if self.d_ff is not None:
                 raise OptionError(f"{owner}: give d_ff or ratio, not both.")
-        if not isinstance(self.bias, bool):
-            raise OptionError(f"{owner}: bias must be True or False, not {self.bias!r}.")
+        if not isinstance(self.bias, bool | None):
+            raise OptionError(f"{owner}: bias must be True, False or None, not {self.bias!r}.")
 
     def settled(self: M, init: str) -> M:
-        if self.d_ff is not None or self.ratio is not None:
-            return self
-        return replace(self, ratio=2 / 3 if init == "reset" else 1.0)
+        fresh, ratio = init == "reset", self.ratio
+        if ratio is None and self.d_ff is None:
+            ratio = 2 / 3 if fresh else 1.0
+        return replace(self, ratio=ratio, bias=True if self.bias is None and not fresh else self.bias)
 
     def width(self, d_ff: int) -> int:
         """Hidden channels of what replaces an MLP with `d_ff` of them."""

@@ -111,7 +111,7 @@ def test_what_is_an_mlp(host: type[Host]) -> None:
     (site,) = sites(module)
     assert (site.name, site.owner, site.sizes, site.reason) == ("layer.first", "layer", (8, 24), None)
     assert getattr(*site.first) is module.first
-    assert getattr(*site.activation) is module.act
+    assert site.act is module.act
     assert getattr(*site.last) is module.last
     assert site.direct
 
@@ -146,8 +146,8 @@ def test_running_leaves_no_trace() -> None:
 def test_a_pair_that_meets_anything_else_is_an_error() -> None:
     """What a run didn't show (a branch that wasn't taken, say) fails at once instead of computing something else."""
     host = Between()
-    host.first = GatedLinear(host.first, host.other)  # type: ignore[assignment]
-    host.act = GatedActivation("geglu", nn.GELU(), nn.GELU())  # type: ignore[assignment]
+    host.first = GatedLinear("geglu", host.first, host.other)  # type: ignore[assignment]
+    host.act = GatedActivation(nn.GELU(), nn.GELU())  # type: ignore[assignment]
     with pytest.raises((TypeError, AttributeError)):
         host(torch.zeros(1, 3, 8))
     assert Plain.forward(host, torch.zeros(1, 3, 8)).shape == (1, 3, 8)  # type: ignore[arg-type]
@@ -182,6 +182,23 @@ def test_a_bare_copy_has_containers_of_its_own() -> None:
     twin(torch.zeros(1, 2))
     twin.bias = None
     assert linear.bias is not None
+
+
+def test_what_is_found_hangs_on_no_default() -> None:
+    """A model is built on the meta device and in its checkpoint's dtype when it is loaded."""
+    model = tiny("opt")
+    expected = [site.name for site in find_mlps(model)]
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            assert [site.name for site in find_mlps(model)] == expected
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [site.name for site in find_mlps(model.bfloat16())] == expected
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # Models

@@ -31,7 +31,7 @@ def test_json_there_and_back(name: str) -> None:
         ("swiglu:d_ff=true", "d_ff must be a number"),
         ("geglu:ratio=-1", "GeGLU: ratio must be a number"),
         ("geglu:ratio=0.5,d_ff=8", "give d_ff or ratio, not both"),
-        ("reglu:bias=1", "ReGLU: bias must be True or False, not 1"),
+        ("reglu:bias=1", "ReGLU: bias must be True, False or None, not 1"),
         ("reglu:beta=1", r"mlp 'reglu' has no option 'beta'\. Options: d_ff, ratio, bias"),
     ],
 )
@@ -62,6 +62,7 @@ def test_names() -> None:
 )
 def test_widths(scheme: MLP, init: str, width: int) -> None:
     assert scheme.settled(init).width(3072) == width
+    assert scheme.settled(init).settled(init) == scheme.settled(init)
 
 
 def test_two_thirds_are_rounded_up_to_eight() -> None:
@@ -112,6 +113,6 @@ def test_the_scale_of_gelu_is_its_least_squares_fit() -> None:
 def test_the_formula(scheme: Any) -> None:
     act = {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu}[scheme.name]
     gate, up, x = nn.Linear(4, 6), nn.Linear(4, 6), torch.randn(2, 3, 4)
-    middle = GatedActivation(scheme.name, scheme.activation(nn.Tanh()), nn.Tanh())
-    torch.testing.assert_close(middle(GatedLinear(gate, up)(x)), act(gate(x)) * up(x))
+    middle = GatedActivation(scheme.activation(nn.Tanh()), nn.Tanh())
+    torch.testing.assert_close(middle(GatedLinear(scheme.name, gate, up)(x)), act(gate(x)) * up(x))
     torch.testing.assert_close(middle(x), x.tanh())  # what is no pair goes to the activation that was there

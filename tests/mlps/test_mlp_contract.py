@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from tiny_models import CONFIGS, changes, difference, fingerprint, inputs, outputs, patch, tiny
+from tiny_models import CONFIGS, changes, difference, fingerprint, inputs, outputs, patch, registered, reload, tiny
 from torch import Tensor, nn
 
-from hfpatch import MLPS, PatchError, SwiGLU, plan_patch, unpatch_model
+from hfpatch import MLP, MLPS, PatchError, SwiGLU, plan_patch, unpatch_model
 from hfpatch.checkpoint import patched_model_class
 from hfpatch.edits import Edits
 from hfpatch.mlps import GatedActivation, GatedLinear, find_mlps
@@ -104,8 +104,9 @@ def test_the_start_is_what_the_plan_says(family: str, scheme: str) -> None:
 def first_activation(model: nn.Module, given: dict[str, Any]) -> Tensor:
     """What the first of a model's activations gives."""
     seen: list[Tensor] = []
-    site = find_mlps(model)[0]
-    hook = getattr(*site.activation).register_forward_hook(lambda module, args, output: seen.append(output))
+    ours = [module for module in model.modules() if isinstance(module, GatedActivation)]
+    act: Any = ours[0] if ours else find_mlps(model)[0].act
+    hook = act.register_forward_hook(lambda module, args, output: seen.append(output))
     answer(model, given)
     hook.remove()
     return seen[0]
@@ -122,7 +123,7 @@ def activation_error(family: str, scheme: str) -> float:
 def test_each_activation_is_as_near_as_the_plan_says(family: str, scheme: str) -> None:
     model, _ = make(family)
     site = find_mlps(model)[0]
-    start = MLPS[scheme]().start(getattr(*site.activation))
+    start = MLPS[scheme]().start(site.act)
     assert activation_error(family, scheme) <= start.error + 1e-6  # between the points where it was measured
     if scheme == "swiglu" and FAMILIES[family][1] == "gelu":
         assert 0.015 < start.error <= 0.0203
@@ -203,6 +204,7 @@ def test_fresh_weights_have_two_thirds_of_the_channels(family: str, scheme: str)
         assert width % 8 == 0
         assert 0 <= width - 2 / 3 * d_ff < 8
         assert linear.up.weight.shape == linear.gate.weight.shape
+        assert (linear.up.bias is None) == (linear.gate.bias is None)
         new += sum(module.weight.numel() for module in (linear.gate, linear.up, last))
         assert linear.gate.weight.std().item() == pytest.approx(linear.up.weight.std().item(), rel=0.2)
         assert not torch.equal(linear.gate.weight, linear.up.weight)
@@ -233,7 +235,7 @@ def test_fresh_weights_start_as_the_host_starts_its_own(family: str, options: An
         assert linear.gate.weight.std().item() == pytest.approx(gate, rel=0.05)
         assert linear.up.weight.std().item() == pytest.approx(gate, rel=0.05)
         assert getattr(*site.last).weight.std().item() == pytest.approx(last, rel=0.05)
-        assert linear.up.bias.abs().max() == 0
+        assert linear.up.bias is None or linear.up.bias.abs().max() == 0
     assert all(torch.equal(p, norms[name]) for name, p in model.named_parameters() if name in norms)
 
 
@@ -289,6 +291,45 @@ def test_keys_are_not_the_hosts(tmp_path: Path) -> None:
     assert new - old == {
         f"h.{i}.mlp.c_fc.{part}.{name}" for i in (0, 1) for part in ("gate", "up") for name in ("weight", "bias")
     }
+
+
+@pytest.mark.parametrize("init", ["auto", "reset"])
+def test_from_config_builds_a_patched_model(init: str) -> None:
+    model = patch(tiny("gpt2", n_embd=64, initializer_range=0.3), mlp="swiglu", init=init)
+    fresh = type(tiny("gpt2"))._from_config(copy.deepcopy(model.config))  # as a class that knows no patch: control
+    assert not gated(fresh)
+    torch.manual_seed(0)
+    fresh = patched_model_class(type(fresh))._from_config(model.config).eval()
+    assert {k: v.shape for k, v in fresh.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
+    scale = 1.712 if init == "auto" else 1.0
+    assert fresh.h[1].mlp.c_fc.gate.weight.std().item() == pytest.approx(0.3 * scale, rel=0.05)
+    assert all(value.isfinite().all() for value in outputs(fresh))
+
+
+def test_the_base_loads_from_a_head_and_a_head_from_the_base(tmp_path: Path) -> None:
+    model = patch(tiny("bert", "AutoModelForMaskedLM"), mlp="swiglu", init="reset", only=["bert.encoder.layer.0.*"])
+    base = reload(model, tmp_path / "1")
+    assert len(gated(base)) == 1
+    given = inputs(base)
+    assert difference(outputs(base, **given)[:1], outputs(model.base_model, **given)[:1]) == 0
+    head = reload(base, tmp_path / "2", "AutoModelForMaskedLM")
+    assert difference(outputs(head.bert, **given)[:1], outputs(base, **given)[:1]) == 0
+
+
+class TanhGLU(MLP):
+    label = "TanhGLU"
+
+    def activation(self, replaced: Any) -> nn.Module:
+        return nn.Tanh()
+
+
+def test_a_scheme_of_ones_own(tmp_path: Path) -> None:
+    with registered(MLPS, "tanhglu", TanhGLU):
+        model = patch(tiny("gpt2"), mlp="tanhglu", init="reset")
+        assert type(model.h[0].mlp.act.act) is nn.Tanh
+        assert difference(model, reload(model, tmp_path)) == 0
+        with pytest.raises(PatchError, match=r"mlp='tanhglu' can't start as this MLP"):
+            plan_patch(tiny("gpt2"), mlp="tanhglu")
 
 
 COPIES = {
@@ -395,11 +436,13 @@ def test_all_three_save_and_load(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("init", ["auto", "reset"])
 def test_unpatch_restores_every_object_and_bit(family: str, init: str) -> None:
     model = tiny(family)
-    before = fingerprint(model)
+    expected, before = outputs(model), fingerprint(model)
     patch(model, mlp="swiglu", init=init, reversible=True)
     assert changes(before, fingerprint(model))
+    twin = copy.deepcopy(model)
     unpatch_model(model)
     assert not changes(before, fingerprint(model))
+    assert difference(outputs(unpatch_model(twin)), expected) == 0
 
 
 @six
