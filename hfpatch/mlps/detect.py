@@ -316,7 +316,7 @@ def _run(root: nn.Module, owner: nn.Module, attribute: str, x: Tensor, arguments
             else:
                 module.__dict__[attribute] = see_activation(module.__dict__[attribute])
             if stubs:
-                _stub(twin, module, stubs)
+                _stub(twin, module, stubs, flow)
     try:
         with torch.no_grad():
             type(twin).forward(twin, x, **arguments)
@@ -340,22 +340,24 @@ class _Called(nn.Module):
 class _Stub(nn.Module):
     """Returns its input, with as many Nones after it as whoever calls it unpacks."""
 
-    def __init__(self, returns: int):
+    def __init__(self, returns: int, flow: _Flow):
         super().__init__()
-        self.returns = returns
+        self.returns, self.flow = returns, flow
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        if any(_same_memory(given, x) for _, _, given in self.flow.projections):
+            raise RuntimeError("this stands between a projection and what takes its output")
         return x if self.returns == 1 else (x, *(None,) * (self.returns - 1))
 
 
-def _stub(root: nn.Module, owner: nn.Module, returns: int) -> None:
+def _stub(root: nn.Module, owner: nn.Module, returns: int, flow: _Flow) -> None:
     """Put stubs where attentions and the like stand before the MLP."""
     for name, child in list(root._modules.items()):
         if child is not None and any(module is owner for module in child.modules()):
             return
         if child is not None and child._modules:
-            root._modules[name] = _Stub(returns)
+            root._modules[name] = _Stub(returns, flow)
 
 
 def bare_copy(module: nn.Module) -> Any:

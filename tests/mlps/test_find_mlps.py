@@ -66,6 +66,17 @@ class Between(Host):
         return self.last(self.act(self.norm(self.first(x))))
 
 
+class Convolved(Host):
+    """A module between the two that wants more than it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between = nn.Sequential(nn.Conv2d(24, 24, 1))
+
+    def forward(self, x: Tensor, height: int) -> Tensor:
+        return self.last(self.act(self.between(self.first(x), height)))
+
+
 class Twice(Host):
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.act(self.first(x))) + self.act(x)
@@ -122,7 +133,7 @@ def test_what_is_gated_already(host: type[Host]) -> None:
     assert site.reason == "is gated already"
 
 
-@pytest.mark.parametrize("host", [Between, Twice, Bypassed, Reused, Function, Projector])
+@pytest.mark.parametrize("host", [Between, Convolved, Twice, Bypassed, Reused, Function, Projector])
 def test_what_is_none(host: type[Host]) -> None:
     assert sites(host()) == []
 
