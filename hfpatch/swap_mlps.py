@@ -117,14 +117,14 @@ def _require_start(site: MLPSite, scheme: MLP, init: str) -> Start:
         UnsupportedError: there is none, or none that `init` allows.
     """
     d_ff, anew = site.sizes[1], "Use init='reset' for fresh weights"
-    if scheme.width(d_ff) != d_ff or not scheme.bias:
-        wanted = f"d_ff={scheme.width(d_ff)}" if scheme.bias else "bias=False"
+    if scheme.width(d_ff) != d_ff or scheme.bias is False:
+        wanted = "bias=False" if scheme.bias is False else f"d_ff={scheme.width(d_ff)}"
         raise UnsupportedError(
             f"{site.name}: a gated MLP that starts as the trained one needs all of its {d_ff} hidden channels and a "
             f"bias, not {wanted}. {anew}, or leave that option out."
         )
     start = scheme.start(site.act)
-    if start.error > FARTHEST:
+    if not start.error <= FARTHEST:  # it may be nan
         raise UnsupportedError(
             f"{site.name}: mlp={scheme.name!r} can't start as this MLP, whose activation "
             f"{_activation_name(site.act)} is nowhere near the gate's (off by {start.error:.3g}). "

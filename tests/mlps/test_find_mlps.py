@@ -274,6 +274,17 @@ def test_an_activation_that_is_too_far() -> None:
     assert not plan_patch(tiny("nemotron", hidden_act="gelu"), mlp="swiglu").empty
 
 
+def test_an_activation_that_is_no_number_somewhere() -> None:
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + 5).sqrt()
+
+    model = tiny("gpt2")
+    model.h[1].mlp.act = Root()
+    with pytest.raises(UnsupportedError, match=r"h\.1\.mlp\.c_fc: .* whose activation Root is nowhere near"):
+        plan_patch(model, mlp="swiglu")
+
+
 @pytest.mark.parametrize(("family", "mlp"), [("gpt2", "swiglu"), ("opt", "geglu"), ("bert", "reglu")])
 def test_exact_is_exact(family: str, mlp: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"mlp={mlp!r} isn't exact here: .* off by at most 0\.\d+\. Use init="):
