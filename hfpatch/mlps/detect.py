@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -26,7 +27,7 @@ from .layers import GatedActivation, GatedLinear
 Activation = Callable[[Tensor], Tensor]
 Place = tuple[nn.Module, str]  # a module and the name of one of its attributes
 
-_MIXTURE = re.compile(r"Experts?(Layer)?$|MoE|Moe|SparseM", re.ASCII)
+_MIXTURE = re.compile(r"(Experts?|MoE|Moe|SparseMLP)(Layer|Block|FeedForward)?$")  # names of classes
 _FUNCTIONS = ("torch", "transformers.activations")
 _GRID = torch.linspace(-3.0, 3.0, 24, dtype=torch.float64, device="cpu").reshape(2, 3, 4)
 
@@ -117,7 +118,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def mixtures(model: nn.Module) -> Iterator[str]:
     """Names of modules that hold routed experts as stacked Parameters."""
     for name, module in model.named_modules():
-        if _MIXTURE.search(type(module).__name__) and any(p.dim() == 3 for p in module.parameters(recurse=False)):
+        kind = type(module).__name__
+        routed = "Expert" in kind or _MIXTURE.search(kind)
+        if routed and any(p.dim() == 3 for p in module.parameters(recurse=False)):
             yield name
 
 
@@ -176,8 +179,11 @@ def _site(name: str, attribute: str, modules: dict[str, nn.Module], names: dict[
         return None
     first: nn.Module | None = None
     for root in dict.fromkeys((owner, around)):
-        for flow in _flows(root, owner, attribute):
+        for run in _runs(root, owner, attribute):
+            flow = run(None)
             reading = flow.read()
+            if reading is not None and reading.reason is None and not run(reading.first).paired:
+                reading.reason = "something else happens between its projection and its activation"
             if reading is not None and (reading.last is not None or reading.reason):
                 return _found(reading, name, attribute, modules, names)
             if reading is not None:
@@ -234,6 +240,7 @@ class _Flow:
     projections: list[tuple[nn.Module, Tensor, Tensor]] = field(default_factory=list)
     activations: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     whole: bool = False  # the run came to its end
+    paired: bool = False  # the activation was given a pair
 
     def read(self) -> _Reading | None:
         """None if the activation isn't an MLP's."""
@@ -272,15 +279,18 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
-def _flows(root: nn.Module, owner: nn.Module, attribute: str) -> Iterator[_Flow]:
-    """Runs of a twin of `root`, with other inputs and with less and less of what surrounds the MLP."""
+def _runs(root: nn.Module, owner: nn.Module, attribute: str) -> Iterator[Callable[[nn.Module | None], _Flow]]:
+    """Runs of a twin of `root`, with other inputs and with less and less of what surrounds the MLP.
+
+    Each takes the projection that is to give a pair, as it will once it is gated, or None.
+    """
     required = _required_arguments(root)
     widths = dict.fromkeys(projection_sizes(module)[0] for module in owner.modules() if is_projection(module))
     for width, stubs in itertools.product(widths, range(5)):
         for shape in ((1, 3, width), (1, width, 4, 4), (1, 4, 4, width), (3, width)):
             x = torch.empty(shape, device="meta")
             for filler in (None, x) if required else (None,):
-                yield _run(root, owner, attribute, x, dict.fromkeys(required, filler), stubs)
+                yield partial(_run, root, owner, attribute, x, dict.fromkeys(required, filler), stubs)
 
 
 def _required_arguments(module: nn.Module) -> list[str]:
@@ -290,17 +300,28 @@ def _required_arguments(module: nn.Module) -> list[str]:
     return [p.name for p in named if p.default is p.empty]
 
 
-def _run(root: nn.Module, owner: nn.Module, attribute: str, x: Tensor, arguments: dict[str, Any], stubs: int) -> _Flow:
+def _run(
+    root: nn.Module,
+    owner: nn.Module,
+    attribute: str,
+    x: Tensor,
+    arguments: dict[str, Any],
+    stubs: int,
+    pair: nn.Module | None,
+) -> _Flow:
     originals: dict[int, nn.Module] = {}
     twin = _twin(root, originals)
     flow = _Flow()
 
-    def see(module: nn.Module, args: tuple, output: Any) -> None:
+    def see(module: nn.Module, args: tuple, output: Any) -> Any:
         if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
             flow.projections.append((originals[id(module)], args[0], output))
+        return (output, output) if originals[id(module)] is pair else None
 
-    def see_activation(function: Any) -> Activation:
-        def called(x: Tensor) -> Tensor:
+    def see_activation(function: Any) -> Callable[[Any], Tensor]:
+        def called(x: Any) -> Tensor:
+            flow.paired = isinstance(x, tuple)
+            x = x[0] if flow.paired else x
             y = function(x)
             flow.activations.append((x, y))
             return y

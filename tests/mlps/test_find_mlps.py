@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import zoo
 from tiny_models import changes, fingerprint, tiny
 from torch import Tensor, nn
+from transformers import AutoModel
 from transformers.pytorch_utils import Conv1D
 
 from hfpatch import GeGLU, NothingToPatchError, UnsupportedError, WrappedModelError, patch_model, plan_patch
@@ -77,6 +78,13 @@ class Convolved(Host):
         return self.last(self.act(self.between(self.first(x), height)))
 
 
+class Dropped(Host):
+    """Dropout before the activation: nothing in eval mode, but a pair can't pass it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.dropout(self.first(x))))
+
+
 class Twice(Host):
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.act(self.first(x))) + self.act(x)
@@ -131,6 +139,11 @@ def test_what_is_an_mlp(host: type[Host]) -> None:
 def test_what_is_gated_already(host: type[Host]) -> None:
     (site,) = sites(host())
     assert site.reason == "is gated already"
+
+
+def test_what_no_pair_can_pass() -> None:
+    (site,) = sites(Dropped())
+    assert site.reason == "something else happens between its projection and its activation"
 
 
 @pytest.mark.parametrize("host", [Between, Convolved, Twice, Bypassed, Reused, Function, Projector])
@@ -228,8 +241,13 @@ def test_mixtures_are_kept_with_the_reason(family: str) -> None:
 
 
 def test_experts_that_are_modules_are_kept_with_the_reason() -> None:
-    with pytest.raises(NothingToPatchError, match=r"kept \(expert of a mixture, which routes between MLPs\)"):
-        plan_patch(zoo.tiny("nllb-moe")[0], mlp="reglu")
+    config = zoo.tiny_config("nllb-moe")
+    config.encoder_sparse_step = config.decoder_sparse_step = 2
+    plan = plan_patch(AutoModel.from_config(config), mlp="reglu")
+    experts = {row.reason for row in plan.rows if ".experts." in row.module}
+    assert experts == {"expert of a mixture, which routes between MLPs"}
+    dense = [row.becomes for row in plan.rows if ".experts." not in row.module]
+    assert dense == ["ReGLU(64, 128)"] * 2
 
 
 def test_models_without_mlps() -> None:
