@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from .edits import Edits
 from .errors import NothingToPatchError, UnsupportedError
 from .mlps import MLP, GatedActivation, GatedLinear, MLPSite, find_mlps, mixtures
-from .mlps.detect import Activation, bare_copy
+from .mlps.flow import Activation, bare_copy
 from .mlps.scheme import FARTHEST, Start
 from .record import Part
 from .rows import Change, Row, refuse_private_forward

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..registry import MLPS
-from .detect import Activation, apply_activation
+from .flow import Activation, apply_activation
 from .scheme import MLP
 
 _GELU_FORMS = 1e-3  # the tanh forms are within 5e-4 of the erf form

@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import OptionError
 from ..registry import MLPS
 from ..scheme import Scheme, require_number
-from .detect import Activation, apply_activation
+from .flow import Activation, apply_activation
 
 M = TypeVar("M", bound="MLP")
 

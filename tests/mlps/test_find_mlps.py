@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hfpatch import GeGLU, NothingToPatchError, UnsupportedError, WrappedModelError, patch_model, plan_patch
 from hfpatch.mlps import GatedActivation, GatedLinear, MLPSite, find_mlps
-from hfpatch.mlps.detect import bare_copy, is_activation
+from hfpatch.mlps.flow import bare_copy, is_activation
 
 
 class Host(nn.Module):
