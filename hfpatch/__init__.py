@@ -3,8 +3,13 @@
 from .architectures import Architecture, Stack
 from .attention import Fused, Projections
 from .checkpoint import HfpatchConfig
+from .convert.repair import RepairReport, repair
+from .convert.report import Report
+from .convert.sample import sample_batches
+from .convert.verify import verify
 from .errors import (
     CheckpointError,
+    MissingPackageError,
     NoMatchError,
     NothingToPatchError,
     NotPreservedWarning,
@@ -14,11 +19,12 @@ from .errors import (
     PositionError,
     UnknownNameError,
     UnsupportedError,
+    VerificationError,
     WrappedModelError,
 )
 from .mlps import MLP, GeGLU, ReGLU, SwiGLU
 from .norms import RMS, AffineNorm, Derf, DyT, Layer, Norm, NormFacts
-from .patch import patch_model, unpatch_model
+from .patch import patch_model, repair_report, unpatch_model
 from .plan import Plan, plan_patch
 from .positions import NoPE, Position, RoPE
 from .registry import ARCHITECTURES, MLPS, NORMS, POSITIONS, Registry
@@ -41,6 +47,7 @@ __all__ = [
     "GeGLU",
     "HfpatchConfig",
     "Layer",
+    "MissingPackageError",
     "NoMatchError",
     "NoPE",
     "Norm",
@@ -56,13 +63,20 @@ __all__ = [
     "Projections",
     "ReGLU",
     "Registry",
+    "RepairReport",
+    "Report",
     "RoPE",
     "Stack",
     "SwiGLU",
     "UnknownNameError",
     "UnsupportedError",
+    "VerificationError",
     "WrappedModelError",
     "patch_model",
     "plan_patch",
+    "repair",
+    "repair_report",
+    "sample_batches",
     "unpatch_model",
+    "verify",
 ]

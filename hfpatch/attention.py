@@ -19,7 +19,7 @@ class Rotated:
     """A projection whose output is turned; its other attributes are the projection's."""
 
     def __init__(self, projection: nn.Module, turn: Callable[[Tensor], Tensor]):
-        self.__dict__.update(projection=projection, turn=turn)
+        self.projection, self.turn = projection, turn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.turn(self.projection(*args, **kwargs))

@@ -1,8 +1,9 @@
-"""The command line: `hfpatch families`, `hfpatch plan MODEL`, `hfpatch patch MODEL OUT`."""
+"""The command line: `hfpatch families`, `hfpatch plan MODEL`, `hfpatch patch MODEL OUT`, `hfpatch verify MODEL REF`."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import warnings
 from collections.abc import Iterator
@@ -12,11 +13,12 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from transformers import AutoConfig, AutoProcessor
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 import hfpatch
 
 from .attention import Fused
+from .convert import verify as verifying
 from .errors import NotPreservedWarning, PatchError
 from .patch import patch_model
 from .plan import Plan, plan_patch
@@ -167,6 +169,77 @@ def patch(
         typer.echo(f"\nSaved to {out}{_carry_processor(model, out)}.")
         typer.echo(f"Open it with: import hfpatch; transformers.{_auto_class(built)}.from_pretrained({str(out)!r})")
         _say_losses(planned)
+
+
+@app.command()
+def verify(
+    model: Annotated[str, typer.Argument(help="The patched checkpoint: a Hub id or a folder.")],
+    reference: Annotated[str, typer.Argument(help="The original's Hub id or folder.")],
+    text: Annotated[
+        Path | None, typer.Option(help="Text file, one example a line; without it the inputs are random.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Save the report as this .json file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the error layer by layer into this .png file.")] = None,
+    examples: Annotated[int, typer.Option(min=1, help="How many lines of the text are used, from its start.")] = 64,
+    tokens: Annotated[int, typer.Option(min=2, help="Where longer lines are cut.")] = 128,
+    head: HeadOption = None,
+) -> None:
+    """Measure what a patch changed: modules, outputs by dtype and layers, against the original in float64."""
+    with _readable_errors():
+        if json is not None and json.suffix != ".json":
+            raise PatchError(f"--json {json}: the name must end in .json.")
+        if _is_config(model) or _is_config(reference):
+            raise PatchError("verify compares two checkpoints; random weights (config:FAMILY) have no original.")
+        built = _load(model, _config(model), head)
+        batches = None if text is None else _text_batches(text, built, (model, reference), examples, tokens)
+        report = verifying.verify(built, reference, batches)
+        typer.echo(str(report))
+        if json is not None:
+            report.save(json)
+            typer.echo(f"\nSaved to {json}.")
+        if plot is not None:
+            report.plot(plot)
+            typer.echo(f"\nPlotted to {plot}.")
+
+
+def _text_batches(
+    text: Path, model: Any, names: tuple[str, str], examples: int, tokens: int
+) -> list[dict[str, torch.Tensor]]:
+    """The first lines of a file that aren't empty, in batches of eight, padded."""
+    tokenizer = _tokenizer(names)
+    tokenizer.padding_side = "right"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    size = 8 if tokenizer.pad_token is not None else 1
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokens
+    cut = min(tokens, longest, tokenizer.model_max_length)
+    lines = [line for line in text.read_text(encoding="utf-8").splitlines() if line.strip()][:examples]
+    if not lines:
+        raise PatchError(f"{text} holds no line of text.")
+    takes = inspect.signature(model.forward).parameters
+    batches = []
+    for i in range(0, len(lines), size):
+        few = lines[i : i + size]
+        try:
+            encoded = tokenizer(few, return_tensors="pt", truncation=True, max_length=cut, padding=size > 1)
+        except Exception as error:  # whatever a tokenizer raises about text that isn't its own kind
+            raise PatchError(
+                f"the tokenizer takes no such text ({str(error).splitlines()[0]:.200}): {few[0]:.60}"
+            ) from error
+        batches.append({name: value for name, value in encoded.items() if name in takes})
+    return batches
+
+
+def _tokenizer(names: tuple[str, str]) -> Any:
+    reason = "no vocabulary"  # transformers opens a folder without tokenizer files as an empty one
+    for name in names:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            if len(tokenizer.get_vocab()) > len(tokenizer.all_special_ids):
+                return tokenizer
+        except Exception as error:  # tokenizers fail in many ways; the other checkpoint may have one
+            reason = str(error).strip().splitlines()[0]
+    raise PatchError(f"neither {names[0]} nor {names[1]} has a tokenizer for --text ({reason:.200}).")
 
 
 def _say_losses(planned: Plan) -> None:

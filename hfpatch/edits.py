@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from .rewrite import Rewrite
 
 _HOOKS = (
     "_forward_hooks",
@@ -61,6 +63,13 @@ class Edits:
         self._record_item(module._parameters, name)
         module._parameters[name] = new
 
+    def set_values(self, module: nn.Module, name: str, values: Tensor) -> None:
+        """Give a Parameter other values, in its own dtype, shape and device; it stays the same object."""
+        parameter = module._parameters[name]
+        assert parameter is not None
+        self._record("values", module, name, parameter.data)
+        parameter.data = values.detach().to(parameter.device, parameter.dtype).reshape(parameter.shape).contiguous()
+
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
         """Set a plain attribute (not a child, Parameter or buffer)."""
         old = target.__dict__.get(name, _MISSING)
@@ -85,6 +94,14 @@ class Edits:
             self._record_item(target, key)
             del target[key]
 
+    def rewrite(
+        self, module: nn.Module, name: str, kind: str, operand: Tensor | None = None, axis: int | None = None
+    ) -> None:
+        """Change a Parameter's values in place, in little memory; kinds and their inverses as in `Rewrite`."""
+        rewrite = Rewrite(module, name, kind, axis) if operand is None else Rewrite(module, name, kind, axis, operand)
+        self._record("rewrite", rewrite)
+        rewrite.run()
+
     def replacements(self) -> list[tuple[nn.Module | nn.Parameter | None, nn.Module | nn.Parameter | None]]:
         """Pairs (old, new) of the children and Parameters that were exchanged; None where there was or is none."""
         pairs = []
@@ -99,9 +116,9 @@ class Edits:
         self._log += later._log
         return self
 
-    def undo(self) -> None:
-        """Take back everything, newest first; the log is empty afterwards."""
-        while self._log:
+    def undo(self, length: int = 0) -> None:
+        """Take changes back, newest first, until `length` of them are left."""
+        while len(self._log) > length:
             kind, inverse = self._log.pop()
             _UNDO[kind](*inverse)
 
@@ -133,9 +150,21 @@ def _undo_list(target: list, old: list) -> None:
     target[:] = old
 
 
+def _undo_values(module: nn.Module, name: str, old: Tensor) -> None:
+    parameter = module._parameters[name]
+    if parameter is not None and parameter.shape == old.shape:  # a resized one has no old values
+        parameter.data = old.to(parameter.device, parameter.dtype)
+
+
+def _undo_rewrite(rewrite: Rewrite) -> None:
+    rewrite.undo()
+
+
 _UNDO: dict[str, Callable[..., None]] = {
     "item": _undo_item,
     "attribute": _undo_attribute,
     "class": _undo_class,
     "list": _undo_list,
+    "values": _undo_values,
+    "rewrite": _undo_rewrite,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,18 +13,27 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .checkpoint import patched_model_class, registered_config_class
+from .convert.repair import RepairReport, repair, shadow
+from .convert.sample import sample_batches
+from .convert.walk import require_batches
 from .edits import Edits
-from .errors import NotPreservedWarning, NotReversibleError
+from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
 from .mlps import MLP, GatedLinear
 from .norms import AffineNorm, Norm
 from .optimizer import check_optimizer, swap_parameters
-from .plan import Plan, plan_patch, require_bare
+from .plan import Plan, checked_request, make_plan, plan_patch, require_bare
 from .positions import Position
 from .record import KEY
 from .view import host_class
 
 M = TypeVar("M", bound=PreTrainedModel)
 WAY_BACK = "_hfpatch_way_back"
+REPAIR = "_hfpatch_repair"
+Apply = Callable[[Edits], None]
+_WAITS_FOR_WEIGHTS = (
+    "{} has no weights yet (meta device), so nothing could be centred or checked. Load those of a model that was "
+    "patched in the same way; the original's would give another function."
+)
 
 
 @dataclass
@@ -50,6 +59,8 @@ def patch_model(
     init: str = "auto",
     optimizer: Any = None,
     reversible: bool = False,
+    example_inputs: Mapping[str, Any] | None = None,
+    calibration: Iterable[Any] | str | None = None,
 ) -> M:
     """Swap a model's norms, positions and MLPs, in place and as one transaction; `plan_patch` shows what would change.
 
@@ -57,23 +68,33 @@ def patch_model(
     twice changes nothing; another one composes with the first. The result saves, loads and pushes like any model, and
     opens again through the Auto classes wherever hfpatch is imported.
 
+    Where norms are to be the same function, that is checked on the model itself before the rest is done: its outputs,
+    and the means at its norms, may move by no more than ten times what noise in the last bit of every module's output
+    moves the original's. If they do, all is taken back and the norms are swapped plainly, with a warning that gives the
+    error; with init="exact" that error is raised. On the meta device nothing can be checked, which a warning says.
+
     Args:
-        model, norm, pos, only, keep, mlp, init: as in `plan_patch`.
+        model, norm, pos, only, keep, mlp, init, example_inputs: as in `plan_patch`.
         optimizer: an optimizer made before the patch; removed Parameters leave it (with their state), new ones join the
             group of what they replace.
         reversible: keep what was replaced in memory, for `unpatch_model`.
+        calibration: what isn't exact is fitted back to the original, branch after branch, without labels or training
+            (convert/repair.py says how): on batches of inputs (dictionaries, or tensors of the main input; any number
+            of them), or on "self", sequences that a language model draws from itself. None repairs nothing.
+            `repair_report(model)` tells what came of it.
 
     Returns:
         The same model.
 
     Warns:
-        NotPreservedWarning: names what the patch didn't preserve.
+        NotPreservedWarning: names what the patch didn't preserve, where it wasn't repaired.
 
     Raises:
         PatchError: one of its children, from the plan, before anything changes. Should something fail later, every
             change is taken back before the error is passed on.
+        VerificationError: norms that should be exact aren't, with init="exact".
     """
-    plan = plan_patch(model, norm, pos, only, keep, init, mlp=mlp)
+    plan = plan_patch(model, norm, pos, only, keep, init, example_inputs=example_inputs, mlp=mlp)
     way_back: WayBack | None = model.__dict__.get(WAY_BACK)
     if reversible and way_back is None and getattr(model.config, KEY, None):
         raise NotReversibleError(
@@ -84,13 +105,30 @@ def patch_model(
     if not plan.changes:
         return model
     dtype = model.dtype
-    edits = _transact(model, plan, optimizer)
-    model.__dict__.pop(WAY_BACK, None)
+    calibration = _checked_calibration(model, calibration)
+    try:
+        edits, report = _transact(model, plan, optimizer, calibration)
+    except VerificationError as error:
+        if init == "exact":
+            raise
+        plan = make_plan(model, checked_request(norm, pos, only, keep, init, mlp), inexact=error.measured)
+        edits, report = _transact(model, plan, optimizer, calibration)
+    for name, value in ((WAY_BACK, None), (REPAIR, report)):
+        model.__dict__.pop(name, None)
+        if value is not None:
+            model.__dict__[name] = value
     if reversible:
         model.__dict__[WAY_BACK] = WayBack(edits, dtype) if way_back is None else way_back.then(edits)
-    if plan.losses() and init != "reset":
+    if plan.losses() and init != "reset" and not (report and report.kept):
         warnings.warn(_not_preserved(plan), NotPreservedWarning, stacklevel=2)
+    if plan.conversion is not None and plan.conversion.waits_for_weights:
+        warnings.warn(_WAITS_FOR_WEIGHTS.format(plan.model_name), NotPreservedWarning, stacklevel=2)
     return model
+
+
+def repair_report(model: nn.Module) -> RepairReport | None:
+    """What the repair of the latest patch did, step by step; None where nothing was or had to be repaired."""
+    return model.__dict__.get(REPAIR)
 
 
 def unpatch_model(model: M, *, optimizer: Any = None) -> M:
@@ -123,6 +161,7 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
     patched_config, device, dtype = model.config, model.device, model.dtype
     way_back.edits.undo()
     model.__dict__.pop(WAY_BACK)
+    model.__dict__.pop(REPAIR, None)
     _carry_over_config(model, patched_config)
     _follow(model, before, device, dtype if dtype != way_back.dtype else None)
     if optimizer is not None:
@@ -130,17 +169,44 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
     return model
 
 
-def _transact(model: PreTrainedModel, plan: Plan, optimizer: Any) -> Edits:
+def _checked_calibration(model: PreTrainedModel, calibration: Iterable[Any] | str | None) -> Iterable[Any] | None:
+    """Batches, before anything changes; those that a model draws from itself are drawn here.
+
+    Raises:
+        OptionError: no batches; a model without weights, or one that can't draw any.
+    """
+    if calibration is None:
+        return None
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise OptionError("calibration needs weights, and this model has none yet (meta device). Load it first.")
+    if isinstance(calibration, str) and calibration == "self":
+        return sample_batches(model)
+    return require_batches(calibration, model)
+
+
+def _transact(
+    model: PreTrainedModel, plan: Plan, optimizer: Any, calibration: Iterable[Any] | None
+) -> tuple[Edits, RepairReport | None]:
     """Carry the plan out, or leave everything as it was."""
     edits, optimizer_edits = Edits(), Edits()
     before = list(model.parameters())
+    exact, rest = _in_order(plan)
+    measured = plan.conversion.measure() if plan.conversion is not None else None
+    report = original = None
     try:
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-            for change in plan.changes:
-                if change.apply:
-                    change.apply(edits)
+            for apply in exact:
+                apply(edits)
+            if plan.conversion is not None and measured is not None:
+                plan.conversion.verify(measured)
+            if calibration is not None and plan.losses():
+                original = shadow(model, writes=bool(plan.conversion and plan.conversion.moved_shifts()))
+            for apply in rest:
+                apply(edits)
             _give_own_config(model, plan, edits)
             edits.set_class(model, patched_model_class(host_class(type(model))))
+            if calibration is not None and original is not None:
+                report = repair(model, original, calibration, edits)
         if optimizer is not None:
             swap_parameters(model, optimizer, before, edits.replacements(), optimizer_edits)
     except BaseException:
@@ -153,7 +219,27 @@ def _transact(model: PreTrainedModel, plan: Plan, optimizer: Any) -> Edits:
         if fresh or isinstance(module, AffineNorm | GatedLinear):
             for value in (*module.modules(), *module.parameters()):
                 vars(value)["_is_hf_initialized"] = True
-    return edits
+    return edits, report
+
+
+def _in_order(plan: Plan) -> tuple[list[Apply], list[Apply]]:
+    """First what keeps the function, which is checked then: centring, and norms that become exact. Then other norms,
+    what follows from them, and positions.
+    """
+    conversion = plan.conversion
+    streams: list[Apply] = []
+    exact: list[Apply] = []
+    norms: list[Apply] = []
+    others: list[Apply] = []
+    for change in plan.changes:
+        if change.apply is None:
+            continue
+        kept = change.row.loss is None and conversion is not None
+        norm = exact if kept else norms
+        {"stream": streams, "norm": norm, "position": others, "mlp": others}[change.row.kind].append(change.apply)
+    if conversion is not None:
+        norms.append(conversion.compensate)
+    return streams + exact, norms + others
 
 
 def _give_own_config(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:
@@ -200,5 +286,6 @@ def _follow(model: nn.Module, before: list[nn.Parameter], device: torch.device, 
 def _not_preserved(plan: Plan) -> str:
     return (
         f"{plan.model_name} now computes another function; not preserved: {'; '.join(plan.losses())}. "
-        "Fine-tune it before use (recipes/finetune.py measures loss and recovery); plan_patch lists the modules."
+        "calibration=batches (inputs without labels), or calibration='self' for a model that generates, repairs it "
+        "without training; plan_patch lists the modules."
     )

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from .conversion import Conversion
 from .errors import NothingToPatchError, OptionError, UnsupportedError, WrappedModelError
 from .mlps import MLP
 from .norms import Norm
 from .positions import Position
 from .record import INITS, KEY, Part, Record
-from .rows import Change, Row
+from .rows import Change, Row, grouped
 from .scheme import Scheme
 from .select import Names, as_globs, require_matches
 from .swap_mlps import plan_mlps
@@ -23,7 +23,7 @@ from .swap_norms import plan_norms
 from .swap_positions import plan_positions
 from .view import host_class
 
-PLANNERS = {"norm": plan_norms, "pos": plan_positions, "mlp": plan_mlps}
+PLANNERS: dict[str, Callable[..., list[Change]]] = {"norm": plan_norms, "pos": plan_positions, "mlp": plan_mlps}
 
 
 @dataclass
@@ -34,11 +34,13 @@ class Plan:
         model_name: the model's class.
         record: the patch record that the model will have.
         changes: every row with the change behind it.
+        conversion: where norms are to be the same function: what `patch_model` must check.
     """
 
     model_name: str
     record: Record
     changes: list[Change] = field(default_factory=list)
+    conversion: Conversion | None = None
 
     @property
     def rows(self) -> list[Row]:
@@ -63,7 +65,8 @@ class Plan:
         if not self.changes:
             return f"{self.model_name}: nothing to do, it is patched this way already."
         lines = [("module", "now", "becomes", "kept function", "note")]
-        for row, numbers, count in _grouped(self.rows):
+        for members, numbers in grouped(self.rows, _alike):
+            row, count = members[0], len(members)
             becomes = row.becomes or "(kept)"
             kept = "" if row.action == "keep" else "exact" if row.loss is None else "approximate"
             note = "; ".join(filter(None, (row.reason, row.loss)))
@@ -79,38 +82,9 @@ class Plan:
         return "\n".join(text)
 
 
-def _grouped(rows: list[Row]) -> list[tuple[Row, str, int]]:
-    """Rows that differ in the numbers of their names alone, as one line each: `h.{0-11}.ln_1`."""
-    groups: dict[tuple, list[Row]] = {}
-    for row in rows:
-        pattern = re.sub(r"\d+", "#", row.module)
-        groups.setdefault((pattern, row.now, row.becomes, row.reason, row.loss), []).append(row)
-    return [line for members in groups.values() for line in _lines(members)]
-
-
-def _lines(rows: list[Row]) -> list[tuple[Row, str, int]]:
-    """One line if the numbers make a full grid; else one for each value of what follows the first number."""
-    pieces = [re.split(r"(\d+)", row.module) for row in rows]
-    values = [{piece[i] for piece in pieces} for i in range(len(pieces[0]))]
-    if math.prod(map(len, values)) == len(rows):
-        return [(rows[0], "".join(map(_ranges, values)), len(rows))]
-    tails: dict[tuple[str, ...], list[Row]] = {}
-    for row, piece in zip(rows, pieces, strict=True):
-        tails.setdefault(tuple(piece[2:]), []).append(row)
-    return [line for members in tails.values() for line in _lines(members)]
-
-
-def _ranges(values: set[str]) -> str:
-    if len(values) == 1:
-        return next(iter(values))
-    numbers = sorted(map(int, values))
-    runs = [[numbers[0], numbers[0]]]
-    for number in numbers[1:]:
-        if number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return "{" + ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs) + "}"
+def _alike(row: Row) -> tuple[object, ...]:
+    """What rows of one line have in common."""
+    return row.now, row.becomes, row.reason, row.loss
 
 
 def plan_patch(
@@ -121,6 +95,7 @@ def plan_patch(
     keep: str | Iterable[str] | None = None,
     init: str = "auto",
     *,
+    example_inputs: Mapping[str, Any] | None = None,
     mlp: str | MLP | None = None,
 ) -> Plan:
     """What `patch_model` would do with the same arguments. A dry run: the model isn't touched.
@@ -135,6 +110,8 @@ def plan_patch(
         init: how new parameters start: "auto" (exact where that is true, else "copy"), "exact" (refuse what isn't),
             "copy" (gains and shifts are the replaced norm's own Parameters), "reset" (the paper's starting values; for
             MLPs fresh weights and two thirds of the hidden channels).
+        example_inputs: keyword arguments of one forward, for norms that are to be exact: such a model is measured on a
+            small one of its class, and checked on itself. None makes them from its signature and config.
         mlp: a gated MLP scheme, likewise ("swiglu", "swiglu:d_ff=2048", `GeGLU()`); the globs see its projections.
 
     Returns:
@@ -143,21 +120,37 @@ def plan_patch(
     Raises:
         PatchError: one of its children, for anything that `patch_model` would refuse.
     """
-    parts = _parts(
-        {"norm": Norm.resolve(norm), "pos": Position.resolve(pos), "mlp": MLP.resolve(mlp)}, only, keep, init
-    )
+    return make_plan(model, checked_request(norm, pos, only, keep, init, mlp), example_inputs)
+
+
+def make_plan(
+    model: PreTrainedModel,
+    parts: dict[str, Part],
+    example_inputs: Mapping[str, Any] | None = None,
+    inexact: str | None = None,
+) -> Plan:
+    """`plan_patch` for a checked request; `inexact` says why an exact conversion that was tried isn't one."""
     require_bare(model)
     record = getattr(model.config, KEY, None)
     record = Record.from_json(record) if record else Record(model.config.model_type)
     plan = Plan(type(model).__name__, record)
-    planned = {kind: PLANNERS[kind](model, part) for kind, part in parts.items() if not record.has(kind, part)}
+    planned: dict[str, list[Change]] = {}
+    for kind, part in parts.items():
+        if record.has(kind, part):
+            continue
+        if kind == "norm":
+            plan.conversion = Conversion.asked_for(model, part, example_inputs, inexact)
+            planned[kind] = plan_norms(model, part, conversion=plan.conversion)
+        else:
+            planned[kind] = PLANNERS[kind](model, part)
     for kind, changes in planned.items():
         plan.changes += changes
-        changing = sum(change.apply is not None for change in changes)
-        plan.record = plan.record.plus(kind, replace(parts[kind], modules=changing))
+        changing = sum(change.apply is not None and change.replayed for change in changes)
+        settled = plan.conversion.recorded() if plan.conversion is not None and kind == "norm" else parts[kind]
+        plan.record = plan.record.plus(kind, replace(settled, modules=changing))
     if planned:
         globs = {option: getattr(next(iter(parts.values())), option) for option in ("only", "keep")}
-        require_matches(Names.of(model), globs, plan.rows)
+        require_matches(Names.of(model), globs, [row for row in plan.rows if row.kind != "stream"])
     for kind, changes in planned.items():
         _require_change(plan, kind, parts[kind], changes)
     return plan
@@ -172,7 +165,19 @@ def _require_change(plan: Plan, kind: str, part: Part, changes: list[Change]) ->
         )
 
 
-def _parts(schemes: dict[str, Scheme | None], only: object, keep: object, init: str) -> dict[str, Part]:
+def checked_request(
+    norm: object, pos: object, only: object, keep: object, init: str, mlp: object = None
+) -> dict[str, Part]:
+    """Schemes, globs and `init` as what a record would hold, by kind.
+
+    Raises:
+        OptionError, UnknownNameError: one of them is outside its domain.
+    """
+    schemes: dict[str, Scheme | None] = {
+        "norm": Norm.resolve(norm),
+        "pos": Position.resolve(pos),
+        "mlp": MLP.resolve(mlp),
+    }
     if not any(schemes.values()):
         raise OptionError("nothing was asked for: pass norm=, pos= or mlp=, such as norm='rms', pos='rope'.")
     if init not in INITS:

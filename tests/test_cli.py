@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hfpatch import ARCHITECTURES, __version__
+from hfpatch import ARCHITECTURES, Report, __version__
 from hfpatch.cli import app
 
 run = CliRunner()
@@ -45,7 +45,8 @@ def test_plan_of_a_config_needs_no_weights() -> None:
     assert "transformer.h.{0-11}.ln_{1-2}  x24" in out
     assert "RMSNorm(768)" in out
     assert "RoPE(theta=10000, half)" in out
-    assert "38 of 38 modules change" in out
+    assert "transformer.h.{0-11}.mlp.c_proj  x12  " in out
+    assert "64 of 64 modules change" in out  # 25 norms, 26 that are centred, 13 of the positions
 
 
 @pytest.mark.parametrize(
@@ -143,3 +144,70 @@ def test_an_error_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
     result = run.invoke(app, ["patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms", "--pos", "alibi"])
     assert result.exit_code == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def with_tokenizer(checkpoint: Path) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: i for i, word in enumerate(["<unk>", "<end>", "one", "two", "three", "four"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", unk_token="<unk>").save_pretrained(
+        checkpoint
+    )
+    return checkpoint
+
+
+def test_verify_prints_saves_and_plots(with_tokenizer: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    called("patch", str(with_tokenizer), str(tmp_path / "out"), "--norm", "rms", "--pos", "rope")
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four\n\nfour three\n" + "two " * 60 + "\n" + "one one\n" * 30)
+    files = {"--json": tmp_path / "report.json", "--plot": tmp_path / "layers.png"}
+    options = [str(part) for item in files.items() for part in item]
+    given = ("--text", str(text), "--examples", "10", "--tokens", "20")
+    out = called("verify", str(tmp_path / "out"), str(with_tokenizer), *given, *options)
+    assert "2 batches given (10 examples, 40 tokens)" in out
+    assert "transformer.h.{0-1}.ln_{1-2}  x4" in out
+    assert "queries and keys rotated" in out
+    assert "perplexity" in out
+    report = Report.from_json(json.loads(files["--json"].read_text()))
+    assert str(report) in out
+    assert files["--plot"].read_bytes().startswith(b"\x89PNG")
+    model, reference = (AutoModelForCausalLM.from_pretrained(name) for name in (tmp_path / "out", with_tokenizer))
+    ids = torch.tensor([[4, 5, 3]])
+    with torch.no_grad():
+        assert not torch.allclose(model(ids).logits, reference(ids).logits, atol=1e-4)
+    assert any(row.role == "model" and row.max_error > 1e-3 for row in report.outputs)
+
+
+def test_verify_without_text_says_that_its_inputs_are_random(checkpoint: Path, tmp_path: Path) -> None:
+    called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "layer")
+    out = called("verify", str(tmp_path / "out"), str(checkpoint))
+    assert "Inputs: random, from the config" in out
+    assert "say nothing of real data" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("config:gpt2", "{original}"), "have no original"),
+        (("{original}", "{original}", "--json", "report.txt"), "must end in .json"),
+        (("{original}", "{original}", "--text", "{original}/config.json"), "has a tokenizer for --text"),
+        (("{original}", "{other}"), "is a distilbert model"),
+        (("{original}", "./no/such/folder"), "Error: "),
+        (("{original}", "{original}", "--text", "./no/such/file"), "Error: "),
+    ],
+)
+def test_verify_errors_are_one_line(
+    args: tuple[str, ...], message: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    other = AutoConfig.for_model("distilbert")
+    other.save_pretrained(tmp_path / "other")
+    places = {"original": str(checkpoint), "other": str(tmp_path / "other")}
+    result = run.invoke(app, ["verify", *(arg.format(**places) for arg in args)])
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""

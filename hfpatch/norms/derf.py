@@ -18,6 +18,8 @@ from .scheme import Norm
 class DynamicErf(DynamicTanh):
     """y = gain * erf(alpha x + s) + shift, alpha and s learned. Arguments as in `DynamicTanh`; s starts at `s`."""
 
+    scalars = ("alpha", "s")
+
     def __init__(
         self,
         facts: NormFacts,
@@ -34,6 +36,13 @@ class DynamicErf(DynamicTanh):
 
     def normalise(self, h: Tensor) -> Tensor:
         return torch.erf(self.alpha * h + self.s)
+
+    def trials(self, spread: float) -> list[dict[str, float]]:
+        return [{**trial, "s": 0.0} for trial in super().trials(spread)]
+
+    def finer(self, best: dict[str, float]) -> list[dict[str, float]]:
+        shifts = (-0.3, -0.1, -0.03, 0.0, 0.03, 0.1, 0.3)
+        return [{**trial, "s": s} for trial in super().finer(best) for s in shifts]
 
     def initial_values(self) -> dict[str, float]:
         return {**super().initial_values(), "s": self.s0}

@@ -13,6 +13,9 @@ from ..scheme import require_number
 from .detect import NormFacts
 from .scheme import AffineNorm, Norm
 
+_SLOPES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0)  # alpha times the input's rms
+_FACTORS = (0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3, 1.5)
+
 
 class DynamicTanh(AffineNorm):
     """y = gain * tanh(alpha x) + shift, alpha a learned scalar; gain and shift are the paper's gamma and beta.
@@ -26,6 +29,7 @@ class DynamicTanh(AffineNorm):
     """
 
     names = ("gain", "shift")
+    scalars: ClassVar[tuple[str, ...]] = ("alpha",)
 
     def __init__(
         self,
@@ -42,6 +46,12 @@ class DynamicTanh(AffineNorm):
 
     def normalise(self, h: Tensor) -> Tensor:
         return torch.tanh(self.alpha * h)
+
+    def trials(self, spread: float) -> list[dict[str, float]]:
+        return [{"alpha": slope / spread} for slope in _SLOPES]
+
+    def finer(self, best: dict[str, float]) -> list[dict[str, float]]:
+        return [{**best, "alpha": best["alpha"] * factor} for factor in _FACTORS]
 
     def initial_values(self) -> dict[str, float]:
         return {**super().initial_values(), "alpha": self.alpha0}

@@ -29,6 +29,7 @@ class AffineNorm(nn.Module):
     """
 
     names: ClassVar[tuple[str, str]] = ("weight", "bias")
+    scalars: ClassVar[tuple[str, ...]] = ()  # names of learned scalars that `normalise` reads, found by search
 
     def __init__(self, facts: NormFacts, kind: str, gain: nn.Parameter | None, shift: nn.Parameter | None):
         super().__init__()
@@ -58,6 +59,14 @@ class AffineNorm(nn.Module):
         kept = next(self.parameters(), None)
         tensor = torch.full((1,), value, dtype=like.dtype, device=like.device)
         return nn.Parameter(tensor, requires_grad=kept is None or kept.requires_grad)
+
+    def trials(self, spread: float) -> list[dict[str, float]]:
+        """Values of the scalars that a calibration tries, given the root mean square of the norm's input."""
+        return []
+
+    def finer(self, best: dict[str, float]) -> list[dict[str, float]]:
+        """Values around the best ones, tried next."""
+        return []
 
     def normalise(self, h: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define normalise(h).")
@@ -108,6 +117,11 @@ class Norm(Scheme):
     def reason_to_keep(self, facts: NormFacts) -> str | None:
         """Why a norm that matches the request stays as it is; None to replace it."""
         return f"is {facts.kind} already" if facts.kind == self.name else None
+
+    @property
+    def centring(self) -> str | None:
+        """How the stream is made zero-mean where that makes the swap exact: "fold", "parametrize"; None: not at all."""
+        return None
 
     def loss(self, facts: NormFacts) -> str | None:
         """What the swap doesn't preserve when gain and shift are copied; None where the function stays the same."""

@@ -1,0 +1,161 @@
+"""Streaming least squares: sums over any number of batches, solved in float64, judged on sequences held out of them.
+
+Every sum is kept twice, for the rows that are fitted and for those held out, so that the error of any candidate on
+data it hasn't seen follows from the sums alone, without another pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PENALTIES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0)  # of the mean diagonal of X'X
+
+
+@dataclass
+class Fit:
+    """A solution and what it does to data that it hasn't seen.
+
+    Attributes:
+        weight: (in, out), what is added to a linear map's weight.
+        bias: (out,), what is added to its bias; zeros where it has none.
+        before, after: mean squared residual per element on the held-out rows, without and with it.
+        penalty: that of the ridge, as a share of the mean diagonal of X'X.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    before: float
+    after: float
+    penalty: float = 0.0
+
+
+class Ridge:
+    """Least squares of R = X W + 1 b' around W = 0, b = 0, from accumulated X'X, X'R and sums.
+
+    minimise |R - X W - 1 b'|^2 + penalty * m * |W|^2 with m the mean diagonal of X'X; the penalty is the one of
+    `PENALTIES` with the least error on the held-out rows. Memory (in + out) * in numbers of float64, twice.
+
+    Args:
+        inputs, outputs: widths of X and R.
+        bias: whether the map has a bias.
+        device: where the sums are kept.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, device: torch.device):
+        self.bias = bias
+        self.sums = [_Sums(inputs, outputs, device) for _ in range(2)]
+
+    def add(self, x: Tensor, r: Tensor, held_out: Tensor) -> None:
+        """Add rows X (n, in) and R (n, out); `held_out` (n,) says which of them are for judging."""
+        for sums, rows in zip(self.sums, (~held_out, held_out), strict=True):
+            sums.add(x[rows], r[rows])
+
+    def solve(self) -> Fit | None:
+        """The best fit; None where X isn't finite or has no spread."""
+        fitted, judged = self.sums
+        if not judged.count:  # too few sequences to hold any out
+            judged = fitted
+        xx, xr = fitted.moments(self.bias)
+        scale = xx.diagonal().mean().clamp_min(1e-300)
+        eye = torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
+        best: Fit | None = None
+        for penalty in PENALTIES:
+            factor, failed = torch.linalg.cholesky_ex(xx + penalty * scale * eye)
+            if int(failed):
+                continue
+            weight = torch.cholesky_solve(xr, factor)
+            bias = (fitted.r - weight.T @ fitted.x) / max(fitted.count, 1) if self.bias else torch.zeros_like(fitted.r)
+            error = judged.error(weight, bias)
+            if best is None or error < best.after:
+                best = Fit(weight, bias, judged.error(), error, penalty)
+        return best
+
+
+class _Sums:
+    def __init__(self, inputs: int, outputs: int, device: torch.device):
+        zeros = lambda *shape: torch.zeros(*shape, dtype=torch.float64, device=device)  # noqa: E731
+        self.count = 0
+        self.xx, self.xr, self.rr = zeros(inputs, inputs), zeros(inputs, outputs), zeros(())
+        self.x, self.r = zeros(inputs), zeros(outputs)
+
+    def add(self, x: Tensor, r: Tensor) -> None:
+        # products of one batch in the data's own precision (float32 at least), their sum over batches in float64
+        self.count += len(x)
+        self.xx += x.T @ x
+        self.xr += x.T @ r
+        self.rr += r.double().square().sum()
+        self.x += x.double().sum(0)
+        self.r += r.double().sum(0)
+
+    def moments(self, centred: bool) -> tuple[Tensor, Tensor]:
+        if not centred:
+            return self.xx, self.xr
+        n = max(self.count, 1)
+        return self.xx - torch.outer(self.x, self.x) / n, self.xr - torch.outer(self.x, self.r) / n
+
+    def error(self, weight: Tensor | None = None, bias: Tensor | None = None) -> float:
+        """Mean squared residual per element of R - X W - 1 b'."""
+        total = self.rr
+        if weight is not None and bias is not None:
+            xw = self.xx @ weight
+            total = total - 2 * (weight * self.xr).sum() + (weight * xw).sum() - 2 * bias @ self.r
+            total = total + 2 * bias @ (weight.T @ self.x) + self.count * bias @ bias
+        return float(total) / max(self.count * len(self.r), 1)
+
+
+class Affine:
+    """Least squares of y = gain * h + shift, channel by channel, for several candidates of h at once.
+
+    Args:
+        candidates: how many.
+        width: channels.
+        gain, shift: whether each is free; one that isn't stays 1 or 0.
+        device: where the sums are kept.
+    """
+
+    def __init__(self, candidates: int, width: int, gain: bool, shift: bool, device: torch.device):
+        self.free = gain, shift
+        self.count = [0, 0]
+        zeros = lambda *shape: torch.zeros(*shape, width, dtype=torch.float64, device=device)  # noqa: E731
+        self.h, self.hh, self.hy = (zeros(2, candidates) for _ in range(3))
+        self.y, self.yy = zeros(2), zeros(2)
+
+    def add(self, hs: list[Tensor], y: Tensor, held_out: Tensor) -> None:
+        """Add rows (n, d): what each candidate gives for h, and the y that it should lead to."""
+        for part, rows in enumerate((~held_out, held_out)):
+            b = y[rows].double()
+            self.count[part] += len(b)
+            self.y[part] += b.sum(0)
+            self.yy[part] += b.square().sum(0)
+            for candidate, h in enumerate(hs):
+                a = h[rows].double()
+                self.h[part, candidate] += a.sum(0)
+                self.hh[part, candidate] += a.square().sum(0)
+                self.hy[part, candidate] += (a * b).sum(0)
+
+    def solve(self) -> tuple[Tensor, Tensor, Tensor]:
+        """gain (k, d), shift (k, d), and the mean squared error (k,) on the held-out rows, for each candidate."""
+        n = max(self.count[0], 1)
+        h, hh, hy, y = (sums[0] / n for sums in (self.h, self.hh, self.hy, self.y))
+        if self.free == (True, True):
+            gain = (hy - h * y) / (hh - h.square()).clamp_min(1e-12 * hh.clamp_min(1e-30))
+        else:
+            gain = hy / hh.clamp_min(1e-30) if self.free[0] else torch.ones_like(hy)
+        shift = y - gain * h if self.free[1] else torch.zeros_like(gain)
+        return gain, shift, self.error(gain, shift)
+
+    def variance(self) -> float:
+        """Mean variance over channels of the y that are fitted."""
+        n = max(self.count[0], 1)
+        return float((self.yy[0] / n - (self.y[0] / n).square()).mean().clamp_min(1e-30))
+
+    def error(self, gain: Tensor, shift: Tensor) -> Tensor:
+        """Mean squared error (k,) of given gains and shifts on the held-out rows."""
+        part = 1 if self.count[1] else 0
+        h, hh, hy, y, yy = (sums[part] for sums in (self.h, self.hh, self.hy, self.y, self.yy))
+        n = self.count[part]
+        error = yy - 2 * gain * hy - 2 * shift * y + gain.square() * hh + 2 * gain * shift * h + n * shift.square()
+        return error.sum(-1) / max(n * h.shape[-1], 1)

@@ -1,0 +1,540 @@
+"""Repair: what a swap changed is fitted back to the original, branch after branch, on inputs alone.
+
+The converted model is walked in forward order on its own activations, so that errors don't pile up. In turn, by closed
+forms in float64 over streamed sums:
+
+* a norm that changed: gain and shift by least squares to the original norm's output, channel by channel, and its
+  scalars (alpha, s) by search;
+* the maps that read one tensor x (queries, keys, values; the first layer of an MLP): W <- W + M W with the M that takes
+  x nearest to the original's x (ridge);
+* the map whose output is added to the residual stream: ridge regression, around its weights, of what is missing in the
+  original's stream after the branch.
+
+Every step is judged on sequences that it wasn't fitted to, and undone where it doesn't help; so is the whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
+
+from ..edits import Edits
+from ..norms import AffineNorm
+from .centring import pattern_of
+from .least_squares import Affine, Ridge
+from .run import quiet
+from .sample import sample_batches
+from .walk import Batches, Segment, Walk, first_tensor, is_linear_map, require_batches, segments_of
+
+_EXACTLY = 1e-2  # relative: how nearly a change of a map's output must show in the stream to be called its addend
+_NOISE = 1e-9  # a share of the variance: what is as near to the original as this isn't fitted
+_SATURATED = 0.95  # |tanh| or |erf| above this
+_SEARCHED = 4096  # rows that a search of scalars looks at
+
+
+@dataclass
+class Step:
+    """What was fitted at one place.
+
+    Attributes:
+        module: its name, or that of the first of several maps that read the same tensor.
+        kind: "norm", "readers" or "projection".
+        before, after: mean squared distance to the original on held-out sequences, as a share of the variance of what
+            is to be matched (a norm's output, a reader's input, the stream); None where nothing could be fitted.
+        kept: whether it helped; otherwise it was undone.
+        note: what was found, or the reason why nothing was fitted.
+    """
+
+    module: str
+    kind: str
+    before: float | None = None
+    after: float | None = None
+    kept: bool = False
+    note: str = ""
+
+
+@dataclass
+class RepairReport:
+    """What a repair did; `str(report)` is a table.
+
+    Attributes:
+        sequences, held_out: how many were given, and how many of them judged.
+        measure: what `before` and `after` are.
+        before, after: distance of the model's outputs from the original's on the held-out sequences.
+        kept: whether the whole helped there; otherwise all of it was undone.
+        steps: in forward order.
+    """
+
+    sequences: int = 0
+    held_out: int = 0
+    measure: str = ""
+    before: float = math.nan
+    after: float = math.nan
+    kept: bool = False
+    steps: list[Step] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the report as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    def __str__(self) -> str:
+        lines: list[tuple[str, ...]] = [("module", "fitted", "before", "after", "note")]
+        for step in self.steps:
+            numbers = tuple("-" if value is None else f"{value:.2e}" for value in (step.before, step.after))
+            undone = "" if step.kept or step.after is None else "undone: it didn't help. "
+            lines.append((step.module, step.kind, *numbers, undone + step.note))
+        widths = [max(len(line[i]) for line in lines) for i in range(4)]
+        text = [
+            "  ".join((*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[4])).rstrip() for line in lines
+        ]
+        text.insert(1, "  ".join("-" * width for width in (*widths, 4)))
+        return "\n".join([*text, self.summary()])
+
+    def summary(self) -> str:
+        judged = f"{self.held_out} held-out" if self.held_out else "the fitted (too few to hold any out)"
+        result = "kept" if self.kept else "undone, since it didn't help"
+        return (
+            f"Repair on {self.sequences} sequences: {self.measure} {self.before:.3g} -> "
+            f"{self.after:.3g} on {judged} sequences; {result}."
+        )
+
+
+def repair(
+    model: PreTrainedModel,
+    reference: PreTrainedModel,
+    calibration: Iterable[Any] | str,
+    edits: Edits | None = None,
+) -> RepairReport:
+    """Fit a patched model back to the original, in place. No labels, no training, no gradients.
+
+    Args:
+        model: the patched model, in any dtype; what a fit needs runs in it, sums and solutions are float64.
+        reference: the original, on any device; it is only read. Both run in eval mode.
+        calibration: batches of inputs (dictionaries, or tensors of the main input; any number, kept on disk), or
+            "self": sequences sampled from the original, for models that generate.
+        edits: the log that can take the repair back.
+
+    Memory: besides the two models, the sums of one map at a time (2 (in + out) in float64 numbers) and one batch of
+    activations; streams of all batches lie in a temporary folder.
+
+    Returns:
+        The report: every step's error before and after, and the whole's.
+
+    Raises:
+        OptionError: no usable batch, or "self" for a model that doesn't generate.
+    """
+    edits = Edits() if edits is None else edits
+    with tempfile.TemporaryDirectory(prefix="hfpatch-") as folder, quiet(model), quiet(reference):
+        calibration = sample_batches(reference) if calibration == "self" else require_batches(calibration, model)
+        batches = Batches(calibration, model, Path(folder))
+        repairer = _Repairer(model, reference, batches, Path(folder), edits)
+        repairer.run()
+    return repairer.report
+
+
+def shadow(model: PreTrainedModel, writes: bool = False) -> PreTrainedModel:
+    """A model that goes on computing what this one computes now, whatever modules and values are exchanged in it.
+
+    It shares the memory of every Parameter and buffer, unless the model is going to be written to in place (`writes`).
+    """
+    memo: dict[int, Any] = {}
+    if not writes:
+        memo |= {id(buffer): buffer.detach() for buffer in model.buffers()}
+        memo |= {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    return copy.deepcopy(model, memo)
+
+
+class _Repairer:
+    def __init__(
+        self, model: PreTrainedModel, reference: PreTrainedModel, batches: Batches, folder: Path, edits: Edits
+    ):
+        self.batches, self.edits = batches, edits
+        self.new, self.old = Walk(model, batches, folder / "new"), Walk(reference, batches, folder / "old")
+        held_out = sum(int(batches.held_out(i).sum()) for i in range(len(batches)))
+        self.report = RepairReport(batches.sequences, held_out)
+        self.decoder = False
+        self._latest: dict[str | None, str] = {}
+        self._roles: dict[tuple, tuple[dict[int, int], dict[int, list[int]]]] = {}
+
+    def run(self) -> None:
+        original = dict(self.old.model.named_modules())
+        changed = {
+            name
+            for name, module in self.new.modules.items()
+            if isinstance(module, AffineNorm) and name in original and type(original[name]) is not type(module)
+        }
+        segments, several = segments_of(self.new, changed)
+        self.old.forms = self.new.forms
+        for name in sorted(several & changed):
+            self._skip(name, "norm", "runs several times in a forward (layers share it)")
+        self.norms = changed - several
+        self.owners: dict[int, int] = {}
+        for module in self.new.modules.values():
+            for parameter in module.parameters(recurse=False):
+                self.owners[id(parameter)] = self.owners.get(id(parameter), 0) + 1
+        mark = len(self.edits)
+        self.report.measure, self.report.before = self._distance()
+        for segment in logging.tqdm(segments, desc="Repair", leave=False):
+            self._repair(segment)
+        for walk in (self.new, self.old):
+            for block in walk.forms:
+                walk.release(block)
+        _, self.report.after = self._distance()
+        self.report.kept = self.report.after < self.report.before
+        if not self.report.kept:
+            self.edits.undo(mark)
+
+    def _skip(self, module: str, kind: str, note: str) -> None:
+        self.report.steps.append(Step(module, kind, note=note))
+
+    # One segment
+
+    def _repair(self, segment: Segment) -> None:
+        norms = [name for name in segment.modules if name in self.norms]
+        if not norms and segment.block is None:
+            return
+        self.decoder = self.new.model.config.is_encoder_decoder and "decoder" in (segment.stack or norms[0])
+        writers, readers = self._roles_in(segment, norms)
+        blocks = [segment.block] if segment.block else []
+        theirs = {name: self._counterpart(name) for name in [*norms, *readers, *blocks]}
+        for i in range(len(self.batches)):
+            seen = self.old.run(i, [theirs[name] for name in [*norms, *readers]], [theirs[name] for name in blocks])
+            for name in theirs:
+                self.old.save(name, i, seen[theirs[name]])
+        for name in segment.modules:
+            if name in norms:
+                self._fit_norm(name)
+            elif name in writers:
+                self._fit_projection(name, writers[name], writers[name] == segment.block)
+            elif name in readers:
+                self._fit_readers(name, readers[name])
+        if norms and segment.block and not writers:
+            self._skip(segment.block, "projection", "no linear map's output is added to the stream (experts?)")
+        if segment.block:
+            self._leave(segment.block, segment.stack)
+        self.old.forget()
+
+    def _leave(self, block: str, stack: str | None) -> None:
+        for i in range(len(self.batches)):
+            self.new.keep(block, i, self.new.run(i, outputs=[block])[block])
+            self.old.keep(block, i, self.old.saved(block, i))
+        if stack in self._latest:
+            self.new.drop(self._latest[stack])
+            self.old.drop(self._latest[stack])
+        self._latest[stack] = block
+
+    def _roles_in(self, segment: Segment, norms: list[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
+        """Which maps write to the stream, and where that shows; which maps read the same tensor, by the first of them.
+
+        Found once for all blocks that look alike.
+        """
+        if segment.block is None:
+            return {}, {}
+        names = [segment.block, *segment.modules]
+        key = (tuple(map(pattern_of, names)), tuple(name in norms for name in names))
+        if key not in self._roles:
+            points = self._writers(segment, norms)
+            groups = self._readers(segment, points)
+            place = {name: i for i, name in enumerate(names)}
+            self._roles[key] = (
+                {place[name]: place[point] for name, point in points.items()},
+                {place[first]: [place[name] for name in group] for first, group in groups.items()},
+            )
+        writers, readers = self._roles[key]
+        return (
+            {names[i]: names[point] for i, point in writers.items()},
+            {names[first]: [names[i] for i in group] for first, group in readers.items()},
+        )
+
+    def _maps(self, segment: Segment) -> list[str]:
+        """Linear maps of a segment whose weights are nobody else's."""
+        return [
+            name
+            for name in segment.modules
+            if is_linear_map(self.new.modules[name])
+            and all(self.owners[id(p)] == 1 for p in self.new.modules[name].parameters(recurse=False))
+        ]
+
+    def _writers(self, segment: Segment, norms: list[str]) -> dict[str, str]:
+        """Map -> the first later norm whose input (or the block whose output) moves by just what its output moves."""
+        assert segment.block is not None
+        place = {name: i for i, name in enumerate(segment.modules)}
+        still = self.new.run(0, inputs=norms, outputs=[segment.block])
+        found = {}
+        for name in self._maps(segment):
+            moved, shift = self._moved(name, norms, segment.block)
+            for point in (*(norm for norm in norms if place[norm] > place[name]), segment.block):
+                change = moved[point] - still[point]
+                if change.shape == shift.shape and (change - shift).abs().max() <= _EXACTLY * shift.abs().max():
+                    found[name] = point
+                    break
+        return found
+
+    def _moved(self, name: str, norms: list[str], block: str) -> tuple[dict[str, Tensor], Tensor]:
+        """What is seen when noise as large as a map's output is added to it, and that noise."""
+        added: list[Tensor] = []
+
+        def add(_module: nn.Module, _args: Any, result: Tensor) -> Tensor:
+            noise = torch.randn(result.shape, generator=torch.Generator().manual_seed(0))
+            added.append((noise * result.float().std().cpu()).to(result))
+            return result + added[-1]
+
+        handle = self.new.modules[name].register_forward_hook(add)
+        try:
+            return self.new.run(0, inputs=norms, outputs=[block]), added[-1]
+        finally:
+            handle.remove()
+
+    def _readers(self, segment: Segment, writers: Mapping[str, str]) -> dict[str, list[str]]:
+        """First map -> all maps of the block that read the same tensor and don't write to the stream."""
+        seen: dict[str, Tensor] = {}
+
+        def note(kind: str, name: str, value: Any) -> None:
+            if kind == "in":
+                seen[name] = first_tensor(value)
+
+        assert segment.block is not None
+        maps = [name for name in self._maps(segment) if name not in writers]
+        with self.new.hooked(dict.fromkeys(maps, note)):
+            self.new.run(0, outputs=[segment.block])
+        groups: dict[str, list[str]] = {}
+        for name, value in seen.items():
+            same = (first for first in groups if seen[first].shape == value.shape and torch.equal(seen[first], value))
+            groups.setdefault(next(same, name), []).append(name)
+        return groups
+
+    def _counterpart(self, name: str) -> str:
+        """The original's module of this name, or the one that this module is a part of now (a gate, say)."""
+        while name not in self.old.modules:
+            name = name.rpartition(".")[0]
+        return name
+
+    # One fit
+
+    def _rows(self, index: int, *values: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Activations (B, T, d) of one batch as rows (n, d) in float32 at least, padding left out; held-out rows."""
+        valid, held_out = self.batches.rows(index, values[0].shape, self.decoder)
+        valid = valid.to(values[0].device)
+        rows = [value.to(values[0].device).flatten(0, -2)[valid] for value in values]
+        return [row if row.dtype == torch.float64 else row.float() for row in rows], held_out.to(valid.device)[valid]
+
+    def _fit_norm(self, name: str) -> None:
+        module, original = self.new.modules[name], self.old.modules[name]
+        assert isinstance(module, AffineNorm)
+        if module.facts.channels_first or len(module.facts.shape) > 1:
+            self._skip(name, "norm", "normalises another axis than the last")
+            return
+        for i in range(len(self.batches)):
+            seen = self.new.run(i, inputs=[name])[name]
+            self.new.save(name, i, seen)
+            with torch.no_grad():
+                self.old.save(f"{name} output", i, original(self.old.saved(name, i)))
+        spread = self._spread(name)
+        if self._is_exact(name, module):
+            self.new.forget()
+            return
+        trials = [{scalar: float(getattr(module, scalar)) for scalar in module.scalars}]
+        for more in (module.trials(spread), None):  # coarsely, then around the best
+            more = module.finer(trials[-1]) if more is None else more
+            if more:
+                candidates = [*trials[-1:], *more]
+                errors = self._try(name, module, candidates, _SEARCHED).solve()[2]
+                trials.append(candidates[int(errors.argmin())])
+        fit = self._try(name, module, [trials[0], trials[-1]])
+        gains, shifts, errors = fit.solve()
+        before = float(fit.error(*self._present(module, fit.h.device))[0])
+        variance, after = fit.variance(), float(errors[1])
+        step = Step(name, "norm", before / variance, after / variance, after < before)
+        if step.kept:
+            fitted = dict(zip(module.names, (gains[1] - module.facts.offset, shifts[1]), strict=True))
+            for attribute, value in {**fitted, **trials[-1]}.items():
+                self._set(module, attribute, torch.as_tensor(value))
+        if module.scalars:
+            step.note = self._saturation(name, module, spread)
+        self.report.steps.append(step)
+        self.new.forget()
+
+    def _is_exact(self, name: str, module: AffineNorm) -> bool:
+        """Whether a norm returns what the original's returned, on some rows of the first batch."""
+        with torch.no_grad():
+            (a, b), _ = self._rows(0, module(self.new.saved(name, 0)), self.old.saved(f"{name} output", 0))
+        return float((a - b).double().square().mean()) <= _NOISE * float(b.double().square().mean())
+
+    def _present(self, module: AffineNorm, device: torch.device) -> list[Tensor]:
+        """A norm's gain and shift as they are."""
+        gain, shift = (getattr(module, attribute) for attribute in module.names)
+        one = torch.ones((), dtype=torch.float64, device=device)
+        present = [one if gain is None else gain.detach().to(one) + module.facts.offset]
+        return [*present, one * 0 if shift is None else shift.detach().to(one)]
+
+    def _try(self, name: str, module: AffineNorm, trials: list[dict[str, float]], most: int | None = None) -> Affine:
+        """Least squares of gain and shift for each setting of the scalars, on all rows or on some `most` of them."""
+        free = [getattr(module, attribute) is not None for attribute in module.names]
+        fit: Affine | None = None
+        for i in range(len(self.batches)):
+            (u, y), held_out = self._rows(i, self.new.saved(name, i), self.old.saved(f"{name} output", i))
+            if most is not None:
+                some = slice(None, None, max(1, len(u) * len(self.batches) // most))
+                u, y, held_out = u[some], y[some], held_out[some]
+            fit = fit or Affine(len(trials), u.shape[-1], free[0], free[1], u.device)
+            fit.add([_normalised(module, u, setting) for setting in trials], y, held_out)
+        assert fit is not None
+        return fit
+
+    def _spread(self, name: str) -> float:
+        """The root mean square of a norm's input."""
+        total, count = 0.0, 0
+        for i in range(len(self.batches)):
+            (u,), _ = self._rows(i, self.new.saved(name, i))
+            total, count = total + float(u.double().square().sum()), count + u.numel()
+        return math.sqrt(total / max(count, 1)) or 1.0
+
+    def _saturation(self, name: str, module: AffineNorm, spread: float) -> str:
+        (u,), _ = self._rows(0, self.new.saved(name, 0))
+        saturated = (_normalised(module, u, {}).abs() > _SATURATED).float().mean()
+        scalars = ", ".join(f"{scalar}={float(getattr(module, scalar)):.3g}" for scalar in module.scalars)
+        return f"{scalars}; input rms {spread:.3g}; {float(saturated):.1%} saturated"
+
+    def _fit_readers(self, first: str, group: list[str]) -> None:
+        def pair(i: int) -> tuple[Tensor, Tensor, Tensor]:
+            x, target = self.new.run(i, inputs=[first])[first], self.old.saved(first, i)
+            return x, target.to(x) - x, target
+
+        fit = self._ridge(first, "readers", pair, bias=True)
+        if fit is not None:
+            for name in group:
+                weight = _matrix(self.new.modules[name]).double()
+                self._add(self.new.modules[name], fit[0] @ weight, fit[1] @ weight)
+
+    def _fit_projection(self, name: str, point: str, leaves: bool) -> None:
+        def pair(i: int) -> tuple[Tensor, Tensor, Tensor]:
+            inputs, outputs = ([name], [point]) if leaves else ([name, point], [])
+            seen, target = self.new.run(i, inputs=inputs, outputs=outputs), self.old.saved(point, i)
+            return seen[name], target.to(seen[point]) - seen[point], target
+
+        fit = self._ridge(name, "projection", pair, bias=self.new.modules[name].bias is not None)
+        if fit is not None:
+            self._add(self.new.modules[name], *fit)
+
+    def _ridge(
+        self, name: str, kind: str, pair: Callable[[int], tuple[Tensor, Tensor, Tensor]], bias: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """Ridge regression of a residual on a map's input; None where it doesn't help on held-out rows."""
+        ridge: Ridge | None = None
+        target = _Variance()
+        for i in range(len(self.batches)):
+            x, residual, wanted = pair(i)
+            (x, residual, wanted), held_out = self._rows(i, x, residual, wanted)
+            ridge = ridge or Ridge(x.shape[-1], residual.shape[-1], bias, x.device)
+            ridge.add(x, residual, held_out)
+            target.add(wanted)
+        assert ridge is not None
+        fit = ridge.solve()
+        if fit is None:
+            self._skip(name, kind, "its input isn't finite or has no spread")
+            return None
+        variance, kept = target.value(), fit.after < fit.before
+        if fit.before <= _NOISE * variance:
+            return None
+        self.report.steps.append(
+            Step(name, kind, fit.before / variance, fit.after / variance, kept, f"penalty {fit.penalty:g}")
+        )
+        return (fit.weight, fit.bias) if kept else None
+
+    def _add(self, module: nn.Module, weight: Tensor, bias: Tensor) -> None:
+        """Add a change of shape (in, out) to a linear map, and one of shape (out,) to its bias, if it has one."""
+        changes = {"weight": weight if isinstance(module, Conv1D) else weight.T, "bias": bias}
+        for name, change in changes.items():
+            parameter = module._parameters[name]
+            if parameter is not None:
+                self._set(module, name, parameter.detach().double() + change.to(parameter.device))
+
+    def _set(self, module: nn.Module, name: str, value: Tensor) -> None:
+        if getattr(module, name) is not None:
+            self.edits.set_values(module, name, value)
+
+    # The whole
+
+    def _distance(self) -> tuple[str, float]:
+        """How far the outputs are from the original's on the held-out sequences (all, where none is held out)."""
+        total, count, measure = 0.0, 0, ""
+        for i in range(len(self.batches)):
+            held_out = self.batches.held_out(i)
+            chosen = held_out if self.report.held_out else torch.ones_like(held_out)
+            for row in chosen.nonzero()[:, 0]:
+                old, new = (walk.forward(i, row[None]) for walk in (self.old, self.new))
+                measure, distances = _distances(old, new)
+                distances = distances[self._valid(i, row, distances.shape)]
+                total, count = total + float(distances.double().sum()), count + distances.numel()
+        return measure, total / max(count, 1)
+
+    def _valid(self, index: int, row: Tensor, shape: torch.Size) -> Tensor:
+        """Which tokens (1, T) of one sequence's outputs aren't padding."""
+        given = self.batches.inputs(index)
+        for name in ("decoder_attention_mask", "attention_mask"):
+            if isinstance(given.get(name), Tensor) and given[name][row[None]].shape == shape:
+                return given[name][row[None]].bool()
+        return torch.ones(shape, dtype=torch.bool)
+
+
+class _Variance:
+    """Mean variance over channels of rows that arrive batch by batch."""
+
+    def __init__(self) -> None:
+        self.count, self.sum, self.square = 0, torch.zeros(()), torch.zeros(())
+
+    def add(self, rows: Tensor) -> None:
+        rows = rows.double()
+        self.count += len(rows)
+        self.sum, self.square = self.sum.to(rows) + rows.sum(0), self.square.to(rows) + rows.square().sum(0)
+
+    def value(self) -> float:
+        n = max(self.count, 1)
+        return float((self.square / n - (self.sum / n).square()).mean().clamp_min(1e-30))
+
+
+def _distances(old: Any, new: Any) -> tuple[str, Tensor]:
+    """Per token: KL divergence of the original's distribution over the vocabulary, or relative squared distance."""
+    a, b = (
+        first_tensor([v for v in out.values() if isinstance(v, Tensor) and v.is_floating_point()]) for out in (old, new)
+    )
+    a, b = a.float(), b.to(a.device).float()
+    if "logits" in old and a.dim() >= 2 and a.shape[-1] > 1:
+        a, b = F.log_softmax(old["logits"].float(), -1), F.log_softmax(new["logits"].float().to(a.device), -1)
+        return "KL divergence", (a.exp() * (a - b)).sum(-1)
+    return "relative squared error of the outputs", (a - b).square().mean(-1) / a.var().clamp_min(1e-30)
+
+
+def _matrix(module: nn.Module) -> Tensor:
+    """A linear map's weight as (in, out)."""
+    weight = module.get_parameter("weight").detach()
+    return weight if isinstance(module, Conv1D) else weight.T
+
+
+def _normalised(module: AffineNorm, x: Tensor, scalars: Mapping[str, float]) -> Tensor:
+    """`module.normalise(x)` with other values of its scalars."""
+    before = {name: getattr(module, name).data for name in scalars}
+    try:
+        for name, value in scalars.items():
+            getattr(module, name).data = torch.full_like(before[name], value)
+        with torch.no_grad():
+            return module.normalise(x)
+    finally:
+        for name, data in before.items():
+            getattr(module, name).data = data

@@ -1,0 +1,314 @@
+"""Running a model block after block, without running again what comes before: how a repair goes through it.
+
+A block is an element of an `nn.ModuleList` that runs once in a forward. To look into one, the model's own forward is
+run with every earlier block replaced by what it returned before, and is left as soon as all that was asked for has
+been seen: masks, position tables, heads and whatever else a forward does are the model's own code, in any family.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..errors import OptionError
+
+HELD_OUT = 8  # one of every so many sequences is held out, for judging
+
+
+class _Seen(BaseException):
+    """Leaves a forward that has shown all it was run for; no model's `except Exception` may stop it."""
+
+
+@dataclass
+class Segment:
+    """What runs in one go: a block, or whatever runs before, between or after the blocks.
+
+    Attributes:
+        block: its name; None outside the blocks.
+        stack: the name of the list that the block is in.
+        modules: norms and linear maps inside, by name, in the order in which they run.
+    """
+
+    block: str | None = None
+    stack: str | None = None
+    modules: list[str] = field(default_factory=list)
+
+
+class Batches:
+    """Calibration inputs, stored on disk so that every pass sees the same ones; tells padding and held-out rows apart.
+
+    Args:
+        batches: dictionaries of a model's inputs, or tensors of its main input. Labels are dropped.
+        model: the model that takes them.
+        folder: where they are stored.
+
+    Raises:
+        OptionError: there is none, or one isn't of that form.
+    """
+
+    def __init__(self, batches: Iterable[Any], model: PreTrainedModel, folder: Path):
+        self.folder = folder
+        self.sequences = 0
+        self._first: list[int] = []
+        takes = inspect.signature(model.forward).parameters
+        self._always = {"use_cache": False} if "use_cache" in takes else {}
+        for index, batch in enumerate(batches):
+            given = _as_inputs(batch, model, index)
+            self._first.append(self.sequences)
+            self.sequences += _count(given)
+            torch.save(given, self._path(index))
+        if not self._first:
+            raise OptionError("calibration holds no batch: pass dictionaries of inputs, or tensors of input_ids.")
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def _path(self, index: int) -> Path:
+        return self.folder / f"inputs-{index}.pt"
+
+    def inputs(self, index: int) -> dict[str, Any]:
+        return {**torch.load(self._path(index), weights_only=True), **self._always}
+
+    def held_out(self, index: int) -> Tensor:
+        """Which of a batch's sequences are for judging: every eighth, or one of fewer; none of a single one."""
+        places = torch.arange(_count(self.inputs(index))) + self._first[index]
+        every = min(HELD_OUT, self.sequences)
+        return (places % every == every - 1) & (self.sequences > 1)
+
+    def rows(self, index: int, shape: torch.Size, decoder: bool) -> tuple[Tensor, Tensor]:
+        """For activations (B, T, ..., d): which of the flattened rows count (no padding), and which are held out.
+
+        Raises:
+            OptionError: activations that can't be divided among the sequences.
+        """
+        given = self.inputs(index)
+        rows, count = shape[:-1].numel(), _count(given)
+        if rows % count:
+            raise OptionError(f"activations of shape {tuple(shape)} can't be divided among {count} sequences.")
+        mask = given.get("decoder_attention_mask" if decoder else "attention_mask")
+        valid = torch.ones(rows, dtype=torch.bool)
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.numel() == rows:
+            valid = mask.bool().flatten()
+        return valid, self.held_out(index).repeat_interleave(rows // count)
+
+
+def require_batches(batches: Any, model: PreTrainedModel) -> Iterable[Any]:
+    """Refuse what can't be an iterable of batches.
+
+    Raises:
+        OptionError: a single batch, a word, or nothing to iterate over.
+    """
+    if isinstance(batches, str | Tensor | Mapping) or not isinstance(batches, Iterable):
+        shown = repr(batches) if isinstance(batches, str) else f"one {type(batches).__name__}"
+        raise OptionError(
+            "calibration is a list (or another iterable) of batches, each a dictionary of inputs or a tensor of "
+            f"{model.main_input_name}, or the word 'self'; not {shown:.80}."
+        )
+    return batches
+
+
+def _count(given: Mapping[str, Any]) -> int:
+    return next(len(value) for value in given.values() if isinstance(value, Tensor) and value.dim())
+
+
+def _as_inputs(batch: Any, model: PreTrainedModel, index: int) -> dict[str, Any]:
+    if isinstance(batch, Tensor):
+        batch = {model.main_input_name: batch}
+    if not isinstance(batch, Mapping) or not any(isinstance(v, Tensor) and v.dim() for v in batch.values()):
+        raise OptionError(
+            f"calibration batch {index} is {type(batch).__name__}, not a dictionary of input tensors or a tensor of "
+            f"{model.main_input_name}."
+        )
+    needs_labels = model.config.is_encoder_decoder and "decoder_input_ids" not in batch
+    return {key: value for key, value in batch.items() if key != "labels" or needs_labels}
+
+
+def is_linear_map(module: nn.Module) -> bool:
+    """Whether a module computes x W + b over the last axis, with a weight of its own."""
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+class Walk:
+    """One model, and what its blocks returned for each batch.
+
+    Args:
+        model: run as it is, on its own device: `run.quiet` is the caller's.
+        batches: the inputs.
+        folder: where activations are kept, on the CPU.
+    """
+
+    def __init__(self, model: PreTrainedModel, batches: Batches, folder: Path):
+        self.model, self.batches, self.folder = model, batches, folder
+        self.modules = dict(model.named_modules())
+        self.forms: dict[str, tuple | None] = {}
+        self.folder.mkdir()
+
+    def forward(self, index: int, rows: Tensor | None = None) -> Any:
+        """What the model returns for one batch, or for some of its sequences."""
+        given, count = self.batches.inputs(index), _count(self.batches.inputs(index))
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                chosen = value if rows is None or not value.dim() or len(value) != count else value[rows]
+                given[name] = chosen.to(self.model.device, self.model.dtype if value.is_floating_point() else None)
+        with torch.no_grad():
+            return self.model(**given)
+
+    def run(self, index: int, inputs: Iterable[str] = (), outputs: Iterable[str] = ()) -> dict[str, Tensor]:
+        """The first inputs of some modules and the outputs of others, by name, for one batch.
+
+        A module that the forward never reaches has no entry.
+        """
+        wanted = {("in", name) for name in inputs} | {("out", name) for name in outputs}
+        seen: dict[str, Tensor] = {}
+
+        def note(kind: str, name: str, value: Any) -> None:
+            if (kind, name) in wanted:
+                wanted.discard((kind, name))
+                seen[name] = first_tensor(value).detach()
+                if not wanted:
+                    raise _Seen
+
+        with self.hooked({name: note for _, name in wanted}), self._replaying(index), contextlib.suppress(_Seen):
+            self.forward(index)
+        return seen
+
+    @contextlib.contextmanager
+    def hooked(self, notes: Mapping[str, Callable[[str, str, Any], None]]) -> Iterator[None]:
+        """Inside, `note("in", name, arguments)` and `note("out", name, result)` are called as modules run."""
+        handles = []
+        for name, note in notes.items():
+
+            def enter(_m: Any, args: Any, kwargs: Any, name: str = name, note: Callable = note) -> None:
+                note("in", name, [*args, *kwargs.values()])
+
+            def leave(_m: Any, _args: Any, result: Any, name: str = name, note: Callable = note) -> None:
+                note("out", name, result)
+
+            handles.append(self.modules[name].register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(self.modules[name].register_forward_hook(leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def keep(self, block: str, index: int, stream: Tensor) -> None:
+        """From now on this block doesn't run for this batch, but returns `stream`."""
+        torch.save(stream.cpu(), self._path(block, index))
+
+    def drop(self, block: str) -> None:
+        """Forget what a block returned: nothing reads it any more, and it passes its input on."""
+        for index in range(len(self.batches)):
+            self._path(block, index).write_bytes(b"")
+
+    def release(self, block: str) -> None:
+        """Let a block run again."""
+        for index in range(len(self.batches)):
+            self._path(block, index).unlink(missing_ok=True)
+
+    def save(self, name: str, index: int, value: Tensor) -> None:
+        """Keep any other tensor of a batch."""
+        torch.save(value.cpu(), self._path(f"value {name}", index))
+
+    def saved(self, name: str, index: int) -> Tensor:
+        return torch.load(self._path(f"value {name}", index), weights_only=True).to(self.model.device)
+
+    def forget(self) -> None:
+        """Delete all that `save` kept."""
+        for path in self.folder.glob("value *"):
+            path.unlink()
+
+    def _path(self, name: str, index: int) -> Path:
+        return self.folder / f"{name}-{index}.pt"
+
+    @contextlib.contextmanager
+    def _replaying(self, index: int) -> Iterator[None]:
+        replaced = []
+        try:
+            for name, form in self.forms.items():
+                path = self._path(name, index)
+                if path.exists():
+                    stored = torch.load(path, weights_only=True) if path.stat().st_size else None
+                    block = self.modules[name]
+                    block.__dict__["forward"] = _Replay(None if stored is None else stored.to(self.model.device), form)
+                    replaced.append(block)
+            yield
+        finally:
+            for block in replaced:
+                block.__dict__.pop("forward")
+
+
+class _Replay:
+    """A block's forward that returns what it returned before, or its input where nothing reads that."""
+
+    def __init__(self, stored: Tensor | None, form: tuple | None):
+        self.stored, self.form = stored, form
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stream = self.stored if self.stored is not None else first_tensor([*args, *kwargs.values()])
+        return stream if self.form is None else (stream, *self.form)
+
+
+def first_tensor(value: Any) -> Tensor:
+    """A tensor, or the first one in a tuple, list or dictionary."""
+    if isinstance(value, Tensor):
+        return value
+    items = value.values() if isinstance(value, Mapping) else value
+    return next(item for item in items if isinstance(item, Tensor))
+
+
+def segments_of(walk: Walk, norms: Iterable[str]) -> tuple[list[Segment], set[str]]:
+    """The segments of a model in forward order, and the modules that run more than once (shared by several layers).
+
+    Args:
+        walk: of the model; its `forms` are filled in.
+        norms: names of the norms that matter; linear maps are found.
+    """
+    blocks = _blocks(walk.model)
+    found = {name for name, module in walk.modules.items() if is_linear_map(module)} | set(norms)
+    order: list[tuple[str, str]] = []
+    returned: dict[str, Any] = {}
+
+    def note(kind: str, name: str, value: Any) -> None:
+        order.append((kind, name))
+        if kind == "out" and name in blocks:
+            returned[name] = value if isinstance(value, Tensor) else _form(value)
+
+    with walk.hooked(dict.fromkeys([*blocks, *found], note)):
+        walk.run(0)
+    entered = [name for kind, name in order if kind == "in"]
+    several = {name for name in found if entered.count(name) > 1}
+    replayable = {name for name in returned if entered.count(name) == 1 and returned[name] is not None}
+    walk.forms = {name: None if isinstance(returned[name], Tensor) else returned[name] for name in replayable}
+    segments = [Segment()]
+    for kind, name in order:
+        if name in replayable:
+            segments.append(Segment(name, blocks[name]) if kind == "in" else Segment())
+        elif kind == "in" and name in found and name not in several:
+            segments[-1].modules.append(name)
+    return [segment for segment in segments if segment.block or segment.modules], several
+
+
+def _blocks(model: nn.Module) -> dict[str, str]:
+    """Elements of the outermost module lists, with the list's name."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{block}.") for block in found):
+            found |= {f"{name}.{child}": name for child in module._modules}
+    return found
+
+
+def _form(output: Any) -> tuple | None:
+    """What a block returns besides its stream; None where that is more than can be replayed."""
+    if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
+        return None if any(isinstance(item, Tensor) for item in output[1:]) else output[1:]
+    return None
