@@ -22,16 +22,19 @@ from .errors import (
     VerificationError,
     WrappedModelError,
 )
+from .mlps import MLP, GeGLU, ReGLU, SwiGLU
 from .norms import RMS, AffineNorm, Derf, DyT, Layer, Norm, NormFacts
 from .patch import patch_model, repair_report, unpatch_model
 from .plan import Plan, plan_patch
 from .positions import NoPE, Position, RoPE
-from .registry import ARCHITECTURES, NORMS, POSITIONS, Registry
+from .registry import ARCHITECTURES, MLPS, NORMS, POSITIONS, Registry
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ARCHITECTURES",
+    "MLP",
+    "MLPS",
     "NORMS",
     "POSITIONS",
     "RMS",
@@ -41,6 +44,7 @@ __all__ = [
     "Derf",
     "DyT",
     "Fused",
+    "GeGLU",
     "HfpatchConfig",
     "Layer",
     "MissingPackageError",
@@ -57,11 +61,13 @@ __all__ = [
     "Position",
     "PositionError",
     "Projections",
+    "ReGLU",
     "Registry",
     "RepairReport",
     "Report",
     "RoPE",
     "Stack",
+    "SwiGLU",
     "UnknownNameError",
     "UnsupportedError",
     "VerificationError",

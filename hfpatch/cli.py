@@ -23,7 +23,7 @@ from .convert.sample import generates, sample_batches
 from .errors import NotPreservedWarning, PatchError
 from .patch import patch_model, repair_report
 from .plan import plan_patch
-from .registry import ARCHITECTURES, NORMS, POSITIONS
+from .registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 
 app = typer.Typer(
     help="Architecture surgery for Hugging Face models.",
@@ -49,6 +49,9 @@ NormOption = Annotated[
 PosOption = Annotated[
     str | None,
     typer.Option("--pos", help=f"Position scheme, with options as rope:theta=5e5. One of: {', '.join(POSITIONS)}."),
+]
+MlpOption = Annotated[
+    str | None, typer.Option("--mlp", help=f"MLP scheme, with options as swiglu:d_ff=2048. One of: {', '.join(MLPS)}.")
 ]
 OnlyOption = Annotated[
     list[str] | None, typer.Option("--only", help="Glob over module names; others are kept. Repeatable.")
@@ -88,7 +91,7 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print versions.")
     ] = False,
 ) -> None:
-    """Swap the norms and positions of pretrained models, and save checkpoints that open again."""
+    """Swap the norms, positions and MLPs of pretrained models, and save checkpoints that open again."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
@@ -97,7 +100,7 @@ def main(
 def families(
     markdown: Annotated[bool, typer.Option("--markdown", help="The README's support table.")] = False,
 ) -> None:
-    """List the families whose positions can be changed; norms can be changed in any model."""
+    """List the families whose positions can be changed; norms and MLPs can be changed in any model."""
     lines = [("family", "position-owning class", "table", "queries and keys", "example")]
     for name, record in ARCHITECTURES.items():
         for stack in record.stacks:
@@ -113,6 +116,7 @@ def families(
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     typer.echo(f"\n{len(ARCHITECTURES)} families for pos= ({', '.join(POSITIONS)}).")
     typer.echo(f"norm= ({', '.join(NORMS)}) works on every model with LayerNorm-like modules.")
+    typer.echo(f"mlp= ({', '.join(MLPS)}) works on every model whose MLPs aren't gated yet or mixtures.")
 
 
 @app.command()
@@ -120,6 +124,7 @@ def plan(
     model: Model,
     norm: NormOption = None,
     pos: PosOption = None,
+    mlp: MlpOption = None,
     only: OnlyOption = None,
     keep: KeepOption = None,
     init: InitOption = "auto",
@@ -129,7 +134,7 @@ def plan(
     with _readable_errors():
         with torch.device("meta"):
             built = _build(_config(model), head)
-        typer.echo(str(plan_patch(built, norm, pos, only, keep, init)))
+        typer.echo(str(plan_patch(built, norm, pos, only, keep, init, mlp=mlp)))
 
 
 @app.command()
@@ -138,6 +143,7 @@ def patch(
     out: Annotated[Path, typer.Argument(help="Folder for the patched checkpoint.")],
     norm: NormOption = None,
     pos: PosOption = None,
+    mlp: MlpOption = None,
     only: OnlyOption = None,
     keep: KeepOption = None,
     init: InitOption = "auto",
@@ -164,7 +170,7 @@ def patch(
         config = _config(model)
         torch.manual_seed(seed)
         built = _build(config, head) if _is_config(model) else _load(model, config, head)
-        request: dict[str, Any] = {"norm": norm, "pos": pos, "only": only, "keep": keep, "init": init}
+        request: dict[str, Any] = {"norm": norm, "pos": pos, "mlp": mlp, "only": only, "keep": keep, "init": init}
         planned = plan_patch(built, **request)
         typer.echo(str(planned))
         if planned.losses() and init != "reset":

@@ -18,6 +18,7 @@ from .convert.sample import sample_batches
 from .convert.walk import require_batches
 from .edits import Edits
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
+from .mlps import MLP, GatedLinear
 from .norms import AffineNorm, Norm
 from .optimizer import check_optimizer, swap_parameters
 from .plan import Plan, checked_request, make_plan, plan_patch, require_bare
@@ -54,13 +55,14 @@ def patch_model(
     only: str | Iterable[str] | None = None,
     keep: str | Iterable[str] | None = None,
     *,
+    mlp: str | MLP | None = None,
     init: str = "auto",
     optimizer: Any = None,
     reversible: bool = False,
     example_inputs: Mapping[str, Any] | None = None,
     calibration: Iterable[Any] | str | None = None,
 ) -> M:
-    """Swap a model's norms and positions, in place and as one transaction; `plan_patch` shows beforehand what changes.
+    """Swap a model's norms, positions and MLPs, in place and as one transaction; `plan_patch` shows what would change.
 
     Gains, shifts, eps, dtype, device, hooks and train/eval mode are kept; so is the random stream. The same request
     twice changes nothing; another one composes with the first. The result saves, loads and pushes like any model, and
@@ -72,7 +74,7 @@ def patch_model(
     error; with init="exact" that error is raised. On the meta device nothing can be checked, which a warning says.
 
     Args:
-        model, norm, pos, only, keep, init, example_inputs: as in `plan_patch`.
+        model, norm, pos, only, keep, mlp, init, example_inputs: as in `plan_patch`.
         optimizer: an optimizer made before the patch; removed Parameters leave it (with their state), new ones join the
             group of what they replace.
         reversible: keep what was replaced in memory, for `unpatch_model`.
@@ -92,7 +94,7 @@ def patch_model(
             change is taken back before the error is passed on.
         VerificationError: norms that should be exact aren't, with init="exact".
     """
-    plan = plan_patch(model, norm, pos, only, keep, init, example_inputs=example_inputs)
+    plan = plan_patch(model, norm, pos, only, keep, init, example_inputs=example_inputs, mlp=mlp)
     way_back: WayBack | None = model.__dict__.get(WAY_BACK)
     if reversible and way_back is None and getattr(model.config, KEY, None):
         raise NotReversibleError(
@@ -109,7 +111,7 @@ def patch_model(
     except VerificationError as error:
         if init == "exact":
             raise
-        plan = make_plan(model, checked_request(norm, pos, only, keep, init), inexact=error.measured)
+        plan = make_plan(model, checked_request(norm, pos, only, keep, init, mlp), inexact=error.measured)
         edits, report = _transact(model, plan, optimizer, calibration)
     for name, value in ((WAY_BACK, None), (REPAIR, report)):
         model.__dict__.pop(name, None)
@@ -211,9 +213,11 @@ def _transact(
         optimizer_edits.undo()
         edits.undo()
         raise
-    for module in model.modules():
-        if isinstance(module, AffineNorm):  # a later init_weights() must not start them afresh
-            for value in (module, *module.parameters(recurse=False)):
+    old = {id(parameter) for parameter in before}
+    for module in model.modules():  # a later init_weights() must not start them afresh
+        fresh = any(id(parameter) not in old for parameter in module.parameters(recurse=False))
+        if fresh or isinstance(module, AffineNorm | GatedLinear):
+            for value in (*module.modules(), *module.parameters()):
                 vars(value)["_is_hf_initialized"] = True
     return edits, report
 
@@ -232,7 +236,7 @@ def _in_order(plan: Plan) -> tuple[list[Apply], list[Apply]]:
             continue
         kept = change.row.loss is None and conversion is not None
         norm = exact if kept else norms
-        {"stream": streams, "norm": norm, "position": others}[change.row.kind].append(change.apply)
+        {"stream": streams, "norm": norm, "position": others, "mlp": others}[change.row.kind].append(change.apply)
     if conversion is not None:
         norms.append(conversion.compensate)
     return streams + exact, norms + others

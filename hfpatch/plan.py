@@ -11,16 +11,19 @@ from transformers import PreTrainedModel
 
 from .conversion import Conversion
 from .errors import NothingToPatchError, OptionError, UnsupportedError, WrappedModelError
+from .mlps import MLP
 from .norms import Norm
 from .positions import Position
 from .record import INITS, KEY, Part, Record
 from .rows import Change, Row, grouped
+from .scheme import Scheme
 from .select import Names, as_globs, require_matches
+from .swap_mlps import plan_mlps
 from .swap_norms import plan_norms
 from .swap_positions import plan_positions
 from .view import host_class
 
-PLANNERS: dict[str, Callable[..., list[Change]]] = {"norm": plan_norms, "pos": plan_positions}
+PLANNERS: dict[str, Callable[..., list[Change]]] = {"norm": plan_norms, "pos": plan_positions, "mlp": plan_mlps}
 
 
 @dataclass
@@ -52,7 +55,7 @@ class Plan:
     def losses(self) -> list[str]:
         """What the patch doesn't preserve, each said once."""
         said = dict.fromkeys(
-            f"{row.becomes.partition('(')[0]}: {row.loss}" if row.kind == "norm" else row.loss
+            f"{row.becomes.partition('(')[0]}: {row.loss}" if row.kind != "position" else row.loss
             for row in self.rows
             if row.loss and row.becomes
         )
@@ -93,6 +96,7 @@ def plan_patch(
     init: str = "auto",
     *,
     example_inputs: Mapping[str, Any] | None = None,
+    mlp: str | MLP | None = None,
 ) -> Plan:
     """What `patch_model` would do with the same arguments. A dry run: the model isn't touched.
 
@@ -104,9 +108,11 @@ def plan_patch(
             chosen one goes.
         keep: globs over module names that stay as they are, attentions and position tables included.
         init: how new parameters start: "auto" (exact where that is true, else "copy"), "exact" (refuse what isn't),
-            "copy" (gains and shifts are the replaced norm's own Parameters), "reset" (the paper's starting values).
+            "copy" (gains and shifts are the replaced norm's own Parameters), "reset" (the paper's starting values; for
+            MLPs fresh weights and two thirds of the hidden channels).
         example_inputs: keyword arguments of one forward, for norms that are to be exact: such a model is measured on a
             small one of its class, and checked on itself. None makes them from its signature and config.
+        mlp: a gated MLP scheme, likewise ("swiglu", "swiglu:d_ff=2048", `GeGLU()`); the globs see its projections.
 
     Returns:
         The plan; print it for the table of what changes, what is kept, and why.
@@ -114,7 +120,7 @@ def plan_patch(
     Raises:
         PatchError: one of its children, for anything that `patch_model` would refuse.
     """
-    return make_plan(model, checked_request(norm, pos, only, keep, init), example_inputs)
+    return make_plan(model, checked_request(norm, pos, only, keep, init, mlp), example_inputs)
 
 
 def make_plan(
@@ -136,7 +142,7 @@ def make_plan(
             plan.conversion = Conversion.asked_for(model, part, example_inputs, inexact)
             planned[kind] = plan_norms(model, part, conversion=plan.conversion)
         else:
-            planned[kind] = plan_positions(model, part)
+            planned[kind] = PLANNERS[kind](model, part)
     for kind, changes in planned.items():
         plan.changes += changes
         changing = sum(change.apply is not None and change.replayed for change in changes)
@@ -159,19 +165,25 @@ def _require_change(plan: Plan, kind: str, part: Part, changes: list[Change]) ->
         )
 
 
-def checked_request(norm: object, pos: object, only: object, keep: object, init: str) -> dict[str, Part]:
+def checked_request(
+    norm: object, pos: object, only: object, keep: object, init: str, mlp: object = None
+) -> dict[str, Part]:
     """Schemes, globs and `init` as what a record would hold, by kind.
 
     Raises:
         OptionError, UnknownNameError: one of them is outside its domain.
     """
-    schemes = {"norm": Norm.resolve(norm), "pos": Position.resolve(pos)}
+    schemes: dict[str, Scheme | None] = {
+        "norm": Norm.resolve(norm),
+        "pos": Position.resolve(pos),
+        "mlp": MLP.resolve(mlp),
+    }
     if not any(schemes.values()):
-        raise OptionError("nothing was asked for: pass norm=, pos= or both, such as norm='rms', pos='rope'.")
+        raise OptionError("nothing was asked for: pass norm=, pos= or mlp=, such as norm='rms', pos='rope'.")
     if init not in INITS:
         raise OptionError(f"init must be one of {', '.join(INITS)}, not {init!r}.")
     globs = as_globs("only", only), as_globs("keep", keep)  # type: ignore[arg-type]
-    return {kind: Part(scheme, *globs, init) for kind, scheme in schemes.items() if scheme is not None}
+    return {kind: Part(scheme.settled(init), *globs, init) for kind, scheme in schemes.items() if scheme is not None}
 
 
 def require_bare(model: object) -> None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .errors import CheckpointError, PatchError
+from .mlps import MLP
 from .norms import Norm
 from .positions import Position
 from .scheme import Scheme
 
 VERSION = 1
 KEY = "hfpatch"  # of the config, in memory and on disk; also the model_type on disk
-KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position}
+KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP}
 INITS = ("auto", "exact", "copy", "reset")
 _MOST_PARTS = 100
 _MOST_GLOBS = 10_000
@@ -27,7 +28,7 @@ class Part:
     """One scheme and where it was asked for.
 
     Attributes:
-        scheme: a norm or position scheme.
+        scheme: a norm, position or MLP scheme, settled for `init`.
         only, keep: globs over module names; empty means everywhere, and nowhere.
         init: how new parameters started; told for the reader, it changes nothing in the structure.
         centred: (pattern of module names, axis) of what is centred in every forward; `*` stands for a number.
@@ -57,13 +58,14 @@ class Part:
 class Record:
     """All that was patched, in the order in which it must be replayed on a fresh model of the host's class.
 
-    Norms and positions don't touch the same modules, so each has its own list: the order between the two can't matter,
-    and norm first and position later is the same record as both at once.
+    Norms, positions and MLPs don't touch the same modules, so each has its own list: the order between them can't
+    matter, and norm first and position later is the same record as both at once.
     """
 
     base_model_type: str
     norm: tuple[Part, ...] = ()
     pos: tuple[Part, ...] = ()
+    mlp: tuple[Part, ...] = ()
 
     def has(self, kind: str, part: Part) -> bool:
         """Whether the newest part of this kind is the same request."""

@@ -104,4 +104,5 @@ class Registry(Mapping[str, T], Generic[T]):
 
 NORMS: Registry[type] = Registry("norm")
 POSITIONS: Registry[type] = Registry("position")
+MLPS: Registry[type] = Registry("mlp")
 ARCHITECTURES: Registry = Registry("architecture")

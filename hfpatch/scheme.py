@@ -1,4 +1,4 @@
-"""What norm and position schemes share: a frozen dataclass whose fields are its options and its JSON."""
+"""What norm, position and MLP schemes share: a frozen dataclass whose fields are its options and its JSON."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ class Scheme:
     def to_json(self) -> dict[str, Any]:
         """`{"name": ..., option: value, ...}` with every option, so that a later change of defaults changes nothing."""
         return {"name": self.name, **asdict(self)}
+
+    def settled(self: S, init: str) -> S:
+        """The scheme with every option that hangs on how new parameters start; what a checkpoint records."""
+        return self
 
     @classmethod
     def from_json(cls: type[S], record: Any) -> S:

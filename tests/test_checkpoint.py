@@ -536,7 +536,7 @@ def part(**changes: Any) -> dict[str, Any]:
 
 
 def record(**changes: Any) -> Any:
-    good = {"version": 1, "base_model_type": "gpt2", "norm": [part()], "pos": []}
+    good = {"version": 1, "base_model_type": "gpt2", "norm": [part()], "pos": [], "mlp": []}
     return {key: value for key, value in (good | changes).items() if value is not ...}
 
 
@@ -557,7 +557,10 @@ MALFORMED: dict[str, Any] = {
     "base empty": record(base_model_type=""),
     "base unknown": record(base_model_type="no_such_family"),
     "base itself": record(base_model_type="hfpatch"),
-    "unknown entry": record(mlp=[]),
+    "unknown entry": record(placement=[]),
+    "mlp no list": record(mlp=part(scheme={"name": "swiglu"})),
+    "mlp unknown": record(mlp=[part(scheme={"name": "no_such_mlp"})]),
+    "mlp option outside": record(mlp=[part(scheme={"name": "swiglu", "ratio": 0})]),
     "norm no list": record(norm=part()),
     "norm null": record(norm=None),
     "norm too long": record(norm=[part()] * 101),
@@ -679,6 +682,8 @@ def test_an_unregistered_scheme_says_what_to_import(saved: Path, tmp_path: Path)
         record(norm=[part(only=["*.nowhere"])]),
         record(norm=[part(), part(scheme={"name": "dyt"}, only=["*.ln_7"])]),
         record(pos=[part(scheme={"name": "rope", "partial": 0.1}, modules=3)]),
+        record(mlp=[part(scheme={"name": "geglu", "ratio": 0.5}, modules=2)]),
+        record(mlp=[part(scheme={"name": "geglu", "ratio": 1.0}, modules=3)]),
         record(norm=[part(centred=[["nowhere", -1]], modules=6)]),
         record(norm=[part(centred=[["h.*.mlp", -1]], modules=6)]),
         record(norm=[part(left=["h.*.ln_1"])]),

@@ -81,6 +81,14 @@ def test_patch_writes_a_checkpoint_that_opens(checkpoint: Path, tmp_path: Path) 
     assert torch.equal(model.transformer.wte.weight, original.transformer.wte.weight)
 
 
+def test_mlps(checkpoint: Path, tmp_path: Path) -> None:
+    out = called("patch", str(checkpoint), str(tmp_path / "out"), "--mlp", "swiglu:d_ff=40", "--init", "reset")
+    assert "SwiGLU(32, 40)" in out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.transformer.h[0].mlp.c_fc.up.weight.shape == (32, 40)
+    assert "SwiGLU(768, 2048)" in called("plan", "config:gpt2", "--mlp", "swiglu", "--init", "reset")
+
+
 def test_patch_composes_with_an_earlier_patch(checkpoint: Path, tmp_path: Path) -> None:
     called("patch", str(checkpoint), str(tmp_path / "a"), "--norm", "rms")
     called("patch", str(tmp_path / "a"), str(tmp_path / "b"), "--pos", "rope")
@@ -105,6 +113,7 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
         (("plan", "config:t5", "--pos", "rope"), "relative biases"),
         (("plan", "config:ernie", "--pos", "rope"), "Nearest supported family, built alike"),
         (("plan", "config:llama", "--norm", "rms"), "is rms already"),
+        (("plan", "config:llama", "--mlp", "swiglu"), "is gated already"),
         (("plan", "config:gpt2"), "nothing was asked for"),
         (("plan", "config:gpt2", "--norm", "rms", "--only", "*.ln_9"), "matches none of the"),
         (("plan", "config:gpt2", "--norm", "rms", "--head", "AutoModelForX"), "no Auto class 'AutoModelForX'"),

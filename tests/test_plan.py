@@ -51,7 +51,14 @@ def busy(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 @pytest.mark.parametrize(
-    "request_", [{"norm": "dyt"}, {"pos": "rope"}, {"norm": "rms", "pos": "nope", "init": "reset"}]
+    "request_",
+    [
+        {"norm": "dyt"},
+        {"pos": "rope"},
+        {"norm": "rms", "pos": "nope", "init": "reset"},
+        {"mlp": "swiglu"},
+        {"mlp": "geglu", "init": "reset"},
+    ],
 )
 def test_a_plan_touches_nothing(family: str, request_: dict[str, str]) -> None:
     model = tiny(family)
@@ -68,7 +75,13 @@ def test_a_plan_on_a_patched_model_touches_nothing() -> None:
     model = patch(tiny("gpt2"), norm="dyt", pos="rope", reversible=True)
     optimizer = busy(model)
     before = fingerprint(model, optimizer)
-    for request in ({"norm": "rms"}, {"pos": "nope"}, {"norm": "dyt", "pos": "rope"}, {"pos": RoPE(theta=77.0)}):
+    for request in (
+        {"norm": "rms"},
+        {"pos": "nope"},
+        {"norm": "dyt", "pos": "rope"},
+        {"pos": RoPE(theta=77.0)},
+        {"mlp": "swiglu"},
+    ):
         str(plan_patch(model, **request))
     assert not changes(before, fingerprint(model, optimizer))
 
@@ -77,7 +90,7 @@ def test_a_plan_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = GPT2Model(tiny_config("gpt2"))
     before = fingerprint(model)
-    assert not plan_patch(model, norm="dyt", pos="rope").empty
+    assert not plan_patch(model, norm="dyt", pos="rope", mlp="swiglu").empty
     assert not changes(before, fingerprint(model))
 
 
@@ -159,6 +172,24 @@ def test_the_table_says_what_is_kept_and_why() -> None:
     assert "exact" in str(exact)
     assert "approximate" not in str(exact)
     assert exact.losses() == []
+
+
+def test_the_table_of_mlps() -> None:
+    model = tiny("gpt2", "AutoModelForCausalLM")
+    lines = table(plan_patch(model, mlp="swiglu", keep="*.h.1.*"))
+    assert lines[2].split(" | ")[:4] == [
+        "transformer.h.0.mlp.c_fc",
+        "MLP(32, 128), NewGELUActivation",
+        "SwiGLU(32, 128)",
+        "approximate",
+    ]
+    assert lines[2].endswith("SiLU(1.712 x) / 1.712 stands for NewGELUActivation(x), off by at most 0.0197")
+    assert lines[3].split(" | ")[-2:] == ["(kept)", "keep"]
+    assert "exact" in table(plan_patch(model, mlp="geglu"))[2]
+    assert (
+        "GeGLU(32, 88) | approximate | parameters start afresh"
+        in table(plan_patch(model, mlp="geglu", init="reset"))[2]
+    )
 
 
 def test_two_requests_make_one_table() -> None:
@@ -344,7 +375,7 @@ def test_albert_has_one_row_for_its_repeated_layer() -> None:
 
 
 def test_nothing_asked() -> None:
-    with pytest.raises(OptionError, match="nothing was asked for: pass norm=, pos= or both, such as norm='rms'"):
+    with pytest.raises(OptionError, match="nothing was asked for: pass norm=, pos= or mlp=, such as norm='rms'"):
         plan_patch(tiny("gpt2"))
 
 
@@ -569,6 +600,8 @@ def test_every_error_leaves_the_model_alone() -> None:
         {"norm": "rms", "pos": RoPE(partial=0.1)},  # the norm alone would be fine
         {"norm": DyT(), "init": "exact"},
         {"norm": "rms", "init": "other"},
+        {"mlp": "swiglu", "init": "exact"},
+        {"norm": "rms", "mlp": "swiglu:d_ff=8"},
         {"norm": "rms", "keep": ["*"]},
     ]
     for request in requests:

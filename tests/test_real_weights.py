@@ -75,6 +75,17 @@ def test_how_near_the_closed_forms_are() -> None:
     assert cosine["dyt"] < 0.5
 
 
+def test_gated_mlps_start_as_the_trained_ones(tmp_path: Path) -> None:
+    original = embed(load())
+    assert torch.equal(embed(patch(load(), mlp="geglu", init="exact")), original)
+    model = patch(load(), mlp="swiglu")
+    patched = embed(model)
+    assert 0.99 < (patched * original).sum(-1).min() < 0.9999
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(embed(load(tmp_path)), patched, rtol=0, atol=1e-6)
+    assert (embed(patch(load(), mlp="reglu")) * original).sum(-1).mean() < 0.9  # control
+
+
 def test_rope_reads_past_the_removed_tables_length() -> None:
     text = " ".join(SENTENCES * 10)
     assert 1024 < len(tokenizer()(text)["input_ids"]) < 1300

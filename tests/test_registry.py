@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hfpatch import (
     ARCHITECTURES,
+    MLPS,
     NORMS,
     POSITIONS,
     RMS,
@@ -35,6 +36,7 @@ from hfpatch import (
 def test_what_ships_is_registered() -> None:
     assert {"rms", "dyt", "derf", "layer"} <= set(NORMS)
     assert {"rope", "nope"} <= set(POSITIONS)
+    assert {"swiglu", "geglu", "reglu"} <= set(MLPS)
     assert {"gpt2", "bert", "roberta", "distilbert", "bart", "opt", "gpt_neo", "vit", "whisper"} <= set(ARCHITECTURES)
 
 

@@ -1,0 +1,334 @@
+"""MLPs are found by what runs, whatever holds them; what can't be replaced is told with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from tiny_models import changes, fingerprint, tiny
+from torch import Tensor, nn
+from transformers import AutoModel
+from transformers.pytorch_utils import Conv1D
+
+from hfpatch import GeGLU, NothingToPatchError, UnsupportedError, WrappedModelError, patch_model, plan_patch
+from hfpatch.mlps import GatedActivation, GatedLinear, MLPSite, find_mlps
+from hfpatch.mlps.flow import bare_copy, is_activation
+
+
+class Host(nn.Module):
+    """Projections 8 -> 24 -> 8, and 8 -> 24 once more, with an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other, self.last = nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(24, 8)
+        self.act, self.dropout, self.norm = nn.GELU(), nn.Dropout(0.5), nn.LayerNorm(24)
+
+
+class Plain(Host):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.dropout(self.act(self.first(x))))
+
+
+class Residual(Host):
+    """As a layer has it, with more arguments and something else before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x: Tensor, mask: Tensor, *, cache: Any) -> tuple[Tensor, Any]:
+        attended, _ = self.attention(x, missing=mask)
+        x = x + attended
+        return x + self.last(self.act(self.first(x)).reshape(-1, 24)).view(x.shape), cache
+
+
+class Gated(Host):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.first(x)) * self.other(x))
+
+
+class Fused(Host):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.first(x).chunk(2, -1)
+        return self.last(self.act(gate) * up)
+
+
+class Between(Host):
+    """A norm between the projection and the activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.norm(self.first(x))))
+
+
+class Convolved(Host):
+    """A module between the two that wants more than it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between = nn.Sequential(nn.Conv2d(24, 24, 1))
+
+    def forward(self, x: Tensor, height: int) -> Tensor:
+        return self.last(self.act(self.between(self.first(x), height)))
+
+
+class Dropped(Host):
+    """Dropout before the activation: nothing in eval mode, but a pair can't pass it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.dropout(self.first(x))))
+
+
+class Twice(Host):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.first(x))) + self.act(x)
+
+
+class Bypassed(Host):
+    """The first projection's weight is used without calling it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(F.linear(x, self.first.weight)))
+
+
+class Reused(Host):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.first(x)) + self.first(x))
+
+
+class Function(Host):
+    """An activation that is written in the forward can't be replaced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.gelu(self.first(x)))
+
+
+class Projector(Host):
+    """To another width: not an MLP of the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(24, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.first(x)))
+
+
+def sites(host: nn.Module) -> list[MLPSite]:
+    return find_mlps(nn.ModuleDict({"layer": host}))
+
+
+@pytest.mark.parametrize("host", [Plain, Residual])
+def test_what_is_an_mlp(host: type[Host]) -> None:
+    module = host()
+    (site,) = sites(module)
+    assert (site.name, site.owner, site.sizes, site.reason) == ("layer.first", "layer", (8, 24), None)
+    assert getattr(*site.first) is module.first
+    assert site.act is module.act
+    assert getattr(*site.last) is module.last
+    assert site.direct
+
+
+@pytest.mark.parametrize("host", [Gated, Fused])
+def test_what_is_gated_already(host: type[Host]) -> None:
+    (site,) = sites(host())
+    assert site.reason == "is gated already"
+
+
+def test_what_no_pair_can_pass() -> None:
+    (site,) = sites(Dropped())
+    assert site.reason == "something else happens between its projection and its activation"
+
+
+@pytest.mark.parametrize("host", [Between, Convolved, Twice, Bypassed, Reused, Function, Projector])
+def test_what_is_none(host: type[Host]) -> None:
+    assert sites(host()) == []
+
+
+def test_a_transposed_projection_counts() -> None:
+    host = Plain()
+    host.first, host.last = Conv1D(24, 8), Conv1D(8, 24)
+    assert [site.sizes for site in sites(host)] == [(8, 24)]
+
+
+def test_running_leaves_no_trace() -> None:
+    for family in ("gpt2", "bert", "opt", "bart"):
+        model = tiny(family)
+        for module in model.modules():
+            module.register_forward_hook(lambda *args: pytest.fail("a user's hook ran"))
+        before = fingerprint(model)
+        assert find_mlps(model)
+        assert not changes(before, fingerprint(model))
+
+
+def test_a_pair_that_meets_anything_else_is_an_error() -> None:
+    """What a run didn't show (a branch that wasn't taken, say) fails at once instead of computing something else."""
+    host = Between()
+    host.first = GatedLinear("geglu", host.first, host.other)  # type: ignore[assignment]
+    host.act = GatedActivation(nn.GELU(), nn.GELU())  # type: ignore[assignment]
+    with pytest.raises((TypeError, AttributeError)):
+        host(torch.zeros(1, 3, 8))
+    assert Plain.forward(host, torch.zeros(1, 3, 8)).shape == (1, 3, 8)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (nn.GELU(), True),
+        (nn.ReLU(inplace=True), True),
+        (F.silu, True),
+        (torch.tanh, True),
+        (nn.Identity(), False),
+        (nn.Dropout(0.0), False),
+        (nn.Softmax(-1), False),
+        (nn.Flatten(), False),
+        (nn.GLU(), False),
+        (lambda x: x - x.mean(), False),
+        (lambda x, y: x, False),
+        (lambda x: "no tensor", False),
+    ],
+)
+def test_activations(function: Any, expected: bool) -> None:
+    assert is_activation(function) == expected
+
+
+def test_a_bare_copy_has_containers_of_its_own() -> None:
+    linear = nn.Linear(2, 3)
+    linear.register_forward_hook(lambda *args: pytest.fail("a hook ran"))
+    twin = bare_copy(linear)
+    assert twin.weight is linear.weight
+    twin(torch.zeros(1, 2))
+    twin.bias = None
+    assert linear.bias is not None
+
+
+def test_what_is_found_hangs_on_no_default() -> None:
+    """A model is built on the meta device and in its checkpoint's dtype when it is loaded."""
+    model = tiny("opt")
+    expected = [site.name for site in find_mlps(model)]
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            assert [site.name for site in find_mlps(model)] == expected
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [site.name for site in find_mlps(model.bfloat16())] == expected
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# Models
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_gated_models_are_kept_with_the_reason(family: str) -> None:
+    with pytest.raises(NothingToPatchError, match=r"mlp='swiglu' has nothing to change; all 2 .* \(is gated already\)"):
+        plan_patch(tiny(family), mlp="swiglu")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_mixtures_are_kept_with_the_reason(family: str) -> None:
+    with pytest.raises(NothingToPatchError, match=r"kept \(a mixture of routed experts"):
+        plan_patch(zoo.tiny(family)[0], mlp="swiglu")
+
+
+def test_experts_that_are_modules_are_kept_with_the_reason() -> None:
+    config = zoo.tiny_config("nllb-moe")
+    config.encoder_sparse_step = config.decoder_sparse_step = 2
+    plan = plan_patch(AutoModel.from_config(config), mlp="reglu")
+    experts = {row.reason for row in plan.rows if ".experts." in row.module}
+    assert experts == {"expert of a mixture, which routes between MLPs"}
+    dense = [row.becomes for row in plan.rows if ".experts." not in row.module]
+    assert dense == ["ReGLU(64, 128)"] * 2
+
+
+def test_models_without_mlps() -> None:
+    with pytest.raises(NothingToPatchError, match="has no MLP that can be seen through"):
+        plan_patch(zoo.tiny("resnet")[0], mlp="swiglu")
+
+
+def test_shared_weights_are_kept_with_the_reason() -> None:
+    model = tiny("gpt2")
+    model.h[1].mlp.c_fc.weight = model.h[0].mlp.c_fc.weight
+    with pytest.raises(NothingToPatchError, match="its weights are shared with another module"):
+        plan_patch(model, mlp="geglu")
+
+
+def test_heads_are_kept_unless_named() -> None:
+    class Headed(type(tiny("gpt2", "AutoModelForCausalLM"))):  # type: ignore[misc]
+        pass
+
+    model = tiny("gpt2", "AutoModelForCausalLM")
+    model.head = Plain()
+    rows = {row.module: row for row in plan_patch(model, mlp="geglu").rows}
+    assert rows["head.first"].reason == "MLP of a head: name it in only= to change it"
+    assert [row.module for row in plan_patch(model, mlp="geglu", only=["head.*"]).rows if row.becomes] == ["head.first"]
+    assert len([row for row in plan_patch(model, mlp="geglu", only=["*"]).rows if row.becomes]) == 2
+
+
+def test_globs_name_projections_or_what_holds_them() -> None:
+    for glob in ("h.0.mlp", "transformer.h.0.*", "*.0.mlp.c_fc"):
+        plan = plan_patch(tiny("gpt2"), mlp="geglu", only=[glob])
+        assert [row.module for row in plan.rows if row.becomes] == ["h.0.mlp.c_fc"]
+        plan = plan_patch(tiny("gpt2"), mlp="geglu", keep=[glob])
+        assert [row.module for row in plan.rows if row.becomes] == ["h.1.mlp.c_fc"]
+
+
+# What is refused
+
+
+def test_an_activation_that_is_too_far() -> None:
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp\.up_proj: mlp='swiglu' can't start .* init='reset'"):
+        plan_patch(tiny("nemotron"), mlp="swiglu")
+    assert not plan_patch(tiny("nemotron"), mlp="swiglu", init="reset").empty
+    assert not plan_patch(tiny("nemotron", hidden_act="gelu"), mlp="swiglu").empty
+
+
+def test_an_activation_that_is_no_number_somewhere() -> None:
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + 5).sqrt()
+
+    model = tiny("gpt2")
+    model.h[1].mlp.act = Root()
+    with pytest.raises(UnsupportedError, match=r"h\.1\.mlp\.c_fc: .* whose activation Root is nowhere near"):
+        plan_patch(model, mlp="swiglu")
+
+
+@pytest.mark.parametrize(("family", "mlp"), [("gpt2", "swiglu"), ("opt", "geglu"), ("bert", "reglu")])
+def test_exact_is_exact(family: str, mlp: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"mlp={mlp!r} isn't exact here: .* off by at most 0\.\d+\. Use init="):
+        plan_patch(tiny(family), mlp=mlp, init="exact")
+    assert not plan_patch(tiny(family), mlp={"opt": "reglu"}.get(family, "geglu"), init="exact").empty
+
+
+@pytest.mark.parametrize("mlp", ["geglu:d_ff=64", "geglu:ratio=0.5", "geglu:bias=false"])
+def test_a_start_that_keeps_the_function_needs_its_size(mlp: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"needs all of its 128 hidden channels and a bias, not .* init='reset'"):
+        plan_patch(tiny("gpt2"), mlp=mlp)
+    assert not plan_patch(tiny("gpt2"), mlp=GeGLU(d_ff=128)).empty
+
+
+def test_something_as_wide_behind_the_activation() -> None:
+    model = zoo.tiny("kosmos_2_text_model")[0]  # has a norm there
+    with pytest.raises(UnsupportedError, match=r"ffn_layernorm stands behind the activation.*Use ratio=1"):
+        plan_patch(model, mlp="geglu", init="reset")
+    assert not plan_patch(model, mlp="geglu:ratio=1", init="reset").empty
+    assert not plan_patch(model, mlp="geglu").empty
+
+
+@pytest.mark.parametrize("name", ["c_fc", "act"])
+def test_a_forward_of_its_own(name: str) -> None:
+    model = tiny("gpt2")
+    module = getattr(model.h[1].mlp, name)
+    module.forward = module.forward
+    with pytest.raises(WrappedModelError, match=r"h\.1\.mlp\.c_fc carries a forward"):
+        patch_model(model, mlp="geglu")

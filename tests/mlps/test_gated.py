@@ -1,0 +1,118 @@
+"""The schemes by themselves: options, widths, and how near one activation is to another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
+
+from hfpatch import MLP, MLPS, GeGLU, OptionError, PatchError, ReGLU, SwiGLU, UnknownNameError
+from hfpatch.mlps import GatedActivation, GatedLinear
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "reglu"])
+def test_json_there_and_back(name: str) -> None:
+    scheme = MLP.resolve(f"{name}:d_ff=2048,bias=false")
+    assert scheme is not None
+    assert scheme.to_json() == {"name": name, "d_ff": 2048, "ratio": None, "bias": False}
+    assert MLP.from_json(scheme.to_json()) == scheme
+    assert MLP.from_json(MLPS[name]().settled("reset").to_json()) == MLPS[name](ratio=2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("swiglu:d_ff=0", r"SwiGLU: d_ff must be a number in \(0, inf\), not 0"),
+        ("swiglu:d_ff=10.5", r"d_ff must be a whole number of channels, not 10\.5"),
+        ("swiglu:d_ff=true", "d_ff must be a number"),
+        ("geglu:ratio=-1", "GeGLU: ratio must be a number"),
+        ("geglu:ratio=0.5,d_ff=8", "give d_ff or ratio, not both"),
+        ("reglu:bias=1", "ReGLU: bias must be True, False or None, not 1"),
+        ("reglu:beta=1", r"mlp 'reglu' has no option 'beta'\. Options: d_ff, ratio, bias"),
+    ],
+)
+def test_options_outside_their_domain(text: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        MLP.resolve(text)
+
+
+def test_names() -> None:
+    with pytest.raises(UnknownNameError, match=r"no mlp called 'swiglue'\. Did you mean 'swiglu'\? Registered: geglu"):
+        MLP.resolve("swiglue")
+    with pytest.raises(PatchError, match=r"must be a subclass of hfpatch\.MLP"):
+        MLPS.register("nothing")(int)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "init", "width"),
+    [
+        (SwiGLU(), "auto", 3072),
+        (SwiGLU(), "exact", 3072),
+        (SwiGLU(), "copy", 3072),
+        (SwiGLU(), "reset", 2048),
+        (SwiGLU(ratio=0.5), "reset", 1536),
+        (SwiGLU(ratio=0.3333), "reset", 1024),
+        (SwiGLU(ratio=1.0), "reset", 3072),
+        (SwiGLU(d_ff=7), "reset", 7),
+    ],
+)
+def test_widths(scheme: MLP, init: str, width: int) -> None:
+    assert scheme.settled(init).width(3072) == width
+    assert scheme.settled(init).settled(init) == scheme.settled(init)
+
+
+def test_two_thirds_are_rounded_up_to_eight() -> None:
+    for d_ff in range(1, 500):
+        width = GeGLU().settled("reset").width(d_ff)
+        assert width % 8 == 0
+        assert 2 * d_ff <= 3 * width < 2 * d_ff + 24
+
+
+@pytest.mark.parametrize(
+    ("scheme", "activation", "scale", "error"),
+    [
+        (SwiGLU(), "silu", 1.0, 0.0),
+        (SwiGLU(), "quick_gelu", 1.702, 0.0),
+        (SwiGLU(), "gelu", 1.712, 0.0194),
+        (SwiGLU(), "gelu_new", 1.712, 0.0197),
+        (SwiGLU(), "gelu_pytorch_tanh", 1.712, 0.0197),
+        (SwiGLU(), "relu", 1.712, 0.1627),
+        (GeGLU(), "gelu", 1.0, 0.0),
+        (GeGLU(), "gelu_new", 1.0, 0.0),
+        (GeGLU(), "gelu_fast", 1.0, 0.0),
+        (GeGLU(), "quick_gelu", 1.0, 0.0203),
+        (GeGLU(), "relu", 1.712, 0.0993),
+        (ReGLU(), "relu", 1.0, 0.0),
+        (ReGLU(), "gelu", 1.0, 0.17),
+        (SwiGLU(), "relu2", 1.0, 380),
+    ],
+)
+def test_starts(scheme: MLP, activation: str, scale: float, error: float) -> None:
+    start = scheme.start(ACT2FN[activation])
+    assert start.scale == scale or error > 1
+    assert start.error == pytest.approx(error, rel=0.01, abs=1e-12)
+    assert start.exact == (error == 0)
+
+
+def test_the_scale_of_gelu_is_its_least_squares_fit() -> None:
+    x = torch.linspace(-9, 9, 9001, dtype=torch.float64)
+    weight = torch.exp(-(x**2) / 2)
+
+    def loss(k: float) -> float:
+        return float((weight * (F.silu(k * x) / k - F.gelu(x)) ** 2).sum())
+
+    best = min((1.6 + i / 1000 for i in range(200)), key=loss)
+    assert best == pytest.approx(1.712, abs=1.5e-3)
+
+
+@pytest.mark.parametrize("scheme", [SwiGLU(), GeGLU(), ReGLU()])
+def test_the_formula(scheme: Any) -> None:
+    act = {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu}[scheme.name]
+    gate, up, x = nn.Linear(4, 6), nn.Linear(4, 6), torch.randn(2, 3, 4)
+    middle = GatedActivation(scheme.activation(nn.Tanh()), nn.Tanh())
+    torch.testing.assert_close(middle(GatedLinear(scheme.name, gate, up)(x)), act(gate(x)) * up(x))
+    torch.testing.assert_close(middle(x), x.tanh())  # what is no pair goes to the activation that was there

@@ -1,0 +1,604 @@
+"""The contract of every MLP scheme on many families. Each check has a control: on something that was broken on purpose
+it must fail."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from tiny_models import (
+    CONFIGS,
+    changes,
+    difference,
+    fingerprint,
+    inputs,
+    load,
+    outputs,
+    patch,
+    registered,
+    reload,
+    tiny,
+)
+from torch import Tensor, nn
+
+from hfpatch import MLP, MLPS, PatchError, SwiGLU, plan_patch, unpatch_model
+from hfpatch.checkpoint import patched_model_class
+from hfpatch.edits import Edits
+from hfpatch.mlps import GatedActivation, GatedLinear, find_mlps
+from hfpatch.mlps.scheme import SCALES
+
+# family -> (head, the activation's kind)
+FAMILIES = {
+    "gpt2": ("AutoModelForCausalLM", "gelu"),
+    "bert": ("AutoModelForMaskedLM", "gelu"),
+    "opt": ("AutoModelForCausalLM", "relu"),
+    "vit": ("AutoModelForImageClassification", "gelu"),
+    "roberta": ("AutoModelForMaskedLM", "gelu"),
+    "bart": ("AutoModelForSeq2SeqLM", "gelu"),
+    "whisper": ("AutoModel", "gelu"),
+    "distilbert": ("AutoModel", "gelu"),
+    "albert": ("AutoModel", "gelu"),
+    "t5": ("AutoModel", "relu"),
+    # of tests/zoo.py
+    "clip": (None, "quick_gelu"),
+    "gptj": (None, "gelu"),
+    "timesformer": (None, "gelu"),
+    "wav2vec2": (None, "gelu"),
+    "falcon": (None, "gelu"),
+}
+SIX = ("gpt2", "bert", "opt", "vit", "roberta", "bart")
+EXACT = {("geglu", "gelu"), ("swiglu", "quick_gelu"), ("reglu", "relu")}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+every_scheme = pytest.mark.parametrize("scheme", list(MLPS))
+six = pytest.mark.parametrize("family", SIX)
+
+
+@cache
+def _made(family: str) -> tuple[Any, dict[str, Any]]:
+    if family in CONFIGS:
+        model: Any = tiny(family, FAMILIES[family][0] or "AutoModel")
+        return model, inputs(model)
+    return zoo.tiny(family)
+
+
+def make(family: str, dtype: torch.dtype = torch.float64) -> tuple[Any, dict[str, Any]]:
+    """A tiny model of wide spread, and inputs of its dtype."""
+    model, given = _made(family)
+    cast = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
+    return copy.deepcopy(model).to(dtype), cast
+
+
+def answer(model: nn.Module, given: dict[str, Any]) -> Tensor:
+    """The first tensor that a model returns, in float64."""
+    with torch.no_grad():
+        result = model(**given)
+    return next(value for value in result.values() if isinstance(value, Tensor) and value.is_floating_point()).double()
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def gated(model: nn.Module) -> list[GatedLinear]:
+    return [module for module in model.modules() if isinstance(module, GatedLinear)]
+
+
+def patched(family: str, dtype: torch.dtype = torch.float64, **request: Any) -> tuple[Any, dict[str, Any]]:
+    model, given = make(family, dtype)
+    return patch(model, **request), given
+
+
+# --- the start --------------------------------------------------------------------------------------------------
+
+
+@every_family
+@every_scheme
+def test_the_start_is_what_the_plan_says(family: str, scheme: str) -> None:
+    model, given = make(family)
+    before = answer(model, given)
+    plan = plan_patch(model, mlp=scheme)
+    exact = (scheme, FAMILIES[family][1]) in EXACT
+    assert all((row.loss is None) == exact for row in plan.rows if row.becomes)
+    patch(model, mlp=scheme)
+    assert len(gated(model)) == sum(row.becomes is not None for row in plan.rows) > 0
+    assert not any(isinstance(module, GatedLinear) for name, module in model.named_modules() if "head" in name)
+    error = relative(answer(model, given), before)
+    assert error <= 1e-12 if exact else error > 1e-6
+
+
+def first_activation(model: nn.Module, given: dict[str, Any]) -> Tensor:
+    """What the first of a model's activations gives."""
+    seen: list[Tensor] = []
+    ours = [module for module in model.modules() if isinstance(module, GatedActivation)]
+    act: Any = ours[0] if ours else find_mlps(model)[0].act
+    hook = act.register_forward_hook(lambda module, args, output: seen.append(output))
+    answer(model, given)
+    hook.remove()
+    return seen[0]
+
+
+def activation_error(family: str, scheme: str) -> float:
+    model, given = make(family)
+    before = first_activation(model, given)
+    return float((first_activation(patch(model, mlp=scheme), given) - before).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        *((family, "swiglu") for family in FAMILIES),
+        *((f, s) for f in ("gpt2", "opt", "clip") for s in ("geglu", "reglu")),
+    ],
+)
+def test_each_activation_is_as_near_as_the_plan_says(family: str, scheme: str) -> None:
+    model, _ = make(family)
+    site = find_mlps(model)[0]
+    start = MLPS[scheme]().start(site.act)
+    assert activation_error(family, scheme) <= start.error + 1e-6  # between the points where it was measured
+    if scheme == "swiglu" and FAMILIES[family][1] == "gelu":
+        assert 0.015 < start.error <= 0.0203
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "clip"])
+def test_control_the_scale(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """silu(x) for gelu(x), as a gate of W1 and an up bias of 1 would have it."""
+    monkeypatch.setattr("hfpatch.mlps.scheme.SCALES", SCALES[:1])
+    assert activation_error(family, "swiglu") > 0.1
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_control_the_up_bias(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "hfpatch.swap_mlps.torch.full", lambda size, value, **options: torch.ones(size, **options) * 0.9
+    )
+    model, given = make(family)
+    before = answer(model, given)
+    assert relative(answer(patch(model, mlp="geglu" if family == "gpt2" else "reglu"), given), before) > 1e-3
+
+
+# --- active and trainable ---------------------------------------------------------------------------------------
+
+
+@every_family
+@every_scheme
+def test_every_part_is_active_and_trained(family: str, scheme: str) -> None:
+    model, given = patched(family, mlp=scheme)
+    site = find_mlps(model)[0]
+    before = answer(model, given)
+    for parameter in gated(model)[0].parameters():
+        kept = parameter.detach().clone()
+        with torch.no_grad():
+            parameter += torch.linspace(0.1, 0.6, parameter.numel(), dtype=parameter.dtype).view_as(parameter)
+        assert relative(answer(model, given), before) > 1e-6
+        with torch.no_grad():
+            parameter.copy_(kept)
+    assert relative(answer(model, given), before) == 0, "control: it is what was changed"
+    result = next(value for value in model(**given).values() if isinstance(value, Tensor) and value.requires_grad)
+    result.square().sum().backward()
+    for linear in gated(model):
+        assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in linear.parameters())
+    assert site.kind == scheme
+
+
+@six
+def test_training_moves_the_up_projection_away_from_zero(family: str) -> None:
+    model, given = patched(family, torch.float32, mlp="swiglu")
+    target = torch.randn(answer(model, given).shape, generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(6):
+        result = next(value for value in model(**given).values() if isinstance(value, Tensor) and value.requires_grad)
+        losses.append((result - target).square().mean())
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    assert all(linear.up.weight.abs().max() > 1e-3 for linear in gated(model))
+
+
+# --- fresh weights ----------------------------------------------------------------------------------------------
+
+
+@every_family
+def test_fresh_weights_have_two_thirds_of_the_channels(family: str) -> None:
+    model, given = make(family)
+    sites = [site for site in find_mlps(model) if site.reason is None]
+    old = sum(getattr(*site.first).weight.numel() + getattr(*site.last).weight.numel() for site in sites)
+    before = answer(model, given)
+    patch(model, mlp="swiglu", init="reset")
+    new = 0
+    for site, linear in zip(sites, gated(model), strict=True):
+        last, d_ff = getattr(*site.last), site.sizes[1]
+        width = linear.gate.weight.numel() // site.sizes[0]
+        assert width % 8 == 0
+        assert 0 <= width - 2 / 3 * d_ff < 8
+        assert linear.up.weight.shape == linear.gate.weight.shape
+        assert (linear.up.bias is None) == (linear.gate.bias is None)
+        new += sum(module.weight.numel() for module in (linear.gate, linear.up, last))
+        assert linear.gate.weight.std().item() == pytest.approx(linear.up.weight.std().item(), rel=0.2)
+        assert not torch.equal(linear.gate.weight, linear.up.weight)
+    assert new == pytest.approx(old, rel=0.26)  # 8 of few channels are many; see the next test
+    assert relative(answer(model, given), before) > 1e-3
+
+
+def test_two_thirds_of_real_sizes_is_an_equal_number_of_weights() -> None:
+    for d, d_ff in ((768, 3072), (1024, 4096), (2560, 10240), (1152, 4304)):
+        assert 3 * d * SwiGLU().settled("reset").width(d_ff) == pytest.approx(2 * d * d_ff, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "gate", "last"),
+    [
+        ("gpt2", {"n_embd": 128, "initializer_range": 0.3}, 0.3, 0.3 / 2),  # the last one by 1 / sqrt(2 n_layer)
+        ("bert", {"hidden_size": 128, "intermediate_size": 512, "initializer_range": 0.3}, 0.3, 0.3),
+        ("opt", {"hidden_size": 128, "ffn_dim": 512, "word_embed_proj_dim": 128, "initializer_range": 0.3}, 0.3, 0.3),
+        ("t5", {"d_model": 128, "d_ff": 512}, 128**-0.5, 512**-0.5),
+    ],
+)
+def test_fresh_weights_start_as_the_host_starts_its_own(family: str, options: Any, gate: float, last: float) -> None:
+    model = tiny(family, **options)
+    sites = find_mlps(model)
+    norms = {name: p.clone() for name, p in model.named_parameters() if "norm" in name.lower() or "attn" in name}
+    patch(model, mlp="swiglu", init="reset")
+    for site, linear in zip(sites, gated(model), strict=True):
+        assert linear.gate.weight.std().item() == pytest.approx(gate, rel=0.05)
+        assert linear.up.weight.std().item() == pytest.approx(gate, rel=0.05)
+        assert getattr(*site.last).weight.std().item() == pytest.approx(last, rel=0.05)
+        assert linear.up.bias is None or linear.up.bias.abs().max() == 0
+    assert all(torch.equal(p, norms[name]) for name, p in model.named_parameters() if name in norms)
+
+
+@pytest.mark.parametrize("init", ["auto", "reset"])
+def test_init_weights_leaves_patched_mlps_alone(init: str) -> None:
+    model = patch(tiny("gpt2"), mlp="geglu", init=init)
+    before = {name: p.clone() for name, p in model.named_parameters() if ".mlp.c_fc" in name}
+    assert len(before) == 8
+    model.init_weights()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
+
+
+@pytest.mark.parametrize("scheme", ["swiglu:d_ff=40", "swiglu:ratio=0.5", "swiglu:bias=false", "geglu:d_ff=3"])
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_options_of_fresh_weights(family: str, scheme: str, tmp_path: Path) -> None:
+    model, given = make(family, torch.float32)
+    site = find_mlps(model)[0]
+    patch(model, mlp=scheme, init="reset")
+    linear, last = gated(model)[0], getattr(*site.last)
+    d_ff = {"gpt2": 128, "bert": 48}[family]
+    width = {"40": 40, "0.5": d_ff // 2, "false": {128: 88, 48: 32}[d_ff], "3": 3}[scheme.partition("=")[2]]
+    assert linear.up.weight.numel() == linear.gate.weight.numel() == last.weight.numel() == 32 * width
+    for module in (linear.up, linear.gate, last):
+        assert (module.bias is None) == ("false" in scheme)
+    model.save_pretrained(tmp_path)
+    again = patched_model_class(type(make(family)[0])).from_pretrained(tmp_path).eval()
+    assert torch.equal(answer(again, given), answer(model, given))
+
+
+# --- checkpoints and copies -------------------------------------------------------------------------------------
+
+
+@every_family
+@pytest.mark.parametrize(("scheme", "init"), [("swiglu", "auto"), ("geglu", "reset")])
+def test_save_and_load(family: str, scheme: str, init: str, tmp_path: Path) -> None:
+    model, given = patched(family, torch.float32, mlp=scheme, init=init)
+    model.save_pretrained(tmp_path)
+    loaded = patched_model_class(type(make(family)[0])).from_pretrained(tmp_path).eval()
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    for parameter in loaded.parameters():
+        parameter.data = parameter.data.clone()  # mapped from a file it may lie unaligned
+    assert torch.equal(answer(loaded, given), answer(model, given))
+    if family != "t5":  # whose halves hold copies of the config, the record included
+        assert plan_patch(loaded, mlp=scheme, init=init).empty
+
+
+@pytest.mark.parametrize(("family", "init"), [("gpt2", "reset"), ("opt", "auto")])
+def test_loading_options(family: str, init: str, tmp_path: Path) -> None:
+    model = patch(tiny(family), mlp="swiglu", init=init)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    for options in ({}, {"device_map": "cpu"}, {"device_map": "auto"}, {"low_cpu_mem_usage": True}):
+        assert difference(load(tmp_path, **options), model) == 0
+    for dtype in (torch.bfloat16, torch.float64):
+        again = load(tmp_path, dtype=dtype)
+        assert {parameter.dtype for parameter in again.parameters()} == {dtype}
+        assert difference(again, copy.deepcopy(model).to(dtype), **inputs(model)) == 0
+
+
+def test_keys_are_not_the_hosts() -> None:
+    """A load that knew nothing of the patch would find nothing to fill the first projections with."""
+    old, new = (set(model.state_dict()) for model in (tiny("gpt2"), patch(tiny("gpt2"), mlp="geglu")))
+    assert old - new == {f"h.{i}.mlp.c_fc.{name}" for i in (0, 1) for name in ("weight", "bias")}
+    assert new - old == {
+        f"h.{i}.mlp.c_fc.{part}.{name}" for i in (0, 1) for part in ("gate", "up") for name in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize("init", ["auto", "reset"])
+def test_from_config_builds_a_patched_model(init: str) -> None:
+    model = patch(tiny("gpt2", n_embd=64, initializer_range=0.3), mlp="swiglu", init=init)
+    fresh = type(tiny("gpt2"))._from_config(copy.deepcopy(model.config))  # as a class that knows no patch: control
+    assert not gated(fresh)
+    torch.manual_seed(0)
+    fresh = patched_model_class(type(fresh))._from_config(model.config).eval()
+    assert {k: v.shape for k, v in fresh.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
+    scale = 1.712 if init == "auto" else 1.0
+    assert fresh.h[1].mlp.c_fc.gate.weight.std().item() == pytest.approx(0.3 * scale, rel=0.05)
+    assert all(value.isfinite().all() for value in outputs(fresh))
+
+
+def test_the_base_loads_from_a_head_and_a_head_from_the_base(tmp_path: Path) -> None:
+    model = patch(tiny("bert", "AutoModelForMaskedLM"), mlp="swiglu", init="reset", only=["bert.encoder.layer.0.*"])
+    base = reload(model, tmp_path / "1")
+    assert len(gated(base)) == 1
+    given = inputs(base)
+    assert difference(outputs(base, **given)[:1], outputs(model.base_model, **given)[:1]) == 0
+    head = reload(base, tmp_path / "2", "AutoModelForMaskedLM")
+    assert difference(outputs(head.bert, **given)[:1], outputs(base, **given)[:1]) == 0
+
+
+class TanhGLU(MLP):
+    label = "TanhGLU"
+
+    def activation(self, replaced: Any) -> nn.Module:
+        return nn.Tanh()
+
+
+def test_a_scheme_of_ones_own(tmp_path: Path) -> None:
+    with registered(MLPS, "tanhglu", TanhGLU):
+        model = patch(tiny("gpt2"), mlp="tanhglu", init="reset")
+        assert type(model.h[0].mlp.act.act) is nn.Tanh
+        assert difference(model, reload(model, tmp_path)) == 0
+        with pytest.raises(PatchError, match=r"mlp='tanhglu' can't start as this MLP"):
+            plan_patch(tiny("gpt2"), mlp="tanhglu")
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": lambda model: torch.load(_saved(model), weights_only=False),
+}
+
+
+def _saved(model: nn.Module) -> io.BytesIO:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+@six
+@pytest.mark.parametrize("how", COPIES)
+def test_copies(family: str, how: str) -> None:
+    model, given = patched(family, mlp="swiglu")
+    expected, twin = answer(model, given), COPIES[how](model)
+    assert type(twin) is type(model)
+    assert torch.equal(answer(twin, given), expected)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(answer(model, given), expected), "the copy shares parameters with the original"
+    assert not torch.equal(answer(twin, given), expected), "control: the copy doesn't use its own parameters"
+
+
+# --- precision, compilation, adapters ---------------------------------------------------------------------------
+
+
+@six
+@pytest.mark.parametrize(("scheme", "init"), [("swiglu", "auto"), ("geglu", "reset"), ("reglu", "auto")])
+def test_bfloat16_runs(family: str, scheme: str, init: str) -> None:
+    model, given = patched(family, torch.float32, mlp=scheme, init=init)
+    expected = answer(model, given)
+    half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in given.items()}
+    out = answer(model.bfloat16(), half)
+    assert torch.nn.functional.cosine_similarity(out.flatten(), expected.flatten(), dim=0) > 0.98
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "opt"])
+def test_a_half_precision_model_keeps_its_dtype_and_its_function(family: str) -> None:
+    model, given = make(family, torch.bfloat16)
+    before = answer(model, given)
+    exact = "reglu" if family == "opt" else "geglu"
+    patch(model, mlp=exact)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(answer(model, given), before)
+
+
+@six
+def test_one_graph(family: str) -> None:
+    model, given = patched(family, torch.float32, mlp="swiglu", init="reset" if family in ("opt", "vit") else "auto")
+    given |= {"use_cache": False} if family == "bart" else {}  # a patched config is copied for its cache
+    expected = answer(model, given)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert relative(answer(compiled, given), expected) <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore")
+@six
+def test_lora_on_gate_and_up_merges_exactly(family: str) -> None:
+    peft = pytest.importorskip("peft")
+    model, given = patched(family, mlp="swiglu")
+    before = answer(model, given)
+    config = peft.LoraConfig(target_modules=["gate", "up"], init_lora_weights=False, fan_in_fan_out=family == "gpt2")
+    tuned = peft.get_peft_model(model, config).double().eval()
+    assert sum("lora_A" in name for name, _ in tuned.named_parameters()) == 2 * len(gated(model))
+    unmerged = answer(tuned, given)
+    assert relative(unmerged, before) > 1e-3, "the adapter does nothing"
+    assert relative(answer(tuned.merge_and_unload(), given), unmerged) <= 1e-9
+
+
+# --- together with the rest of a patch --------------------------------------------------------------------------
+
+
+@six
+def test_the_order_of_patches_is_irrelevant(family: str) -> None:
+    request = {"norm": "rms", "pos": "rope", "mlp": "swiglu"}
+    at_once, given = patched(family, **request)
+    for order in (("mlp", "norm", "pos"), ("norm", "mlp", "pos"), ("pos", "norm", "mlp")):
+        model, _ = make(family)
+        for kind in order:
+            patch(model, **{kind: request[kind]})
+        assert torch.equal(answer(model, given), answer(at_once, given))
+        assert model.config.hfpatch == at_once.config.hfpatch
+
+
+@six
+def test_all_three_save_and_load(family: str, tmp_path: Path) -> None:
+    model, given = patched(family, torch.float32, norm="dyt", pos="nope", mlp="geglu", init="reset")
+    model.save_pretrained(tmp_path)
+    loaded = patched_model_class(type(make(family)[0])).from_pretrained(tmp_path).eval()
+    for parameter in loaded.parameters():
+        parameter.data = parameter.data.clone()
+    assert torch.equal(answer(loaded, given), answer(model, given))
+
+
+@six
+@pytest.mark.parametrize("init", ["auto", "reset"])
+def test_unpatch_restores_every_object_and_bit(family: str, init: str) -> None:
+    model = tiny(family)
+    expected, before = outputs(model), fingerprint(model)
+    patch(model, mlp="swiglu", init=init, reversible=True)
+    assert changes(before, fingerprint(model))
+    twin = copy.deepcopy(model)
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
+    assert difference(outputs(unpatch_model(twin)), expected) == 0
+
+
+@six
+@pytest.mark.parametrize("init", ["auto", "reset"])
+@pytest.mark.parametrize("step", ["set_module", "set_parameter", "set_class"])
+def test_a_failure_restores_every_object_and_bit(
+    family: str, init: str, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(family)
+    before = fingerprint(model)
+    real, calls = getattr(Edits, step), []
+
+    def fail_late(self: Edits, *args: Any) -> None:
+        calls.append(args)
+        real(self, *args)
+        if len(calls) == (1 if step == "set_class" else 3):
+            raise MemoryError
+
+    monkeypatch.setattr(Edits, step, fail_late)
+    with pytest.raises(MemoryError):
+        patch(model, mlp="swiglu", init=init)
+    assert not changes(before, fingerprint(model))
+
+
+@six
+def test_the_same_request_twice_changes_nothing(family: str) -> None:
+    for init in ("auto", "reset"):
+        model = patch(tiny(family), mlp="swiglu", init=init)
+        before = fingerprint(model)
+        patch(model, mlp=SwiGLU(), init=init)
+        assert not changes(before, fingerprint(model))
+        with pytest.raises(PatchError, match="is swiglu already"):
+            patch(model, mlp="geglu", init=init)
+        assert not changes(before, fingerprint(model))
+
+
+@six
+@pytest.mark.parametrize(("scheme", "init"), [("swiglu", "auto"), ("geglu", "auto"), ("reglu", "reset")])
+def test_an_optimizer_follows_the_parameters(family: str, scheme: str, init: str) -> None:
+    """Weights stay with weights, biases with biases: only one of the groups decays."""
+    model, given = make(family, torch.float32)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
+    optimizer.step()
+    patch(model, mlp=scheme, init=init, optimizer=optimizer, reversible=True)
+    groups = [{id(p) for p in group["params"]} for group in optimizer.param_groups]
+    for parameter in model.parameters():
+        assert [id(parameter) in group for group in groups] == [parameter.dim() > 1, parameter.dim() <= 1]
+    assert len(groups[0]) + len(groups[1]) == len(list(model.parameters()))
+    held = {id(p) for p in model.parameters()}
+    assert all(id(p) in held for p in optimizer.state)
+    if scheme == "geglu" and family != "opt":
+        assert optimizer.state[gated(model)[0].gate.weight], "the gate is the old projection, with its state"
+    answer(model, given)
+    optimizer.step()
+    unpatch_model(model, optimizer=optimizer)
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
+
+
+def test_hooks_move_and_run_once() -> None:
+    model, calls = tiny("gpt2"), []
+    for name in ("c_fc", "act", "c_proj"):
+        getattr(model.h[0].mlp, name).register_forward_hook(lambda module, args, output: calls.append(type(module)))
+    patch(model, mlp="geglu", init="auto")
+    outputs(model)
+    assert [kind.__name__ for kind in calls] == ["GatedLinear", "GatedActivation", "Conv1D"]
+    calls.clear()
+    model = tiny("gpt2")
+    model.h[0].mlp.c_proj.register_forward_hook(lambda module, args, output: calls.append(module))
+    patch(model, mlp="geglu", init="reset")
+    outputs(model)
+    assert calls == [model.h[0].mlp.c_proj]
+
+
+def test_frozen_projections_stay_frozen() -> None:
+    for init in ("auto", "reset"):
+        model = tiny("bert")
+        model.encoder.layer[0].requires_grad_(False)
+        patch(model, mlp="swiglu", init=init)
+        assert not any(parameter.requires_grad for parameter in model.encoder.layer[0].parameters())
+        assert all(parameter.requires_grad for parameter in model.encoder.layer[1].parameters())
+
+
+def test_an_activation_that_is_a_function() -> None:
+    """Some hosts hold one (XLM its relu) rather than a module."""
+    model = tiny("bert")
+    for layer in model.encoder.layer:
+        del layer.intermediate.intermediate_act_fn
+        layer.intermediate.intermediate_act_fn = torch.nn.functional.relu
+    before, expected = fingerprint(model), outputs(model)
+    patch(model, mlp="reglu", reversible=True)
+    assert isinstance(model.encoder.layer[0].intermediate.intermediate_act_fn, GatedActivation)
+    assert difference(outputs(model), expected) == 0
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
+
+
+def test_a_module_shared_by_all_layers_is_replaced_once() -> None:
+    model = patch(tiny("albert", num_hidden_layers=4), mlp="geglu")
+    assert len(gated(model)) == 1
+
+
+def test_meta_models_and_meta_defaults() -> None:
+    expected = tiny("gpt2")
+    for init in ("auto", "reset"):
+        with torch.device("meta"):
+            bare = type(expected)(expected.config)
+        patch(bare, mlp="swiglu", init=init)
+        assert all(parameter.is_meta for parameter in bare.parameters())
+        model = tiny("gpt2")
+        with torch.device("meta"):
+            patch(model, mlp="swiglu", init=init)
+        assert not any(parameter.is_meta for parameter in model.parameters())
+        assert {name: p.shape for name, p in model.named_parameters()} == {
+            name: p.shape for name, p in bare.named_parameters()
+        }
+        assert all(value.isfinite().all() for value in outputs(model))
+
+
+def test_the_random_stream_is_left_alone() -> None:
+    for init in ("auto", "reset"):
+        model = tiny("gpt2")
+        torch.manual_seed(11)
+        expected = torch.rand(3)
+        torch.manual_seed(11)
+        patch(model, mlp="swiglu", init=init)
+        assert torch.equal(torch.rand(3), expected)
