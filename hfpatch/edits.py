@@ -68,7 +68,7 @@ class Edits:
         parameter = module._parameters[name]
         assert parameter is not None
         self._record("values", module, name, parameter.data)
-        parameter.data = values.detach().to(parameter.device, parameter.dtype).reshape(parameter.shape).contiguous()
+        parameter.data = values.detach().to(parameter.device, parameter.dtype, copy=True).reshape(parameter.shape)
 
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
         """Set a plain attribute (not a child, Parameter or buffer)."""

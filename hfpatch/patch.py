@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .checkpoint import patched_model_class, registered_config_class
 from .convert.repair import RepairReport, repair, shadow
 from .convert.sample import sample_batches
-from .convert.walk import require_batches
+from .convert.walk import tried_batches
 from .edits import Edits
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
 from .mlps import MLP, GatedLinear
@@ -173,7 +173,7 @@ def _checked_calibration(model: PreTrainedModel, calibration: Iterable[Any] | st
     """Batches, before anything changes; those that a model draws from itself are drawn here.
 
     Raises:
-        OptionError: no batches; a model without weights, or one that can't draw any.
+        OptionError: no batches, or none of this model; a model without weights, or one that can't draw any.
     """
     if calibration is None:
         return None
@@ -181,7 +181,7 @@ def _checked_calibration(model: PreTrainedModel, calibration: Iterable[Any] | st
         raise OptionError("calibration needs weights, and this model has none yet (meta device). Load it first.")
     if isinstance(calibration, str) and calibration == "self":
         return sample_batches(model)
-    return require_batches(calibration, model)
+    return tried_batches(calibration, model)
 
 
 def _transact(

@@ -38,6 +38,15 @@ def as_batches(batches: Any, model: PreTrainedModel) -> tuple[list[Batch], str]:
     return found, f"{len(found)} batch{'es' if len(found) > 1 else ''} given"
 
 
+def as_inputs(batch: Any, number: int, model: PreTrainedModel) -> dict[str, Any]:
+    """One batch as keyword arguments of a forward; `number` is for the message.
+
+    Raises:
+        OptionError: it isn't inputs of the model.
+    """
+    return dict(_completed(_checked(batch, number, model), model))
+
+
 def _checked(batch: Any, number: int, model: PreTrainedModel) -> dict[str, Any]:
     if isinstance(batch, Tensor):
         batch = {model.main_input_name: batch}

@@ -19,6 +19,7 @@ import copy
 import json
 import math
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,13 +33,15 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from ..edits import Edits
-from ..norms import AffineNorm
+from ..norms import AffineNorm, describe
 from .centring import pattern_of
 from .least_squares import Affine, Ridge
-from .run import quiet
+from .run import is_library_hook, quiet
 from .sample import sample_batches
 from .walk import Batches, Segment, Walk, first_tensor, is_linear_map, require_batches, segments_of
 
+_NO_PROJECTION = "no linear map's output is added as it is to the block's output (experts, or a scaled branch)"
+_NO_REPLAY = "the block can't be run by itself: it returns more than tensors and numbers"
 _EXACTLY = 1e-2  # relative: how nearly a change of a map's output must show in the stream to be called its addend
 _NOISE = 1e-9  # a share of the variance: what is as near to the original as this isn't fitted
 _SATURATED = 0.95  # |tanh| or |erf| above this
@@ -140,11 +143,23 @@ def repair(
         OptionError: no usable batch, or "self" for a model that doesn't generate.
     """
     edits = Edits() if edits is None else edits
-    with tempfile.TemporaryDirectory(prefix="hfpatch-") as folder, quiet(model), quiet(reference):
-        calibration = sample_batches(reference) if calibration == "self" else require_batches(calibration, model)
+    mark, kind = len(edits), model.device.type
+    drawn = isinstance(calibration, str) and calibration == "self"
+    calibration = sample_batches(reference) if drawn else require_batches(calibration, model)
+    with (
+        tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
+        torch.inference_mode(False),
+        torch.autocast(kind, enabled=False),
+        quiet(model),
+        quiet(reference),
+    ):
         batches = Batches(calibration, model, Path(folder))
         repairer = _Repairer(model, reference, batches, Path(folder), edits)
-        repairer.run()
+        try:
+            repairer.run()
+        except BaseException:
+            edits.undo(mark)
+            raise
     return repairer.report
 
 
@@ -153,7 +168,11 @@ def shadow(model: PreTrainedModel, writes: bool = False) -> PreTrainedModel:
 
     It shares the memory of every Parameter and buffer, unless the model is going to be written to in place (`writes`).
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(value): None for name, value in vars(model).items() if name.startswith("_hfpatch_")}
+    for module in model.modules():
+        for name, hooks in vars(module).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):  # the user's may hold what can't be copied
+                memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if is_library_hook(hook))
     if not writes:
         memo |= {id(buffer): buffer.detach() for buffer in model.buffers()}
         memo |= {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
@@ -169,8 +188,9 @@ class _Repairer:
         held_out = sum(int(batches.held_out(i).sum()) for i in range(len(batches)))
         self.report = RepairReport(batches.sequences, held_out)
         self.decoder = False
+        self.encoder = self._encoder()
         self._latest: dict[str | None, str] = {}
-        self._roles: dict[tuple, tuple[dict[int, int], dict[int, list[int]]]] = {}
+        self._roles: dict[tuple, tuple[dict[int, int], dict[int, list[int]], bool]] = {}
 
     def run(self) -> None:
         original = dict(self.old.model.named_modules())
@@ -179,7 +199,8 @@ class _Repairer:
             for name, module in self.new.modules.items()
             if isinstance(module, AffineNorm) and name in original and type(original[name]) is not type(module)
         }
-        segments, several = segments_of(self.new, changed)
+        self.points = {name for name, module in self.new.modules.items() if describe(module) is not None}
+        segments, several = segments_of(self.new, self.points | changed)
         self.old.forms = self.new.forms
         for name in sorted(several & changed):
             self._skip(name, "norm", "runs several times in a forward (layers share it)")
@@ -209,57 +230,66 @@ class _Repairer:
         norms = [name for name in segment.modules if name in self.norms]
         if not norms and segment.block is None:
             return
-        self.decoder = self.new.model.config.is_encoder_decoder and "decoder" in (segment.stack or norms[0])
-        writers, readers = self._roles_in(segment, norms)
+        points = [name for name in segment.modules if name in self.points or name in norms]
+        writers, readers, reached = self._roles_in(segment, norms, points)
         blocks = [segment.block] if segment.block else []
-        theirs = {name: self._counterpart(name) for name in [*norms, *readers, *blocks]}
+        entered = dict.fromkeys([*norms, *readers, *(point for point in writers.values() if point != segment.block)])
+        theirs = {name: self._counterpart(name) for name in [*entered, *blocks]}
         for i in range(len(self.batches)):
-            seen = self.old.run(i, [theirs[name] for name in [*norms, *readers]], [theirs[name] for name in blocks])
+            seen = self.old.run(i, [theirs[name] for name in entered], [theirs[name] for name in blocks])
             for name in theirs:
                 self.old.save(name, i, seen[theirs[name]])
         for name in segment.modules:
+            self.decoder = self.encoder is not None and not name.startswith(f"{self.encoder}.")
             if name in norms:
                 self._fit_norm(name)
             elif name in writers:
                 self._fit_projection(name, writers[name], writers[name] == segment.block)
             elif name in readers:
                 self._fit_readers(name, readers[name])
-        if norms and segment.block and not writers:
-            self._skip(segment.block, "projection", "no linear map's output is added to the stream (experts?)")
+        if segment.block and not reached:
+            self._skip(segment.block, "projection", _NO_PROJECTION)
+        elif norms and segment.block is None and self._is_in_block(norms[0]):
+            self._skip(norms[0].rpartition(".")[0], "projection", _NO_REPLAY)
         if segment.block:
             self._leave(segment.block, segment.stack)
         self.old.forget()
 
     def _leave(self, block: str, stack: str | None) -> None:
         for i in range(len(self.batches)):
-            self.new.keep(block, i, self.new.run(i, outputs=[block])[block])
-            self.old.keep(block, i, self.old.saved(block, i))
+            self.new.keep(block, i)
+            self.old.keep(block, i)
         if stack in self._latest:
             self.new.drop(self._latest[stack])
             self.old.drop(self._latest[stack])
         self._latest[stack] = block
 
-    def _roles_in(self, segment: Segment, norms: list[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
-        """Which maps write to the stream, and where that shows; which maps read the same tensor, by the first of them.
+    def _roles_in(
+        self, segment: Segment, norms: list[str], points: list[str]
+    ) -> tuple[dict[str, str], dict[str, list[str]], bool]:
+        """Which maps write to the stream, and where that shows; which maps read the same tensor, by the first of them;
+        whether the block's output is a map's addition to the stream, or a norm's output.
 
         Found once for all blocks that look alike.
         """
         if segment.block is None:
-            return {}, {}
+            return {}, {}, True
         names = [segment.block, *segment.modules]
         key = (tuple(map(pattern_of, names)), tuple(name in norms for name in names))
         if key not in self._roles:
-            points = self._writers(segment, norms)
-            groups = self._readers(segment, points)
+            found, reached = self._writers(segment, points)
+            groups = self._readers(segment, found)
             place = {name: i for i, name in enumerate(names)}
             self._roles[key] = (
-                {place[name]: place[point] for name, point in points.items()},
+                {place[name]: place[point] for name, point in found.items()},
                 {place[first]: [place[name] for name in group] for first, group in groups.items()},
+                reached,
             )
-        writers, readers = self._roles[key]
+        writers, readers, reached = self._roles[key]
         return (
             {names[i]: names[point] for i, point in writers.items()},
             {names[first]: [names[i] for i in group] for first, group in readers.items()},
+            reached,
         )
 
     def _maps(self, segment: Segment) -> list[str]:
@@ -271,8 +301,11 @@ class _Repairer:
             and all(self.owners[id(p)] == 1 for p in self.new.modules[name].parameters(recurse=False))
         ]
 
-    def _writers(self, segment: Segment, norms: list[str]) -> dict[str, str]:
-        """Map -> the first later norm whose input (or the block whose output) moves by just what its output moves."""
+    def _writers(self, segment: Segment, norms: list[str]) -> tuple[dict[str, str], bool]:
+        """Map -> the first later norm whose input (or the block whose output) moves by just what its output moves.
+
+        Also, whether one moves the block's output so, or that is the output of the last norm.
+        """
         assert segment.block is not None
         place = {name: i for i, name in enumerate(segment.modules)}
         still = self.new.run(0, inputs=norms, outputs=[segment.block])
@@ -280,11 +313,16 @@ class _Repairer:
         for name in self._maps(segment):
             moved, shift = self._moved(name, norms, segment.block)
             for point in (*(norm for norm in norms if place[norm] > place[name]), segment.block):
-                change = moved[point] - still[point]
-                if change.shape == shift.shape and (change - shift).abs().max() <= _EXACTLY * shift.abs().max():
+                change = (moved[point] - still[point]).flatten(0, -2)
+                added = shift.flatten(0, -2)  # OPT runs its MLP on (B T, d)
+                if change.shape == added.shape and (change - added).abs().max() <= _EXACTLY * added.abs().max():
                     found[name] = point
                     break
-        return found
+        reached = segment.block in found.values()
+        if norms and not reached:
+            last, end = self.new.run(0, outputs=norms[-1:])[norms[-1]], still[segment.block]
+            reached = last.shape == end.shape and torch.equal(last, end)
+        return found, reached
 
     def _moved(self, name: str, norms: list[str], block: str) -> tuple[dict[str, Tensor], Tensor]:
         """What is seen when noise as large as a map's output is added to it, and that noise."""
@@ -318,6 +356,26 @@ class _Repairer:
             same = (first for first in groups if seen[first].shape == value.shape and torch.equal(seen[first], value))
             groups.setdefault(next(same, name), []).append(name)
         return groups
+
+    def _encoder(self) -> str | None:
+        """The name of an encoder-decoder's encoder, whose padding is another than the decoder's."""
+        model = self.new.model
+        if not model.config.is_encoder_decoder:
+            return None
+        encoder = model.get_encoder()
+        return next((name for name, module in self.new.modules.items() if module is encoder and name), "encoder")
+
+    def _reads_encoder(self, name: str) -> bool:
+        """Whether a decoder's map reads what the encoder returned."""
+        if not self.decoder or self.encoder is None or self.encoder not in self.new.modules:
+            return False
+        seen = self.new.run(0, inputs=[name], outputs=[self.encoder])
+        x, states = seen[name], seen.get(self.encoder)
+        return states is not None and x.shape == states.shape and torch.equal(x, states)
+
+    def _is_in_block(self, name: str) -> bool:
+        """Whether a module is part of an element of a module list."""
+        return any(isinstance(m, nn.ModuleList) and name.startswith(f"{n}.") for n, m in self.new.modules.items())
 
     def _counterpart(self, name: str) -> str:
         """The original's module of this name, or the one that this module is a part of now (a gate, say)."""
@@ -416,6 +474,7 @@ class _Repairer:
             x, target = self.new.run(i, inputs=[first])[first], self.old.saved(first, i)
             return x, target.to(x) - x, target
 
+        self.decoder = self.decoder and not self._reads_encoder(first)
         fit = self._ridge(first, "readers", pair, bias=True)
         if fit is not None:
             for name in group:
@@ -486,10 +545,9 @@ class _Repairer:
 
     def _valid(self, index: int, row: Tensor, shape: torch.Size) -> Tensor:
         """Which tokens (1, T) of one sequence's outputs aren't padding."""
-        given = self.batches.inputs(index)
-        for name in ("decoder_attention_mask", "attention_mask"):
-            if isinstance(given.get(name), Tensor) and given[name][row[None]].shape == shape:
-                return given[name][row[None]].bool()
+        mask = self.batches.mask(index, decoder=self.encoder is not None)
+        if mask is not None and mask[row[None]].shape == shape:
+            return mask[row[None]].bool()
         return torch.ones(shape, dtype=torch.bool)
 
 
@@ -511,14 +569,19 @@ class _Variance:
 
 def _distances(old: Any, new: Any) -> tuple[str, Tensor]:
     """Per token: KL divergence of the original's distribution over the vocabulary, or relative squared distance."""
-    a, b = (
-        first_tensor([v for v in out.values() if isinstance(v, Tensor) and v.is_floating_point()]) for out in (old, new)
-    )
-    a, b = a.float(), b.to(a.device).float()
-    if "logits" in old and a.dim() >= 2 and a.shape[-1] > 1:
-        a, b = F.log_softmax(old["logits"].float(), -1), F.log_softmax(new["logits"].float().to(a.device), -1)
+    logits = old.get("logits")
+    if isinstance(logits, Tensor) and logits.dim() >= 2 and logits.shape[-1] > 1:
+        a, b = (F.log_softmax(out["logits"].to(logits.device).float(), -1) for out in (old, new))
         return "KL divergence", (a.exp() * (a - b)).sum(-1)
-    return "relative squared error of the outputs", (a - b).square().mean(-1) / a.var().clamp_min(1e-30)
+    a, b = (
+        first_tensor([v for v in out.values() if isinstance(v, Tensor) and v.is_floating_point() and v.dim()]).float()
+        for out in (old, new)
+    )
+    return "relative squared error of the outputs", (a - b.to(a.device)).square().mean(-1) / _mean_square(a)
+
+
+def _mean_square(values: Tensor) -> Tensor:
+    return values.square().mean().clamp_min(1e-30)
 
 
 def _matrix(module: nn.Module) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,11 +33,11 @@ def quiet(model: nn.Module) -> Iterator[None]:
     devices = [device] if device.type not in ("cpu", "meta", "mps") else []
     try:
         for module, name, theirs in hooks:
-            kept = theirs if name in _FLAGS else {key: hook for key, hook in theirs.items() if _keeps(hook)}
+            kept = theirs if name in _FLAGS else {key: hook for key, hook in theirs.items() if is_library_hook(hook)}
             module.__dict__[name] = OrderedDict(kept)
         for module, _ in modes:
             module.training = False
-        with torch.no_grad(), torch.random.fork_rng(devices=devices), torch.device(device):
+        with torch.no_grad(), torch.random.fork_rng(devices=devices), _default(device):
             yield
     finally:
         for module, name, theirs in hooks:
@@ -46,7 +46,13 @@ def quiet(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _keeps(hook: Any) -> bool:
+def _default(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes new tensors there; nothing where they are anyway, since torch's context slows every operation."""
+    return nullcontext() if torch.get_default_device() == device else device
+
+
+def is_library_hook(hook: Any) -> bool:
+    """Whether a hook is torch's or transformers' own, part of what a module computes."""
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return home.partition(".")[0] in ("torch", "transformers")  # weight norm and its like compute weights in a hook
 

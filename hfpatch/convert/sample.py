@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import OptionError
 from .run import quiet
 
 SEQUENCES, LENGTH, BATCH = 256, 128, 32
+_OFFSET = 2  # rows of a position table that RoBERTa and its like don't use
 
 
 def sample_batches(
@@ -40,23 +43,23 @@ def sample_batches(
             f"{type(model).__name__} doesn't generate text, so it can't be calibrated on samples of its own. Pass "
             "batches of inputs (calibration=[...])."
         )
-    most = getattr(config, "max_position_embeddings", None) or length
-    length = max(2, min(length, most))
+    most = getattr(config, "max_position_embeddings", None) or length + _OFFSET
+    length = max(2, min(length, most - _OFFSET))
     batches = []
-    with quiet(model):
+    with quiet(model), _plain_generation(model, length):
         torch.manual_seed(seed)  # inside a fork of the random stream
         for start in range(0, sequences, BATCH):
             count = min(BATCH, sequences - start)
             if model.config.is_encoder_decoder:
                 read = torch.randint(config.vocab_size, (count, length), device=model.device)
-                read = _generate(model, length, input_ids=read)
-                drawn = _generate(model, length, input_ids=read, attention_mask=_mask(read, model))
+                read = _generate(model, input_ids=read)
+                drawn = _generate(model, input_ids=read, attention_mask=_mask(read, model))
                 batches.append(
                     {"input_ids": read, "attention_mask": _mask(read, model), "decoder_input_ids": drawn}
                     | {"decoder_attention_mask": _mask(drawn, model)}
                 )
             else:
-                drawn = _generate(model, length, input_ids=_starts(model, config, count))
+                drawn = _generate(model, input_ids=_starts(model, config, count))
                 batches.append({"input_ids": drawn, "attention_mask": _mask(drawn, model)})
     return batches
 
@@ -73,14 +76,25 @@ def _starts(model: PreTrainedModel, config: Any, count: int) -> Tensor:
     return torch.randint(config.vocab_size, (count, 1), device=model.device)
 
 
-def _generate(model: PreTrainedModel, length: int, **given: Tensor) -> Tensor:
-    pad = model.generation_config.pad_token_id
-    if pad is None:
-        pad = _first(model.generation_config.eos_token_id) or 0
-    given.setdefault("attention_mask", torch.ones_like(given["input_ids"]))
-    drawn: Any = model.generate(
-        **given, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_length=length, num_beams=1, pad_token_id=pad
+@contextmanager
+def _plain_generation(model: PreTrainedModel, length: int) -> Iterator[None]:
+    """Sampling at temperature 1: a model's own settings may ask for beams, lengths, penalties or forced tokens."""
+    own = model.generation_config
+    tokens = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "decoder_start_token_id")}
+    pad = own.pad_token_id if own.pad_token_id is not None else _first(own.eos_token_id) or 0
+    plain = GenerationConfig(
+        **tokens, pad_token_id=pad, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_length=length
     )
+    model.generation_config = plain
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _generate(model: PreTrainedModel, **given: Tensor) -> Tensor:
+    given.setdefault("attention_mask", torch.ones_like(given["input_ids"]))
+    drawn: Any = model.generate(**given)
     return drawn
 
 

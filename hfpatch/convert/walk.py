@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import OptionError
+from .batches import as_inputs
+from .run import fitting, quiet
 
+_EMPTY = "calibration holds no batch: pass dictionaries of inputs, or tensors of input_ids."
 HELD_OUT = 8  # one of every so many sequences is held out, for judging
 
 
@@ -57,17 +61,21 @@ class Batches:
 
     def __init__(self, batches: Iterable[Any], model: PreTrainedModel, folder: Path):
         self.folder = folder
+        self.main = model.main_input_name
+        self.has_decoder = bool(model.config.is_encoder_decoder)
         self.sequences = 0
         self._first: list[int] = []
         takes = inspect.signature(model.forward).parameters
         self._always = {"use_cache": False} if "use_cache" in takes else {}
+        if not getattr(model.config, "return_dict", True):
+            self._always["return_dict"] = True
         for index, batch in enumerate(batches):
-            given = _as_inputs(batch, model, index)
+            given = calibration_inputs(batch, index, model)
             self._first.append(self.sequences)
-            self.sequences += _count(given)
-            torch.save(given, self._path(index))
+            self.sequences += self.count(given)
+            torch.save({name: _alone(value) for name, value in given.items()}, self._path(index))
         if not self._first:
-            raise OptionError("calibration holds no batch: pass dictionaries of inputs, or tensors of input_ids.")
+            raise OptionError(_EMPTY)
 
     def __len__(self) -> int:
         return len(self._first)
@@ -78,11 +86,22 @@ class Batches:
     def inputs(self, index: int) -> dict[str, Any]:
         return {**torch.load(self._path(index), weights_only=True), **self._always}
 
+    def count(self, given: Mapping[str, Any]) -> int:
+        """How many sequences a batch holds."""
+        main = given.get(self.main)
+        tensors = [main, *given.values()] if isinstance(main, Tensor) else given.values()
+        return next(len(value) for value in tensors if isinstance(value, Tensor) and value.dim())
+
     def held_out(self, index: int) -> Tensor:
         """Which of a batch's sequences are for judging: every eighth, or one of fewer; none of a single one."""
-        places = torch.arange(_count(self.inputs(index))) + self._first[index]
+        places = torch.arange(self.count(self.inputs(index))) + self._first[index]
         every = min(HELD_OUT, self.sequences)
         return (places % every == every - 1) & (self.sequences > 1)
+
+    def mask(self, index: int, decoder: bool) -> Tensor | None:
+        """1 where an input isn't padding, of the encoder's (or only) side or of the decoder's."""
+        mask = self.inputs(index).get("decoder_attention_mask" if decoder else "attention_mask")
+        return mask if isinstance(mask, Tensor) else None
 
     def rows(self, index: int, shape: torch.Size, decoder: bool) -> tuple[Tensor, Tensor]:
         """For activations (B, T, ..., d): which of the flattened rows count (no padding), and which are held out.
@@ -90,13 +109,12 @@ class Batches:
         Raises:
             OptionError: activations that can't be divided among the sequences.
         """
-        given = self.inputs(index)
-        rows, count = shape[:-1].numel(), _count(given)
+        rows, count = shape[:-1].numel(), self.count(self.inputs(index))
         if rows % count:
             raise OptionError(f"activations of shape {tuple(shape)} can't be divided among {count} sequences.")
-        mask = given.get("decoder_attention_mask" if decoder else "attention_mask")
+        mask = self.mask(index, decoder)
         valid = torch.ones(rows, dtype=torch.bool)
-        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.numel() == rows:
+        if mask is not None and mask.dim() in (2, 3) and mask.numel() == rows:
             valid = mask.bool().flatten()
         return valid, self.held_out(index).repeat_interleave(rows // count)
 
@@ -116,25 +134,55 @@ def require_batches(batches: Any, model: PreTrainedModel) -> Iterable[Any]:
     return batches
 
 
-def _count(given: Mapping[str, Any]) -> int:
-    return next(len(value) for value in given.values() if isinstance(value, Tensor) and value.dim())
+def tried_batches(batches: Any, model: PreTrainedModel) -> Iterable[Any]:
+    """The same batches, after one forward of the first; all are looked at where that doesn't use them up.
+
+    Raises:
+        OptionError: there is none, or they aren't inputs of the model.
+    """
+    batches = require_batches(batches, model)
+    with torch.random.fork_rng(devices=[]):  # a shuffling loader draws its order when it is asked for an iterator
+        listed = batches if isinstance(batches, list | tuple) else iter(batches)
+        first = list(listed[:1]) if isinstance(listed, list | tuple) else list(itertools.islice(listed, 1))
+    if not first:
+        raise OptionError(_EMPTY)
+    checked = [calibration_inputs(batch, i, model) for i, batch in enumerate(batches if listed is batches else first)]
+    with quiet(model):
+        try:
+            model(**fitting(model, checked[0]))
+        except Exception as error:
+            raise OptionError(f"{type(model).__name__} doesn't take calibration batch 0: {error}") from error
+    return batches if listed is batches else itertools.chain(first, listed)
 
 
-def _as_inputs(batch: Any, model: PreTrainedModel, index: int) -> dict[str, Any]:
-    if isinstance(batch, Tensor):
-        batch = {model.main_input_name: batch}
-    if not isinstance(batch, Mapping) or not any(isinstance(v, Tensor) and v.dim() for v in batch.values()):
-        raise OptionError(
-            f"calibration batch {index} is {type(batch).__name__}, not a dictionary of input tensors or a tensor of "
-            f"{model.main_input_name}."
-        )
-    needs_labels = model.config.is_encoder_decoder and "decoder_input_ids" not in batch
-    return {key: value for key, value in batch.items() if key != "labels" or needs_labels}
+def calibration_inputs(batch: Any, index: int, model: PreTrainedModel) -> dict[str, Any]:
+    """A batch as keyword arguments of a forward, without labels; a decoder that has no other input reads them.
+
+    Raises:
+        OptionError: it isn't inputs of the model.
+    """
+    given = as_inputs(batch, index, model)
+    labels = given.pop("labels", None)
+    if not any(isinstance(value, Tensor) and value.dim() for value in given.values()):
+        raise OptionError(f"calibration batch {index} holds no tensor with a batch axis besides labels.")
+    decodes = model.config.is_encoder_decoder and not {"decoder_input_ids", "decoder_inputs_embeds"} & given.keys()
+    if labels is not None and decodes:
+        if not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+            return {**given, "labels": labels}
+        given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
+        given.setdefault("decoder_attention_mask", (labels != -100).long())
+    return given
+
+
+def _alone(value: Any) -> Any:
+    """A tensor without the rest of the memory that it is a view of, on the CPU."""
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 def is_linear_map(module: nn.Module) -> bool:
-    """Whether a module computes x W + b over the last axis, with a weight of its own."""
-    return isinstance(module, nn.Linear | Conv1D)
+    """Whether a module computes x W + b over the last axis, with a floating-point weight of its own."""
+    weight = module._parameters.get("weight")  # absent where it is parametrised
+    return isinstance(module, nn.Linear | Conv1D) and weight is not None and weight.is_floating_point()
 
 
 class Walk:
@@ -150,11 +198,13 @@ class Walk:
         self.model, self.batches, self.folder = model, batches, folder
         self.modules = dict(model.named_modules())
         self.forms: dict[str, tuple | None] = {}
+        self._whole: dict[str, Any] = {}
         self.folder.mkdir()
 
     def forward(self, index: int, rows: Tensor | None = None) -> Any:
         """What the model returns for one batch, or for some of its sequences."""
-        given, count = self.batches.inputs(index), _count(self.batches.inputs(index))
+        given = self.batches.inputs(index)
+        count = self.batches.count(given)
         for name, value in given.items():
             if isinstance(value, Tensor):
                 chosen = value if rows is None or not value.dim() or len(value) != count else value[rows]
@@ -169,11 +219,14 @@ class Walk:
         """
         wanted = {("in", name) for name in inputs} | {("out", name) for name in outputs}
         seen: dict[str, Tensor] = {}
+        self._whole = {}
 
         def note(kind: str, name: str, value: Any) -> None:
             if (kind, name) in wanted:
                 wanted.discard((kind, name))
                 seen[name] = first_tensor(value).detach()
+                if kind == "out":
+                    self._whole[name] = value
                 if not wanted:
                     raise _Seen
 
@@ -201,9 +254,12 @@ class Walk:
             for handle in handles:
                 handle.remove()
 
-    def keep(self, block: str, index: int, stream: Tensor) -> None:
-        """From now on this block doesn't run for this batch, but returns `stream`."""
-        torch.save(stream.cpu(), self._path(block, index))
+    def keep(self, block: str, index: int) -> None:
+        """From now on this block doesn't run for this batch, but returns what it returns now."""
+        self.run(index, outputs=[block])
+        whole = self._whole.pop(block)
+        kept = _alone(whole) if isinstance(whole, Tensor) else tuple(_alone(item) for item in whole)
+        torch.save(kept, self._path(block, index))
 
     def drop(self, block: str) -> None:
         """Forget what a block returned: nothing reads it any more, and it passes its input on."""
@@ -217,7 +273,7 @@ class Walk:
 
     def save(self, name: str, index: int, value: Tensor) -> None:
         """Keep any other tensor of a batch."""
-        torch.save(value.cpu(), self._path(f"value {name}", index))
+        torch.save(_alone(value), self._path(f"value {name}", index))
 
     def saved(self, name: str, index: int) -> Tensor:
         return torch.load(self._path(f"value {name}", index), weights_only=True).to(self.model.device)
@@ -232,29 +288,34 @@ class Walk:
 
     @contextlib.contextmanager
     def _replaying(self, index: int) -> Iterator[None]:
-        replaced = []
+        replaced: list[tuple[nn.Module, tuple]] = []
         try:
             for name, form in self.forms.items():
                 path = self._path(name, index)
                 if path.exists():
-                    stored = torch.load(path, weights_only=True) if path.stat().st_size else None
+                    device = self.model.device
+                    stored = torch.load(path, weights_only=True, map_location=device) if path.stat().st_size else None
                     block = self.modules[name]
-                    block.__dict__["forward"] = _Replay(None if stored is None else stored.to(self.model.device), form)
-                    replaced.append(block)
+                    replaced.append((block, (block.__dict__["forward"],) if "forward" in block.__dict__ else ()))
+                    block.__dict__["forward"] = _Replay(stored, form)
             yield
         finally:
-            for block in replaced:
+            for block, own in replaced:
                 block.__dict__.pop("forward")
+                if own:  # somebody else's, on this one block
+                    block.__dict__["forward"] = own[0]
 
 
 class _Replay:
     """A block's forward that returns what it returned before, or its input where nothing reads that."""
 
-    def __init__(self, stored: Tensor | None, form: tuple | None):
+    def __init__(self, stored: Tensor | tuple | None, form: tuple | None):
         self.stored, self.form = stored, form
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stream = self.stored if self.stored is not None else first_tensor([*args, *kwargs.values()])
+        if self.stored is not None:
+            return self.stored
+        stream = first_tensor([*args, *kwargs.values()])
         return stream if self.form is None else (stream, *self.form)
 
 
@@ -277,9 +338,15 @@ def segments_of(walk: Walk, norms: Iterable[str]) -> tuple[list[Segment], set[st
     found = {name for name, module in walk.modules.items() if is_linear_map(module)} | set(norms)
     order: list[tuple[str, str]] = []
     returned: dict[str, Any] = {}
+    shapes: dict[str, torch.Size] = {}
+    unfit: set[str] = set()
 
     def note(kind: str, name: str, value: Any) -> None:
         order.append((kind, name))
+        if kind == "in":
+            shapes[name] = first_tensor(value).shape
+        elif name in found and not isinstance(value, Tensor):
+            unfit.add(name)  # a router that returns its choice as well
         if kind == "out" and name in blocks:
             returned[name] = value if isinstance(value, Tensor) else _form(value)
 
@@ -291,9 +358,13 @@ def segments_of(walk: Walk, norms: Iterable[str]) -> tuple[list[Segment], set[st
     walk.forms = {name: None if isinstance(returned[name], Tensor) else returned[name] for name in replayable}
     segments = [Segment()]
     for kind, name in order:
+        block = segments[-1].block
+        flat = name in found and name not in norms and len(shapes[name]) < 3
+        if flat and block is not None and shapes[name][:-1].numel() != shapes[block][:-1].numel():
+            continue  # an expert that sees some of the tokens
         if name in replayable:
             segments.append(Segment(name, blocks[name]) if kind == "in" else Segment())
-        elif kind == "in" and name in found and name not in several:
+        elif kind == "in" and name in found and name not in several | unfit:
             segments[-1].modules.append(name)
     return [segment for segment in segments if segment.block or segment.modules], several
 
@@ -308,7 +379,8 @@ def _blocks(model: nn.Module) -> dict[str, str]:
 
 
 def _form(output: Any) -> tuple | None:
-    """What a block returns besides its stream; None where that is more than can be replayed."""
-    if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
-        return None if any(isinstance(item, Tensor) for item in output[1:]) else output[1:]
-    return None
+    """What a block returns besides its stream, without tensors; None where that is more than can be replayed."""
+    plain = isinstance(output, tuple) and all(isinstance(v, Tensor | bool | int | float | None) for v in output)
+    if not plain or not output or not isinstance(output[0], Tensor):
+        return None
+    return tuple(None if isinstance(item, Tensor) else item for item in output[1:])
