@@ -331,8 +331,9 @@ def to_markdown(results: list[Result]) -> str:
         "Written by `python tests/sweeps/exact.py`; its docstring says what is checked. Tiny random models.",
         "",
         f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}, "
-        f"{len(results)} model types with a LayerNorm: **{count['exact']} exact** (every LayerNorm that the inputs "
-        f"reach), **{count['in part']} in part**, {count['refused']} refused with the reason, "
+        f"{len(results)} of {len(with_layer_norms())} model types with a LayerNorm: "
+        f"**{count['exact']} exact** (every LayerNorm that the inputs reach), **{count['in part']} in part**, "
+        f"{count['refused']} refused with the reason, "
         f"**{count['wrong']} wrong**; {exact} of {norms} LayerNorms are exact.",
         f"Largest error {max(errors, default=0.0):.1e} in float64 throughout, {max(as_written, default=0.0):.1e} with "
         "what the families compute in float32 inside.",
