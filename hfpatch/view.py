@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -41,6 +42,35 @@ class View:
         setattr(self._module, name, value)
 
 
+@dataclass(frozen=True)
+class Lenses:
+    """Several lenses on one module, of which no two replace the same attribute."""
+
+    lenses: tuple[Lens, ...]
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        attributes: dict[str, Any] = {}
+        filled: Arguments = {}
+        for lens in self.lenses:
+            more, given = lens(module, arguments)
+            attributes.update(more)
+            filled.update(given)
+        return attributes, filled
+
+
+def lens_of(module: nn.Module, kind: type) -> Any:
+    """The module's lens of one kind, None if it has none."""
+    lens = module.__dict__.get(LENS)
+    return next((one for one in getattr(lens, "lenses", (lens,)) if isinstance(one, kind)), None)
+
+
+def with_lens(module: nn.Module, lens: Lens) -> Lens:
+    """What the module's lens is once this one is added; one of the same kind gives way to it."""
+    present = module.__dict__.get(LENS)
+    kept = tuple(o for o in getattr(present, "lenses", (present,)) if o is not None and type(o) is not type(lens))
+    return Lenses((*kept, lens)) if kept else lens
+
+
 def _view_class(host: type) -> type[View]:
     """A View that owns the host's methods, so that helpers called in its forward see the view as well."""
     methods: dict[str, Any] = {}
@@ -53,6 +83,23 @@ def _view_class(host: type) -> type[View]:
             )
     # transformers finds a model's recorders by the text of its class, so the view keeps the host's name
     return type(host.__name__, (View,), {**methods, "__module__": host.__module__, "__qualname__": host.__qualname__})
+
+
+def inner_view(module: nn.Module, attributes: dict[str, Any]) -> View:
+    """A view of a child, to stand in the view of its parent: called like the child, whose hooks and own lens it keeps."""
+    return _inner_view_class(type(module))(module, {LENS: module.__dict__.get(LENS), **attributes})
+
+
+@functools.cache
+def _inner_view_class(cls: type[nn.Module]) -> type[View]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        if module._forward_hooks or module._forward_pre_hooks:
+            return nn.Module._call_impl(self, *args, **kwargs)
+        return self.forward(*args, **kwargs)
+
+    view = _view_class(cls)
+    return type(view.__name__, (view,), {"forward": cls.forward, "__call__": call, "__module__": view.__module__})
 
 
 def once_per_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -1,0 +1,191 @@
+"""How branches meet their stream: lenses on a block whose forward goes on adding, as it always did.
+
+A host that computes x + f(norm(x)) computes x + g(r(x)) for any r in the place of its norm and any g in the place of
+its branch's last module, and with them every placement of norms:
+
+    pre       x + f(LN(x))       r = LN   g = f
+    post      LN(x + f(x))       r = id   g = LN(x + f) - x
+    olmo2     x + LN(f(x))       r = id   g = LN(f)
+    sandwich  x + LN2(f(LN(x)))  r = LN   g = LN2(f)
+    deepnorm  LN(a x + f(x))     r = id   g = LN(a x + f) - x
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .edits import Edits
+from .view import LENS, Arguments, Lens, host_class, inner_view, lens_of, lensed_class, with_lens
+
+
+@dataclass(frozen=True)
+class Gains:
+    """The lens on the parent of branches' last modules: their output is multiplied on its way to the stream.
+
+    Attributes:
+        gains: (name of the child, which of its calls in one forward, factor).
+    """
+
+    gains: tuple[tuple[str, int, float], ...]
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        children = {child: {c: gain for n, c, gain in self.gains if n == child} for child, _, _ in self.gains}
+        return {child: _Scaled(getattr(module, child), by_call) for child, by_call in children.items()}, {}
+
+
+class _Scaled:
+    """A module whose output, or the first of whose outputs, is multiplied; its other attributes are the module's."""
+
+    def __init__(self, module: nn.Module, gains: dict[int, float]):
+        self.__dict__.update(module=module, gains=gains, calls=0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        gain = self.gains.get(self.calls)
+        self.__dict__["calls"] = self.calls + 1
+        output = self.module(*args, **kwargs)
+        return output if gain is None else _with_first(output, _first(output) * gain)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+@dataclass(frozen=True)
+class Join:
+    """One branch of a block and how it meets the stream. Names are relative to the block.
+
+    Attributes:
+        form: one of the module docstring's, or "host": as it was, apart from where its dropout is applied.
+        norm: the norm in the place of r.
+        outlet, call: the module in the place of g, and which of its calls in one forward of the block.
+        dropout: attribute of the outlet's parent with the rate of the dropout that the host applies after it.
+        second: of a sandwich, the norm LN2.
+        alpha: of DeepNorm.
+    """
+
+    form: str
+    norm: str
+    outlet: str
+    call: int
+    dropout: str = ""
+    second: str = ""
+    alpha: float = 1.0
+
+    def meet(self, module: nn.Module, x: Tensor | None, f: Tensor) -> Tensor:
+        """g, given the stream x and the branch's output f."""
+        if self.form in ("host", "pre"):
+            return f
+        norm: Any = module.get_submodule(self.second if self.form == "sandwich" else self.norm)
+        if self.form in ("sandwich", "olmo2"):
+            return norm(f)
+        assert x is not None
+        return norm((x if self.form == "post" else self.alpha * x) + f) - x
+
+
+@dataclass(frozen=True)
+class Joins:
+    """The lens on a block: r and g of its branches."""
+
+    joins: tuple[Join, ...]
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        streams: dict[int, Tensor] = {}  # of this one forward
+        tree: dict[str, Any] = {}
+        outlets: dict[str, dict[int, int]] = {}
+        for index, join in enumerate(self.joins):
+            if join.form != "host":
+                _put(tree, join.norm, _Reader(module.get_submodule(join.norm), join, index, streams))
+            outlets.setdefault(join.outlet, {})[join.call] = index
+            if join.dropout:
+                path = join.outlet.rpartition(".")[0]
+                _put(tree, f"{path}.{join.dropout}".strip("."), 0.0)
+        for name, by_call in outlets.items():
+            _put(tree, name, _Outlet(module, name, {call: (self.joins[i], i) for call, i in by_call.items()}, streams))
+        if hasattr(module, "gradient_checkpointing"):
+            tree["gradient_checkpointing"] = False  # the module itself is checkpointed, not its view once more
+        return _views(module, tree), {}
+
+
+class _Reader:
+    """Stands where the norm of a branch stood, and remembers the stream that it was given."""
+
+    def __init__(self, norm: nn.Module, join: Join, index: int, streams: dict[int, Tensor]):
+        self.__dict__.update(norm=norm, join=join, index=index, streams=streams)
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        self.streams[self.index] = hidden_states
+        return self.norm(hidden_states) if self.join.form in ("pre", "sandwich") else hidden_states
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.norm, name)
+
+
+class _Outlet:
+    """Stands where the last module of a branch stood, and returns g in place of its output f."""
+
+    def __init__(
+        self, block: nn.Module, name: str, joins: dict[int, tuple[Join, int]], streams: dict[int, Tensor]
+    ):
+        parent, module = block.get_submodule(name.rpartition(".")[0]), block.get_submodule(name)
+        self.__dict__.update(block=block, parent=parent, module=module, joins=joins, streams=streams, calls=0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        join, index = self.joins.get(self.calls, (None, -1))
+        self.__dict__["calls"] = self.calls + 1
+        output = self.module(*args, **kwargs)
+        if join is None:
+            return output
+        f = _first(output)
+        if join.dropout:
+            f = F.dropout(f, p=getattr(self.parent, join.dropout), training=self.parent.training)
+        return _with_first(output, join.meet(self.block, self.streams.get(index), f))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def _with_first(output: Any, first: Tensor) -> Any:
+    return type(output)((first, *output[1:])) if isinstance(output, tuple | list) else first
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[last] = value
+
+
+def _views(module: nn.Module, tree: dict[str, Any]) -> dict[str, Any]:
+    """Attributes of a view: what stands in a child of a child is seen through a view of the child."""
+    attributes = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            child: Any = getattr(module, name)
+            value = inner_view(child, _views(child, value))
+        attributes[name] = value
+    return attributes
+
+
+def add_gain(edits: Edits, parent: nn.Module, child: str, call: int, gain: float) -> None:
+    """Multiply what a child returns in its parent's forward."""
+    present = lens_of(parent, Gains)
+    _look_through(edits, parent, Gains((*(present.gains if present else ()), (child, call, gain))))
+
+
+def add_join(edits: Edits, block: nn.Module, join: Join) -> None:
+    """Let a branch of a block meet its stream another way; a later join of the same branch takes the place."""
+    present = lens_of(block, Joins)
+    others = [one for one in (present.joins if present else ()) if (one.outlet, one.call) != (join.outlet, join.call)]
+    _look_through(edits, block, Joins((*others, join)))
+
+
+def _look_through(edits: Edits, module: nn.Module, lens: Lens) -> None:
+    edits.set_attribute(module, LENS, with_lens(module, lens))
+    edits.set_class(module, lensed_class(host_class(type(module))))
