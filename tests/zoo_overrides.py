@@ -1,4 +1,4 @@
-"""How large a tiny model is: sizes by attribute name, and what single model types need besides. Data only."""
+"""What single model types need besides the general rules of `hfpatch.convert` to be made tiny and run. Data only."""
 
 from __future__ import annotations
 
@@ -7,61 +7,7 @@ from typing import Any
 
 import torch
 
-WIDTH, HEADS, HEAD_DIM, LAYERS, VOCABULARY = 64, 4, 16, 2, 256
-TOKENS, BATCH = 12, 2
-IMAGE_SIZE, PATCH_SIZE = 64, 16
-SPREAD = 0.4  # standard deviation of the initial weights
-DEPTH = r"(num_|n_|num_hidden_|encoder_|decoder_|num_encoder_|num_decoder_)?layers?|depth|num_blocks"
-# Lists over the stages of a hierarchy: a single width is then one stage's, and is derived from them.
-HIERARCHY = ("depths", "hidden_sizes", "num_block_repeats", "embed_dim_per_stage")
-
-# The size that an attribute shrinks to, by its name: expressions that must match all of it, first match wins.
-# A list shrinks element by element. What is smaller already stays.
-SIZES: list[tuple[int, str]] = [
-    (
-        WIDTH,
-        """hidden_size d_model n_embd dim embed_dim emb_dim hidden_dim model_dim text_hidden_size vision_hidden_size
-        (encoder|decoder|cross|audio|backbone|projector|out|output|attention|pooler|image_text|d)_hidden_(size|dim)
-        embedding_size word_embed_proj_dim output_dim projection_dim projection_size out_hidden_size proj_dim
-        vision_output_dim pooler_output_size codebook_embed_dim hidden_size_per_layer_input unit_embed_dim
-        output_channels fpn_hidden_size vit_dim post_conv_in_channels decoder_in_channels d_latents lru_width
-        conv_dim upsample_groups""",
-    ),
-    (
-        2 * WIDTH,
-        """(moe_|expert_|shared_expert_|moe_shared_expert_|encoder_|decoder_)?intermediate_size(_mlp)?
-        (encoder_|decoder_)?(ffn_dim|feed_forward_hidden_size) (expert_)?ffn_hidden_size d_ff d_inner mlp_dim
-        (speech_|t2u_)(encoder|decoder)_(ffn_dim|intermediate_size) intermediate_dim dim_feedforward feedforward_dim
-        inner_dim n_inner ffn_size feed_forward_size""",
-    ),
-    (
-        HEADS,
-        """(encoder_|decoder_|num_|n_|swa_num_|cross_num_)?(attention_heads|heads|head)
-        (encoder|decoder)_num_attention_heads decoder_(self|cross)_attention_heads num_(self|cross)_attention_heads
-        resampler_n_heads
-        (speech_|t2u_)(encoder|decoder)_attention_heads (num_|n_routed_|num_local_|moe_num_|n_)experts""",
-    ),
-    (HEADS // 2, "((cross_|swa_)?num_|(encoder|decoder)_num_)key_value_heads num_kv_heads"),
-    (
-        HEAD_DIM,
-        """(cross_|swa_|global_)?head_dim d_kv attention_head_dim d_head attention_head_size rotary_dim rotary_ndims
-        qk_rope_head_dim qk_nope_head_dim v_head_dim kv_lora_rank q_lora_rank o_lora_rank""",
-    ),
-    (2 * HEAD_DIM, "qk_head_dim base_channels"),
-    (
-        LAYERS,
-        rf"""{DEPTH} (encoder|decoder)_num_(hidden_)?layers .*_num_hidden_layers num_hidden_groups depths
-        (speech_|t2u_)(encoder|decoder)_layers num_layers_per_stage block_depths zero_expert_num
-        num_experts_per_tok num_experts_per_token moe_topk moe_k top_k""",
-    ),
-    (1, "n_group topk_group num_expert_group"),
-    (4, "index_topk"),
-    (8, "sliding_window"),
-    (12, "num_queries num_latents"),
-    (64, "max_source_positions max_target_positions"),
-    (128, "max_position_embeddings n_positions max_seq_len n_ctx max_sequence_length"),
-    (VOCABULARY, ".*vocab_size(_per_layer_input)? .*byte_group_vocab"),
-]
+from hfpatch.convert.shrink import BATCH, IMAGE_SIZE, PATCH_SIZE, TOKENS
 
 
 @dataclass(frozen=True)
@@ -72,7 +18,7 @@ class Override:
         config: changes of the small configuration; a dotted key reaches a sub-configuration. They also hold wherever
             this type is itself a sub-configuration.
         inputs: added to those that the forward's signature asks for: `...` for the usual input of that name, None to
-            leave one out, a function of the `zoo.Inputs` that makes them, or a value.
+            leave one out, a function of the `Inputs` that makes them, or a value.
         class_name: the model class, where the base model won't do.
         reason: why this type isn't made at all.
     """
@@ -83,7 +29,7 @@ class Override:
     reason: str | None = None
 
 
-# --- inputs, as functions of the `zoo.Inputs` that makes them ---------------------------------------------------------
+# --- inputs, as functions of the `Inputs` that makes them ---------------------------------------------------------
 
 
 def normal(*shape: int) -> Any:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -30,8 +33,8 @@ class Centring:
 
     Attributes:
         folds: Parameters from which their mean over an axis is subtracted.
-        absorbs: (layer-scale Parameter, a writer's axis): scale * (W x + b) becomes 1 * (scale W x + scale b) first, for
-            every writer listed with the scale; scale is filled with ones.
+        absorbs: (layer-scale Parameter, a writer's axis): scale * (W x + b) becomes 1 * (scale W x + scale b) first,
+            for every writer listed with the scale; scale is filled with ones.
         outputs: (module, axis): its output is centred in every forward instead, because its weight is used elsewhere
             too (an embedding tied to the output head).
         parametrized: (module, axis) of what is centred instead of all of the above by `mode="parametrize"`: the last
@@ -53,3 +56,14 @@ class Centring:
     compensated: tuple[str, ...] = ()
     error: float = 0.0
     refused: str | None = None
+
+
+def pattern_of(name: str) -> str:
+    """A module's or parameter's name with `*` for every number between dots."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+@torch.no_grad()
+def centre_(tensor: Tensor, axis: int) -> Tensor:
+    """Subtract the mean over an axis, in place."""
+    return tensor.sub_(tensor.mean(axis, keepdim=True))

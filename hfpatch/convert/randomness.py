@@ -1,0 +1,60 @@
+"""Random weights that a test of equality can rely on, drawn without touching anybody's generator."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from .shrink import SPREAD
+
+
+@contextmanager
+def own_randomness(seed: int) -> Iterator[None]:
+    """Seed torch, numpy and random inside, and put their states back; memory left uninitialised is NaN inside."""
+    states = random.getstate(), numpy.random.get_state()
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed), numpy.random.seed(seed), random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(states[0]), numpy.random.set_state(states[1])
+            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+
+
+def randomise(model: nn.Module, generator: torch.Generator) -> None:
+    """Draw every gain, shift, bias and constant parameter anew around a mean that isn't zero, in place.
+
+    Convolutions, which may follow one another without a norm, get the spread that keeps their input's scale.
+    """
+    for module in model.modules():
+        for name, value in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if value.is_floating_point() and value.numel() > 1:
+                noise = torch.rand(value.shape, generator=generator) - 0.5
+                fresh = _fresh(module, name, value, noise)
+                if fresh is not None:
+                    value.detach().copy_(fresh)
+        if isinstance(module, nn.modules.conv._ConvNd):
+            weight = module.weight.detach()
+            weight.mul_(weight[0].numel() ** -0.5 / weight.std().clamp_min(1e-6))
+
+
+def _fresh(module: nn.Module, name: str, value: Tensor, noise: Tensor) -> Tensor | None:
+    """A new value for a parameter or buffer, None to keep what it has."""
+    constant = bool((value == value.flatten()[0]).all())
+    if value.isnan().any():  # transformers left it uninitialised
+        return 2 * SPREAD * noise
+    if isinstance(value, nn.Parameter):
+        gain = "norm" in type(module).__name__.lower() and name in ("weight", "scale", "gamma", "g")
+        if gain or (name == "weight" and constant):
+            return 1.1 + noise
+        return 0.2 + noise if constant or name == "bias" else None
+    if name in ("embed", "codebook") and constant:  # a quantiser whose entries are equal always gives one answer
+        return noise
+    return {"running_mean": 0.1 + noise, "running_var": 1.0 + noise}.get(name)
