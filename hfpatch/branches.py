@@ -8,22 +8,26 @@ the stream there: the end of a branch. One that doesn't is inside a branch, or o
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .convert.centring import pattern_of
+from .errors import CheckpointError
 from .norms import describe
 
 Call = tuple[str, int]  # a module's name in its block, and which of its calls in one forward of the block
 INPUT: Call = ("", -1)
 OUTPUT: Call = ("", 0)
+PLACEMENTS = ("pre", "post", "parallel", "sandwich", "olmo2", "other")
+PARTS = ("all", "blocks", "heads")
+_MOST_JUNCTIONS = 1_000
+_LONGEST_NAME = 1_000
 _TOLERANCE = 1e-5  # relative; some families compute their norms in float32 whatever the input
 
 
@@ -46,7 +50,7 @@ class Branch:
         dropout: attribute of the outlet's parent with the rate of a dropout that is a function and comes after the
             outlet; "" where there is none, "?" where one was seen whose rate isn't found.
         mixes: whether it lets one position see another, as attention does and a feed-forward network doesn't.
-        cross: whether it reads another module's output besides the stream, as cross-attention does.
+        cross: whether it reads another stack's output besides its own stream, as cross-attention does.
         shared: whether the block runs several times in one forward of the model.
     """
 
@@ -65,9 +69,39 @@ class Branch:
     shared: bool
 
 
-def pattern(name: str) -> str:
-    """A name with `*` for every number between dots: what is found on two layers holds for forty."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+@dataclass(frozen=True)
+class Junction:
+    """One branch of every block of a stack and how it met the stream, as a checkpoint stores it.
+
+    Attributes:
+        block: name of the blocks, with `*` for every number between dots.
+        norm, outer, outlet, call, scale, dropout, placement: as in `Branch`, the names relative to the block.
+        projection: likewise.
+        weights: (module, part) of what DeepNorm scales in a model that starts afresh: part is "all", or where values
+            lie in a fused projection: "blocks" for `[q | k | v]`, "heads" for `[q | k | v]` of one head after the other.
+        alpha, beta: DeepNorm's, of the stack.
+    """
+
+    block: str
+    norm: str
+    outer: str
+    outlet: str
+    call: int
+    scale: bool
+    dropout: str
+    placement: str
+    projection: str
+    weights: tuple[tuple[str, str], ...] = ()
+    alpha: float = 1.0
+    beta: float = 1.0
+
+
+def junction_of(branch: Branch) -> Junction:
+    """The branch without the numbers of its layer."""
+    names = {name: getattr(branch, name) for name in ("norm", "outer", "outlet", "projection")}
+    inside = {name: value.removeprefix(f"{branch.block}.") for name, value in names.items()}
+    rest = {name: getattr(branch, name) for name in ("call", "scale", "dropout", "placement")}
+    return Junction(block=pattern_of(branch.block), **inside, **rest)
 
 
 def find_branches(model: nn.Module, inputs: dict[str, Any]) -> list[Branch]:
@@ -93,7 +127,7 @@ class Block:
         name, module: the block.
         args, kwargs: of its first call.
         calls: how often one forward of the model runs it.
-        foreign: names of its arguments that are outputs of modules outside.
+        foreign: names of its arguments that are outputs of modules which ran after the blocks of another stack.
     """
 
     def __init__(self, name: str, module: nn.Module, args: tuple, kwargs: dict, calls: int, foreign: tuple[str, ...]):
@@ -173,18 +207,18 @@ def observe_blocks(model: nn.Module, inputs: dict[str, Any]) -> list[Block]:
     names = list(_block_names(model))
     seen: dict[str, tuple[tuple, dict, tuple[str, ...]]] = {}
     calls: dict[str, int] = {}
-    outputs: list[Tensor] = []  # kept alive, so that their identities stay theirs
+    outputs: list[tuple[Tensor, int]] = []  # kept alive, so that identities stay theirs; how many blocks had run
     modules = dict(model.named_modules())
 
     def before(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
             calls[name] = calls.get(name, 0) + 1
             if name not in seen:
-                made = {id(tensor) for tensor in outputs}
-                foreign = tuple(key for key, value in kwargs.items() if id(value) in made)
+                others = [i for i, earlier in enumerate(seen) if pattern_of(earlier) != pattern_of(name)]
+                made = {id(tensor) for tensor, ran in outputs if others and ran > others[0]}
                 parameters = list(inspect.signature(type(module).forward).parameters)[1:]
-                foreign += tuple(key for key, v in zip(parameters, args, strict=False) if id(v) in made)
-                seen[name] = args, kwargs, foreign
+                given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+                seen[name] = args, kwargs, tuple(key for key, value in given.items() if id(value) in made)
 
         return hook
 
@@ -192,7 +226,7 @@ def observe_blocks(model: nn.Module, inputs: dict[str, Any]) -> list[Block]:
         values = output.values() if isinstance(output, dict) else output
         for value in values if isinstance(output, tuple | list | dict) else (output,):
             if isinstance(value, Tensor) and value.is_floating_point():
-                outputs.append(value)
+                outputs.append((value, len(seen)))
 
     handles = [modules[name].register_forward_pre_hook(before(name), with_kwargs=True) for name in names]
     handles += [module.register_forward_hook(after) for module in modules.values()]
@@ -225,7 +259,7 @@ def _block_names(model: nn.Module, prefix: str = "") -> Iterator[str]:
             yield from _block_names(child, f"{path}.")
 
 
-class _Probe:
+class Probe:
     """What moves when an output is moved, in one block.
 
     Attributes:
@@ -242,10 +276,10 @@ class _Probe:
         delta = torch.randn(self.width, generator=generator, dtype=stream.dtype) * stream.std() + stream.std()
         self.delta = delta.to(stream.device)
         self.order: list[Call] = []
-        self.outputs, self.points = self._watched({})
+        self.outputs, self.points = self.watched({})
         self.matrices = {name for name, module in block.inside.items() if _has_matrix(module)}
 
-    def _watched(self, arguments: dict[str, Any], change: Any = lambda call, tensor: None) -> tuple[dict, dict]:
+    def watched(self, arguments: dict[str, Any], change: Any = lambda call, tensor: None) -> tuple[dict, dict]:
         outputs: dict[Call, Tensor] = {}
         points: dict[Call, Tensor] = {}
         order: list[Call] = []
@@ -281,7 +315,7 @@ class _Probe:
 
         stream = self.block.stream
         arguments = {stream: self.block.arguments[stream] + self.delta} if source == INPUT else {}  # type: ignore[index]
-        outputs, points = self._watched(arguments, change)  # type: ignore[arg-type]
+        outputs, points = self.watched(arguments, change)  # type: ignore[arg-type]
         return self._compared(outputs, self.outputs), self._compared(points, self.points)
 
     def _compared(self, new: dict[Call, Tensor], old: dict[Call, Tensor]) -> dict[Call, Tensor | None]:
@@ -306,7 +340,7 @@ class _Probe:
                 return tensor + noise * tensor.std()
             return self.outputs[call].clone() if call in held else None
 
-        outputs, _ = self._watched({}, change)
+        outputs, _ = self.watched({}, change)
         return not torch.allclose(outputs[writer], self.outputs[writer], rtol=1e-6, atol=1e-9)
 
 
@@ -315,7 +349,7 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _branches_of(block: Block) -> list[Branch]:
-    probe = _Probe(block)
+    probe = Probe(block)
     if not probe.fits(probe.points[OUTPUT]) or not block.norms:
         return []
     stream_outputs, stream_points = probe.move(INPUT)
@@ -329,7 +363,7 @@ def _branches_of(block: Block) -> list[Branch]:
 class _Reader:
     """Follows the stream from point to point."""
 
-    def __init__(self, probe: _Probe, outputs: dict, points: dict, moves: dict[Call, tuple[dict, dict]]):
+    def __init__(self, probe: Probe, outputs: dict, points: dict, moves: dict[Call, tuple[dict, dict]]):
         self.probe, self.block, self.moves = probe, probe.block, moves
         self.carried = set(outputs)  # modules whose output is the stream itself, sums inside included
         self.stream_points = points
@@ -429,7 +463,7 @@ class _Reader:
             bool((factor - 1).abs().max() > _TOLERANCE),
             self._functional_dropout(outlet, point),
             self._mixes(writer, held),
-            self._reads_another_module(writer, held),
+            self._reads_another_stack(writer, held),
             self.block.calls > 1,
         )
 
@@ -450,22 +484,23 @@ class _Reader:
         def change(call: Call, tensor: Tensor) -> Tensor | None:
             return self.probe.outputs[call].clone() if call in held else None
 
-        outputs, _ = self.probe._watched({self.block.stream: moved}, change)  # type: ignore[dict-item]
+        outputs, _ = self.probe.watched({self.block.stream: moved}, change)  # type: ignore[dict-item]
         by = (outputs[writer] - self.probe.outputs[writer]).reshape(stream.shape[0], -1, self.probe.width)
         return bool(by[:, 1:].abs().max() > 1e-9) if by.shape[1] > 1 else False
 
-    def _reads_another_module(self, writer: Call, held: set[Call]) -> bool:
+    def _reads_another_stack(self, writer: Call, held: set[Call]) -> bool:
         generator = torch.Generator().manual_seed(2)
+        stream = self.block.arguments[self.block.stream]  # type: ignore[index]
         for key in self.block.foreign:
             value = self.block.arguments.get(key)
-            if key == self.block.stream or not _is_stream(value):
+            if key == self.block.stream or not _is_stream(value) or value.dim() != stream.dim():
                 continue
             noise = torch.randn(value.shape, generator=generator, dtype=value.dtype).to(value.device)
 
             def change(call: Call, tensor: Tensor) -> Tensor | None:
                 return self.probe.outputs[call].clone() if call in held else None
 
-            outputs, _ = self.probe._watched({key: value + noise}, change)
+            outputs, _ = self.probe.watched({key: value + noise}, change)
             if not torch.allclose(outputs[writer], self.probe.outputs[writer], rtol=1e-6, atol=1e-9):
                 return True
         return False
@@ -508,8 +543,44 @@ def _training(module: nn.Module, attributes: dict[str, Any]) -> Iterator[None]:
             vars(module).update(attributes)
 
 
-def matching(model: nn.Module, name_pattern: str) -> list[str]:
-    """Names of the model's modules that a pattern with `*` for numbers covers."""
-    return [name for name, _ in model.named_modules() if pattern(name) == name_pattern] or [
-        name for name, _ in model.named_modules() if fnmatch.fnmatchcase(name, name_pattern)
-    ]
+def junction_to_json(junction: Junction) -> dict[str, Any]:
+    """Plain data for config.json."""
+    return {**asdict(junction), "weights": [list(pair) for pair in junction.weights]}
+
+
+def junctions_from_json(stored: Any, where: str) -> tuple[Junction, ...]:
+    """What `junction_to_json` wrote, checked in full.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    if not isinstance(stored, list) or len(stored) > _MOST_JUNCTIONS:
+        raise CheckpointError(f"{where}: branches is no list of at most {_MOST_JUNCTIONS} junctions.")
+    return tuple(_junction_from_json(item, f"{where}: branches[{i}]") for i, item in enumerate(stored))
+
+
+def _junction_from_json(stored: Any, where: str) -> Junction:
+    if not isinstance(stored, Mapping) or set(stored) != {field.name for field in fields(Junction)}:
+        raise CheckpointError(f"{where} is no object with {', '.join(field.name for field in fields(Junction))}.")
+    for key in ("block", "norm", "outer", "outlet", "dropout", "placement", "projection"):
+        if not isinstance(stored[key], str) or len(stored[key]) > _LONGEST_NAME:
+            raise CheckpointError(f"{where}: {key} is {stored[key]!r:.80}, not a name.")
+    if stored["placement"] not in PLACEMENTS:
+        raise CheckpointError(f"{where}: placement is {stored['placement']!r:.80}, not one of {', '.join(PLACEMENTS)}.")
+    if type(stored["call"]) is not int or stored["call"] < 0:
+        raise CheckpointError(f"{where}: call is {stored['call']!r:.80}, not the number of a call.")
+    if not isinstance(stored["scale"], bool):
+        raise CheckpointError(f"{where}: scale is {stored['scale']!r:.80}, not true or false.")
+    for key in ("alpha", "beta"):
+        if type(stored[key]) not in (int, float) or not 0 < stored[key] < float("inf"):
+            raise CheckpointError(f"{where}: {key} is {stored[key]!r:.80}, not a positive number.")
+    weights = stored["weights"]
+    if not isinstance(weights, list) or len(weights) > _MOST_JUNCTIONS or not all(map(_is_weight, weights)):
+        raise CheckpointError(f"{where}: weights is no list of pairs of a module's name and one of {', '.join(PARTS)}.")
+    return Junction(**{**stored, "weights": tuple((name, part) for name, part in weights)})
+
+
+def _is_weight(pair: Any) -> bool:
+    if not isinstance(pair, list) or len(pair) != 2 or pair[1] not in PARTS:
+        return False
+    return isinstance(pair[0], str) and len(pair[0]) <= _LONGEST_NAME

@@ -206,7 +206,8 @@ def replay(model: PreTrainedModel) -> None:
         for part in getattr(record, kind):
             changes = [change for change in planner(model, part, strict=same_head) if change.apply]
             for change in changes:
-                change.apply(Edits())  # type: ignore[misc]
+                if change.replayed:
+                    change.apply(Edits())  # type: ignore[misc]
             if len(changes) != part.modules:
                 record = record.recounted(kind, part, len(changes))
                 if same_head:

@@ -16,11 +16,18 @@ from .positions import Position
 from .record import INITS, KEY, Part, Record
 from .rows import Change, Row
 from .select import Names, as_globs, require_matches
+from .swap_branches import plan_branch_norms, settle_norm
 from .swap_norms import plan_norms
 from .swap_positions import plan_positions
 from .view import host_class
 
-PLANNERS = {"norm": plan_norms, "pos": plan_positions}
+
+def _plan_norms(model: nn.Module, part: Part, strict: bool = True) -> list[Change]:
+    return (plan_branch_norms if part.branches else plan_norms)(model, part, strict)
+
+
+PLANNERS = {"norm": _plan_norms, "pos": plan_positions}
+SETTLERS = {"norm": settle_norm}  # what a part needs to know of the model before it is planned, and stores
 
 
 @dataclass
@@ -141,7 +148,9 @@ def plan_patch(
     record = getattr(model.config, KEY, None)
     record = Record.from_json(record) if record else Record(model.config.model_type)
     plan = Plan(type(model).__name__, record)
-    planned = {kind: PLANNERS[kind](model, part) for kind, part in parts.items() if not record.has(kind, part)}
+    new = {kind: part for kind, part in parts.items() if not record.has(kind, part)}
+    parts = {kind: SETTLERS[kind](model, part) if kind in SETTLERS else part for kind, part in new.items()}
+    planned = {kind: PLANNERS[kind](model, part) for kind, part in parts.items()}
     for kind, changes in planned.items():
         plan.changes += changes
         changing = sum(change.apply is not None for change in changes)

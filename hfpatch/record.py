@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .branches import Junction, junction_to_json, junctions_from_json
 from .errors import CheckpointError, PatchError
 from .norms import Norm
 from .positions import Position
@@ -28,6 +29,7 @@ class Part:
         scheme: a norm or position scheme.
         only, keep: globs over module names; empty means everywhere, and nowhere.
         init: how new parameters started; told for the reader, it changes nothing in the structure.
+        branches: where residual branches meet the stream, for schemes that change that; found when the patch was made.
         modules: how many modules changed. A checkpoint that changes another number when it is opened as the class that
             it was saved from isn't the same model any more (transformers renamed something, say).
     """
@@ -36,11 +38,19 @@ class Part:
     only: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     init: str = field(default="auto", compare=False)
+    branches: tuple[Junction, ...] = field(default=(), compare=False)
     modules: int = field(default=0, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         globs = {"only": list(self.only), "keep": list(self.keep)}
-        return {"scheme": self.scheme.to_json(), **globs, "init": self.init, "modules": self.modules}
+        branches = [junction_to_json(junction) for junction in self.branches]
+        return {
+            "scheme": self.scheme.to_json(),
+            **globs,
+            "init": self.init,
+            "branches": branches,
+            "modules": self.modules,
+        }
 
 
 @dataclass(frozen=True)
@@ -106,8 +116,8 @@ def _parts(kind: str, stored: Any, where: str) -> tuple[Part, ...]:
 
 
 def _part(kind: str, stored: Any, where: str) -> Part:
-    if not isinstance(stored, Mapping) or set(stored) != {"scheme", "only", "keep", "init", "modules"}:
-        raise CheckpointError(f"{where} is no object with scheme, only, keep, init and modules.")
+    if not isinstance(stored, Mapping) or set(stored) != {"scheme", "only", "keep", "init", "branches", "modules"}:
+        raise CheckpointError(f"{where} is no object with scheme, only, keep, init, branches and modules.")
     modules = stored["modules"]
     if not isinstance(modules, int) or isinstance(modules, bool) or modules < 0:
         raise CheckpointError(f"{where}: modules is {modules!r:.40}, not the number of modules that changed.")
@@ -120,7 +130,8 @@ def _part(kind: str, stored: Any, where: str) -> Part:
         raise CheckpointError(
             f"{where} can't be used here: {error} If the scheme comes from a package of its own, import it first."
         ) from error
-    return Part(scheme, _globs(stored["only"], where), _globs(stored["keep"], where), init, modules)
+    branches = junctions_from_json(stored["branches"], where)
+    return Part(scheme, _globs(stored["only"], where), _globs(stored["keep"], where), init, branches, modules)
 
 
 def _globs(stored: Any, where: str) -> tuple[str, ...]:

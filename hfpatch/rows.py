@@ -37,10 +37,14 @@ class Row:
 
 @dataclass
 class Change:
-    """A row and how it is carried out; `apply` is None where the module is kept."""
+    """A row and how it is carried out; `apply` is None where the module is kept.
+
+    `replayed` is False for what is in the weights, and so not done again when a checkpoint is opened.
+    """
 
     row: Row
     apply: Callable[[Edits], None] | None = None
+    replayed: bool = True
 
 
 def refuse_private_forward(name: str, module: nn.Module) -> None:

@@ -147,14 +147,14 @@ def _replacer(site: _Site, facts: NormFacts, scheme: Norm, part: Part, like: Ten
         like_this = gain if gain is not None else shift if shift is not None else like
         new = scheme.build(facts, gain, shift, like_this)
         if part.init == "reset":
-            _start_afresh(new)
+            start_afresh(new)
         for parent, name in site.places:
             edits.set_module(parent, name, new)
 
     return apply
 
 
-def _start_afresh(module: AffineNorm) -> None:
+def start_afresh(module: AffineNorm) -> None:
     """New Parameters at the scheme's starting values: the replaced norm's own must stay as they were."""
     values = module.initial_values()
     for name, old in list(module._parameters.items()):

@@ -1,5 +1,6 @@
 """Norm schemes: one file each. Importing this package registers those that ship with hfpatch."""
 
+from .deepnorm import DeepNorm
 from .derf import Derf, DynamicErf
 from .detect import NormFacts, describe
 from .dyt import DynamicTanh, DyT
@@ -10,6 +11,7 @@ from .scheme import AffineNorm, Norm
 __all__ = [
     "RMS",
     "AffineNorm",
+    "DeepNorm",
     "Derf",
     "DyT",
     "DynamicErf",

@@ -92,6 +92,7 @@ class Norm(Scheme):
 
     registry: ClassVar = NORMS
     label: ClassVar[str] = "norm"  # the class name of the module that `build` returns, as plans print it
+    branchwise: ClassVar[bool] = False  # whether it changes how residual branches meet their stream (swap_branches.py)
 
     def build(
         self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor
