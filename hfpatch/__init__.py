@@ -14,6 +14,7 @@ from .errors import (
     PositionError,
     UnknownNameError,
     UnsupportedError,
+    VerificationError,
     WrappedModelError,
 )
 from .norms import RMS, AffineNorm, Derf, DyT, Layer, Norm, NormFacts
@@ -55,6 +56,7 @@ __all__ = [
     "Stack",
     "UnknownNameError",
     "UnsupportedError",
+    "VerificationError",
     "WrappedModelError",
     "patch_model",
     "plan_patch",

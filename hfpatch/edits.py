@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from .rewrite import Rewrite
 
 _HOOKS = (
     "_forward_hooks",
@@ -85,6 +87,14 @@ class Edits:
             self._record_item(target, key)
             del target[key]
 
+    def rewrite(
+        self, module: nn.Module, name: str, kind: str, operand: Tensor | None = None, axis: int | None = None
+    ) -> None:
+        """Change a Parameter's values in place, in little memory; kinds and their inverses as in `Rewrite`."""
+        rewrite = Rewrite(module, name, kind, axis) if operand is None else Rewrite(module, name, kind, axis, operand)
+        self._record("rewrite", rewrite)
+        rewrite.run()
+
     def replacements(self) -> list[tuple[nn.Module | nn.Parameter | None, nn.Module | nn.Parameter | None]]:
         """Pairs (old, new) of the children and Parameters that were exchanged; None where there was or is none."""
         pairs = []
@@ -133,9 +143,14 @@ def _undo_list(target: list, old: list) -> None:
     target[:] = old
 
 
+def _undo_rewrite(rewrite: Rewrite) -> None:
+    rewrite.undo()
+
+
 _UNDO: dict[str, Callable[..., None]] = {
     "item": _undo_item,
     "attribute": _undo_attribute,
     "class": _undo_class,
     "list": _undo_list,
+    "rewrite": _undo_rewrite,
 }

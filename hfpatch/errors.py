@@ -43,5 +43,20 @@ class CheckpointError(PatchError):
     """A checkpoint's patch record or weights can't be used."""
 
 
+class VerificationError(PatchError):
+    """A conversion that should have been exact wasn't, measured on the model itself; the model is as it was.
+
+    Attributes:
+        measured: what was measured, in a few words.
+    """
+
+    def __init__(self, message: str, measured: str):
+        super().__init__(message)
+        self.measured = measured
+
+    def __reduce__(self) -> tuple:
+        return type(self), (*self.args, self.measured)
+
+
 class NotPreservedWarning(UserWarning):
     """A patch changed what the model computes; the message says what was not preserved."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,16 +14,21 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .checkpoint import patched_model_class, registered_config_class
 from .edits import Edits
-from .errors import NotPreservedWarning, NotReversibleError
+from .errors import NotPreservedWarning, NotReversibleError, VerificationError
 from .norms import AffineNorm, Norm
 from .optimizer import check_optimizer, swap_parameters
-from .plan import Plan, plan_patch, require_bare
+from .plan import Plan, checked_request, make_plan, plan_patch, require_bare
 from .positions import Position
 from .record import KEY
 from .view import host_class
 
 M = TypeVar("M", bound=PreTrainedModel)
 WAY_BACK = "_hfpatch_way_back"
+Apply = Callable[[Edits], None]
+_WAITS_FOR_WEIGHTS = (
+    "{} has no weights yet (meta device), so nothing could be centred or checked. Load those of a model that was "
+    "patched in the same way; the original's would give another function."
+)
 
 
 @dataclass
@@ -48,6 +53,7 @@ def patch_model(
     init: str = "auto",
     optimizer: Any = None,
     reversible: bool = False,
+    example_inputs: Mapping[str, Any] | None = None,
 ) -> M:
     """Swap a model's norms and positions, in place and as one transaction; `plan_patch` shows beforehand what changes.
 
@@ -55,8 +61,13 @@ def patch_model(
     twice changes nothing; another one composes with the first. The result saves, loads and pushes like any model, and
     opens again through the Auto classes wherever hfpatch is imported.
 
+    Where norms are to be the same function, that is checked on the model itself before the rest is done: its outputs,
+    and the means at its norms, may move by no more than ten times what noise in the last bit of every module's output
+    moves the original's. If they do, all is taken back and the norms are swapped plainly, with a warning that gives the
+    error; with init="exact" that error is raised. On the meta device nothing can be checked, which a warning says.
+
     Args:
-        model, norm, pos, only, keep, init: as in `plan_patch`.
+        model, norm, pos, only, keep, init, example_inputs: as in `plan_patch`.
         optimizer: an optimizer made before the patch; removed Parameters leave it (with their state), new ones join the
             group of what they replace.
         reversible: keep what was replaced in memory, for `unpatch_model`.
@@ -70,8 +81,9 @@ def patch_model(
     Raises:
         PatchError: one of its children, from the plan, before anything changes. Should something fail later, every
             change is taken back before the error is passed on.
+        VerificationError: norms that should be exact aren't, with init="exact".
     """
-    plan = plan_patch(model, norm, pos, only, keep, init)
+    plan = plan_patch(model, norm, pos, only, keep, init, example_inputs=example_inputs)
     way_back: WayBack | None = model.__dict__.get(WAY_BACK)
     if reversible and way_back is None and getattr(model.config, KEY, None):
         raise NotReversibleError(
@@ -82,12 +94,20 @@ def patch_model(
     if not plan.changes:
         return model
     dtype = model.dtype
-    edits = _transact(model, plan, optimizer)
+    try:
+        edits = _transact(model, plan, optimizer)
+    except VerificationError as error:
+        if init == "exact":
+            raise
+        plan = make_plan(model, checked_request(norm, pos, only, keep, init), inexact=error.measured)
+        edits = _transact(model, plan, optimizer)
     model.__dict__.pop(WAY_BACK, None)
     if reversible:
         model.__dict__[WAY_BACK] = WayBack(edits, dtype) if way_back is None else way_back.then(edits)
     if plan.losses() and init != "reset":
         warnings.warn(_not_preserved(plan), NotPreservedWarning, stacklevel=2)
+    if plan.conversion is not None and plan.conversion.waits_for_weights:
+        warnings.warn(_WAITS_FOR_WEIGHTS.format(plan.model_name), NotPreservedWarning, stacklevel=2)
     return model
 
 
@@ -132,11 +152,16 @@ def _transact(model: PreTrainedModel, plan: Plan, optimizer: Any) -> Edits:
     """Carry the plan out, or leave everything as it was."""
     edits, optimizer_edits = Edits(), Edits()
     before = list(model.parameters())
+    exact, rest = _in_order(plan)
+    reference = plan.conversion.measure() if plan.conversion is not None else None
     try:
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-            for change in plan.changes:
-                if change.apply:
-                    change.apply(edits)
+            for apply in exact:
+                apply(edits)
+            if plan.conversion is not None and reference is not None:
+                plan.conversion.verify(reference)
+            for apply in rest:
+                apply(edits)
             _give_own_config(model, plan, edits)
             edits.set_class(model, patched_model_class(host_class(type(model))))
         if optimizer is not None:
@@ -150,6 +175,26 @@ def _transact(model: PreTrainedModel, plan: Plan, optimizer: Any) -> Edits:
             for value in (module, *module.parameters(recurse=False)):
                 vars(value)["_is_hf_initialized"] = True
     return edits
+
+
+def _in_order(plan: Plan) -> tuple[list[Apply], list[Apply]]:
+    """First what keeps the function, which is checked then: centring, and norms that become exact. Then other norms,
+    what follows from them, and positions.
+    """
+    conversion = plan.conversion
+    streams: list[Apply] = []
+    exact: list[Apply] = []
+    norms: list[Apply] = []
+    others: list[Apply] = []
+    for change in plan.changes:
+        if change.apply is None:
+            continue
+        kept = change.row.loss is None and conversion is not None
+        norm = exact if kept else norms
+        {"stream": streams, "norm": norm}.get(change.row.kind, others).append(change.apply)
+    if conversion is not None:
+        norms.append(conversion.compensate)
+    return streams + exact, norms + others
 
 
 def _give_own_config(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from .conversion import Conversion
 from .errors import NothingToPatchError, OptionError, UnsupportedError, WrappedModelError
 from .norms import Norm
 from .positions import Position
@@ -22,11 +24,11 @@ from .swap_positions import plan_positions
 from .view import host_class
 
 
-def _plan_norms(model: nn.Module, part: Part, strict: bool = True) -> list[Change]:
-    return (plan_branch_norms if part.branches else plan_norms)(model, part, strict)
+def _plan_norms(model: nn.Module, part: Part, strict: bool = True, **options: Any) -> list[Change]:
+    return plan_branch_norms(model, part, strict) if part.branches else plan_norms(model, part, strict, **options)
 
 
-PLANNERS = {"norm": _plan_norms, "pos": plan_positions}
+PLANNERS: dict[str, Callable[..., list[Change]]] = {"norm": _plan_norms, "pos": plan_positions}
 SETTLERS = {"norm": settle_norm}  # what a part needs to know of the model before it is planned, and stores
 
 
@@ -38,11 +40,13 @@ class Plan:
         model_name: the model's class.
         record: the patch record that the model will have.
         changes: every row with the change behind it.
+        conversion: where norms are to be the same function: what `patch_model` must check.
     """
 
     model_name: str
     record: Record
     changes: list[Change] = field(default_factory=list)
+    conversion: Conversion | None = None
 
     @property
     def rows(self) -> list[Row]:
@@ -124,6 +128,8 @@ def plan_patch(
     only: str | Iterable[str] | None = None,
     keep: str | Iterable[str] | None = None,
     init: str = "auto",
+    *,
+    example_inputs: Mapping[str, Any] | None = None,
 ) -> Plan:
     """What `patch_model` would do with the same arguments. A dry run: the model isn't touched.
 
@@ -136,6 +142,8 @@ def plan_patch(
         keep: globs over module names that stay as they are, attentions and position tables included.
         init: how new parameters start: "auto" (exact where that is true, else "copy"), "exact" (refuse what isn't),
             "copy" (gains and shifts are the replaced norm's own Parameters), "reset" (the paper's starting values).
+        example_inputs: keyword arguments of one forward, for norms that are to be exact: such a model is measured on a
+            small one of its class, and checked on itself. None makes them from its signature and config.
 
     Returns:
         The plan; print it for the table of what changes, what is kept, and why.
@@ -143,21 +151,38 @@ def plan_patch(
     Raises:
         PatchError: one of its children, for anything that `patch_model` would refuse.
     """
-    parts = _parts(norm, pos, only, keep, init)
+    return make_plan(model, checked_request(norm, pos, only, keep, init), example_inputs)
+
+
+def make_plan(
+    model: PreTrainedModel,
+    parts: dict[str, Part],
+    example_inputs: Mapping[str, Any] | None = None,
+    inexact: str | None = None,
+) -> Plan:
+    """`plan_patch` for a checked request; `inexact` says why an exact conversion that was tried isn't one."""
     require_bare(model)
     record = getattr(model.config, KEY, None)
     record = Record.from_json(record) if record else Record(model.config.model_type)
     plan = Plan(type(model).__name__, record)
-    new = {kind: part for kind, part in parts.items() if not record.has(kind, part)}
-    parts = {kind: SETTLERS[kind](model, part) if kind in SETTLERS else part for kind, part in new.items()}
-    planned = {kind: PLANNERS[kind](model, part) for kind, part in parts.items()}
+    parts = {kind: part for kind, part in parts.items() if not record.has(kind, part)}
+    for kind in parts.keys() & SETTLERS.keys():
+        parts[kind] = SETTLERS[kind](model, parts[kind], example_inputs)
+    planned: dict[str, list[Change]] = {}
+    for kind, part in parts.items():
+        options: dict[str, Any] = {}
+        if kind == "norm":
+            plan.conversion = Conversion.asked_for(model, part, example_inputs, inexact)
+            options["conversion"] = plan.conversion
+        planned[kind] = PLANNERS[kind](model, part, **options)
     for kind, changes in planned.items():
         plan.changes += changes
-        changing = sum(change.apply is not None for change in changes)
-        plan.record = plan.record.plus(kind, replace(parts[kind], modules=changing))
+        changing = sum(change.apply is not None and change.replayed for change in changes)
+        settled = plan.conversion.recorded() if plan.conversion is not None and kind == "norm" else parts[kind]
+        plan.record = plan.record.plus(kind, replace(settled, modules=changing))
     if planned:
         globs = {option: getattr(next(iter(parts.values())), option) for option in ("only", "keep")}
-        require_matches(Names.of(model), globs, plan.rows)
+        require_matches(Names.of(model), globs, [row for row in plan.rows if row.kind != "stream"])
     for kind, changes in planned.items():
         _require_change(plan, kind, parts[kind], changes)
     return plan
@@ -172,7 +197,12 @@ def _require_change(plan: Plan, kind: str, part: Part, changes: list[Change]) ->
         )
 
 
-def _parts(norm: object, pos: object, only: object, keep: object, init: str) -> dict[str, Part]:
+def checked_request(norm: object, pos: object, only: object, keep: object, init: str) -> dict[str, Part]:
+    """Schemes, globs and `init` as what a record would hold, by kind.
+
+    Raises:
+        OptionError, UnknownNameError: one of them is outside its domain.
+    """
     schemes = {"norm": Norm.resolve(norm), "pos": Position.resolve(pos)}
     if not any(schemes.values()):
         raise OptionError("nothing was asked for: pass norm=, pos= or both, such as norm='rms', pos='rope'.")

@@ -19,6 +19,7 @@ INITS = ("auto", "exact", "copy", "reset")
 _MOST_PARTS = 100
 _MOST_GLOBS = 10_000
 _LONGEST_GLOB = 1_000
+_MOST_AXES = 8
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Part:
         scheme: a norm or position scheme.
         only, keep: globs over module names; empty means everywhere, and nowhere.
         init: how new parameters started; told for the reader, it changes nothing in the structure.
+        centred: (pattern of module names, axis) of what is centred in every forward; `*` stands for a number.
+        left: patterns of norms that stay although globs and scheme would take them, since they wouldn't be exact.
+        biasless: patterns of norms whose shift has moved into the layers that read them.
         branches: where residual branches meet the stream, for schemes that change that; found when the patch was made.
         modules: how many modules changed. A checkpoint that changes another number when it is opened as the class that
             it was saved from isn't the same model any more (transformers renamed something, say).
@@ -38,17 +42,21 @@ class Part:
     only: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     init: str = field(default="auto", compare=False)
+    centred: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+    left: tuple[str, ...] = field(default=(), compare=False)
+    biasless: tuple[str, ...] = field(default=(), compare=False)
     branches: tuple[Junction, ...] = field(default=(), compare=False)
     modules: int = field(default=0, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        globs = {"only": list(self.only), "keep": list(self.keep)}
-        branches = [junction_to_json(junction) for junction in self.branches]
+        names = {name: list(getattr(self, name)) for name in ("only", "keep", "left", "biasless")}
+        centred = [[pattern, axis] for pattern, axis in self.centred]
         return {
             "scheme": self.scheme.to_json(),
-            **globs,
+            **names,
+            "centred": centred,
+            "branches": [junction_to_json(junction) for junction in self.branches],
             "init": self.init,
-            "branches": branches,
             "modules": self.modules,
         }
 
@@ -116,8 +124,9 @@ def _parts(kind: str, stored: Any, where: str) -> tuple[Part, ...]:
 
 
 def _part(kind: str, stored: Any, where: str) -> Part:
-    if not isinstance(stored, Mapping) or set(stored) != {"scheme", "only", "keep", "init", "branches", "modules"}:
-        raise CheckpointError(f"{where} is no object with scheme, only, keep, init, branches and modules.")
+    entries = ("scheme", "only", "keep", "left", "biasless", "centred", "branches", "init", "modules")
+    if not isinstance(stored, Mapping) or set(stored) != set(entries):
+        raise CheckpointError(f"{where} is no object with {', '.join(entries[:-1])} and {entries[-1]}.")
     modules = stored["modules"]
     if not isinstance(modules, int) or isinstance(modules, bool) or modules < 0:
         raise CheckpointError(f"{where}: modules is {modules!r:.40}, not the number of modules that changed.")
@@ -130,12 +139,34 @@ def _part(kind: str, stored: Any, where: str) -> Part:
         raise CheckpointError(
             f"{where} can't be used here: {error} If the scheme comes from a package of its own, import it first."
         ) from error
+    only, keep, left, biasless = (_globs(stored[name], where) for name in ("only", "keep", "left", "biasless"))
+    centred = _centred(stored["centred"], where)
+    if (centred or left or biasless) and getattr(scheme, "centring", None) is None:
+        raise CheckpointError(f"{where}: {scheme.name!r} centres nothing and leaves no norm, but the record says so.")
     branches = junctions_from_json(stored["branches"], where)
-    return Part(scheme, _globs(stored["only"], where), _globs(stored["keep"], where), init, branches, modules)
+    if bool(branches) != bool(getattr(scheme, "branchwise", False)):
+        raise CheckpointError(f"{where}: branches are recorded for {scheme.name!r}, or missing.")
+    return Part(scheme, only, keep, init, centred, left, biasless, branches, modules)
 
 
 def _globs(stored: Any, where: str) -> tuple[str, ...]:
     well_formed = isinstance(stored, list) and len(stored) <= _MOST_GLOBS
-    if not well_formed or not all(isinstance(glob, str) and 0 < len(glob) <= _LONGEST_GLOB for glob in stored):
-        raise CheckpointError(f"{where}: only and keep are lists of globs over module names.")
+    if not well_formed or not all(_is_name(glob) for glob in stored):
+        raise CheckpointError(f"{where}: only, keep, left and biasless are lists of globs over module names.")
     return tuple(stored)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST_GLOB
+
+
+def _centred(stored: Any, where: str) -> tuple[tuple[str, int], ...]:
+    """Pairs of a pattern and an axis."""
+    if not isinstance(stored, list) or len(stored) > _MOST_GLOBS or not all(map(_is_centring, stored)):
+        raise CheckpointError(f"{where}: centred is a list of pairs of a module's name and a small axis.")
+    return tuple((pattern, axis) for pattern, axis in stored)
+
+
+def _is_centring(pair: Any) -> bool:
+    well_formed = isinstance(pair, list) and len(pair) == 2 and _is_name(pair[0]) and type(pair[1]) is int
+    return well_formed and -_MOST_AXES <= pair[1] < _MOST_AXES

@@ -16,7 +16,7 @@ class Row:
     """What happens to one module.
 
     Attributes:
-        kind: "norm" or "position".
+        kind: "norm" or "position"; "stream" for what is centred so that norms may change.
         action: "replace" or "keep".
         module: its name in the model.
         now, becomes: what it is, and what it will be (None where it is kept).

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ class _Site:
         return f"{self.block_name}.{self.junction.norm}"
 
 
-def settle_norm(model: nn.Module, part: Part) -> Part:
+def settle_norm(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None = None) -> Part:
     """The part with what has to be found on the model first: for schemes of branches, the junctions.
 
     Raises:
@@ -54,7 +55,7 @@ def settle_norm(model: nn.Module, part: Part) -> Part:
     if not getattr(part.scheme, "branchwise", False):
         return part
     assert isinstance(part.scheme, DeepNorm)
-    junctions, branches = discover(model, f"norm={part.scheme.name!r}", weights=part.init == "reset")
+    junctions, branches = discover(model, f"norm={part.scheme.name!r}", example_inputs, part.init == "reset")
     for junction in junctions:
         _require_sequential(junction, part.scheme)
     depths = _depths(model, junctions, branches)
@@ -65,7 +66,9 @@ def settle_norm(model: nn.Module, part: Part) -> Part:
     return replace(part, branches=tuple(settled))
 
 
-def discover(model: nn.Module, request: str, weights: bool = False) -> tuple[list[Junction], list[Branch]]:
+def discover(
+    model: nn.Module, request: str, example_inputs: Mapping[str, Any] | None = None, weights: bool = False
+) -> tuple[list[Junction], list[Branch]]:
     """The junctions of a model, found on a small one of its class, and that one's branches.
 
     Raises:
@@ -77,7 +80,7 @@ def discover(model: nn.Module, request: str, weights: bool = False) -> tuple[lis
             raise UnsupportedError(
                 f"{name}: how its branches meet the stream was changed by an earlier patch. Start from the original."
             )
-    small, inputs = twin(model)
+    small, inputs = twin(model, example_inputs)
     branches = find_branches(small, inputs)
     scaled = scaled_weights(small, inputs, branches) if weights else {}
     if not branches:
@@ -358,8 +361,12 @@ def _scale(site: _Site, path: str, which: str, factor: float, bias: float) -> Ch
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and not parameter.is_meta:
                 by = _factors(module, parameter, which, heads, bias if parameter.dim() == 1 else factor)
-                new = (parameter.detach().double() * by.to(parameter.device)).to(parameter.dtype)
-                edits.set_parameter(module, name, nn.Parameter(new, requires_grad=parameter.requires_grad))
+                by = by.to(parameter.device)
+                if parameter.dim() == 1 and bias == 0.0:  # no factor takes back what training makes of a zero
+                    new = (parameter.detach() * by).to(parameter.dtype)
+                    edits.set_parameter(module, name, nn.Parameter(new, requires_grad=parameter.requires_grad))
+                else:
+                    edits.rewrite(module, name, "multiply", by)
 
     return Change(row, apply, replayed=False)
 

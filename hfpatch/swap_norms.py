@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from .conversion import Conversion
+from .convert.centring import pattern_of
+from .convert.fold import Step, centring_outputs, fold_shift
 from .edits import Edits
 from .errors import NothingToPatchError, UnsupportedError
 from .norms import AffineNorm, Norm, NormFacts, describe
@@ -33,17 +36,19 @@ class _Site:
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
-def plan_norms(model: nn.Module, part: Part, strict: bool = True) -> list[Change]:
+def plan_norms(model: nn.Module, part: Part, strict: bool = True, conversion: Conversion | None = None) -> list[Change]:
     """What `part` does to each of the model's norms; nothing is changed yet.
 
     Args:
         model: any module tree.
         part: a norm scheme with its globs.
         strict: raise where there is no norm; replaying a record on another head doesn't.
+        conversion: of a new request that keeps the function where it can. None for a plain swap, and where a record is
+            replayed, which says what is centred in every forward and which norms are left.
 
     Raises:
         NothingToPatchError: the model has no norm.
-        UnsupportedError: `init="exact"` where the swap isn't.
+        UnsupportedError: `init="exact"` where no swap is.
         WrappedModelError: a norm carries a forward of its own, put there by another library.
     """
     scheme = part.scheme
@@ -56,8 +61,119 @@ def plan_norms(model: nn.Module, part: Part, strict: bool = True) -> list[Change
         )
     reasons = {id(site): _reason_to_keep(site, scheme, part, names) for site in sites}
     _take_special_norms_that_were_named(sites, reasons, scheme, part, names)
+    for site in sites:
+        reasons[id(site)] = reasons[id(site)] or _reason_to_leave(site, part, names)
+    changing = [site for site in sites if reasons[id(site)] is None]
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
-    return [_change(site, scheme, part, reasons[id(site)], like) for site in sites]
+    if conversion is None:
+        replayed = centring_outputs(model, part.centred, names.forms) if part.centred and changing else []
+        plans = {id(site): _plain(site, part, names) for site in changing}
+    else:
+        plans = _converted(changing, conversion)
+        replayed = conversion.steps()
+    changes = [_change(site, scheme, part, reasons[id(site)], plans.get(id(site)), like) for site in sites]
+    return changes + [_stream_change(step) for step in replayed]
+
+
+@dataclass
+class _Swap:
+    """How one norm is replaced.
+
+    Attributes:
+        loss: what isn't preserved, None where the function stays the same.
+        stays: why it is kept after all, since that is more than was allowed.
+        readers: the linear layers that take up its shift.
+        biasless: whether the new norm has no shift.
+        note: for the plan.
+    """
+
+    loss: str | None
+    stays: str | None = None
+    readers: list[tuple[nn.Module, int]] = field(default_factory=list)
+    biasless: bool = False
+    note: str | None = None
+
+
+def _plain(site: _Site, part: Part, names: Names) -> _Swap:
+    """A swap with gain and shift copied, or one that a record tells of.
+
+    Raises:
+        UnsupportedError: it isn't exact, as it was asked to be.
+    """
+    scheme = part.scheme
+    assert isinstance(scheme, Norm)
+    assert site.facts is not None
+    loss = scheme.loss(site.facts) if part.init != "reset" else "parameters start afresh"
+    if loss and part.init == "exact" and scheme.centring is None:
+        raise UnsupportedError(
+            f"{site.names[0]}: norm={scheme.name!r} isn't exact here: {loss}. Use init='auto' to accept that."
+        )
+    return _Swap(loss, biasless=_named(part.biasless, site, names))
+
+
+def _named(patterns: tuple[str, ...], site: _Site, names: Names) -> bool:
+    """Whether one of a record's patterns is a norm's, here or as another head calls it."""
+    return any(pattern_of(form) in patterns for name in site.names for form in names.forms(name))
+
+
+def _converted(sites: list[_Site], conversion: Conversion) -> dict[int, _Swap]:
+    """How the norms of a new request are replaced: exactly where that is possible.
+
+    Raises:
+        UnsupportedError: none is exact, as they were asked to be; no shift can be moved, as asked.
+    """
+    if any(site.facts is not None and site.facts.kind == "layer" for site in sites):
+        conversion.find()
+    found = {id(site): _convert(site, conversion) for site in sites}
+    if sites and not any(swap.stays is None for swap in found.values()):
+        first, name = sites[0], conversion.part.scheme.name
+        raise UnsupportedError(
+            f"{first.names[0]}: norm={name!r} isn't exact here: {found[id(first)].loss}. "
+            "Use init='auto' to accept that."
+        )
+    if getattr(conversion.part.scheme, "fold_bias", False) and not conversion.plain:
+        _move_shifts(sites, found, conversion)
+    return found
+
+
+def _convert(site: _Site, conversion: Conversion) -> _Swap:
+    scheme, name = conversion.part.scheme, site.names[0]
+    assert isinstance(scheme, Norm)
+    assert site.facts is not None
+    why = conversion.why_not_exact(site.names) if site.facts.kind == "layer" else None
+    loss = scheme.loss(site.facts) if site.facts.kind != "layer" or why else None
+    if loss is None:
+        conversion.exact.append(name)
+        return _Swap(None)
+    loss = f"{loss} ({why})" if why else loss
+    if conversion.part.init == "exact":
+        conversion.left.append(pattern_of(name))
+        return _Swap(loss, stays=f"not exact: {loss}")
+    conversion.approximate.append(name)
+    return _Swap(loss)
+
+
+def _move_shifts(sites: list[_Site], found: dict[int, _Swap], conversion: Conversion) -> None:
+    shifted = {
+        site.names[0]: found[id(site)]
+        for site in sites
+        if site.facts is not None and site.facts.shift and found[id(site)].stays is None
+    }
+    if not shifted:
+        return
+    conversion.trace_readers(list(shifted))
+    for name, swap in shifted.items():
+        readers = conversion.readers[name]
+        if isinstance(readers, str):
+            swap.note = f"keeps its shift: {readers}"
+        else:
+            swap.readers, swap.biasless = readers, True
+            swap.note = f"its shift moves into {len(readers)} linear layer{'s' if len(readers) > 1 else ''}"
+
+
+def _stream_change(step: Step) -> Change:
+    row = Row("stream", "replace", step.name, step.now, step.becomes)
+    return Change(row, step.apply, replayed=step.runtime)
 
 
 def _find(model: nn.Module) -> list[_Site]:
@@ -106,6 +222,11 @@ def _reason_to_keep(site: _Site, scheme: Norm, part: Part, names: Names) -> str 
     return _special(site, names)
 
 
+def _reason_to_leave(site: _Site, part: Part, names: Names) -> str | None:
+    """Replaying a record: a norm that stayed since it wouldn't have been exact."""
+    return "not exact" if part.left and _named(part.left, site, names) else None
+
+
 def _take_special_norms_that_were_named(
     sites: list[_Site], reasons: dict[int, str | None], scheme: Norm, part: Part, names: Names
 ) -> None:
@@ -119,33 +240,39 @@ def _take_special_norms_that_were_named(
                     reasons[id(site)] = None
 
 
-def _change(site: _Site, scheme: Norm, part: Part, reason: str | None, like: Tensor) -> Change:
+def _change(site: _Site, scheme: Norm, part: Part, reason: str | None, swap: _Swap | None, like: Tensor) -> Change:
     now = site.module._get_name() + _size(site.facts)
     row = Row("norm", "keep", site.names[0], now, aliases=tuple(site.names[1:]), reason=reason)
-    if reason is not None:
+    if swap is None:
+        return Change(row)
+    if swap.stays is not None:
+        row.reason = swap.stays
         return Change(row)
     refuse_private_forward(site.names[0], site.module)
     assert site.facts is not None
-    loss = scheme.loss(site.facts) if part.init != "reset" else "parameters start afresh"
-    if loss and part.init == "exact":
-        raise UnsupportedError(
-            f"{site.names[0]}: norm={scheme.name!r} isn't exact here: {loss}. Use init='auto' to accept that."
-        )
-    row.action, row.becomes, row.loss = "replace", scheme.label + _size(site.facts), loss
-    row.reason = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
-    return Change(row, _replacer(site, site.facts, scheme, part, like))
+    row.action, row.becomes, row.loss = "replace", scheme.label + _size(site.facts), swap.loss
+    shared = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
+    row.reason = "; ".join(filter(None, (shared, swap.note))) or None
+    return Change(row, _replacer(site, site.facts, scheme, part, swap, like))
 
 
 def _size(facts: NormFacts | None) -> str:
     return f"({', '.join(map(str, facts.shape))})" if facts else ""
 
 
-def _replacer(site: _Site, facts: NormFacts, scheme: Norm, part: Part, like: Tensor) -> Callable[[Edits], None]:
+def _replacer(
+    site: _Site, facts: NormFacts, scheme: Norm, part: Part, swap: _Swap, like: Tensor
+) -> Callable[[Edits], None]:
     def apply(edits: Edits) -> None:
         gain = getattr(site.module, facts.gain) if facts.gain else None
         shift = getattr(site.module, facts.shift) if facts.shift else None
         like_this = gain if gain is not None else shift if shift is not None else like
-        new = scheme.build(facts, gain, shift, like_this)
+        if swap.biasless and shift is not None:
+            for reader, axis in swap.readers:
+                fold_shift(shift, reader, axis, edits)
+            new = scheme.build(replace(facts, shift=None), gain, None, like_this)
+        else:
+            new = scheme.build(facts, gain, shift, like_this)
         if part.init == "reset":
             start_afresh(new)
         for parent, name in site.places:

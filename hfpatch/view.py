@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 LENS = "_hfpatch_lens"  # attribute of a module that holds its lens
+CENTRED = "_hfpatch_centred"  # attribute of a module: the axis over which the mean of its output is subtracted
 
 Arguments = dict[str, Any]
 
@@ -107,23 +109,38 @@ def once_per_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return functools.cache(make)
 
 
+def centred(output: Any, axis: int) -> Any:
+    """output - mean(output) over an axis, at least in float32; of a tuple the first, its hidden states."""
+    if isinstance(output, tuple):
+        return (centred(output[0], axis), *output[1:])
+    assert isinstance(output, Tensor)
+    wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+    return (wide - wide.mean(axis, keepdim=True)).to(output.dtype)
+
+
 def lensed_forward(host: type[nn.Module]) -> Callable[..., Any]:
-    """The host's forward, run on a view wherever the instance has a lens."""
+    """The host's forward, run on a view wherever the instance has a lens; its output centred wherever that is set."""
     view = _view_class(host)
     host_forward = host.forward
     signature = inspect.signature(host_forward)
     names = tuple(signature.parameters)[1:]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        axis = self.__dict__.get(CENTRED)
+        if axis is not None:
+            return centred(seen(self, *args, **kwargs), axis)
+        return seen(self, *args, **kwargs)
+
+    def seen(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         lens = self.__dict__.get(LENS)
         if lens is None:
             return host_forward(self, *args, **kwargs)
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         attributes, filled = lens(self, arguments)
-        seen = view(self, attributes)
+        stand_in = view(self, attributes)
         if filled:
-            return host_forward(seen, **{**arguments, **filled})
-        return host_forward(seen, *args, **kwargs)
+            return host_forward(stand_in, **{**arguments, **filled})
+        return host_forward(stand_in, *args, **kwargs)
 
     forward.__signature__ = signature  # type: ignore[attr-defined]  # callers inspect it for the arguments to pass
     return forward
@@ -131,7 +148,7 @@ def lensed_forward(host: type[nn.Module]) -> Callable[..., Any]:
 
 @once_per_class
 def lensed_class(host: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of `host` whose forward is the host's forward on a view, as the module's lens makes it."""
+    """The subclass of `host` whose forward is the host's on a view, as the module's lens makes it, or centred."""
     body = {
         "forward": lensed_forward(host),
         "__module__": host.__module__,

@@ -15,7 +15,7 @@ ROOT = Path(hfpatch.__file__).parent
 # from the ground up; modules of one line may import one another as long as there is no cycle
 LAYERS = [
     ["errors"],
-    ["registry"],
+    ["registry", "rewrite"],
     ["scheme", "edits", "weights"],
     ["optimizer"],
     ["norms", "positions", "view"],
@@ -25,6 +25,7 @@ LAYERS = [
     ["branches"],
     ["initial", "residual"],
     ["record"],
+    ["conversion"],
     ["swap_norms", "swap_positions"],
     ["swap_branches"],
     ["plan"],

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from ..errors import UnsupportedError
 from .centring import pattern_of
 from .inputs import example_inputs as make_example_inputs
+from .measure import observe
 from .randomness import own_randomness, randomise
 from .shrink import shallow, shrunk
 
@@ -134,9 +135,7 @@ def _in_double(value: Any) -> Any:
 
 def _unusable(model: nn.Module, inputs: dict[str, Any]) -> str | None:
     """Why the forward shows nothing; None where it does."""
-    from .measure import Forward, observe
-
-    seen: Forward = observe(model, inputs)
+    seen = observe(model, inputs)
     if not seen.outputs:
         return "it returns no floats"
     for name, value in seen.outputs.items():

@@ -110,6 +110,11 @@ class Norm(Scheme):
         """Why a norm that matches the request stays as it is; None to replace it."""
         return f"is {facts.kind} already" if facts.kind == self.name else None
 
+    @property
+    def centring(self) -> str | None:
+        """How the stream is made zero-mean where that makes the swap exact: "fold", "parametrize"; None: not at all."""
+        return None
+
     def loss(self, facts: NormFacts) -> str | None:
         """What the swap doesn't preserve when gain and shift are copied; None where the function stays the same."""
         return "another function"

@@ -1,0 +1,79 @@
+"""One forward of a user's model that leaves no trace: no hook of theirs runs, no mode and no random stream changes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_SKIPPED = (
+    "past_key_values",
+    "cache",
+    "mems",
+    "attentions",
+    "hidden_states",
+)  # whatever ends in these, of many tensors
+
+
+@contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Eval mode, no gradients and no hooks but torch's and transformers' own, on the model's device.
+
+    Hooks that are registered inside are gone afterwards.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    hooks = [(module, name, module.__dict__[name]) for module in model.modules() for name in _HOOKS]
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    devices = [device] if device.type not in ("cpu", "meta", "mps") else []
+    try:
+        for module, name, theirs in hooks:
+            module.__dict__[name] = OrderedDict((key, hook) for key, hook in theirs.items() if _keeps(hook))
+        for module, _ in modes:
+            module.training = False
+        with torch.no_grad(), torch.random.fork_rng(devices=devices), torch.device(device):
+            yield
+    finally:
+        for module, name, theirs in hooks:
+            module.__dict__[name] = theirs
+        for module, training in modes:
+            module.training = training
+
+
+def _keeps(hook: Any) -> bool:
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return home.partition(".")[0] in ("torch", "transformers")  # weight norm and its like compute weights in a hook
+
+
+def fitting(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs on the model's device, floats in its dtype."""
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+
+    def fit(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(like.device, like.dtype if value.is_floating_point() else None)
+
+    return {name: fit(value) for name, value in given.items()}
+
+
+def outputs_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """All floats that a forward returns, by path; caches and recorded hidden states and attentions aside."""
+    return dict(_tensors("", model(**given)))
+
+
+def _tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield path, value.detach()
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if isinstance(item, Tensor) or not str(key).endswith(_SKIPPED):
+                yield from _tensors(f"{path}.{key}" if path else str(key), item)
+    elif isinstance(value, tuple | list):
+        for i, item in enumerate(value):
+            yield from _tensors(f"{path}[{i}]", item)
