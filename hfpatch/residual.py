@@ -34,7 +34,8 @@ class Gains:
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         children = {child: {c: gain for n, c, gain in self.gains if n == child} for child, _, _ in self.gains}
-        return {child: _Scaled(getattr(module, child), by_call) for child, by_call in children.items()}, {}
+        scaled = {child: _Scaled(getattr(module, child), by_call) for child, by_call in children.items()}
+        return {**_checkpointed_once(module), **scaled}, {}
 
 
 class _Scaled:
@@ -104,9 +105,7 @@ class Joins:
                 _put(tree, f"{path}.{join.dropout}".strip("."), 0.0)
         for name, by_call in outlets.items():
             _put(tree, name, _Outlet(module, name, {call: (self.joins[i], i) for call, i in by_call.items()}, streams))
-        if hasattr(module, "gradient_checkpointing"):
-            tree["gradient_checkpointing"] = False  # the module itself is checkpointed, not its view once more
-        return _views(module, tree), {}
+        return {**_checkpointed_once(module), **_views(module, tree)}, {}
 
 
 class _Reader:
@@ -145,6 +144,11 @@ class _Outlet:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
+
+
+def _checkpointed_once(module: nn.Module) -> dict[str, bool]:
+    """A layer that is checkpointed runs its forward twice as it is; its view must not be checkpointed once more."""
+    return {"gradient_checkpointing": False} if hasattr(module, "gradient_checkpointing") else {}
 
 
 def _first(output: Any) -> Tensor:
