@@ -17,22 +17,25 @@ from .errors import (
     VerificationError,
     WrappedModelError,
 )
-from .norms import RMS, AffineNorm, Derf, DyT, Layer, Norm, NormFacts
+from .norms import RMS, AffineNorm, DeepNorm, Derf, DyT, Layer, Norm, NormFacts
 from .patch import patch_model, unpatch_model
 from .plan import Plan, plan_patch
+from .placement import Placement
 from .positions import NoPE, Position, RoPE
-from .registry import ARCHITECTURES, NORMS, POSITIONS, Registry
+from .registry import ARCHITECTURES, NORMS, PLACEMENTS, POSITIONS, Registry
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ARCHITECTURES",
     "NORMS",
+    "PLACEMENTS",
     "POSITIONS",
     "RMS",
     "AffineNorm",
     "Architecture",
     "CheckpointError",
+    "DeepNorm",
     "Derf",
     "DyT",
     "Fused",
@@ -47,6 +50,7 @@ __all__ = [
     "NothingToPatchError",
     "OptionError",
     "PatchError",
+    "Placement",
     "Plan",
     "Position",
     "PositionError",

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ class Branch:
         writer: the innermost last one: a dropout where that is a module, else the projection.
         call: which call of outlet and writer in one forward of the block: a dropout may serve two branches.
         projection: the module with a matrix whose output is written.
+        readers: of a `post` branch, the outermost modules that read the stream for it; () where some can't be told.
         placement: "pre", "post", "parallel" (several branches read and write the same points of the stream), "sandwich",
             "olmo2", or "other".
         scale: whether the outlet's output is multiplied by something on its way to the stream.
@@ -61,6 +62,7 @@ class Branch:
     writer: str
     call: int
     projection: str
+    readers: tuple[str, ...]
     placement: str
     scale: bool
     dropout: str
@@ -76,7 +78,7 @@ class Junction:
     Attributes:
         block: name of the blocks, with `*` for every number between dots.
         norm, outer, outlet, call, scale, dropout, placement: as in `Branch`, the names relative to the block.
-        projection: likewise.
+        projection, readers: likewise.
         weights: (module, part) of what DeepNorm scales in a model that starts afresh: part is "all", or where values
             lie in a fused projection: "blocks" for `[q | k | v]`, "heads" for `[q | k | v]` of one head after the other.
         alpha, beta: DeepNorm's, of the stack.
@@ -91,6 +93,7 @@ class Junction:
     dropout: str
     placement: str
     projection: str
+    readers: tuple[str, ...] = ()
     weights: tuple[tuple[str, str], ...] = ()
     alpha: float = 1.0
     beta: float = 1.0
@@ -101,7 +104,8 @@ def junction_of(branch: Branch) -> Junction:
     names = {name: getattr(branch, name) for name in ("norm", "outer", "outlet", "projection")}
     inside = {name: value.removeprefix(f"{branch.block}.") for name, value in names.items()}
     rest = {name: getattr(branch, name) for name in ("call", "scale", "dropout", "placement")}
-    return Junction(block=pattern_of(branch.block), **inside, **rest)
+    readers = tuple(name.removeprefix(f"{branch.block}.") for name in branch.readers)
+    return Junction(block=pattern_of(branch.block), readers=readers, **inside, **rest)
 
 
 def find_branches(model: nn.Module, inputs: dict[str, Any]) -> list[Branch]:
@@ -136,9 +140,11 @@ class Block:
         names = [n for n in list(signature.parameters)[1:]][: len(args)]
         self.arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         self.rest = args[len(names) :]
+        self.given_twice: set[str] = set()  # modules inside that are given the same tensor in two arguments
         self.stream = next(
             (key for key in ("hidden_states", *self.arguments) if _is_stream(self.arguments.get(key))), None
         )
+        self.aliases = [k for k, v in self.arguments.items() if self.stream and v is self.arguments[self.stream]]
         self.inside = {child: sub for child, sub in module.named_modules() if child}
         self.norms = {child for child, sub in self.inside.items() if describe(sub) is not None}
 
@@ -165,7 +171,10 @@ class Block:
                 call = child, count.get(child, 0)
                 count[child] = call[1] + 1
                 new = change(call, first)
-                given = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+                tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+                given = tensors[0] if tensors else None
+                if any(v.shape == tensors[0].shape and v.dtype.is_floating_point and v is given for v in tensors[1:]):
+                    self.given_twice.add(child)
                 watch(call, first if new is None else new, given)
                 if new is None:
                     return None
@@ -178,10 +187,10 @@ class Block:
         ]
         given = {key: v.clone() if isinstance(v, Tensor) else v for key, v in self.arguments.items()}
         given.update(arguments or {})
+        given.update({alias: given[self.stream] for alias in self.aliases})  # type: ignore[index]
         try:
             with torch.no_grad():
-                named = {key: v for key, v in given.items()}
-                result = self.module(*self._positional(named), *self.rest, **named)
+                result = self.module(*self._positional(given), *self.rest, **given)
         finally:
             for handle in handles:
                 handle.remove()
@@ -259,6 +268,14 @@ def _block_names(model: nn.Module, prefix: str = "") -> Iterator[str]:
             yield from _block_names(child, f"{path}.")
 
 
+class Moves(NamedTuple):
+    """By how many deltas, one number a channel, outputs, points and inputs moved; None for any other movement."""
+
+    outputs: dict[Call, Tensor | None]
+    points: dict[Call, Tensor | None]
+    inputs: dict[Call, Tensor | None]
+
+
 class Probe:
     """What moves when an output is moved, in one block.
 
@@ -276,31 +293,35 @@ class Probe:
         delta = torch.randn(self.width, generator=generator, dtype=stream.dtype) * stream.std() + stream.std()
         self.delta = delta.to(stream.device)
         self.order: list[Call] = []
-        self.outputs, self.points = self.watched({})
+        self.outputs, self.points, self.given = self.watched({})
         self.matrices = {name for name, module in block.inside.items() if _has_matrix(module)}
 
-    def watched(self, arguments: dict[str, Any], change: Any = lambda call, tensor: None) -> tuple[dict, dict]:
+    def watched(self, arguments: dict[str, Any], change: Any = lambda call, tensor: None) -> tuple[dict, dict, dict]:
+        """Outputs, points and inputs of one run."""
         outputs: dict[Call, Tensor] = {}
+        inputs: dict[Call, Tensor] = {}
         points: dict[Call, Tensor] = {}
         order: list[Call] = []
 
         def watch(call: Call, output: Tensor, given: Tensor | None) -> None:
             order.append(call)
             outputs[call] = output.clone()  # a host may add to it in place
-            if call[0] in self.block.norms and given is not None:
-                points[call] = given.clone()
+            if given is not None:
+                inputs[call] = given.clone()
+                if call[0] in self.block.norms:
+                    points[call] = inputs[call]
 
         points[OUTPUT] = self.block.run(change, arguments, watch)
         points[OUTPUT] = points.pop(OUTPUT)  # last
         self.order = self.order or order
-        return outputs, points
+        return outputs, points, inputs
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether a tensor has the stream's size and width."""
         return tensor.is_floating_point() and tensor.numel() == self.size and tensor.shape[-1] == self.width
 
-    def move(self, source: Call) -> tuple[dict[Call, Tensor | None], dict[Call, Tensor | None]]:
-        """How outputs and points move when `source` is moved by delta and all matrices (but those around it) are held.
+    def move(self, source: Call) -> Moves:
+        """How outputs, points and inputs move when `source` is moved by delta and all matrices (but those around it) are held.
 
         For each the movement in units of delta, one number a channel; None where it is anything else but no movement.
         What doesn't move isn't listed.
@@ -315,8 +336,9 @@ class Probe:
 
         stream = self.block.stream
         arguments = {stream: self.block.arguments[stream] + self.delta} if source == INPUT else {}  # type: ignore[index]
-        outputs, points = self.watched(arguments, change)  # type: ignore[arg-type]
-        return self._compared(outputs, self.outputs), self._compared(points, self.points)
+        seen = self.watched(arguments, change)  # type: ignore[arg-type]
+        base = self.outputs, self.points, self.given
+        return Moves(*(self._compared(new, old) for new, old in zip(seen, base, strict=True)))
 
     def _compared(self, new: dict[Call, Tensor], old: dict[Call, Tensor]) -> dict[Call, Tensor | None]:
         moved: dict[Call, Tensor | None] = {}
@@ -340,7 +362,7 @@ class Probe:
                 return tensor + noise * tensor.std()
             return self.outputs[call].clone() if call in held else None
 
-        outputs, _ = self.watched({}, change)
+        outputs, _, _ = self.watched({}, change)
         return not torch.allclose(outputs[writer], self.outputs[writer], rtol=1e-6, atol=1e-9)
 
 
@@ -352,41 +374,39 @@ def _branches_of(block: Block) -> list[Branch]:
     probe = Probe(block)
     if not probe.fits(probe.points[OUTPUT]) or not block.norms:
         return []
-    stream_outputs, stream_points = probe.move(INPUT)
-    if stream_points.get(OUTPUT, None) is None and not any(f is not None for f in stream_points.values()):
+    stream = probe.move(INPUT)
+    if not any(factor is not None for factor in stream.points.values()):
         return []
     sources = [call for call, output in probe.outputs.items() if probe.fits(output)]
     moves = {call: probe.move(call) for call in sources}
-    return _Reader(probe, stream_outputs, stream_points, moves).branches()
+    return _Reader(probe, stream, moves).branches()
 
 
 class _Reader:
     """Follows the stream from point to point."""
 
-    def __init__(self, probe: Probe, outputs: dict, points: dict, moves: dict[Call, tuple[dict, dict]]):
-        self.probe, self.block, self.moves = probe, probe.block, moves
-        self.carried = set(outputs)  # modules whose output is the stream itself, sums inside included
-        self.stream_points = points
+    def __init__(self, probe: Probe, stream: Moves, moves: dict[Call, Moves]):
+        self.probe, self.block, self.moves, self.stream = probe, probe.block, moves, stream
+        self.carried = set(stream.outputs)  # modules whose output is the stream itself, sums inside included
         self.rank = {call: i for i, call in enumerate(probe.order)}
 
     def branches(self) -> list[Branch]:
         found: list[Branch] = []
         readers: list[Call] = []  # norms that read the stream and don't become it
         inner: dict[Call, list[Call]] = {}  # norm -> what it reads, where that isn't the stream
-        on_stream = self.stream_points
         written: set[Call] = set()
         for point in self.probe.points:
             entering = [c for c in self._entering(point) if c not in written]
             written |= set(entering)
-            if on_stream.get(point) is None:
+            if self.stream.points.get(point) is None:
                 inner[point] = entering
                 continue
             becomes = point != OUTPUT and self._becomes_the_stream(point)
             chains = self._chains([c for c in entering if c not in self.carried])
             found += [self._branch(point, chain, becomes, self._parallel(chain, chains), readers, inner) for chain in chains]
             if becomes:
-                outputs, on_stream = self.moves[point]
-                self.carried |= set(outputs) | {point}
+                self.stream = self.moves[point]
+                self.carried |= set(self.stream.outputs) | {point}
                 readers = []
             elif point != OUTPUT:
                 readers.append(point)
@@ -395,9 +415,9 @@ class _Reader:
     def _entering(self, point: Call) -> list[Call]:
         """Calls whose output meets the stream (or an inner norm) at this point first."""
         calls = []
-        for call, (_, points) in self.moves.items():
-            first = next((p for p in self.probe.points if p in points), None)
-            if first == point and points[point] is not None:
+        for call, moved in self.moves.items():
+            first = next((p for p in self.probe.points if p in moved.points), None)
+            if first == point and moved.points[point] is not None:
                 calls.append(call)
         return sorted(calls, key=lambda call: self.rank[call])
 
@@ -405,16 +425,16 @@ class _Reader:
         """Whether the norm's output is the stream that the next point sees."""
         if norm not in self.moves:
             return False
-        _, points = self.moves[norm]
+        points = self.moves[norm].points
         first = next((p for p in self.probe.points if p in points), None)
-        return first is not None and points[first] is not None and self.stream_points.get(first) is None
+        return first is not None and points[first] is not None and self.stream.points.get(first) is None
 
     def _chains(self, calls: list[Call]) -> list[list[Call]]:
         """Calls that move one another belong to one branch; in the order in which they end."""
         chains: list[list[Call]] = []
         for call in calls:
             for chain in chains:
-                if any(call in self.moves[earlier][0] for earlier in chain):
+                if any(call in self.moves[earlier].outputs for earlier in chain):
                     chain.append(call)
                     break
             else:
@@ -450,7 +470,8 @@ class _Reader:
             norm, outer, placement = point[0], "", "post" if not (pre or ended_by_norm) else "other"
         if parallel:
             placement = "parallel"
-        factor = self.moves[outlet][1][point]
+        factor = self.moves[outlet].points[point]
+        assert factor is not None
         return Branch(
             self.block.name,
             self._name(norm),
@@ -459,6 +480,7 @@ class _Reader:
             self._name(writer[0]),
             outlet[1],
             self._name(projection[0]) if projection else "",
+            tuple(map(self._name, self._readers(writer, outlet, norm, held))) if placement == "post" else (),
             placement,
             bool((factor - 1).abs().max() > _TOLERANCE),
             self._functional_dropout(outlet, point),
@@ -472,8 +494,38 @@ class _Reader:
 
     def _ends_another(self, call: Call, own: set[Call]) -> bool:
         """Whether a matrix writes to the stream, in another branch than this."""
-        _, points = self.moves[call]
-        return call not in own and any(factor is not None for factor in points.values())
+        return call not in own and any(factor is not None for factor in self.moves[call].points.values())
+
+    def _readers(self, writer: Call, outlet: Call, norm: str, held: set[Call]) -> tuple[str, ...]:
+        """Modules that are given the stream itself and on whose output the branch depends, and which hold no sum."""
+        found: list[Call] = []
+        for call in self.probe.order:
+            factor = self.stream.inputs.get(call)
+            holds_norm = norm.startswith(f"{call[0]}.") or call[0] == norm
+            if factor is None or (factor - 1).abs().max() > _TOLERANCE or holds_norm:
+                continue
+            if self.rank[call] < self.rank[writer] or writer[0].startswith(f"{call[0]}."):
+                found.append(call)
+        outermost = [c for c in found if not any(c[0].startswith(f"{other[0]}.") for other in found)]
+        readers = [c for c in outermost if c == outlet or self.probe.depends(outlet, c, held)]
+        unclear = any(call[1] or call[0] in self.block.given_twice for call in readers)
+        if unclear or self._reads_elsewhere(outlet, {*held, *readers}):
+            return ()
+        return tuple(call[0] for call in readers)
+
+    def _reads_elsewhere(self, outlet: Call, held: set[Call]) -> bool:
+        """Whether the stream still moves the branch when these outputs are held."""
+        source = next((call for call, moves in self.moves.items() if moves is self.stream), INPUT)
+        stream = self.block.stream
+        arguments = {stream: self.block.arguments[stream] + self.probe.delta} if source == INPUT else {}  # type: ignore
+
+        def change(call: Call, tensor: Tensor) -> Tensor | None:
+            if call == source:
+                return tensor + self.probe.delta
+            return self.probe.outputs[call].clone() if call in held else None
+
+        outputs, _, _ = self.probe.watched(arguments, change)
+        return not torch.allclose(outputs[outlet], self.probe.outputs[outlet], rtol=1e-6, atol=1e-9)
 
     def _mixes(self, writer: Call, held: set[Call]) -> bool:
         """Whether the first position's change of the stream reaches other positions of the branch."""
@@ -484,7 +536,7 @@ class _Reader:
         def change(call: Call, tensor: Tensor) -> Tensor | None:
             return self.probe.outputs[call].clone() if call in held else None
 
-        outputs, _ = self.probe.watched({self.block.stream: moved}, change)  # type: ignore[dict-item]
+        outputs, _, _ = self.probe.watched({self.block.stream: moved}, change)  # type: ignore[dict-item]
         by = (outputs[writer] - self.probe.outputs[writer]).reshape(stream.shape[0], -1, self.probe.width)
         return bool(by[:, 1:].abs().max() > 1e-9) if by.shape[1] > 1 else False
 
@@ -500,7 +552,7 @@ class _Reader:
             def change(call: Call, tensor: Tensor) -> Tensor | None:
                 return self.probe.outputs[call].clone() if call in held else None
 
-            outputs, _ = self.probe.watched({key: value + noise}, change)
+            outputs, _, _ = self.probe.watched({key: value + noise}, change)
             if not torch.allclose(outputs[writer], self.probe.outputs[writer], rtol=1e-6, atol=1e-9):
                 return True
         return False
@@ -511,8 +563,7 @@ class _Reader:
         rates = {key: v for key, v in vars(parent).items() if "drop" in key and type(v) in (int, float) and 0 <= v < 1}
 
         def clean() -> bool:
-            _, points = self.probe.move(outlet)
-            return points.get(point) is not None
+            return self.probe.move(outlet).points.get(point) is not None
 
         with _training(parent, rates):
             if clean():
@@ -545,7 +596,8 @@ def _training(module: nn.Module, attributes: dict[str, Any]) -> Iterator[None]:
 
 def junction_to_json(junction: Junction) -> dict[str, Any]:
     """Plain data for config.json."""
-    return {**asdict(junction), "weights": [list(pair) for pair in junction.weights]}
+    weights = [list(pair) for pair in junction.weights]
+    return {**asdict(junction), "readers": list(junction.readers), "weights": weights}
 
 
 def junctions_from_json(stored: Any, where: str) -> tuple[Junction, ...]:
@@ -563,7 +615,7 @@ def _junction_from_json(stored: Any, where: str) -> Junction:
     if not isinstance(stored, Mapping) or set(stored) != {field.name for field in fields(Junction)}:
         raise CheckpointError(f"{where} is no object with {', '.join(field.name for field in fields(Junction))}.")
     for key in ("block", "norm", "outer", "outlet", "dropout", "placement", "projection"):
-        if not isinstance(stored[key], str) or len(stored[key]) > _LONGEST_NAME:
+        if not _is_name(stored[key]):
             raise CheckpointError(f"{where}: {key} is {stored[key]!r:.80}, not a name.")
     if stored["placement"] not in PLACEMENTS:
         raise CheckpointError(f"{where}: placement is {stored['placement']!r:.80}, not one of {', '.join(PLACEMENTS)}.")
@@ -577,10 +629,18 @@ def _junction_from_json(stored: Any, where: str) -> Junction:
     weights = stored["weights"]
     if not isinstance(weights, list) or len(weights) > _MOST_JUNCTIONS or not all(map(_is_weight, weights)):
         raise CheckpointError(f"{where}: weights is no list of pairs of a module's name and one of {', '.join(PARTS)}.")
-    return Junction(**{**stored, "weights": tuple((name, part) for name, part in weights)})
+    readers = stored["readers"]
+    if not isinstance(readers, list) or len(readers) > _MOST_JUNCTIONS or not all(map(_is_name, readers)):
+        raise CheckpointError(f"{where}: readers is no list of names of modules.")
+    pairs = tuple((name, part) for name, part in weights)
+    return Junction(**{**stored, "readers": tuple(readers), "weights": pairs})
 
 
 def _is_weight(pair: Any) -> bool:
     if not isinstance(pair, list) or len(pair) != 2 or pair[1] not in PARTS:
         return False
-    return isinstance(pair[0], str) and len(pair[0]) <= _LONGEST_NAME
+    return _is_name(pair[0])
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_NAME

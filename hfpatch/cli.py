@@ -20,7 +20,7 @@ from .attention import Fused
 from .errors import NotPreservedWarning, PatchError
 from .patch import patch_model
 from .plan import Plan, plan_patch
-from .registry import ARCHITECTURES, NORMS, POSITIONS
+from .registry import ARCHITECTURES, NORMS, PLACEMENTS, POSITIONS
 
 app = typer.Typer(
     help="Architecture surgery for Hugging Face models.",
@@ -46,6 +46,12 @@ NormOption = Annotated[
 PosOption = Annotated[
     str | None,
     typer.Option("--pos", help=f"Position scheme, with options as rope:theta=5e5. One of: {', '.join(POSITIONS)}."),
+]
+PlacementOption = Annotated[
+    str | None,
+    typer.Option(
+        "--placement", help=f"Where norms stand, for training from scratch. One of: {', '.join(PLACEMENTS)}."
+    ),
 ]
 OnlyOption = Annotated[
     list[str] | None, typer.Option("--only", help="Glob over module names; others are kept. Repeatable.")
@@ -120,13 +126,14 @@ def plan(
     only: OnlyOption = None,
     keep: KeepOption = None,
     init: InitOption = "auto",
+    placement: PlacementOption = None,
     head: HeadOption = None,
 ) -> None:
     """Show what a patch would change, what it would keep, and why. Reads the config only: no weights are loaded."""
     with _readable_errors():
         with torch.device("meta"):
             built = _build(_config(model), head)
-        typer.echo(str(plan_patch(built, norm, pos, only, keep, init)))
+        typer.echo(str(plan_patch(built, norm, pos, only, keep, init, placement=placement)))
 
 
 @app.command()
@@ -138,6 +145,7 @@ def patch(
     only: OnlyOption = None,
     keep: KeepOption = None,
     init: InitOption = "auto",
+    placement: PlacementOption = None,
     head: HeadOption = None,
     seed: Annotated[int, typer.Option(help="Seed of the random weights of config:FAMILY.")] = 0,
     overwrite: Annotated[bool, typer.Option(help="Write into OUT although it isn't empty.")] = False,
@@ -152,6 +160,7 @@ def patch(
         torch.manual_seed(seed)
         built = _build(config, head) if _is_config(model) else _load(model, config, head)
         request: dict[str, Any] = {"norm": norm, "pos": pos, "only": only, "keep": keep, "init": init}
+        request["placement"] = placement
         planned = plan_patch(built, **request)
         typer.echo(str(planned))
         with warnings.catch_warnings():

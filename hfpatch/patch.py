@@ -18,6 +18,7 @@ from .errors import NotPreservedWarning, NotReversibleError, VerificationError
 from .norms import AffineNorm, Norm
 from .optimizer import check_optimizer, swap_parameters
 from .plan import Plan, checked_request, make_plan, plan_patch, require_bare
+from .placement import Placement
 from .positions import Position
 from .record import KEY
 from .view import host_class
@@ -54,6 +55,7 @@ def patch_model(
     optimizer: Any = None,
     reversible: bool = False,
     example_inputs: Mapping[str, Any] | None = None,
+    placement: str | Placement | None = None,
 ) -> M:
     """Swap a model's norms and positions, in place and as one transaction; `plan_patch` shows beforehand what changes.
 
@@ -67,7 +69,7 @@ def patch_model(
     error; with init="exact" that error is raised. On the meta device nothing can be checked, which a warning says.
 
     Args:
-        model, norm, pos, only, keep, init, example_inputs: as in `plan_patch`.
+        model, norm, pos, only, keep, init, example_inputs, placement: as in `plan_patch`.
         optimizer: an optimizer made before the patch; removed Parameters leave it (with their state), new ones join the
             group of what they replace.
         reversible: keep what was replaced in memory, for `unpatch_model`.
@@ -83,7 +85,7 @@ def patch_model(
             change is taken back before the error is passed on.
         VerificationError: norms that should be exact aren't, with init="exact".
     """
-    plan = plan_patch(model, norm, pos, only, keep, init, example_inputs=example_inputs)
+    plan = plan_patch(model, norm, pos, only, keep, init, example_inputs=example_inputs, placement=placement)
     way_back: WayBack | None = model.__dict__.get(WAY_BACK)
     if reversible and way_back is None and getattr(model.config, KEY, None):
         raise NotReversibleError(
@@ -99,7 +101,7 @@ def patch_model(
     except VerificationError as error:
         if init == "exact":
             raise
-        plan = make_plan(model, checked_request(norm, pos, only, keep, init), inexact=error.measured)
+        plan = make_plan(model, checked_request(norm, pos, only, keep, init, placement), inexact=error.measured)
         edits = _transact(model, plan, optimizer)
     model.__dict__.pop(WAY_BACK, None)
     if reversible:

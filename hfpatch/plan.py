@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 from .conversion import Conversion
 from .errors import NothingToPatchError, OptionError, UnsupportedError, WrappedModelError
 from .norms import Norm
+from .placement import Placement
 from .positions import Position
 from .record import INITS, KEY, Part, Record
 from .rows import Change, Row
 from .select import Names, as_globs, require_matches
 from .swap_branches import plan_branch_norms, settle_norm
 from .swap_norms import plan_norms
+from .swap_placement import plan_placement, settle_placement
 from .swap_positions import plan_positions
 from .view import host_class
 
@@ -28,8 +30,13 @@ def _plan_norms(model: nn.Module, part: Part, strict: bool = True, **options: An
     return plan_branch_norms(model, part, strict) if part.branches else plan_norms(model, part, strict, **options)
 
 
-PLANNERS: dict[str, Callable[..., list[Change]]] = {"norm": _plan_norms, "pos": plan_positions}
-SETTLERS = {"norm": settle_norm}  # what a part needs to know of the model before it is planned, and stores
+# in the order in which a record's parts are replayed: a placement may bring norms that a norm scheme then replaces
+PLANNERS: dict[str, Callable[..., list[Change]]] = {
+    "placement": plan_placement,
+    "norm": _plan_norms,
+    "pos": plan_positions,
+}
+SETTLERS = {"norm": settle_norm, "placement": settle_placement}  # what a part needs to know of the model before it is planned, and stores
 
 
 @dataclass
@@ -130,6 +137,7 @@ def plan_patch(
     init: str = "auto",
     *,
     example_inputs: Mapping[str, Any] | None = None,
+    placement: str | Placement | None = None,
 ) -> Plan:
     """What `patch_model` would do with the same arguments. A dry run: the model isn't touched.
 
@@ -144,6 +152,7 @@ def plan_patch(
             "copy" (gains and shifts are the replaced norm's own Parameters), "reset" (the paper's starting values).
         example_inputs: keyword arguments of one forward, for norms that are to be exact: such a model is measured on a
             small one of its class, and checked on itself. None makes them from its signature and config.
+        placement: where the norm of a residual branch stands ("pre", "post", "olmo2", "sandwich"); changes the function.
 
     Returns:
         The plan; print it for the table of what changes, what is kept, and why.
@@ -151,7 +160,7 @@ def plan_patch(
     Raises:
         PatchError: one of its children, for anything that `patch_model` would refuse.
     """
-    return make_plan(model, checked_request(norm, pos, only, keep, init), example_inputs)
+    return make_plan(model, checked_request(norm, pos, only, keep, init, placement), example_inputs)
 
 
 def make_plan(
@@ -166,6 +175,7 @@ def make_plan(
     record = Record.from_json(record) if record else Record(model.config.model_type)
     plan = Plan(type(model).__name__, record)
     parts = {kind: part for kind, part in parts.items() if not record.has(kind, part)}
+    _require_order(parts, record)
     for kind in parts.keys() & SETTLERS.keys():
         parts[kind] = SETTLERS[kind](model, parts[kind], example_inputs)
     planned: dict[str, list[Change]] = {}
@@ -188,6 +198,23 @@ def make_plan(
     return plan
 
 
+def _require_order(parts: dict[str, Part], record: Record) -> None:
+    """Refuse what a record, which replays placements first, couldn't tell of.
+
+    Raises:
+        UnsupportedError: says in which order it can be had.
+    """
+    if "placement" not in parts:
+        return
+    norms = [parts["norm"]] if "norm" in parts else list(record.norm)
+    if any(getattr(part.scheme, "branchwise", False) for part in norms):
+        raise UnsupportedError("DeepNorm is a placement of its own: LN(a x + f(x)). Leave placement= out.")
+    if norms and parts["placement"].scheme.name == "sandwich":
+        raise UnsupportedError(
+            "placement='sandwich' brings new norms, so it comes before norm=: patch with it first, and then with norm=."
+        )
+
+
 def _require_change(plan: Plan, kind: str, part: Part, changes: list[Change]) -> None:
     if not any(change.apply for change in changes):
         reasons = "; ".join(dict.fromkeys(str(change.row.reason) for change in changes))
@@ -197,15 +224,17 @@ def _require_change(plan: Plan, kind: str, part: Part, changes: list[Change]) ->
         )
 
 
-def checked_request(norm: object, pos: object, only: object, keep: object, init: str) -> dict[str, Part]:
+def checked_request(
+    norm: object, pos: object, only: object, keep: object, init: str, placement: object = None
+) -> dict[str, Part]:
     """Schemes, globs and `init` as what a record would hold, by kind.
 
     Raises:
         OptionError, UnknownNameError: one of them is outside its domain.
     """
-    schemes = {"norm": Norm.resolve(norm), "pos": Position.resolve(pos)}
+    schemes = {"placement": Placement.resolve(placement), "norm": Norm.resolve(norm), "pos": Position.resolve(pos)}
     if not any(schemes.values()):
-        raise OptionError("nothing was asked for: pass norm=, pos= or both, such as norm='rms', pos='rope'.")
+        raise OptionError("nothing was asked for: pass norm=, pos= or placement=, such as norm='rms', pos='rope'.")
     if init not in INITS:
         raise OptionError(f"init must be one of {', '.join(INITS)}, not {init!r}.")
     globs = as_globs("only", only), as_globs("keep", keep)  # type: ignore[arg-type]

@@ -9,12 +9,13 @@ from typing import Any
 from .branches import Junction, junction_to_json, junctions_from_json
 from .errors import CheckpointError, PatchError
 from .norms import Norm
+from .placement import Placement
 from .positions import Position
 from .scheme import Scheme
 
 VERSION = 1
 KEY = "hfpatch"  # of the config, in memory and on disk; also the model_type on disk
-KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position}
+KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "placement": Placement}
 INITS = ("auto", "exact", "copy", "reset")
 _MOST_PARTS = 100
 _MOST_GLOBS = 10_000
@@ -72,6 +73,7 @@ class Record:
     base_model_type: str
     norm: tuple[Part, ...] = ()
     pos: tuple[Part, ...] = ()
+    placement: tuple[Part, ...] = ()
 
     def has(self, kind: str, part: Part) -> bool:
         """Whether the newest part of this kind is the same request."""
@@ -144,7 +146,7 @@ def _part(kind: str, stored: Any, where: str) -> Part:
     if (centred or left or biasless) and getattr(scheme, "centring", None) is None:
         raise CheckpointError(f"{where}: {scheme.name!r} centres nothing and leaves no norm, but the record says so.")
     branches = junctions_from_json(stored["branches"], where)
-    if bool(branches) != bool(getattr(scheme, "branchwise", False)):
+    if bool(branches) != (kind == "placement" or bool(getattr(scheme, "branchwise", False))):
         raise CheckpointError(f"{where}: branches are recorded for {scheme.name!r}, or missing.")
     return Part(scheme, only, keep, init, centred, left, biasless, branches, modules)
 

@@ -104,4 +104,5 @@ class Registry(Mapping[str, T], Generic[T]):
 
 NORMS: Registry[type] = Registry("norm")
 POSITIONS: Registry[type] = Registry("position")
+PLACEMENTS: Registry[type] = Registry("placement")
 ARCHITECTURES: Registry = Registry("architecture")

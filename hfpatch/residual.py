@@ -1,7 +1,8 @@
 """How branches meet their stream: lenses on a block whose forward goes on adding, as it always did.
 
 A host that computes x + f(norm(x)) computes x + g(r(x)) for any r in the place of its norm and any g in the place of
-its branch's last module, and with them every placement of norms:
+its branch's last module; one that computes norm(x + f(x)) does once its norm hands on what it is given, and r is what
+the first modules of the branch are given. With them every placement of norms can be had:
 
     pre       x + f(LN(x))       r = LN   g = f
     post      LN(x + f(x))       r = id   g = LN(x + f) - x
@@ -38,32 +39,17 @@ class Gains:
         return {**_checkpointed_once(module), **scaled}, {}
 
 
-class _Scaled:
-    """A module whose output, or the first of whose outputs, is multiplied; its other attributes are the module's."""
-
-    def __init__(self, module: nn.Module, gains: dict[int, float]):
-        self.__dict__.update(module=module, gains=gains, calls=0)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        gain = self.gains.get(self.calls)
-        self.__dict__["calls"] = self.calls + 1
-        output = self.module(*args, **kwargs)
-        return output if gain is None else _with_first(output, _first(output) * gain)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
-
-
 @dataclass(frozen=True)
 class Join:
     """One branch of a block and how it meets the stream. Names are relative to the block.
 
     Attributes:
         form: one of the module docstring's, or "host": as it was, apart from where its dropout is applied.
-        norm: the norm in the place of r.
+        norm: the host's norm of this branch.
         outlet, call: the module in the place of g, and which of its calls in one forward of the block.
         dropout: attribute of the outlet's parent with the rate of the dropout that the host applies after it.
         second: of a sandwich, the norm LN2.
+        readers: of a host that normalises the sum, the first modules of the branch.
         alpha: of DeepNorm.
     """
 
@@ -73,7 +59,13 @@ class Join:
     call: int
     dropout: str = ""
     second: str = ""
+    readers: tuple[str, ...] = ()
     alpha: float = 1.0
+
+    def read(self, module: nn.Module, x: Tensor) -> Tensor:
+        """r, given the stream x."""
+        norm: Any = module.get_submodule(self.norm)
+        return norm(x) if self.form in ("pre", "sandwich") else x
 
     def meet(self, module: nn.Module, x: Tensor | None, f: Tensor) -> Tensor:
         """g, given the stream x and the branch's output f."""
@@ -96,40 +88,94 @@ class Joins:
         streams: dict[int, Tensor] = {}  # of this one forward
         tree: dict[str, Any] = {}
         outlets: dict[str, dict[int, int]] = {}
+        inner: dict[str, Any] = {}
         for index, join in enumerate(self.joins):
-            if join.form != "host":
-                _put(tree, join.norm, _Reader(module.get_submodule(join.norm), join, index, streams))
             outlets.setdefault(join.outlet, {})[join.call] = index
             if join.dropout:
                 path = join.outlet.rpartition(".")[0]
                 _put(tree, f"{path}.{join.dropout}".strip("."), 0.0)
+            if join.form == "host":
+                continue
+            norm = module.get_submodule(join.norm)
+            _put(tree, join.norm, _Passing(norm) if join.readers else _Norm(norm, module, join, index, streams))
+            for name in join.readers:
+                inner[name] = _Reader(module.get_submodule(name), module, join, index, streams)
+                _put(tree, name, inner[name])
         for name, by_call in outlets.items():
-            _put(tree, name, _Outlet(module, name, {call: (self.joins[i], i) for call, i in by_call.items()}, streams))
+            joins = {call: (self.joins[i], i) for call, i in by_call.items()}
+            _put(tree, name, _Outlet(inner.get(name, module.get_submodule(name)), module, name, joins, streams))
         return {**_checkpointed_once(module), **_views(module, tree)}, {}
 
 
-class _Reader:
-    """Stands where the norm of a branch stood, and remembers the stream that it was given."""
+class _StandIn:
+    """What a view has in the place of a module; its other attributes are the module's."""
 
-    def __init__(self, norm: nn.Module, join: Join, index: int, streams: dict[int, Tensor]):
-        self.__dict__.update(norm=norm, join=join, index=index, streams=streams)
+    def __init__(self, module: nn.Module | _StandIn):
+        self.__dict__["module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+class _Scaled(_StandIn):
+    """A module whose output, or the first of whose outputs, is multiplied."""
+
+    def __init__(self, module: nn.Module, gains: dict[int, float]):
+        super().__init__(module)
+        self.__dict__.update(gains=gains, calls=0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        gain = self.gains.get(self.calls)
+        self.__dict__["calls"] = self.calls + 1
+        output = self.module(*args, **kwargs)
+        return output if gain is None else _with_first(output, _first(output) * gain)
+
+
+class _Passing(_StandIn):
+    """In the place of a norm of a sum: hands the sum on."""
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+
+class _Norm(_StandIn):
+    """In the place of the norm that a branch reads through: r, which remembers the stream that it is given."""
+
+    def __init__(self, module: nn.Module, block: nn.Module, join: Join, index: int, streams: dict[int, Tensor]):
+        super().__init__(module)
+        self.__dict__.update(block=block, join=join, index=index, streams=streams)
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         self.streams[self.index] = hidden_states
-        return self.norm(hidden_states) if self.join.form in ("pre", "sandwich") else hidden_states
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.norm, name)
+        return self.join.read(self.block, hidden_states)
 
 
-class _Outlet:
-    """Stands where the last module of a branch stood, and returns g in place of its output f."""
+class _Reader(_Norm):
+    """In the place of the first module of a branch: the module itself, given r(x) for x."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (_Norm.__call__(self, args[0]), *args[1:])
+        else:
+            name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
+            kwargs = {**kwargs, name: _Norm.__call__(self, kwargs[name])}
+        return self.module(*args, **kwargs)
+
+
+class _Outlet(_StandIn):
+    """In the place of the last module of a branch: g in the place of its output f."""
 
     def __init__(
-        self, block: nn.Module, name: str, joins: dict[int, tuple[Join, int]], streams: dict[int, Tensor]
+        self,
+        module: nn.Module | _StandIn,
+        block: nn.Module,
+        name: str,
+        joins: dict[int, tuple[Join, int]],
+        streams: dict[int, Tensor],
     ):
-        parent, module = block.get_submodule(name.rpartition(".")[0]), block.get_submodule(name)
-        self.__dict__.update(block=block, parent=parent, module=module, joins=joins, streams=streams, calls=0)
+        super().__init__(module)
+        parent = block.get_submodule(name.rpartition(".")[0])
+        self.__dict__.update(block=block, parent=parent, joins=joins, streams=streams, calls=0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         join, index = self.joins.get(self.calls, (None, -1))
@@ -141,9 +187,6 @@ class _Outlet:
         if join.dropout:
             f = F.dropout(f, p=getattr(self.parent, join.dropout), training=self.parent.training)
         return _with_first(output, join.meet(self.block, self.streams.get(index), f))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
 
 
 def _checkpointed_once(module: nn.Module) -> dict[str, bool]:

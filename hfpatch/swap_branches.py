@@ -1,106 +1,50 @@
-"""From a scheme that changes how residual branches meet their stream to the list of what changes in the model."""
+"""From a norm scheme that changes residual branches (DeepNorm) to the list of what changes in the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .branches import Branch, Junction, find_branches, junction_of
+from .branches import Junction
 from .convert.centring import pattern_of
-from .convert.twin import twin
 from .edits import Edits
 from .errors import NothingToPatchError, UnsupportedError
-from .initial import heads_of, scaled_weights, values_of
+from .initial import heads_of, values_of
+from .junctions import Site, discover, require_joinable, require_own_forward, require_transparent, sites_of
 from .norms import Norm, NormFacts, describe
-from .norms.deepnorm import DeepNorm, Depth
+from .norms.deepnorm import DeepNorm
 from .record import Part
 from .registry import NORMS
-from .residual import Gains, Join, Joins, add_gain, add_join
+from .residual import add_gain, add_join
 from .rows import Change, Row, refuse_private_forward
 from .select import Names
 from .swap_norms import start_afresh
-from .view import lens_of
-
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-@dataclass
-class _Site:
-    """One branch of one block of the model in hand."""
-
-    junction: Junction
-    block_name: str
-    block: nn.Module
-
-    @property
-    def norm(self) -> nn.Module:
-        return self.block.get_submodule(self.junction.norm)
-
-    @property
-    def norm_name(self) -> str:
-        return f"{self.block_name}.{self.junction.norm}"
 
 
 def settle_norm(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None = None) -> Part:
     """The part with what has to be found on the model first: for schemes of branches, the junctions.
 
     Raises:
-        UnsupportedError: the model has no branches that the scheme could change, or changes branches already.
-        NothingToPatchError: it has none at all.
+        UnsupportedError: the model has no branches that the scheme could change, or they were changed before.
+        NothingToPatchError: it has no branches at all.
     """
-    if not getattr(part.scheme, "branchwise", False):
+    scheme = part.scheme
+    if not isinstance(scheme, DeepNorm):
         return part
-    assert isinstance(part.scheme, DeepNorm)
-    junctions, branches = discover(model, f"norm={part.scheme.name!r}", example_inputs, part.init == "reset")
-    for junction in junctions:
-        _require_sequential(junction, part.scheme)
-    depths = _depths(model, junctions, branches)
-    settled = []
-    for junction in junctions:
-        alpha, beta = part.scheme.gains(depths[junction.block])
-        settled.append(replace(junction, alpha=alpha, beta=beta))
+    request = f"norm={scheme.name!r}"
+    found = discover(model, request, example_inputs, weights=part.init == "reset")
+    for junction in found.junctions:
+        _require_sequential(junction, scheme)
+    if any(junction.placement == "pre" for junction in found.junctions):
+        require_transparent(found, request)
+    gains = {stack: scheme.gains(depth) for stack, depth in found.depths.items()}
+    known = [junction for junction in found.junctions if junction.block in gains]
+    settled = (replace(one, alpha=gains[one.block][0], beta=gains[one.block][1]) for one in known)
     return replace(part, branches=tuple(settled))
-
-
-def discover(
-    model: nn.Module, request: str, example_inputs: Mapping[str, Any] | None = None, weights: bool = False
-) -> tuple[list[Junction], list[Branch]]:
-    """The junctions of a model, found on a small one of its class, and that one's branches.
-
-    Raises:
-        UnsupportedError: no small model can be made, it changes branches already, or layers of one stack differ.
-        NothingToPatchError: there is no branch.
-    """
-    for name, module in model.named_modules():
-        if lens_of(module, Gains) or lens_of(module, Joins):
-            raise UnsupportedError(
-                f"{name}: how its branches meet the stream was changed by an earlier patch. Start from the original."
-            )
-    small, inputs = twin(model, example_inputs)
-    branches = find_branches(small, inputs)
-    scaled = scaled_weights(small, inputs, branches) if weights else {}
-    if not branches:
-        raise NothingToPatchError(
-            f"{type(model).__name__}: no residual branch with a norm was found in it, so {request} has nothing to change."
-        )
-    junctions: dict[tuple, Junction] = {}
-    for branch in branches:
-        junction = junction_of(branch)
-        key = junction.block, junction.outlet, junction.call
-        known = junctions.setdefault(key, junction)
-        known_weights = dict.fromkeys((*known.weights, *scaled.get(branch, ())))
-        projection = known.projection if known.projection == junction.projection else ""
-        junctions[key] = replace(known, weights=tuple(known_weights), projection=projection)
-        if replace(known, projection="", weights=()) != replace(junction, projection=""):
-            raise UnsupportedError(
-                f"{branch.block}: its {junction.outlet} meets the stream another way than in the layers before "
-                f"({junction.placement}, {known.placement}), so {request} can't change all of them alike."
-            )
-    return list(junctions.values()), branches
 
 
 def _require_sequential(junction: Junction, scheme: DeepNorm) -> None:
@@ -122,47 +66,6 @@ def _require_sequential(junction: Junction, scheme: DeepNorm) -> None:
         )
 
 
-def _depths(model: nn.Module, junctions: list[Junction], branches: list[Branch]) -> dict[str, Depth]:
-    """For each pattern of blocks, how many branches its stack has."""
-    counts: dict[str, int] = {}
-    for site in _sites(model, junctions):
-        counts[site.junction.block] = counts.get(site.junction.block, 0) + 1
-    shared = {pattern_of(branch.block) for branch in branches if branch.shared}
-    for stack in shared & set(counts):
-        blocks = len({site.block_name for site in _sites(model, junctions) if site.junction.block == stack})
-        counts[stack] = counts[stack] * _layers(model, stack) // blocks
-    crossing = {pattern_of(branch.block) for branch in branches if branch.cross}
-    read = sum(counts.get(stack, 0) for stack in crossing)
-    return {stack: Depth(count, 0 if stack in crossing else read) for stack, count in counts.items()}
-
-
-def _layers(model: nn.Module, stack: str) -> int:
-    layers = getattr(getattr(model, "config", None), "num_hidden_layers", None)
-    if not isinstance(layers, int):
-        raise UnsupportedError(
-            f"{stack} runs several times in one forward, and the config doesn't say how often (num_hidden_layers). "
-            "Give DeepNorm alpha and beta yourself."
-        )
-    return layers
-
-
-def _sites(model: nn.Module, junctions: list[Junction]) -> Iterator[_Site]:
-    names = Names.of(model)
-    for name, block in model.named_modules():
-        patterns = {pattern_of(form) for form in names.forms(name)}
-        for junction in junctions:
-            if junction.block in patterns and _has(block, junction.norm) and _has(block, junction.outlet):
-                yield _Site(junction, name, block)
-
-
-def _has(block: nn.Module, path: str) -> bool:
-    try:
-        block.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
-
-
 def plan_branch_norms(model: nn.Module, part: Part, strict: bool = True) -> list[Change]:
     """What a norm scheme of branches does to each of the model's norms; nothing is changed yet.
 
@@ -176,35 +79,38 @@ def plan_branch_norms(model: nn.Module, part: Part, strict: bool = True) -> list
         UnsupportedError: `init="exact"` where the swap isn't.
         WrappedModelError: a module carries a forward of its own, put there by another library.
     """
-    sites = list(_sites(model, list(part.branches)))
+    sites = list(sites_of(model, list(part.branches)))
     if strict and not sites:
         raise NothingToPatchError(f"{type(model).__name__} has none of the branches that its patch record names.")
-    names = Names.of(model)
-    reasons = {site.norm_name: _reason_to_keep(site, part, names) for site in sites}
-    changes = [_kept(name, module) for name, module in _other_norms(model, sites)]
+    reasons = reasons_to_keep(model, sites, part)
+    changes = list(other_norms(model, sites))
     for site in sites:
-        changes += _changes(model, site, part, reasons, sites)
+        changes += _changes(site, part, reasons, sites)
     return changes
 
 
-def _other_norms(model: nn.Module, sites: list[_Site]) -> Iterator[tuple[str, nn.Module]]:
+def other_norms(model: nn.Module, sites: list[Site], kind: str = "norm") -> Iterator[Change]:
+    """Lines for the norms that belong to no branch."""
     of_branches = {id(site.norm) for site in sites}
     for name, module in model.named_modules():
-        if id(module) not in of_branches and describe(module) is not None:
-            yield name, module
+        facts = describe(module)
+        if id(module) not in of_branches and facts is not None:
+            now = module._get_name() + size_of(facts)
+            yield Change(Row(kind, "keep", name, now, reason="not the norm of a residual branch"))
 
 
-def _kept(name: str, module: nn.Module) -> Change:
-    now = module._get_name() + _size(describe(module))
-    return Change(Row("norm", "keep", name, now, reason="not the norm of a residual branch"))
-
-
-def _size(facts: NormFacts | None) -> str:
+def size_of(facts: NormFacts | None) -> str:
+    """As plans print it."""
     return f"({', '.join(map(str, facts.shape))})" if facts else ""
 
 
-def _reason_to_keep(site: _Site, part: Part, names: Names) -> str | None:
-    assert isinstance(part.scheme, Norm)
+def reasons_to_keep(model: nn.Module, sites: list[Site], part: Part) -> dict[str, str | None]:
+    """For each norm of a branch why it stays, None where it changes."""
+    names = Names.of(model)
+    return {site.norm_name: _reason_to_keep(site, part, names) for site in sites}
+
+
+def _reason_to_keep(site: Site, part: Part, names: Names) -> str | None:
     facts = describe(site.norm)
     if facts is None:
         return "not LayerNorm's arithmetic"
@@ -212,25 +118,22 @@ def _reason_to_keep(site: _Site, part: Part, names: Names) -> str | None:
         return "keep"
     if part.only and not any(names.matches(glob, [site.norm_name]) for glob in part.only):
         return "not in only"
-    return part.scheme.reason_to_keep(facts)
+    return part.scheme.reason_to_keep(facts) if isinstance(part.scheme, Norm) else None
 
 
-def _changes(
-    model: nn.Module, site: _Site, part: Part, reasons: dict[str, str | None], sites: list[_Site]
-) -> list[Change]:
+def _changes(site: Site, part: Part, reasons: dict[str, str | None], sites: list[Site]) -> list[Change]:
     scheme, junction, reason = part.scheme, site.junction, reasons[site.norm_name]
     assert isinstance(scheme, DeepNorm)
     facts = describe(site.norm)
-    row = Row("norm", "keep", site.norm_name, site.norm._get_name() + _size(facts), reason=reason)
+    row = Row("norm", "keep", site.norm_name, site.norm._get_name() + size_of(facts), reason=reason)
     if reason is not None:
         return [Change(row)]
     assert facts is not None
     refuse_private_forward(site.norm_name, site.norm)
-    alpha = junction.alpha
-    form = "LN" if facts.kind == "layer" else "RMS"
-    row.action, row.becomes = "replace", f"{scheme.label}{_size(facts)}"
-    row.reason = f"a = {alpha:.4g}"
-    row.loss = None if scheme.preserve else f"{form}({alpha:.4g} x + f(x)) in place of {_before(junction, form)}"
+    a, norm = f"{junction.alpha:.4g}", "LN" if facts.kind == "layer" else "RMS"
+    before = f"{norm}(x + f(x))" if junction.placement == "post" else f"x + f({norm}(x))"
+    row.action, row.becomes, row.reason = "replace", f"{scheme.label}{size_of(facts)}", f"a = {a}"
+    row.loss = None if scheme.preserve else f"{norm}({a} x + f(x)) in place of {before}"
     if part.init == "reset":
         row.loss = "parameters start afresh"
     if row.loss and part.init == "exact":
@@ -238,23 +141,17 @@ def _changes(
             f"{site.norm_name}: norm={scheme.name!r} isn't exact here: {row.loss}. Use init='auto' to accept that, or "
             "preserve=True on a post-norm model."
         )
-    if junction.placement == "post":
-        return [Change(row, _gain(site, facts, part)), *_weights(site, part)]
-    in_block = [s for s in sites if s.block is site.block]
-    return [Change(row, _join(site, facts, part, in_block, reasons)), *_weights(site, part)]
+    apply = _gain(site, facts, part) if junction.placement == "post" else _join(site, facts, part, reasons, sites)
+    return [Change(row, apply), *_weights(site, part)]
 
 
-def _before(junction: Junction, form: str) -> str:
-    return f"{form}(x + f(x))" if junction.placement == "post" else f"x + f({form}(x))"
-
-
-def _gain(site: _Site, facts: NormFacts, part: Part) -> Callable[[Edits], None]:
+def _gain(site: Site, facts: NormFacts, part: Part) -> Callable[[Edits], None]:
     """LN_eps(a x + f(x)) = LN_(eps/a^2)(x + f(x)/a)."""
     junction, scheme = site.junction, part.scheme
     assert isinstance(scheme, DeepNorm)
     path, _, child = junction.outlet.rpartition(".")
     parent = site.block.get_submodule(path)
-    _require_own_forward(f"{site.block_name}.{path}".strip("."), parent)
+    require_own_forward(f"{site.block_name}.{path}".strip("."), parent)
     if facts.eps is None:
         raise UnsupportedError(f"{site.norm_name}: its eps is the dtype's, which DeepNorm can't divide by a^2.")
     eps = facts.eps if scheme.preserve else facts.eps / junction.alpha**2
@@ -267,50 +164,29 @@ def _gain(site: _Site, facts: NormFacts, part: Part) -> Callable[[Edits], None]:
 
 
 def _join(
-    site: _Site, facts: NormFacts, part: Part, in_block: list[_Site], reasons: dict[str, str | None]
+    site: Site, facts: NormFacts, part: Part, reasons: dict[str, str | None], sites: list[Site]
 ) -> Callable[[Edits], None]:
     """LN(a x + f(x)) from x + f(LN(x))."""
-    junction = site.junction
-    if junction.scale:
-        raise UnsupportedError(
-            f"{site.block_name}: what its {junction.outlet} returns is multiplied on its way to the stream, so "
-            "the norm can't be put behind the sum."
-        )
-    if junction.dropout == "?":
-        raise UnsupportedError(
-            f"{site.block_name}: a dropout follows its {junction.outlet} whose rate isn't found, so the norm can't be "
-            "put behind it. Set the model's dropouts to 0."
-        )
-    for path in (junction.norm, junction.outlet):
-        parts = path.split(".")[:-1]
-        for depth in range(len(parts) + 1):
-            inner = ".".join(parts[:depth])
-            _require_own_forward(f"{site.block_name}.{inner}".strip("."), site.block.get_submodule(inner))
+    require_joinable(site)
 
     def apply(edits: Edits) -> None:
-        for other in in_block:
-            if other is not site and reasons[other.norm_name] is not None and other.junction.dropout:
-                add_join(edits, site.block, _as_join(other.junction, "host"))
-        add_join(edits, site.block, _as_join(junction, "deepnorm"))
+        join_kept(edits, site, sites, reasons)
+        add_join(edits, site.block, site.join("deepnorm"))
         if part.init == "reset":
             _set_norm(edits, site, facts, part.init)
 
     return apply
 
 
-def _as_join(junction: Junction, form: str) -> Join:
-    return Join(form, junction.norm, junction.outlet, junction.call, junction.dropout, junction.outer, junction.alpha)
+def join_kept(edits: Edits, site: Site, sites: list[Site], reasons: dict[str, str | None]) -> None:
+    """Branches of the same block that stay as they are, where a join takes their dropout's rate out of the host."""
+    for other in sites:
+        kept = other.block is site.block and reasons[other.norm_name] is not None
+        if kept and other.junction.dropout:
+            add_join(edits, site.block, other.join("host"))
 
 
-def _require_own_forward(name: str, module: nn.Module) -> None:
-    refuse_private_forward(name, module)
-    if isinstance(module, _CONTAINERS):
-        raise UnsupportedError(
-            f"{name} is a {module._get_name()}, whose forward can't be seen through, and it holds what a branch ends in."
-        )
-
-
-def _set_norm(edits: Edits, site: _Site, facts: NormFacts, init: str) -> None:
+def _set_norm(edits: Edits, site: Site, facts: NormFacts, init: str) -> None:
     path, _, name = site.junction.norm.rpartition(".")
     old = site.norm
     gain = getattr(old, facts.gain) if facts.gain else None
@@ -322,23 +198,25 @@ def _set_norm(edits: Edits, site: _Site, facts: NormFacts, init: str) -> None:
     edits.set_module(site.block.get_submodule(path), name, new)
 
 
-def _weights(site: _Site, part: Part) -> list[Change]:
+def _weights(site: Site, part: Part) -> list[Change]:
     """What changes in weights: with preserve=True the projection times a, from scratch what the paper scales by b."""
     junction, scheme = site.junction, part.scheme
     assert isinstance(scheme, DeepNorm)
-    changes = []
     if scheme.preserve:
         _require_one_matrix(site, junction.projection)
-        changes.append(_scale(site, junction.projection, "all", junction.alpha, junction.alpha))
-    elif part.init == "reset":
-        for pattern, which in junction.weights:
-            for name, _ in site.block.named_modules():
-                if pattern_of(name) == pattern:
-                    changes.append(_scale(site, name, which, junction.beta, 0.0))
-    return changes
+        return [_scale(site, junction.projection, "all", junction.alpha, junction.alpha)]
+    if part.init != "reset":
+        return []
+    modules = [(pattern_of(name), name) for name, _ in site.block.named_modules()]
+    return [
+        _scale(site, name, which, junction.beta, 0.0)
+        for pattern, which in junction.weights
+        for named, name in modules
+        if named == pattern
+    ]
 
 
-def _require_one_matrix(site: _Site, path: str) -> None:
+def _require_one_matrix(site: Site, path: str) -> None:
     module = site.block.get_submodule(path) if path else site.block
     matrices = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
     if not path or len(matrices) != 1:
@@ -348,7 +226,7 @@ def _require_one_matrix(site: _Site, path: str) -> None:
         )
 
 
-def _scale(site: _Site, path: str, which: str, factor: float, bias: float) -> Change:
+def _scale(site: Site, path: str, which: str, factor: float, bias: float) -> Change:
     """A module's matrices times one factor and its biases times another; or those of the values in it alone."""
     module = site.block.get_submodule(path)
     values = "" if which == "all" else "values "
@@ -376,10 +254,6 @@ def _factors(module: nn.Module, parameter: Tensor, which: str, heads: int, facto
     one = torch.tensor(factor, dtype=torch.float64)
     if which == "all":
         return one
-    axis = _out_axis(module) if parameter.dim() > 1 else 0
+    axis = (1 if type(module).__name__ == "Conv1D" else 0) if parameter.dim() > 1 else 0
     by = torch.where(values_of(parameter.shape[axis], which, heads), one, 1.0)
     return by.reshape([-1 if i == axis else 1 for i in range(parameter.dim())])
-
-
-def _out_axis(module: nn.Module) -> int:
-    return 1 if type(module).__name__ == "Conv1D" else 0
