@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .edits import Edits
-from .view import LENS, Arguments, Lens, host_class, inner_view, lens_of, lensed_class, with_lens
+from .view import LENS, Arguments, Lens, host_class, InnerView, lens_of, lensed_class, with_lens
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _views(module: nn.Module, tree: dict[str, Any]) -> dict[str, Any]:
     for name, value in tree.items():
         if isinstance(value, dict):
             child: Any = getattr(module, name)
-            value = inner_view(child, _views(child, value))
+            value = InnerView(child, _views(child, value))
         attributes[name] = value
     return attributes
 

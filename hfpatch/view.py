@@ -87,21 +87,30 @@ def _view_class(host: type) -> type[View]:
     return type(host.__name__, (View,), {**methods, "__module__": host.__module__, "__qualname__": host.__qualname__})
 
 
-def inner_view(module: nn.Module, attributes: dict[str, Any]) -> View:
-    """A view of a child, to stand in the view of its parent: called like the child, whose hooks and own lens it keeps."""
-    return _inner_view_class(type(module))(module, {LENS: module.__dict__.get(LENS), **attributes})
+class InnerView(View):
+    """A view of a child, to stand in the view of its parent: called like the child, whose hooks and own lens it keeps.
 
+    Unlike the classes that `_view_class` makes it finds the child's methods when they are asked for: torch.compile
+    follows no class that is made in a forward.
+    """
 
-@functools.cache
-def _inner_view_class(cls: type[nn.Module]) -> type[View]:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        module = self._module
+    def __init__(self, module: nn.Module, attributes: dict[str, Any]):
+        super().__init__(module, {LENS: module.__dict__.get(LENS), **attributes})
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__dict__["_module"]
+        method = getattr(type(module), name, None)
+        if isinstance(method, FunctionType) and method.__module__ == type(module).__module__:
+            return method.__get__(self)
+        return getattr(module, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.__dict__["_module"]
+        forward = type(module).forward
         if module._forward_hooks or module._forward_pre_hooks:
-            return nn.Module._call_impl(self, *args, **kwargs)
-        return self.forward(*args, **kwargs)
-
-    view = _view_class(cls)
-    return type(view.__name__, (view,), {"forward": cls.forward, "__call__": call, "__module__": view.__module__})
+            self.__dict__["forward"] = forward.__get__(self)
+            return nn.Module._call_impl(self, *args, **kwargs)  # type: ignore[arg-type]
+        return forward(self, *args, **kwargs)
 
 
 def once_per_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
