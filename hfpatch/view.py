@@ -133,6 +133,8 @@ def lensed_forward(host: type[nn.Module]) -> Callable[..., Any]:
     host_forward = host.forward
     signature = inspect.signature(host_forward)
     names = tuple(signature.parameters)[1:]
+    # handed to a function that counts their parameters, which torch.compile can't do for a method of a view
+    chunked = [name for name in vars(view) if name.endswith("_chunk")]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         axis = self.__dict__.get(CENTRED)
@@ -147,6 +149,8 @@ def lensed_forward(host: type[nn.Module]) -> Callable[..., Any]:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         attributes, filled = lens(self, arguments)
         stand_in = view(self, attributes)
+        for name in chunked:
+            stand_in.__dict__[name] = functools.partial(getattr(view, name), stand_in)
         if filled:
             return host_forward(stand_in, **{**arguments, **filled})
         return host_forward(stand_in, *args, **kwargs)
