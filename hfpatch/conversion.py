@@ -103,9 +103,11 @@ class Conversion:
         return bool(self.exact or self._compensated())
 
     def _compensated(self) -> list[str]:
-        if self.mode != "fold":
-            return []
-        return [name for name in self.approximate if pattern_of(name) in self.centring.compensated]
+        return [name for name in self.approximate if self.compensates(name)]
+
+    def compensates(self, name: str) -> bool:
+        """Whether a norm that isn't exact gets the nearest closed form, see `convert/compensate.py`."""
+        return self.mode == "fold" and pattern_of(name) in self.centring.compensated
 
     def find(self) -> None:
         """Find what centres the stream, once; whatever stands against it is kept as the reason.

@@ -21,6 +21,8 @@ _MOST_PARTS = 100
 _MOST_GLOBS = 10_000
 _LONGEST_GLOB = 1_000
 _MOST_AXES = 8
+_CENTRING = {"centred", "left", "biasless"}  # entries of a part that are there only where they aren't empty
+_FOUND = {*_CENTRING, "branches"}
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,12 @@ class Part:
     modules: int = field(default=0, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        names = {name: list(getattr(self, name)) for name in ("only", "keep", "left", "biasless")}
-        centred = [[pattern, axis] for pattern, axis in self.centred]
-        return {
-            "scheme": self.scheme.to_json(),
-            **names,
-            "centred": centred,
-            "branches": [junction_to_json(junction) for junction in self.branches],
-            "init": self.init,
-            "modules": self.modules,
-        }
+        globs = {"only": list(self.only), "keep": list(self.keep)}
+        centring = {"centred": [list(pair) for pair in self.centred], "left": self.left, "biasless": self.biasless}
+        found = {name: list(values) for name, values in centring.items() if values}
+        if self.branches:
+            found["branches"] = [junction_to_json(junction) for junction in self.branches]
+        return {"scheme": self.scheme.to_json(), **globs, **found, "init": self.init, "modules": self.modules}
 
 
 @dataclass(frozen=True)
@@ -126,9 +124,8 @@ def _parts(kind: str, stored: Any, where: str) -> tuple[Part, ...]:
 
 
 def _part(kind: str, stored: Any, where: str) -> Part:
-    entries = ("scheme", "only", "keep", "left", "biasless", "centred", "branches", "init", "modules")
-    if not isinstance(stored, Mapping) or set(stored) != set(entries):
-        raise CheckpointError(f"{where} is no object with {', '.join(entries[:-1])} and {entries[-1]}.")
+    if not isinstance(stored, Mapping) or set(stored) - _FOUND != {"scheme", "only", "keep", "init", "modules"}:
+        raise CheckpointError(f"{where} is no object with scheme, only, keep, init and modules.")
     modules = stored["modules"]
     if not isinstance(modules, int) or isinstance(modules, bool) or modules < 0:
         raise CheckpointError(f"{where}: modules is {modules!r:.40}, not the number of modules that changed.")
@@ -141,11 +138,11 @@ def _part(kind: str, stored: Any, where: str) -> Part:
         raise CheckpointError(
             f"{where} can't be used here: {error} If the scheme comes from a package of its own, import it first."
         ) from error
-    only, keep, left, biasless = (_globs(stored[name], where) for name in ("only", "keep", "left", "biasless"))
-    centred = _centred(stored["centred"], where)
-    if (centred or left or biasless) and getattr(scheme, "centring", None) is None:
+    only, keep, left, biasless = (_globs(stored.get(name, []), where) for name in ("only", "keep", "left", "biasless"))
+    centred = _centred(stored.get("centred", []), where)
+    if set(stored) & _CENTRING and getattr(scheme, "centring", None) is None:
         raise CheckpointError(f"{where}: {scheme.name!r} centres nothing and leaves no norm, but the record says so.")
-    branches = junctions_from_json(stored["branches"], where)
+    branches = junctions_from_json(stored.get("branches", []), where)
     if bool(branches) != (kind == "placement" or bool(getattr(scheme, "branchwise", False))):
         raise CheckpointError(f"{where}: branches are recorded for {scheme.name!r}, or missing.")
     return Part(scheme, only, keep, init, centred, left, biasless, branches, modules)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-CHUNK = 2**18  # elements that are worked on at once; float64 copies of them are all the memory that a rewrite needs
+CHUNK = 2**16  # elements worked on at once; a few float64 copies of them are all the memory that a rewrite takes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -19,6 +19,7 @@ from .norms.detect import looks_like_norm
 from .record import Part
 from .rows import Change, Row, refuse_private_forward
 from .select import Names
+from .view import CENTRED, lensed_class
 
 _QUERY_KEY = re.compile(
     r"^((q|k|qk|query|key)_?(layer_?norm|norm|ln)|(layer_?)?norm_?(q|k|query|key)|(ln|norm)_(q|k))$"
@@ -145,12 +146,13 @@ def _convert(site: _Site, conversion: Conversion) -> _Swap:
     if loss is None:
         conversion.exact.append(name)
         return _Swap(None)
-    loss = f"{loss} ({why})" if why else loss
     if conversion.part.init == "exact":
         conversion.left.append(pattern_of(name))
-        return _Swap(loss, stays=f"not exact: {loss}")
+        return _Swap(f"{loss} ({why})" if why else loss, stays=f"not exact: {why or loss}")
     conversion.approximate.append(name)
-    return _Swap(loss)
+    if conversion.compensates(name):
+        loss = "the mean of the norm's input is removed in its constant part only"
+    return _Swap(f"{loss} ({why})" if why else loss)
 
 
 def _move_shifts(sites: list[_Site], found: dict[int, _Swap], conversion: Conversion) -> None:
@@ -275,6 +277,9 @@ def _replacer(
             new = scheme.build(facts, gain, shift, like_this)
         if part.init == "reset":
             start_afresh(new)
+        if CENTRED in site.module.__dict__:
+            new.__dict__[CENTRED] = site.module.__dict__[CENTRED]
+            new.__class__ = lensed_class(type(new))
         for parent, name in site.places:
             edits.set_module(parent, name, new)
 

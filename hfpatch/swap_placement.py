@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from .branches import Junction
 from .edits import Edits
 from .errors import NothingToPatchError, UnsupportedError
 from .junctions import SECOND, Found, Site, discover, require_joinable, require_transparent, sites_of
-from .norms import NormFacts, describe
+from .norms import AffineNorm, NormFacts, describe
 from .placement import PLACEMENTS, Placement
 from .record import Part
 from .registry import NORMS
@@ -119,9 +120,12 @@ def _joiner(
 
 def _fresh(norm: nn.Module, facts: NormFacts) -> nn.Module:
     """A norm of the same kind and size, at its starting values."""
-    gain = getattr(norm, facts.gain) if facts.gain else None
-    shift = getattr(norm, facts.shift) if facts.shift else None
-    like = next((value for value in (gain, shift) if value is not None), torch.zeros(()))
-    new = NORMS[facts.kind]().build(facts, gain, shift, like)
+    if isinstance(norm, AffineNorm):
+        new = copy.deepcopy(norm)
+    else:
+        gain = getattr(norm, facts.gain) if facts.gain else None
+        shift = getattr(norm, facts.shift) if facts.shift else None
+        like = next((value for value in (gain, shift) if value is not None), torch.zeros(()))
+        new = NORMS[facts.kind]().build(facts, gain, shift, like)
     start_afresh(new)
     return new

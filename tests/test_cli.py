@@ -45,7 +45,8 @@ def test_plan_of_a_config_needs_no_weights() -> None:
     assert "transformer.h.{0-11}.ln_{1-2}  x24" in out
     assert "RMSNorm(768)" in out
     assert "RoPE(theta=10000, half)" in out
-    assert "38 of 38 modules change" in out
+    assert "transformer.h.{0-11}.mlp.c_proj  x12  " in out
+    assert "64 of 64 modules change" in out  # 25 norms, 26 that are centred, 13 of the positions
 
 
 @pytest.mark.parametrize(

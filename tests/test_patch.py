@@ -359,9 +359,9 @@ NORM_CHAINS = list(itertools.permutations(["rms", "dyt", "derf", "layer"], 2))
 @pytest.mark.parametrize("family", ["gpt2", "cohere"])
 def test_norm_after_norm(family: str, chain: tuple[str, str], tmp_path: Path) -> None:
     """The second scheme takes the gains, shifts and eps that the first one had kept."""
-    model, direct = tiny(family), patch(tiny(family), norm=chain[1])
+    model, direct = tiny(family), patch(tiny(family), norm=chain[1], init="copy")
     for norm in chain:
-        patch(model, norm=norm)
+        patch(model, norm=norm, init="copy")
     assert [part["scheme"]["name"] for part in model.config.hfpatch["norm"]] == list(chain)
     assert difference(model, direct) < 1e-5
     assert difference(model, reload(model, tmp_path)) == 0

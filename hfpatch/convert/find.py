@@ -8,6 +8,8 @@ mean, read what it writes. Subtracting the Parameter's own mean is then such a s
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -20,13 +22,15 @@ from torch import Tensor, nn
 
 from ..norms import RMS, NormFacts, describe
 from .centring import Axis, Centring, centre_, pattern_of
-from .measure import Forward, Seen, added, added_to_outputs, moved, observe, relative_error
+from .measure import Forward, added, added_to_outputs, moved, observe, relative_error
 from .twin import twin
 
 _AMPLITUDES = (1.0, 0.1, 10.0)
 _EXACT = 1e-9  # largest relative error of a conversion that is called exact
 _ZERO = 1e-9  # a mean this small, relative to the root mean square, is zero
 _POST_NORM = "post-norm: the output of another norm is part of its input"
+_MASKS = ("bool_masked_pos", "mask_time_indices")  # inputs that put a learned vector in place of some of the others
+_OTHER_INPUTS = re.compile(r"pixel|image|video|audio|speech|visual|input_features|input_values|encoder_hidden_states")
 
 
 def find_centring(model: nn.Module, example_inputs: Mapping[str, Any] | None = None) -> Centring:
@@ -81,6 +85,8 @@ class _Search:
     inputs: Mapping[str, Any]
     norms: dict[str, NormFacts]
     raw: dict[str, str] = field(default_factory=dict)  # norm -> the output that is its stream
+    more: dict[str, Tensor] = field(default_factory=dict)  # further inputs, each for one more forward
+    idle: set[str] = field(default_factory=set)  # patterns of Parameters that nothing depends on
 
     # --- what there is ------------------------------------------------------------------------------------------------
 
@@ -97,7 +103,11 @@ class _Search:
             self.like.setdefault(pattern_of(name), []).append(name)
 
     def forward(self, watch: bool = False, model: nn.Module | None = None) -> Forward:
-        return observe(self.model if model is None else model, self.inputs, self.norms, watch)
+        model = self.model if model is None else model
+        seen = observe(model, self.inputs, self.norms, watch)
+        for name, value in self.more.items():
+            seen = seen.then(observe(model, {**self.inputs, name: value}, self.norms, watch), name)
+        return seen
 
     def width(self, norm: str) -> int:
         """Channels that a norm normalises, 0 where they lie along several axes."""
@@ -135,6 +145,46 @@ class _Search:
                 if all(parameter.shape[axis] in self.widths for parameter in named.values()):
                     yield Axis(pattern, axis)
 
+    def reach_more(self) -> bool:
+        """Mask part of the input, where the model can, so that what stands in for it is seen as well."""
+        takes = inspect.signature(self.model.forward).parameters
+        for name in _MASKS:
+            if name not in takes or name in self.inputs:
+                continue
+            batch = next((len(value) for value in self.inputs.values() if isinstance(value, Tensor)), 1)
+            for count in self.lengths():
+                mask = torch.arange(batch * count).reshape(batch, count) % 3 == 0
+                try:
+                    observe(self.model, {**self.inputs, name: mask})
+                except Exception:  # not this many places; nothing is lost if none fits
+                    continue
+                self.more[name] = mask
+                self.base = self.forward(watch=True)
+                return True
+        return False
+
+    def lengths(self) -> Iterator[int]:
+        """How many places the input may have: those of its feature maps and of its sequences."""
+        shapes = dict.fromkeys(tuple(one.value.shape) for calls in self.base.returned.values() for one in calls)
+        counts = [shape[2] * shape[3] for shape in shapes if len(shape) == 4]
+        counts += [shape[1] for shape in shapes if len(shape) == 3]
+        yield from list(dict.fromkeys(counts))[:12]
+
+    def unreached(self) -> str | None:
+        """Modules that wait for inputs that weren't given, and that may write to the same stream; None for none."""
+        takes = inspect.signature(self.model.forward).parameters
+        missing = [name for name in takes if _OTHER_INPUTS.search(name) and name not in self.inputs]
+        for name, module in self.modules.items():
+            if name in self.base.called or module._modules or name in self.norms or not missing:
+                continue
+            named = [pattern_of(f"{name}.{own}") for own, p in module.named_parameters() if p.dim() > 1]
+            if any(pattern in self.idle for pattern in named):
+                return (
+                    f"the example inputs leave out {', '.join(missing)}, so they don't reach {pattern_of(name)}, which "
+                    "may write to the same stream. Pass example_inputs= with them"
+                )
+        return None
+
     def shift(self, writer: _Writer, amplitude: float, seed: int, first: bool = False) -> AbstractContextManager[None]:
         """Constants along the writer's axis are added, inside; to its first instance only where `first`."""
         generator, changes = torch.Generator().manual_seed(seed), []
@@ -150,10 +200,14 @@ class _Search:
 
     def scale_of(self, writer: _Writer, name: str) -> Tensor:
         """The layer-scale in the same layer as a Parameter."""
-        assert writer.scale is not None
+        scale = self.scale_beside(writer, name)
+        assert scale is not None
+        return scale
+
+    def scale_beside(self, writer: _Writer, name: str) -> Tensor | None:
         numbers = numbers_of(name)
-        scales = self.parameters[writer.scale].items()
-        return next(scale for other, scale in scales if (own := numbers_of(other)) == numbers[: len(own)])
+        scales = self.parameters[writer.scale or ""].items()
+        return next((scale for other, scale in scales if (own := numbers_of(other)) == numbers[: len(own)]), None)
 
     def ask(self, writer: _Writer) -> _Answer:
         """Shift a writer by several amplitudes, as long as that doesn't change the outputs."""
@@ -180,6 +234,8 @@ class _Search:
                 rest.append(axis)
                 if answer.moved:
                     self.note_raw(answer)
+                elif answer.error == 0.0:
+                    self.idle.add(axis.pattern)
         for scale in self.scales():
             for axis in rest:
                 writer = _Writer(axis, scale)
@@ -205,13 +261,11 @@ class _Search:
         shared = writer.scale.rpartition("*")[0]
         if writer.axis.pattern == writer.scale or not writer.axis.pattern.startswith(shared):
             return False
-        try:
-            return all(
-                self.scale_of(writer, name).numel() == parameter.shape[writer.axis.axis]
-                for name, parameter in self.parameters[writer.axis.pattern].items()
-            )
-        except StopIteration:
-            return False
+        return all(
+            (scale := self.scale_beside(writer, name)) is not None
+            and scale.numel() == parameter.shape[writer.axis.axis]
+            for name, parameter in self.parameters[writer.axis.pattern].items()
+        )
 
     def note_raw(self, answer: _Answer) -> None:
         """Remember outputs that a shift moved by a constant along the channels: they are the stream itself."""
@@ -232,6 +286,19 @@ class _Search:
             if seen and all(one.value.dim() > 1 and one.value.shape[axis] in self.widths for one in seen):
                 return axis
         return None
+
+    def shifts_of_first(self, writer: _Writer) -> list[AbstractContextManager[Any]]:
+        """Shifts of a writer's first instance: one for each module that holds it, where there are several."""
+        parameter = next(iter(self.parameters[writer.axis.pattern].values()))
+        owners = [
+            name
+            for name, module in self.modules.items()
+            if any(one is parameter for one in module._parameters.values())
+        ]
+        axes = {name: axis for name in owners if (axis := self.axis_of(name)) is not None}
+        if len(owners) == 1 or len(axes) < len(owners):
+            return [self.shift(writer, 1.0, 7, first=True)]
+        return [added_to_outputs([(self.modules[name], axis)], 1.0, 7) for name, axis in axes.items()]
 
     def axis_of_pattern(self, pattern: str) -> int:
         return next(axis for name in self.like[pattern] if (axis := self.axis_of(name)) is not None)
@@ -264,16 +331,15 @@ class _Search:
 
     def carriers(self, shift: AbstractContextManager[Any]) -> list[str]:
         """Modules that return what a shift added, unchanged, before the first norm sees it; in the order of calls."""
-        before = self.forward(watch=True)
         with shift:
             after = self.forward(watch=True)
-        first = min(moved(before, after).values(), default=0)
+        first = min(moved(self.base, after).values(), default=0)
         found = {}
-        for name, calls in before.returned.items():
+        for name, calls in self.base.returned.items():
             axis = self.axis_of(name)
             for old, new in zip(calls, after.returned.get(name, []), strict=False):
-                comparable = axis is not None and new.place < first and old.value.shape == new.value.shape
-                if comparable and _is_constant(new.value - old.value, axis):
+                comparable = new.place < first and old.value.shape == new.value.shape
+                if axis is not None and comparable and _is_constant(new.value - old.value, axis):
                     found[name] = new.place
         return sorted(found, key=found.__getitem__)
 
@@ -294,10 +360,16 @@ class _Search:
 
     def run(self) -> Centring:
         writers = self.writers()
+        if self.idle and self.reach_more():
+            self.idle.clear()
+            writers = self.writers()
+        if (unreached := self.unreached()) is not None:
+            return Centring(approximate=dict.fromkeys(map(pattern_of, self.norms), unreached), refused=unreached)
         while writers and self.error_of(_centring(writers)) > _EXACT:  # a shift that only looked invariant
             alone = {writer: self.error_of(_centring([writer])) for writer in writers}
             del writers[max(alone, key=alone.__getitem__)]
         outputs = self.outputs(writers)
+        outputs = self.worthwhile(writers, outputs)
         exact = self.exact(_centring(writers, outputs))
         compensated = self.compensated(_centring(writers, outputs))
         useful = {norm for norm in self.norms if pattern_of(norm) in {*exact, *compensated}}
@@ -323,7 +395,7 @@ class _Search:
         return relative_error(self.base, self.forward(model=self.carried_out(centring, parametrize)))
 
     def outputs(self, writers: Mapping[_Writer, Any]) -> dict[tuple[str, int], dict[str, int]]:
-        """Modules to centre in every forward, since what they return can't be centred by a fold -> norms that they move.
+        """Modules to centre in every forward, as no fold centres what they return -> norms that they move.
 
         The last module of a branch is taken: for an embedding that is the dropout after it, which also sees embeddings
         that a user passes instead.
@@ -343,8 +415,25 @@ class _Search:
             tried |= {pattern, last}
             found[last, self.axis_of_pattern(last)] = self._asked[last].moved
 
+    def worthwhile(
+        self, writers: Mapping[_Writer, Any], outputs: dict[tuple[str, int], dict[str, int]]
+    ) -> dict[tuple[str, int], dict[str, int]]:
+        """Without the modules that it takes as many centrings of as norms become RMSNorms: that would be LayerNorms."""
+        kept = dict(outputs)
+        for one in outputs:
+            fewer = {other: seen for other, seen in kept.items() if other != one}
+            lost = self.zero_mean(_centring(writers, kept)) - self.zero_mean(_centring(writers, fewer))
+            if len(lost) <= sum(name in self.base.returned for name in self.like[one[0]]):
+                kept = fewer
+        return kept
+
+    def zero_mean(self, centring: Centring) -> set[str]:
+        """Norms whose input is zero-mean in every call."""
+        after = self.forward(model=self.carried_out(centring))
+        return set(after.means) - _off_centre(after)
+
     def sources(self, after: Forward) -> list[str]:
-        """Patterns of modules that return what isn't zero-mean, single layers before branches, in the order of calls."""
+        """Patterns of modules that return what isn't zero-mean, layers before branches, in the order of calls."""
         found: dict[str, tuple[bool, int]] = {}
         for name, calls in after.returned.items():
             axis, leaf = self.axis_of(name), not self.modules[name]._modules
@@ -361,8 +450,7 @@ class _Search:
 
     def exact(self, centring: Centring) -> list[str]:
         """Patterns of norms that compute the same as RMSNorms once the centring is carried out."""
-        after = self.forward(model=self.carried_out(centring))
-        inexact = {pattern_of(name) for name in _off_centre(after) | (self.norms.keys() - after.means.keys())}
+        inexact = {pattern_of(name) for name in self.norms.keys() - self.zero_mean(centring)}
         found = list(dict.fromkeys(one for name in self.norms if (one := pattern_of(name)) not in inexact))
         if self.error_of(replace(centring, exact=tuple(found))) > _EXACT:
             found = [one for one in found if self.error_of(replace(centring, exact=(one,))) <= _EXACT]
@@ -371,7 +459,7 @@ class _Search:
         return found
 
     def compensated(self, centring: Centring) -> list[str]:
-        """Patterns of norms that a constant added to an earlier norm's output reaches as it is, and nothing else does."""
+        """Patterns of norms that see a constant added to an earlier norm's output just as it was added."""
         centred = self.carried_out(centring)
         modules = dict(centred.named_modules())
         before = self.forward(model=centred)
@@ -392,18 +480,22 @@ class _Search:
                         found.add(pattern_of(other))
                         break
         off = {pattern_of(name) for name in _off_centre(before)}
-        return [one for one in dict.fromkeys(map(pattern_of, self.norms)) if one in found & off]
+        layers = {pattern_of(name): 1 if self.norms[name].channels_first else -1 for name in before.means}
+        and_norms = replace(centring, outputs=(*centring.outputs, *layers.items()))
+        rest = {pattern_of(name) for name in self.norms.keys() - self.zero_mean(and_norms)}
+        return [one for one in dict.fromkeys(map(pattern_of, self.norms)) if one in (found & off) - rest]
 
     def parametrized(
         self, writers: Mapping[_Writer, Any], outputs: Mapping[tuple[str, int], Any], exact: list[str]
     ) -> tuple[tuple[str, int], ...]:
-        """What is centred in every forward instead of all folds: the last module of each branch; () where that fails."""
+        """What is centred in every forward instead of folds: the last module of each branch; () where that fails."""
         found = dict.fromkeys(outputs)
         for writer in writers:
-            last = self.last_carrier(self.shift(writer, 1.0, 7, first=True))
-            if last is None:
-                return ()
-            found[last, self.axis_of_pattern(last)] = None
+            for shift in self.shifts_of_first(writer):
+                last = self.last_carrier(shift)
+                if last is None:
+                    return ()
+                found[last, self.axis_of_pattern(last)] = None
         centring = Centring(parametrized=tuple(found), exact=tuple(exact))
         return centring.parametrized if self.error_of(centring, parametrize=True) <= _EXACT else ()
 
@@ -477,10 +569,10 @@ def carry_out(model: nn.Module, centring: Centring, parametrize: bool = False) -
         for name, parameter in parameters.items():
             if pattern_of(name) == axis.pattern:
                 centre_(parameter, axis.axis)
-    for pattern, axis in centring.parametrized if parametrize else centring.outputs:
+    for pattern, along in centring.parametrized if parametrize else centring.outputs:
         for name, module in modules.items():
             if pattern_of(name) == pattern:
-                module.register_forward_hook(lambda _, __, output, axis=axis: output - output.mean(axis, keepdim=True))
+                module.register_forward_hook(lambda _, __, y, along=along: y - y.mean(along, keepdim=True))
     like = next(model.parameters())
     for name, module in modules.items():
         if pattern_of(name) in centring.exact and (facts := describe(module)) is not None and facts.kind == "layer":

@@ -181,12 +181,15 @@ def centring_outputs(
             continue
         seen.add(id(module))
         refuse_private_forward(name, module)
-        found.append(Step(name, module._get_name(), "centred in every forward", True, _output_centrer(module, axis)))
+        found.append(
+            Step(name, module._get_name(), "centred in every forward", True, _output_centrer(model, name, axis))
+        )
     return found
 
 
-def _output_centrer(module: nn.Module, axis: int) -> Callable[[Edits], None]:
+def _output_centrer(model: nn.Module, name: str, axis: int) -> Callable[[Edits], None]:
     def apply(edits: Edits) -> None:
+        module = model.get_submodule(name)  # may be a norm that has been replaced by now
         edits.set_attribute(module, CENTRED, axis)
         edits.set_class(module, lensed_class(host_class(type(module))))
 

@@ -51,7 +51,7 @@ def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
             key: value.unsqueeze(1).repeat(1, 2, 1) if isinstance(value, Tensor) and value.dim() == 2 else value
             for key, value in inputs.items()
         }
-    end = Inputs(model.config).find("eos_token_id")  # type: ignore[arg-type]
+    end = Inputs(model.config).find("eos_token_id")
     end = end[0] if isinstance(end, list) else end
     if "SequenceClassification" in name and isinstance(end, int):
         ids[..., -1] = end
@@ -89,6 +89,8 @@ def make_inputs(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
         asked.add("pixel_values")  # two towers; a language model with images reads text alone
     if "decoder_input_ids" in asked and "input_ids" not in parameters:
         asked.add(main)
+    if "encoder_hidden_states" in parameters and getattr(config, "add_cross_attention", False):
+        asked.add("encoder_hidden_states")
     make = Inputs(config)
     names = (required | asked | set(given)) - {n for n, how in given.items() if how is None}
     return {name: make(name, given.get(name, ...)) for name in sorted(names)}
@@ -154,6 +156,8 @@ class Inputs:
     # Images and videos
 
     def pixel_values(self) -> Tensor:
+        if self.find("tubelet_size") or self.find("attention_type") == "divided_space_time":
+            return self.pixel_values_videos()
         return self.normal(BATCH, self.channels(), *self.side())
 
     def pixel_values_videos(self) -> Tensor:
@@ -171,10 +175,16 @@ class Inputs:
     # Audio
 
     def input_features(self) -> Tensor:
-        mels = self.find("num_mel_bins", "feature_size", "n_mels", "input_feat_per_channel", default=80)
+        bins = self.find("input_feat_per_channel")
+        if bins:  # frames first
+            return self.normal(BATCH, 64, bins * self.find("input_channels", default=1))
+        mels = self.find("num_mel_bins", "feature_size", "n_mels", default=80)
         positions = self.find("max_source_positions")
         return self.normal(BATCH, mels, 2 * positions) if positions else self.normal(BATCH, 64, mels)
 
     def input_values(self) -> Tensor:
+        length, bins = self.find("max_length"), self.find("num_mel_bins")
+        if length and bins and self.find("frequency_stride"):  # spectrograms
+            return self.normal(BATCH, length, bins)
         channels = self.find("audio_channels")
         return self.normal(BATCH, channels, 4000) if channels else self.normal(BATCH, 4000)

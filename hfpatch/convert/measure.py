@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ _INTERNAL = {"hidden_states", "attentions", "past_key_values", "mems", "cache_pa
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class _Float64(TorchFunctionMode):
+class Float64(TorchFunctionMode):
     """Everything that would be computed in float32 or less is computed in float64.
 
     Many families widen or narrow to float32 inside whatever the model's dtype is; rounding would then hide the
@@ -31,12 +31,18 @@ class _Float64(TorchFunctionMode):
             return args[0].double()
         args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
         kwargs = {name: torch.float64 if _is_narrow(value) else value for name, value in (kwargs or {}).items()}
+        if func in (torch.tensor, torch.full) and kwargs.get("dtype") is None and _is_float(args):
+            kwargs["dtype"] = torch.float64  # the least float64 doesn't fit into the default dtype
         result = func(*args, **kwargs)
         return result.double() if isinstance(result, Tensor) and result.dtype in _NARROW else result
 
 
 def _is_narrow(value: Any) -> bool:
     return isinstance(value, torch.dtype) and value in _NARROW
+
+
+def _is_float(values: Any) -> bool:
+    return isinstance(values, float) or (isinstance(values, list | tuple) and any(map(_is_float, values)))
 
 
 @dataclass
@@ -56,16 +62,30 @@ class Forward:
         outputs: name -> tensor, floats as float64.
         means: norm -> the mean over the normalised channels of what each call was given.
         returned: module -> what each call returned, for modules that return a tensor; empty unless watched.
+        called: modules that were called; empty unless watched.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     means: dict[str, list[Seen]] = field(default_factory=dict)
     returned: dict[str, list[Seen]] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
     calls: int = 0
 
     def place(self) -> int:
         self.calls += 1
         return self.calls
+
+    def then(self, other: Forward, name: str) -> Forward:
+        """Both forwards as one: another's outputs go by names of their own, its calls come later."""
+        for new in (seen for calls in (*other.means.values(), *other.returned.values()) for seen in calls):
+            new.place += self.calls
+        self.outputs |= {f"{key} ({name})": value for key, value in other.outputs.items()}
+        for own, its in ((self.means, other.means), (self.returned, other.returned)):
+            for key, calls in its.items():
+                own.setdefault(key, []).extend(calls)
+        self.called |= other.called
+        self.calls += other.calls
+        return self
 
 
 def observe(
@@ -80,7 +100,7 @@ def observe(
         watch: keep what every module returned.
     """
     seen = Forward()
-    with ExitStack() as hooks, own_randomness(0), torch.no_grad(), _Float64():
+    with ExitStack() as hooks, own_randomness(0), torch.no_grad(), Float64():
         for name, facts in (norms or {}).items():
             module = model.get_submodule(name)
             hook = module.register_forward_pre_hook(_mean_of_input(seen, name, facts), with_kwargs=True)
@@ -117,6 +137,7 @@ def _mean_of_input(seen: Forward, name: str, facts: NormFacts) -> Any:
 def _returned(seen: Forward, name: str) -> Any:
     def hook(module: nn.Module, args: tuple, output: Any) -> None:
         place = seen.place()
+        seen.called.add(name)
         if isinstance(output, Tensor) and output.is_floating_point():
             seen.returned.setdefault(name, []).append(Seen(place, output.clone()))
 
@@ -136,7 +157,7 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def relative_error(original: Forward, other: Forward) -> float:
-    """Largest difference of the outputs, relative to the largest value of each; infinite where they can't be compared."""
+    """Largest difference of the outputs, relative to each one's largest value; infinite where incomparable."""
     if original.outputs.keys() != other.outputs.keys():
         return float("inf")
     return max((_error(value, other.outputs[name]) for name, value in original.outputs.items()), default=0.0)
@@ -171,7 +192,7 @@ def moved(original: Forward, other: Forward, least: float = 1e-6) -> dict[str, i
 
 
 @contextmanager
-def added(tensors: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+def added(tensors: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Each tensor with the second of its pair added, inside; the same bits as before afterwards."""
     before = [tensor.clone() for tensor, _ in tensors]
     with torch.no_grad():

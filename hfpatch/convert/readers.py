@@ -13,7 +13,7 @@ from .run import outputs_of, quiet
 # ways in which a tensor is handed on as the same channels
 _HANDED_ON = (
     "view", "reshape", "contiguous", "to", "float", "clone", "detach", "expand", "dropout", "flatten", "unsqueeze",
-    "squeeze", "type_as",
+    "squeeze", "type_as", "__getitem__",
 )  # fmt: skip
 _LOOKED_AT = (
     "__get__", "size", "dim", "stride", "is_contiguous", "is_floating_point", "numel", "data_ptr", "type", "__len__",
@@ -38,7 +38,9 @@ def find_readers(
         for name in norms:
             model.get_submodule(name).register_forward_hook(tracer.marker(name))
         with tracer:
-            outputs_of(model, given)
+            returned = outputs_of(model, given)
+        for path, value in returned.items():
+            tracer.returned(path, value)
     return {name: tracer.verdict(name) for name in norms}
 
 
@@ -94,10 +96,16 @@ class _Tracer(TorchFunctionMode):
         return owner, axis, {id(value) for value in owner._parameters.values()}
 
     def _hand_on(self, name: str, called: str, output: Any) -> None:
-        if called in _HANDED_ON and isinstance(output, Tensor):
+        given = next(tensor for owner, tensor in self.marked.values() if owner == name)
+        same = isinstance(output, Tensor) and output.shape[-1:] == given.shape[-1:]
+        if called in _HANDED_ON and same:
             self.marked[id(output)] = (name, output)
         elif called not in _LOOKED_AT:
             self.reasons.setdefault(name, f"{called} reads its output too")
+
+    def returned(self, path: str, value: Tensor) -> None:
+        if id(value) in self.marked:
+            self.reasons.setdefault(self.marked[id(value)][0], f"the model returns it as {path}")
 
     def verdict(self, name: str) -> list[tuple[nn.Module, int]] | str:
         if name not in self.readers:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _SKIPPED = (
     "past_key_values",
     "cache",
@@ -27,12 +28,13 @@ def quiet(model: nn.Module) -> Iterator[None]:
     Hooks that are registered inside are gone afterwards.
     """
     modes = [(module, module.training) for module in model.modules()]
-    hooks = [(module, name, module.__dict__[name]) for module in model.modules() for name in _HOOKS]
+    hooks = [(module, name, module.__dict__[name]) for module in model.modules() for name in _HOOKS + _FLAGS]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     devices = [device] if device.type not in ("cpu", "meta", "mps") else []
     try:
         for module, name, theirs in hooks:
-            module.__dict__[name] = OrderedDict((key, hook) for key, hook in theirs.items() if _keeps(hook))
+            kept = theirs if name in _FLAGS else {key: hook for key, hook in theirs.items() if _keeps(hook)}
+            module.__dict__[name] = OrderedDict(kept)
         for module, _ in modes:
             module.training = False
         with torch.no_grad(), torch.random.fork_rng(devices=devices), torch.device(device):
@@ -69,7 +71,7 @@ def outputs_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Tensor]:
 def _tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         if value.is_floating_point():
-            yield path, value.detach()
+            yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
             if isinstance(item, Tensor) or not str(key).endswith(_SKIPPED):

@@ -244,8 +244,8 @@ def _rotated(config: PreTrainedConfig, arguments: dict[str, Any]) -> int:
     """Channels per head that the small model may rotate."""
     look = lambda name: arguments.get(name) or getattr(config, name, None)  # noqa: E731
     for name in ("qk_rope_head_dim", "head_dim", "attention_head_dim"):
-        if isinstance(look(name), int):
-            return look(name)
+        if isinstance(channels := look(name), int):
+            return channels
     width, heads = look("hidden_size"), look("num_attention_heads")
     return width // heads if isinstance(width, int) and isinstance(heads, int) else 16
 

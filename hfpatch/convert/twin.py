@@ -42,6 +42,8 @@ def twin(
         try:
             with own_randomness(seed), torch.device("cpu"), torch.no_grad():
                 small = make().to(torch.float64).eval().requires_grad_(False)
+                if hasattr(small, "set_experts_implementation"):
+                    small.set_experts_implementation("eager")  # the grouped product takes no float64
                 _draw(small, seed)
                 given = make_example_inputs(small, seed) if example_inputs is None else dict(example_inputs)
                 inputs = {name: _in_double(value) for name, value in given.items()}
@@ -111,6 +113,8 @@ def _draw(model: nn.Module, seed: int) -> None:
     randomise(model, generator)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
+            if parameter.numel() == 1 and parameter.is_floating_point() and float(parameter) == 0.0:
+                parameter.fill_(0.5)  # a gate that starts closed would hide what it gates
             if parameter.dim() > 1 and parameter.is_floating_point():
                 spread = float(parameter.std())
                 least = _SPREAD / min(parameter.shape[-2:]) ** 0.5

@@ -73,4 +73,4 @@ class DeepNorm(Norm):
         return (alpha if self.alpha is None else self.alpha), (beta if self.beta is None else self.beta)
 
     def reason_to_keep(self, facts: NormFacts) -> str | None:
-        return None if facts.kind in ("layer", "rms") else f"{facts.kind} doesn't undo a scale, as DeepNorm needs"
+        return None if facts.kind in ("layer", "rms") else f"DeepNorm needs LayerNorm or RMSNorm, not {facts.kind}"

@@ -309,7 +309,7 @@ def test_twice_with_other_options_is_refused_and_the_same_is_nothing_to_do() -> 
 
 def test_after_dyt_there_is_nothing_to_scale() -> None:
     model = patch(tiny("bert"), norm="dyt")
-    with pytest.raises(Exception, match="doesn't undo a scale"):
+    with pytest.raises(Exception, match="DeepNorm needs LayerNorm or RMSNorm, not dyt"):
         plan_patch(model, norm="deepnorm")
 
 

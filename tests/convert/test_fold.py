@@ -1,0 +1,782 @@
+"""LayerNorm to RMSNorm without a change of the function: exact, taken back to the bit, saved, trained, and refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import (
+    changes,
+    difference,
+    fingerprint,
+    inputs,
+    load,
+    norms_of,
+    patch,
+    randomise,
+    reload,
+    tiny,
+    tiny_config,
+)
+from torch import Tensor, nn
+from transformers import Dinov2Config, Dinov2Model, GPT2LMHeadModel
+
+from hfpatch import (
+    RMS,
+    NothingToPatchError,
+    NotPreservedWarning,
+    OptionError,
+    UnsupportedError,
+    VerificationError,
+    WrappedModelError,
+    patch_model,
+    plan_patch,
+    unpatch_model,
+)
+from hfpatch.convert.centring import Axis, Centring, pattern_of
+from hfpatch.convert.check import mean_ratios
+from hfpatch.convert.find import find_centring
+from hfpatch.convert.fold import centre, steps
+from hfpatch.edits import Edits
+from hfpatch.norms import AffineNorm
+from hfpatch.view import CENTRED, LENS
+
+LM, BASE = "AutoModelForCausalLM", "AutoModel"
+
+
+def dinov2() -> nn.Module:
+    config = Dinov2Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        mlp_ratio=2,
+        image_size=8,
+        patch_size=4,
+        layerscale_value=0.6,
+        initializer_range=0.4,
+    )
+    return randomise(Dinov2Model(config))
+
+
+MAKE: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: tiny("gpt2", LM),
+    "gpt2 untied": lambda: tiny("gpt2", LM, tie_word_embeddings=False),
+    "opt": lambda: tiny("opt", LM),
+    "vit": lambda: tiny("vit", BASE),
+    "dinov2": dinov2,
+    "gpt_neo": lambda: tiny("gpt_neo", LM),
+    "bloom": lambda: tiny("bloom", LM),
+    "cohere": lambda: tiny("cohere", LM),
+    "nemotron": lambda: tiny("nemotron", LM),
+    "olmo": lambda: tiny("olmo", LM),
+}
+EXACT = pytest.mark.parametrize("name", MAKE)
+DOUBLE_INSIDE = 1e-5  # of families that compute in float32 whatever their weights are
+_IN_FLOAT32 = ("cohere", "olmo", "nemotron")
+
+
+def answers(model: nn.Module) -> list[Tensor]:
+    """What a model computes, in its own dtype and with the inputs of `tiny_models`."""
+    like = next(model.parameters())
+    given = {k: v.to(like.dtype) if v.is_floating_point() else v for k, v in inputs(model).items()}
+    with torch.no_grad():
+        result = model(**given)
+    return [v for k, v in result.items() if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+def distance(a: nn.Module, b: nn.Module) -> float:
+    pairs = zip(answers(a), answers(b), strict=True)
+    return max(float((x - y).abs().max() / x.square().mean().sqrt()) for x, y in pairs)
+
+
+def silent(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`patch_model` that must warn of nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return patch_model(model, *args, **kwargs)
+
+
+_FOUND: dict[Any, Centring] = {}
+
+
+def search(model: Any, given: Any = None) -> Centring:
+    """One for every class and config will do here; the search itself is tested in test_find.py."""
+    if given is not None:
+        return find_centring(model, given)
+    key = type(model), model.config.to_json_string(use_diff=False)
+    if key not in _FOUND:
+        _FOUND[key] = find_centring(model)
+    return _FOUND[key]
+
+
+@pytest.fixture(autouse=True)
+def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hfpatch.conversion.find_centring", search)
+
+
+# The function stays
+
+
+@EXACT
+@pytest.mark.parametrize("mode", ["fold", "parametrize"])
+def test_the_function_stays_and_no_warning_is_given(name: str, mode: str) -> None:
+    model = MAKE[name]().double()
+    plain = copy.deepcopy(model)
+    parameters = {key: id(value) for key, value in model.named_parameters()}
+    silent(model, norm=RMS(mode))
+    assert not norms_of(model, nn.LayerNorm)
+    assert norms_of(model, AffineNorm)
+    assert distance(plain, model) < (DOUBLE_INSIDE if name in _IN_FLOAT32 else 1e-9)
+    assert {key: id(value) for key, value in model.named_parameters()} == parameters
+    assert list(model.state_dict()) == list(plain.state_dict())
+    copied = patch(copy.deepcopy(plain), norm="rms", init="copy")
+    assert distance(plain, copied) > 1e-2  # control
+    moved = [key for key, value in plain.state_dict().items() if not torch.equal(value, model.state_dict()[key])]
+    assert bool(moved) == (mode == "fold")
+
+
+@pytest.mark.parametrize("mode", ["fold", "parametrize"])
+def test_whisper_in_part(mode: str) -> None:
+    """What enters its encoder comes out of a GELU; the decoder is exact."""
+    model = tiny("whisper").double()
+    plain = copy.deepcopy(model)
+    silent(model, norm=RMS(mode), init="exact")
+    assert {name.partition(".")[0] for name in norms_of(model, AffineNorm)} == {"decoder"}
+    assert {name.partition(".")[0] for name in norms_of(model, nn.LayerNorm)} == {"encoder"}
+    assert distance(plain, model) < 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["gpt2", "opt", "vit", "dinov2"])
+def test_in_lower_precision_it_stays_as_far_as_rounding_goes(name: str, dtype: torch.dtype) -> None:
+    original = MAKE[name]()
+    plain, model = copy.deepcopy(original).to(dtype), copy.deepcopy(original).to(dtype)
+    silent(model, norm="rms")
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    exact = [value.double() for value in answers(copy.deepcopy(plain).double())]
+    errors = [
+        max(float((x - y.double()).abs().max()) for x, y in zip(exact, answers(one), strict=True))
+        for one in (plain, model)
+    ]
+    assert errors[1] < 6 * errors[0]
+
+
+def test_a_tied_head_stays_tied() -> None:
+    model = tiny("gpt2", LM)
+    table = model.transformer.wte.weight.detach().clone()
+    silent(model, norm="rms")
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert torch.equal(model.transformer.wte.weight, table)
+    assert [name for name, module in model.named_modules() if CENTRED in module.__dict__] == ["transformer.drop"]
+
+
+@pytest.mark.parametrize("only", [["*.ln_1"], ["*.h.0.*"], ["*.ln_f"]])
+def test_norms_that_stay_dont_mind(only: list[str]) -> None:
+    model = tiny("gpt2", LM).double()
+    plain = copy.deepcopy(model)
+    silent(model, norm="rms", only=only)
+    assert norms_of(model, nn.LayerNorm)
+    assert distance(plain, model) < 1e-9
+
+
+def test_the_streams_are_zero_mean_afterwards() -> None:
+    model = tiny("gpt2", LM)
+    norms = norms_of(model, nn.LayerNorm)
+    before = mean_ratios(model, inputs(model), norms)
+    silent(model, norm="rms")
+    after = mean_ratios(model, inputs(model), norms)
+    assert min(float(ratio.abs().max()) for ratio in before.values()) > 0.1
+    assert max(float(ratio.abs().max()) for ratio in after.values()) < 1e-5
+
+
+# By hand, without the search
+
+
+def axes(**patterns: int) -> tuple[Axis, ...]:
+    return tuple(Axis(pattern, axis) for pattern, axis in patterns.items())
+
+
+BLOCK = {"h.*.attn.c_proj.weight": 1, "h.*.attn.c_proj.bias": 0, "h.*.mlp.c_proj.weight": 1, "h.*.mlp.c_proj.bias": 0}
+HAND: dict[str, tuple[Callable[[], Any], Centring]] = {
+    "gpt2": (
+        lambda: tiny("gpt2"),
+        Centring(axes(**BLOCK, **{"wte.weight": 1, "wpe.weight": 1}), parametrized=(("drop", 2),)),
+    ),
+    "gpt2 at run time": (
+        lambda: tiny("gpt2"),
+        Centring(axes(**BLOCK), outputs=(("drop", -1),), parametrized=(("drop", -1),)),
+    ),
+    "vit": (
+        lambda: tiny("vit"),
+        Centring(
+            axes(
+                **{
+                    "embeddings.cls_token": 2,
+                    "embeddings.position_embeddings": 2,
+                    "embeddings.patch_embeddings.projection.weight": 0,
+                    "embeddings.patch_embeddings.projection.bias": 0,
+                }
+            )
+        ),
+    ),
+    "bert": (
+        lambda: tiny("bert"),
+        Centring(axes(**{f"embeddings.{name}_embeddings.weight": 1 for name in ("word", "position", "token_type")})),
+    ),
+    "dinov2": (
+        dinov2,
+        Centring(
+            axes(**{"encoder.layer.*.mlp.fc2.weight": 0, "encoder.layer.*.mlp.fc2.bias": 0}),
+            absorbs=tuple(
+                ("encoder.layer.*.layer_scale2.lambda1", Axis(f"encoder.layer.*.mlp.fc2.{name}", 0))
+                for name in ("weight", "bias")
+            ),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "centring"), HAND.values(), ids=HAND)
+@pytest.mark.parametrize("mode", ["fold", "parametrize"])
+def test_centre_keeps_a_layernorm_model_and_is_undone(make: Callable, centring: Centring, mode: str) -> None:
+    """Whatever was centred, a LayerNorm that reads it doesn't see it."""
+    model = make().double()
+    before, plain, edits = fingerprint(model), copy.deepcopy(model), Edits()
+    centre(model, centring, edits, mode)
+    assert distance(plain, model) < 1e-9
+    if mode == "fold":
+        for fold in centring.folds:
+            named = [value for name, value in model.named_parameters() if pattern_of(name) == fold.pattern]
+            assert named
+            assert all(float(value.detach().mean(fold.axis).abs().max()) < 1e-12 for value in named)
+    else:
+        assert len(edits) == 2 * len(centring.parametrized)  # no weight is touched
+    edits.undo()
+    assert not changes(before, fingerprint(model))
+
+
+def test_absorbing_a_scale_of_zero_is_undone() -> None:
+    model = dinov2().double()
+    with torch.no_grad():
+        model.encoder.layer[0].layer_scale2.lambda1[::3] = 0.0
+    before, plain, edits = fingerprint(model), copy.deepcopy(model), Edits()
+    centre(model, HAND["dinov2"][1], edits)
+    assert distance(plain, model) < 1e-9
+    assert bool((model.encoder.layer[0].layer_scale2.lambda1 == 1).all())
+    edits.undo()
+    assert not changes(before, fingerprint(model))
+
+
+def test_a_parameter_in_two_places_is_centred_once() -> None:
+    model = tiny("gpt2").double()
+    model.add_module("other", nn.Module())
+    model.other.weight = model.wpe.weight
+    edits = Edits()
+    centre(model, Centring(axes(**{"wpe.weight": 1, "other.weight": 1})), edits)
+    assert len(edits) == 1
+
+
+def test_modes_and_weights_that_cant_be_centred() -> None:
+    model = tiny("gpt2")
+    with pytest.raises(OptionError, match="mode must be one of fold, parametrize, not 'both'"):
+        centre(model, Centring(), Edits(), "both")
+    for mode in ("Fold", None, 3):
+        with pytest.raises(OptionError, match="mode must be fold or parametrize"):
+            RMS(mode)
+    with pytest.raises(OptionError, match="fold_bias must be True or False"):
+        RMS(fold_bias=1)
+    with pytest.raises(OptionError, match="fold_bias writes to weights, which mode='parametrize' doesn't"):
+        RMS("parametrize", True)
+    model.wpe.weight = nn.Parameter(torch.ones(64, 32, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(UnsupportedError, match=r"wpe\.weight is a Tensor of torch\.int8; only plain floating-point"):
+        steps(model, Centring(axes(**{"wpe.weight": 1})), "fold")
+
+
+# Centred in every forward
+
+
+def run_time() -> Any:
+    model = tiny("gpt2", LM)
+    return silent(model, norm=RMS("parametrize"))
+
+
+def test_a_module_that_is_centred_keeps_class_name_and_keys() -> None:
+    model, plain = run_time(), tiny("gpt2", LM)
+    for name, module in plain.named_modules():
+        if name in ("", *norms_of(plain, nn.LayerNorm)):
+            continue
+        here = model.get_submodule(name)
+        assert isinstance(here, type(module))
+        assert (type(here).__name__, type(here).__module__) == (type(module).__name__, type(module).__module__)
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_centred_too(copied: Callable) -> None:
+    model = run_time()
+    assert difference(model, copied(model)) == 0
+    assert [m.__dict__[CENTRED] for m in copied(model).modules() if CENTRED in m.__dict__]
+
+
+def test_lenses_and_centring_share_a_class() -> None:
+    """RoPE's view of an attention and a centred output are two attributes of one generated class."""
+    model = tiny("gpt2", LM)
+    plain = patch(copy.deepcopy(model), pos="rope")
+    attention = Centring(axes(), outputs=(("transformer.h.*.attn", 2),))
+    for order in itertools.permutations(["rope", "centre"]):
+        both = copy.deepcopy(model)
+        for what in order:
+            patch(both, pos="rope") if what == "rope" else centre(both, attention, Edits())
+        assert difference(both, plain) < 1e-5
+        assert both.transformer.h[0].attn.__dict__.keys() >= {CENTRED, LENS}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fullgraph_compilation() -> None:
+    model = run_time()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    given = inputs(model)
+    with torch.no_grad():
+        assert (compiled(**given).logits - model(**given).logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_mean_is_taken_in_float32(dtype: torch.dtype) -> None:
+    module = nn.Module()
+    module.drop = nn.Dropout()
+    centre(module, Centring(outputs=(("drop", -1),)), Edits())
+    x = (torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)) + 30).to(dtype)
+    y = module.eval().drop(x)
+    assert y.dtype == dtype
+    wanted = x.double() - x.double().mean(-1, keepdim=True)
+    assert ((y.double() - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + 1e-4).all()
+
+
+def trained(model: Any, steps_: int = 20) -> list[Tensor]:
+    """Logits after every step of AdamW with dropout on; the random stream starts alike for every model."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    given = inputs(model)
+    torch.manual_seed(7)
+    found = []
+    for _ in range(steps_):
+        model.train()
+        optimizer.zero_grad()
+        model(**given, labels=given["input_ids"]).loss.backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            found.append(model(**given).logits)
+    return found
+
+
+def test_parametrize_follows_the_layernorm_models_training() -> None:
+    """20 steps of AdamW with dropout; folding starts at the same function and leaves its course."""
+    plain = tiny("gpt2", LM).double()
+    assert plain.config.resid_pdrop == plain.config.attn_pdrop == plain.config.embd_pdrop == 0.1
+    original = trained(copy.deepcopy(plain))
+    scale = original[-1].square().mean().sqrt()
+    course = {
+        mode: trained(silent(copy.deepcopy(plain), norm=RMS(mode)))  # one after the other, each from the same seed
+        for mode in ("parametrize", "fold")
+    }
+    errors = {
+        mode: [float((a - b).abs().max() / scale) for a, b in zip(original, found, strict=True)]
+        for mode, found in course.items()
+    }
+    assert max(errors["parametrize"]) < 1e-6
+    assert errors["fold"][-1] > 1e-2  # control
+    assert float((original[-1] - original[0]).abs().max() / scale) > 0.5  # control: there was something to follow
+
+
+# Where it isn't exact
+
+
+def test_post_norm_is_nearer_than_a_plain_copy() -> None:
+    plain = tiny("bert")
+    norms = norms_of(plain, nn.LayerNorm)
+    copied, model = patch(copy.deepcopy(plain), norm="rms", init="copy"), copy.deepcopy(plain)
+    with pytest.warns(NotPreservedWarning, match=r"removed in its constant part only \(post-norm"):
+        patch_model(model, norm="rms")
+    assert distance(plain, model) < 0.5 * distance(plain, copied)
+    before, after = (mean_ratios(one, inputs(one), norms) for one in (copied, model))
+    size = {name: [float(x[name].square().mean().sqrt()) for x in (before, after)] for name in norms}
+    assert size["embeddings.LayerNorm"][1] < 1e-5
+    assert all(b < 0.7 * a for a, b in size.values())
+    rows = {row.module: row for row in plan_patch(plain, norm="rms").rows}
+    assert rows["embeddings.LayerNorm"].loss is None
+    assert rows["embeddings.word_embeddings"].becomes == "centred"
+    assert "approximate" in str(plan_patch(plain, norm="rms"))
+
+
+def test_a_norm_that_runs_several_times_is_compensated_on_average() -> None:
+    plain = tiny("albert", num_hidden_layers=3)
+    copied, model = patch(copy.deepcopy(plain), norm="rms", init="copy"), patch(copy.deepcopy(plain), norm="rms")
+    assert distance(plain, model) < distance(plain, copied)
+
+
+def test_exact_keeps_what_isnt_and_says_why(tmp_path: Path) -> None:
+    model = tiny("bert").double()
+    plain = copy.deepcopy(model)
+    plan = plan_patch(model, norm="rms", init="exact")
+    kept = {row.module: row.reason for row in plan.rows if row.action == "keep"}
+    assert len(kept) == 4
+    assert set(kept.values()) == {"not exact: post-norm: the output of another norm is part of its input"}
+    silent(model, norm="rms", init="exact")
+    assert norms_of(model, AffineNorm) == ["embeddings.LayerNorm"]
+    assert distance(plain, model) < 1e-9
+    again = reload(model, tmp_path, dtype=torch.float64)
+    assert norms_of(again, AffineNorm) == ["embeddings.LayerNorm"]
+    assert distance(model, again) == 0
+
+
+def test_exact_with_nothing_left_is_refused() -> None:
+    model = tiny("bert")
+    before = fingerprint(model)
+    with pytest.raises(
+        UnsupportedError, match=r"attention\.output\.LayerNorm: norm='rms' isn't exact here: .*post-norm"
+    ):
+        patch(model, norm="rms", init="exact", keep=["embeddings.*"])
+    assert not changes(before, fingerprint(model))
+
+
+@pytest.mark.parametrize("init", ["copy", "reset"])
+def test_copy_and_reset_look_for_nothing(init: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        pytest.fail("a small model was built")
+
+    monkeypatch.setattr("hfpatch.conversion.find_centring", fail)
+    model = tiny("gpt2", LM)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".ln_" not in name}
+    patch(model, norm="rms", init=init)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
+    assert [row.kind for row in plan_patch(tiny("gpt2"), norm="rms", init=init).rows].count("stream") == 0
+    with pytest.raises(OptionError, match=f"fold_bias writes to the layers that read a norm, which init='{init}'"):
+        plan_patch(tiny("gpt2"), norm=RMS(fold_bias=True), init=init)
+    assert {row.kind for row in plan_patch(tiny("gpt2"), norm="dyt").rows} == {"norm"}
+
+
+@pytest.mark.parametrize("error", [UnsupportedError("no twin"), RuntimeError("mat1 and mat2")])
+def test_a_search_that_fails_leaves_a_plain_copy_with_the_reason(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("hfpatch.conversion.find_centring", fail)
+    model = tiny("gpt2", LM)
+    copied = patch(copy.deepcopy(model), norm="rms", init="copy")
+    with pytest.raises(UnsupportedError, match=str(error)):
+        patch(model, norm="rms", init="exact")
+    with pytest.warns(NotPreservedWarning, match=str(error)):
+        patch_model(model, norm="rms")
+    assert difference(model, copied) == 0
+    (part,) = model.config.hfpatch["norm"]
+    assert part["init"] == "copy"
+
+
+def test_a_model_without_a_norm_to_change_looks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hfpatch.conversion.find_centring", lambda *a: pytest.fail("a small model was built"))
+    with pytest.raises(NothingToPatchError):
+        plan_patch(tiny("llama"), norm="rms")
+
+
+# Checked on the model itself
+
+
+WRONG: dict[str, tuple[str, Callable[[Centring], Centring]]] = {
+    "a weight that isn't a writer": (
+        "gpt2",
+        lambda found: Centring((*found.folds, Axis("transformer.h.*.mlp.c_fc.weight", 1)), exact=found.exact),
+    ),
+    "an embedding that the head reads": (
+        "gpt2",
+        lambda found: Centring((*found.folds, Axis("transformer.wte.weight", 0)), exact=found.exact),
+    ),
+    "a writer that was forgotten": (
+        "gpt2",
+        lambda found: Centring(found.folds[:-2], outputs=found.outputs, exact=found.exact),
+    ),
+    "norms that aren't exact": (
+        "bert",
+        lambda found: Centring(found.folds, exact=(*found.exact, *found.approximate)),
+    ),
+}
+
+
+@pytest.fixture
+def wrongly(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
+    def set_wrong(change: Callable[[Centring], Centring]) -> None:
+        monkeypatch.setattr("hfpatch.conversion.find_centring", lambda *a: change(search(*a)))
+
+    return set_wrong
+
+
+@pytest.mark.parametrize(("family", "change"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_isnt_exact_on_the_model_itself_is_taken_back(
+    family: str, change: Callable, dtype: torch.dtype, wrongly: Callable
+) -> None:
+    wrongly(change)
+    model = tiny(family, LM if family == "gpt2" else BASE).to(dtype)
+    copied = patch(copy.deepcopy(model), norm="rms", init="copy")
+    before = fingerprint(model)
+    with pytest.raises(VerificationError, match=r"should be exact isn't: outputs differ by \d.*init='copy'"):
+        patch(model, norm="rms", init="exact")
+    assert not changes(before, fingerprint(model))
+    with pytest.warns(NotPreservedWarning, match=r"checked on the model itself it isn't exact: outputs differ by \d"):
+        patch_model(model, norm="rms", reversible=True)
+    assert max(map(float, ((a - b).abs().max() for a, b in zip(answers(model), answers(copied), strict=True)))) == 0
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
+
+
+def test_a_verification_error_pickles() -> None:
+    error = pickle.loads(pickle.dumps(VerificationError("what", "measured")))
+    assert (str(error), error.measured) == ("what", "measured")
+
+
+def test_the_check_runs_nothing_of_the_users() -> None:
+    model = tiny("gpt2", LM).train()
+    model.transformer.h[0].eval()
+    for module in model.modules():
+        module.register_forward_hook(lambda *a: pytest.fail("a user's hook ran"))
+        module.register_forward_pre_hook(lambda *a, **k: pytest.fail("a user's hook ran"), with_kwargs=True)
+    modes = {name: module.training for name, module in model.named_modules()}
+    before = fingerprint(model)
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    silent(model, norm="rms", reversible=True)
+    assert torch.equal(torch.rand(2), expected)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    torch.manual_seed(3)
+    unpatch_model(model)
+    assert [c for c in changes(before, fingerprint(model)) if c != "random streams"] == []
+
+
+def test_inputs_of_ones_own() -> None:
+    model = tiny("gpt2", LM)
+    given = {"input_ids": torch.randint(5, 97, (1, 3))}
+    assert plan_patch(model, norm="rms", example_inputs=given).conversion.given is given
+    silent(model, norm="rms", example_inputs=given)
+
+
+def test_inputs_that_the_model_doesnt_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = search(tiny("gpt2", LM))
+    bad = {"input_ids": torch.full((1, 3), 97)}  # one beyond the vocabulary
+    with pytest.raises(UnsupportedError, match=r"no small model like this GPT2LMHeadModel could be made and run"):
+        plan_patch(tiny("gpt2", LM), norm="rms", init="exact", example_inputs=bad)
+    monkeypatch.setattr("hfpatch.conversion.find_centring", lambda *a: found)
+    monkeypatch.setattr("hfpatch.conversion.example_inputs", lambda *a: bad)
+    model = tiny("gpt2", LM)
+    before = fingerprint(model)
+    with pytest.raises(OptionError, match=r"doesn't run on the inputs \(input_ids\) that it must be checked on"):
+        patch(model, norm="rms", example_inputs=bad)
+    with pytest.raises(VerificationError, match=r"doesn't run on the inputs \(input_ids\).*Pass example_inputs="):
+        patch(model, norm="rms", init="exact")
+    assert not changes(before, fingerprint(model))
+    with pytest.warns(NotPreservedWarning, match="it doesn't run on the inputs"):
+        patch_model(model, norm="rms")
+
+
+def test_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(tiny_config("gpt2"))
+    assert "exact" in str(plan_patch(model, norm="rms"))
+    with pytest.warns(NotPreservedWarning, match=r"has no weights yet \(meta device\), so nothing could be centred"):
+        patch_model(model, norm="rms")
+    plain = tiny("gpt2", LM)
+    filled = silent(copy.deepcopy(plain), norm="rms")
+    model.to_empty(device="cpu").load_state_dict(filled.state_dict())
+    model.tie_weights()
+    assert difference(model.eval(), filled) == 0
+    assert difference(model, plain) < 1e-5
+
+
+# Back, again, saved
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "vit", "dinov2", "bert", "albert"])
+@pytest.mark.parametrize("mode", ["fold", "parametrize"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unpatch_restores_every_bit(name: str, mode: str, dtype: torch.dtype) -> None:
+    model = (MAKE[name]() if name in MAKE else tiny(name)).to(dtype)
+    before = fingerprint(model)
+    patch(model, norm=RMS(mode), reversible=True)
+    assert changes(before, fingerprint(model))
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
+
+
+def test_unpatch_after_training_keeps_the_training() -> None:
+    model = silent(tiny("gpt2", LM).double(), norm="rms", reversible=True)
+    trained(model, 3)
+    answer = answers(model)
+    unpatch_model(model)
+    assert norms_of(model, nn.LayerNorm)
+    patched_again = silent(copy.deepcopy(model), norm="rms")
+    plain = tiny("gpt2", LM).double()
+    back = (answers(model)[0] - answer[0]).abs().max()
+    assert back < 0.5 * (answers(plain)[0] - answer[0]).abs().max()  # what it learned is there
+    assert distance(model, patched_again) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit", "dinov2", "bert"])
+@pytest.mark.parametrize("request_", [{"norm": "rms"}, {"norm": RMS("parametrize")}, {"norm": "rms", "init": "exact"}])
+def test_saved_and_opened(name: str, request_: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch(MAKE[name]() if name in MAKE else tiny(name), **request_)
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr("hfpatch.conversion.find_centring", lambda *a: pytest.fail("loading built a small model"))
+    again = load(tmp_path, LM if name == "gpt2" else BASE)
+    assert difference(model, again) == 0
+    centred = [[n for n, m in one.named_modules() if CENTRED in m.__dict__] for one in (model, again)]
+    assert centred[0] == centred[1]
+    before = fingerprint(again)
+    assert patch(again, **request_) is again  # the same request changes nothing
+    assert not changes(before, fingerprint(again))
+
+
+@pytest.mark.parametrize("request_", [{"norm": "rms"}, {"norm": RMS("parametrize")}, {"norm": RMS(fold_bias=True)}])
+def test_base_from_head_and_head_from_base(request_: dict, tmp_path: Path) -> None:
+    plain = tiny("gpt2", LM)
+    head = patch(copy.deepcopy(plain), **request_)
+    base = reload(head, tmp_path / "head", BASE)
+    assert difference(base, plain.transformer) < 2e-5
+    again = reload(base, tmp_path / "base", LM)
+    assert difference(again, plain) < 1e-4
+    assert difference(again, head) == 0
+    from_base = reload(patch(copy.deepcopy(plain.transformer), **request_), tmp_path / "other", LM)
+    assert difference(from_base.transformer, plain.transformer) < 2e-5
+
+
+def test_left_norms_are_found_under_either_name(tmp_path: Path) -> None:
+    head = patch(tiny("bert", "AutoModelForMaskedLM"), norm="rms", init="exact")
+    base = reload(head, tmp_path / "head")
+    assert norms_of(base, AffineNorm) == ["embeddings.LayerNorm"]
+    again = reload(base, tmp_path / "base", "AutoModelForMaskedLM")
+    assert norms_of(again, AffineNorm) == ["bert.embeddings.LayerNorm"]
+
+
+def test_another_depth_from_the_same_config() -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = silent(tiny("gpt2", LM), norm=RMS("parametrize"))
+    config = copy.deepcopy(model.config)
+    config.n_layer = 4
+    deeper = AutoModelForCausalLM.from_config(config)
+    assert sum(CENTRED in module.__dict__ for module in deeper.modules()) == 9
+    assert len(norms_of(deeper, AffineNorm)) == 9
+
+
+# With other patches
+
+
+@pytest.mark.parametrize("mode", ["fold", "parametrize"])
+def test_with_positions_in_any_order(mode: str, tmp_path: Path) -> None:
+    plain = patch(tiny("gpt2", LM), pos="rope")
+    for first in (None, "norm", "pos"):
+        model = tiny("gpt2", LM)
+        if first == "norm":
+            silent(model, norm=RMS(mode))
+        elif first == "pos":
+            patch(model, pos="rope")
+        patch(model, norm=RMS(mode), pos="rope")
+        assert not norms_of(model, nn.LayerNorm)
+        assert difference(model, plain) < 1e-4
+        assert difference(model, reload(model, tmp_path, LM)) == 0
+
+
+@pytest.mark.parametrize("modes", [*itertools.product(["fold", "parametrize"], repeat=2)], ids="-".join)
+def test_some_norms_and_then_the_others(modes: tuple[str, str], tmp_path: Path) -> None:
+    model = tiny("gpt2", LM)
+    plain, before = copy.deepcopy(model), fingerprint(model)
+    silent(model, norm=RMS(modes[0]), only=["*.ln_1"], reversible=True)
+    silent(model, norm=RMS(modes[1]), reversible=True)
+    assert not norms_of(model, nn.LayerNorm)
+    assert difference(model, plain) < 2e-5
+    assert difference(model, reload(copy.deepcopy(model), tmp_path, LM)) == 0  # saving writes into the config
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
+
+
+@pytest.mark.parametrize("first", [{"norm": "dyt"}, {"norm": "rms", "init": "copy"}])
+def test_after_norms_that_see_the_mean_it_is_a_plain_swap(first: dict) -> None:
+    model = patch(tiny("gpt2", LM), **first, only=["*.ln_1"])
+    with pytest.warns(
+        NotPreservedWarning, match=r"an earlier patch put in norm='\w+', init='\w+', which sees the mean"
+    ):
+        patch_model(model, norm="rms", only=["*.ln_2"])
+    direct = patch(tiny("gpt2", LM), **first, only=["*.ln_1"])
+    patch(direct, norm="rms", init="copy", only=["*.ln_2"])
+    assert difference(model, direct) == 0
+
+
+def test_after_layernorms_of_ours_it_is_exact() -> None:
+    model = tiny("gpt2", LM).double()
+    plain = copy.deepcopy(model)
+    silent(model, norm="layer")
+    silent(model, norm="rms")
+    assert distance(plain, model) < 1e-9
+
+
+def test_a_writer_with_a_forward_of_its_own_is_refused() -> None:
+    model = tiny("gpt2", LM)
+    drop = model.transformer.drop
+    drop.forward = type(drop).forward.__get__(drop)
+    before = fingerprint(model)
+    with pytest.raises(WrappedModelError, match=r"transformer\.drop carries a forward of its own"):
+        patch(model, norm="rms")
+    assert not changes(before, fingerprint(model))
+
+
+def test_an_optimizer_keeps_its_parameters() -> None:
+    model = tiny("gpt2", LM)
+    optimizer = torch.optim.AdamW(model.parameters())
+    held = [id(parameter) for parameter in optimizer.param_groups[0]["params"]]
+    silent(model, norm="rms", optimizer=optimizer)
+    assert [id(parameter) for parameter in optimizer.param_groups[0]["params"]] == held
+
+
+# Shifts that move into the readers
+
+
+def test_fold_bias_leaves_bias_free_norms(tmp_path: Path) -> None:
+    model = tiny("opt", LM).double()
+    plain, before = copy.deepcopy(model), fingerprint(model)
+    silent(model, norm=RMS(fold_bias=True), reversible=True)
+    assert distance(plain, model) < 1e-9
+    norms = {name: model.get_submodule(name) for name in norms_of(model, AffineNorm)}
+    assert [name for name, norm in norms.items() if norm.bias is not None] == ["model.decoder.final_layer_norm"]
+    rows = {row.module: row for row in plan_patch(plain, norm=RMS(fold_bias=True)).rows}
+    assert rows["model.decoder.layers.0.self_attn_layer_norm"].reason == "its shift moves into 3 linear layers"
+    assert rows["model.decoder.layers.1.final_layer_norm"].reason == "its shift moves into 1 linear layer"
+    assert rows["model.decoder.final_layer_norm"].reason == "keeps its shift: a Linear that reads it has no bias"
+    assert not [key for key in model.state_dict() if "self_attn_layer_norm.bias" in key]
+    again = reload(copy.deepcopy(model), tmp_path, LM, dtype=torch.float64)
+    assert distance(model, again) == 0
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
+
+
+def test_fold_bias_with_conv1d() -> None:
+    model = tiny("gpt2", LM).double()
+    plain = copy.deepcopy(model)
+    silent(model, norm=RMS(fold_bias=True))
+    assert distance(plain, model) < 1e-9
+    assert model.transformer.h[0].ln_1.bias is None
+    assert model.transformer.h[1].ln_2.bias is None
+
+
+def test_fold_bias_is_refused_where_something_else_reads_the_norm() -> None:
+    model = tiny("bert")
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedError, match=r"fold_bias=True: no norm's shift can move .*reads its output too"):
+        patch(model, norm=RMS(fold_bias=True))
+    assert not changes(before, fingerprint(model))

@@ -1,0 +1,86 @@
+"""Function-preserving conversion over model types: all on request, and in every run a sample that moves on daily."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from dataclasses import replace
+
+import exact
+import pytest
+import transformers
+import zoo
+
+from hfpatch.convert.centring import Axis, Centring
+
+FIXED = ["gpt2", "olmo", "cohere", "nemotron", "bloom", "dinov2", "opt", "gpt_neox"]  # all of their norms are exact
+SAMPLE = 5
+REPORT = exact.HERE / "exact.json"
+
+
+def _report() -> dict:
+    return json.loads(REPORT.read_text())
+
+
+def _sample() -> list[str]:
+    """The next types in line among the quick ones that the committed report calls converted, other ones every day."""
+    quick = [one for one in _report()["types"] if one["status"] in ("exact", "in part") and one["seconds"] < 3]
+    good = [one["model_type"] for one in quick if one["model_type"] in zoo.model_types()]
+    good = [model_type for model_type in good if model_type not in FIXED]
+    start = datetime.date.today().toordinal() * SAMPLE
+    return [good[(start + place) % len(good)] for place in range(min(SAMPLE, len(good)))]
+
+
+@pytest.mark.parametrize("model_type", FIXED)
+def test_all_norms_are_exact(model_type: str) -> None:
+    result = exact.examine(model_type)
+    assert result.status == "exact", result
+    assert result.exact == result.layer_norms > 0
+    assert result.control > 1e-3  # without the centring the swap isn't the same function
+
+
+@pytest.mark.parametrize("model_type", _sample())
+def test_type_is_as_reported(model_type: str) -> None:
+    reported = next(one for one in _report()["types"] if one["model_type"] == model_type)
+    result = exact.examine(model_type)
+    if transformers.__version__ != _report()["transformers"] and result.status != "wrong":
+        pytest.skip(f"the report is of another transformers; here {model_type} is {result.status}")
+    assert result.status == reported["status"], result
+    assert result.exact == reported["exact"]
+
+
+@pytest.mark.sweep
+def test_no_type_is_wrong() -> None:
+    results = exact.sweep(exact.with_layer_norms())
+    wrong = [(result.model_type, result.error) for result in results if result.status == "wrong"]
+    assert wrong == []
+    assert sum(result.status == "exact" for result in results) >= 60
+
+
+class TestFailuresAreSeen:
+    """Controls: the sweep is only worth what it catches."""
+
+    @staticmethod
+    def examine(monkeypatch: pytest.MonkeyPatch, change) -> exact.Result:
+        original = exact.find_centring
+        monkeypatch.setattr(exact, "find_centring", lambda *args: change(original(*args)))
+        return exact.examine("gpt2")
+
+    def test_a_wrong_writer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        extra = Axis("h.*.mlp.c_fc.weight", 0)
+        result = self.examine(monkeypatch, lambda found: replace(found, folds=(*found.folds, extra)))
+        assert result.status == "wrong"
+
+    def test_a_writer_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        result = self.examine(monkeypatch, lambda found: replace(found, folds=found.folds[:-1], parametrized=()))
+        assert result.status == "wrong"
+
+    def test_a_wrong_axis(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def turn(found: Centring) -> Centring:
+            return replace(found, folds=tuple(replace(one, axis=0) for one in found.folds))
+
+        assert self.examine(monkeypatch, turn).status == "wrong"
+
+    def test_a_module_left_out_of_the_parametrized_form(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        result = self.examine(monkeypatch, lambda found: replace(found, parametrized=found.parametrized[1:]))
+        assert result.status == "wrong"

@@ -1,0 +1,296 @@
+"""Parameters changed in place: the arithmetic, the inverse to the bit, and how little memory both take."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfpatch import rewrite as rewriting
+from hfpatch.edits import Edits
+from hfpatch.rewrite import Rewrite
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+KINDS = ["centre", "add", "multiply", "ones"]
+
+
+def holder(
+    shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, order: tuple[int, ...] | None = None
+) -> nn.Module:
+    """A module with one Parameter `value`, with a mean and, by `order`, with strides of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    order = order or tuple(range(len(shape)))
+    stored = torch.randn([shape[i] for i in order], generator=generator) * 0.5 + 0.3
+    module = nn.Module()
+    inverse = [order.index(i) for i in range(len(shape))]
+    module.value = nn.Parameter(stored.to(dtype).permute(inverse))
+    assert tuple(module.value.shape) == shape
+    return module
+
+
+def operand(kind: str, shape: tuple[int, ...], axis: int, seed: int = 1) -> Tensor | None:
+    if kind == "centre":
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    along = [n if i == axis else 1 for i, n in enumerate(shape)]
+    return torch.randn(along, generator=generator, dtype=torch.float64) + 0.7
+
+
+def rewrite(module: nn.Module, kind: str, axis: int, edits: Edits) -> None:
+    value = operand(kind, tuple(module.value.shape), axis)
+    if kind == "ones":
+        value = module.value.detach().double().clone()
+    edits.rewrite(module, "value", kind, value, axis if kind == "centre" else None)
+
+
+def formula(kind: str, x: Tensor, axis: int) -> Tensor:
+    x, value = x.double(), operand(kind, tuple(x.shape), axis)
+    if kind == "centre":
+        return x - x.mean(axis, keepdim=True)
+    if kind == "add":
+        return x + value
+    return x * value if kind == "multiply" else torch.ones_like(x)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(torch.uint8).clone()
+
+
+def facts(module: nn.Module) -> tuple:
+    value = module.value
+    return id(value), value.dtype, value.stride(), value.shape, value.requires_grad, value.data_ptr()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [7, 2**16])
+def test_forward_is_the_formula_and_undo_restores_every_bit(
+    kind: str, dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewriting, "CHUNK", chunk)
+    for shape in [(6,), (5, 6), (3, 4, 2), (4, 3, 2, 2), (1, 6), (1, 1, 6)]:
+        for axis, order in itertools.product(range(len(shape)), [None, tuple(reversed(range(len(shape))))]):
+            module = holder(shape, dtype, order=order)
+            before, kept, old = bits(module.value), facts(module), module.value.detach().clone()
+            edits = Edits()
+            rewrite(module, kind, axis, edits)
+            expected = formula(kind, old, axis)
+            assert torch.equal(module.value.detach(), expected.to(dtype))
+            assert facts(module) == kept
+            assert not torch.equal(bits(module.value), before)  # control
+            edits.undo()
+            assert torch.equal(bits(module.value), before)
+            assert facts(module) == kept
+
+
+_SPECIAL = [0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), 6e-8, -3e-39, 65504.0, 1e30]
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.one_of(st.floats(width=32), st.sampled_from(_SPECIAL)), min_size=6, max_size=6),
+    st.sampled_from(DTYPES),
+    st.sampled_from(["centre", "add", "multiply"]),
+    st.integers(0, 1),
+)
+def test_any_values_come_back(values: list[float], dtype: torch.dtype, kind: str, axis: int) -> None:
+    """Infinities, numbers that aren't, both zeros and what overflows: nothing depends on the arithmetic being nice."""
+    module = nn.Module()
+    module.value = nn.Parameter(torch.tensor(values, dtype=torch.float64).to(dtype).reshape(2, 3))
+    before = bits(module.value)
+    edits = Edits()
+    rewrite(module, kind, axis, edits)
+    rewrite(module, "centre", 1 - axis, edits)
+    edits.undo()
+    assert torch.equal(bits(module.value), before)
+
+
+class StopHereError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["_forward", "_backward", "_operand", "_smallest", "_bits", "kept"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_stop_at_any_moment_is_taken_back(kind: str, name: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewriting, "CHUNK", 8)
+    stopped = 0
+    for step in itertools.count(1):
+        module = holder((5, 6), torch.float32)
+        before, edits, calls = bits(module.value), Edits(), [0]
+        with monkeypatch.context() as context:
+            interrupt(context, name, moment, step, calls)
+            try:
+                rewrite(module, kind, 0, edits)
+            except StopHereError:
+                stopped += 1
+        edits.undo()
+        assert torch.equal(bits(module.value), before), step
+        if calls[0] < step:
+            break
+    assert stopped >= 3
+
+
+def interrupt(context: Any, name: str, moment: str, step: int, calls: list[int]) -> None:
+    """Stop at the step-th call of a function of a Rewrite, or of what files a finished chunk, before or after it."""
+
+    def stopping(original: Any) -> Any:
+        def call(*args: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == step and moment == "before":
+                raise StopHereError
+            result = original(*args)
+            if calls[0] == step:
+                raise StopHereError
+            return result
+
+        return call
+
+    if name == "kept":
+
+        class Filed(list):
+            append = stopping(list.append)
+
+        original = Rewrite.__post_init__
+
+        def post_init(self: Rewrite) -> None:
+            original(self)
+            self.kept = Filed()
+
+        context.setattr(Rewrite, "__post_init__", post_init)
+    elif hasattr(Rewrite, name):
+        context.setattr(Rewrite, name, stopping(getattr(Rewrite, name)))
+    else:
+        context.setattr(rewriting, name, stopping(getattr(rewriting, name)))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_the_log_copies_with_its_model(copied: Any) -> None:
+    module = holder((4, 6), torch.float32)
+    before = bits(module.value)
+    edits = Edits()
+    for kind in ("centre", "multiply", "add"):
+        rewrite(module, kind, 1, edits)
+    module.__dict__["way_back"] = edits
+    other = copied(module)
+    now = bits(module.value)
+    other.__dict__.pop("way_back").undo()
+    assert torch.equal(bits(other.value), before)
+    assert torch.equal(bits(module.value), now)  # the original is as it was
+
+
+def test_undo_after_training_adds_the_mean_back() -> None:
+    for dtype in DTYPES:
+        module = holder((40, 6), dtype)
+        old, edits = module.value.detach().clone(), Edits()
+        rewrite(module, "centre", 1, edits)
+        with torch.no_grad():
+            module.value[7:9] += 0.25
+        edits.undo()
+        rest = [i for i in range(40) if i not in (7, 8)]
+        assert torch.equal(module.value[rest], old[rest])
+        wanted = old.double()[7:9] + 0.25
+        eps = torch.finfo(dtype).eps
+        assert (module.value[7:9].double() - wanted).abs().max() < 4 * eps
+
+
+def test_undo_after_a_change_of_dtype_or_size() -> None:
+    module = holder((40, 6), torch.float32)
+    old, edits = module.value.detach().clone(), Edits()
+    rewrite(module, "centre", 1, edits)
+    module.value.data = module.value.data.double()
+    edits.undo()
+    assert (module.value - old).abs().max() < 1e-6
+    for rows in (30, 50):  # as resize_token_embeddings does
+        module = holder((40, 6), torch.float32)
+        edits = Edits()
+        rewrite(module, "centre", 1, edits)
+        resized = torch.zeros(rows, 6)
+        resized[: min(rows, 40)] = module.value.detach()[:rows]
+        module.value.data = resized
+        edits.undo()
+        assert torch.equal(module.value[: min(rows, 40)], old[:rows])
+        assert not module.value[40:].any()
+    module = holder((40, 6), torch.float32)
+    edits = Edits()
+    rewrite(module, "centre", 1, edits)
+    module.value.data = torch.ones(3, 3)
+    edits.undo()
+    assert torch.equal(module.value, torch.ones(3, 3))  # nothing of the old is left to restore
+
+
+def test_parameters_of_inference_mode() -> None:
+    with torch.inference_mode():
+        module = holder((4, 6), torch.float32)
+    before, edits = bits(module.value), Edits()
+    rewrite(module, "centre", 0, edits)
+    assert not torch.equal(bits(module.value), before)
+    edits.undo()
+    assert torch.equal(bits(module.value), before)
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the tensors that were made in here and are still alive: now, and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else (output,):
+            if isinstance(tensor, Tensor):
+                self.count(tensor)
+        return output
+
+    def count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place in self.known or not size:
+            return
+        self.known.add(place)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(tensor, self.free, place, size)
+
+    def free(self, place: int, size: int) -> None:
+        self.known.discard(place)
+        self.live -= size
+
+
+def test_the_memory_counter_counts() -> None:
+    """Control of the test below."""
+    with Allocations() as allocations:
+        x = torch.zeros(1000)
+        y = x.double() + 1
+        del x
+    assert allocations.peak == 4000 + 8000 + 8000
+    assert allocations.live == 8000
+    del y
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((4096, 1024), 1), ((1024, 4096), 0)])
+def test_memory_stays_far_below_the_parameter(shape: tuple[int, int], axis: int) -> None:
+    module = nn.Module()
+    module.value = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02)
+    size = module.value.nbytes
+    edits = Edits()
+    before = bits(module.value)
+    with Allocations() as allocations:
+        allocations.known.add(module.value.untyped_storage().data_ptr())
+        edits.rewrite(module, "value", "centre", axis=axis)
+        assert allocations.peak < 0.4 * size
+        assert allocations.live < 0.1 * size  # what the way back keeps
+        edits.undo()
+    assert allocations.peak < 0.4 * size
+    assert torch.equal(bits(module.value), before)
