@@ -17,7 +17,7 @@ from .errors import (
     VerificationError,
     WrappedModelError,
 )
-from .norms import RMS, AffineNorm, DeepNorm, Derf, DyT, Layer, Norm, NormFacts
+from .norms import RMS, AffineNorm, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm, NormFacts
 from .patch import patch_model, unpatch_model
 from .plan import Plan, plan_patch
 from .placement import Placement
@@ -34,6 +34,7 @@ __all__ = [
     "RMS",
     "AffineNorm",
     "Architecture",
+    "BatchNorm",
     "CheckpointError",
     "DeepNorm",
     "Derf",

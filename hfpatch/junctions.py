@@ -17,13 +17,14 @@ from .edits import Edits
 from .errors import NothingToPatchError, UnsupportedError
 from .initial import scaled_weights
 from .norms.deepnorm import Depth
+from .padding import Padded
 from .residual import Gains, Join, Joins, add_join
 from .rows import refuse_private_forward
 from .select import Names
 from .view import lens_of
 
 SECOND = "_after"  # of a sandwich's second norm, behind the first one's name
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (nn.Sequential, nn.ModuleDict)
 _SAME = 1e-9  # relative, in float64; some hosts compute a part in float32
 
 
@@ -80,9 +81,9 @@ def discover(model: nn.Module, request: str, example_inputs: Mapping[str, Any] |
         NothingToPatchError: there is no branch.
     """
     for name, module in model.named_modules():
-        if lens_of(module, Gains) or lens_of(module, Joins):
+        if any(lens_of(module, kind) for kind in (Gains, Joins, Padded)):
             raise UnsupportedError(
-                f"{name}: how its branches meet the stream was changed by an earlier patch. Start from the original."
+                f"{name}: what its branches or norms see was changed by an earlier patch. Start from the original."
             )
     small, inputs = twin(model, example_inputs)
     branches = find_branches(small, inputs)

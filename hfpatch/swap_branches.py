@@ -151,6 +151,9 @@ def _gain(site: Site, facts: NormFacts, part: Part) -> Callable[[Edits], None]:
     assert isinstance(scheme, DeepNorm)
     path, _, child = junction.outlet.rpartition(".")
     parent = site.block.get_submodule(path)
+    while isinstance(parent, nn.ModuleList):  # which has no forward
+        path, _, name = path.rpartition(".")
+        parent, child = site.block.get_submodule(path), f"{name}.{child}"
     require_own_forward(f"{site.block_name}.{path}".strip("."), parent)
     if facts.eps is None:
         raise UnsupportedError(f"{site.norm_name}: its eps is the dtype's, which DeepNorm can't divide by a^2.")
