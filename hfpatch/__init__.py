@@ -19,8 +19,8 @@ from .errors import (
 )
 from .norms import RMS, AffineNorm, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm, NormFacts
 from .patch import patch_model, unpatch_model
-from .plan import Plan, plan_patch
 from .placement import Placement
+from .plan import Plan, plan_patch
 from .positions import NoPE, Position, RoPE
 from .registry import ARCHITECTURES, NORMS, PLACEMENTS, POSITIONS, Registry
 

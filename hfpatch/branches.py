@@ -45,8 +45,8 @@ class Branch:
         call: which call of outlet and writer in one forward of the block: a dropout may serve two branches.
         projection: the module with a matrix whose output is written.
         readers: of a `post` branch, the outermost modules that read the stream for it; () where some can't be told.
-        placement: "pre", "post", "parallel" (several branches read and write the same points of the stream), "sandwich",
-            "olmo2", or "other".
+        placement: "pre", "post", "parallel" (several branches read and write the same points of the stream),
+            "sandwich", "olmo2", or "other".
         scale: whether the outlet's output is multiplied by something on its way to the stream.
         dropout: attribute of the outlet's parent with the rate of a dropout that is a function and comes after the
             outlet; "" where there is none, "?" where one was seen whose rate isn't found.
@@ -80,7 +80,7 @@ class Junction:
         norm, outer, outlet, call, scale, dropout, placement: as in `Branch`, the names relative to the block.
         projection, readers: likewise.
         weights: (module, part) of what DeepNorm scales in a model that starts afresh: part is "all", or where values
-            lie in a fused projection: "blocks" for `[q | k | v]`, "heads" for `[q | k | v]` of one head after the other.
+            lie in a fused projection: "blocks" for `[q | k | v]`, "heads" for each head's `[q | k | v]` in turn.
         alpha, beta: DeepNorm's, of the stack.
     """
 
@@ -137,13 +137,12 @@ class Block:
     def __init__(self, name: str, module: nn.Module, args: tuple, kwargs: dict, calls: int, foreign: tuple[str, ...]):
         self.name, self.module, self.calls, self.foreign = name, module, calls, foreign
         signature = inspect.signature(type(module).forward)
-        names = [n for n in list(signature.parameters)[1:]][: len(args)]
+        names = list(signature.parameters)[1 : len(args) + 1]
         self.arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         self.rest = args[len(names) :]
         self.given_twice: set[str] = set()  # modules inside that are given the same tensor in two arguments
-        self.stream = next(
-            (key for key in ("hidden_states", *self.arguments) if _is_stream(self.arguments.get(key))), None
-        )
+        streams = (key for key in ("hidden_states", *self.arguments) if _is_stream(self.arguments.get(key)))
+        self.stream: str = next(streams, "")
         self.aliases = [k for k, v in self.arguments.items() if self.stream and v is self.arguments[self.stream]]
         self.inside = {child: sub for child, sub in module.named_modules() if child}
         self.norms = {child for child, sub in self.inside.items() if describe(sub) is not None}
@@ -187,7 +186,7 @@ class Block:
         ]
         given = {key: v.clone() if isinstance(v, Tensor) else v for key, v in self.arguments.items()}
         given.update(arguments or {})
-        given.update({alias: given[self.stream] for alias in self.aliases})  # type: ignore[index]
+        given.update(dict.fromkeys(self.aliases, given[self.stream]))
         try:
             with torch.no_grad():
                 result = self.module(*self._positional(given), *self.rest, **given)
@@ -199,7 +198,7 @@ class Block:
     def _positional(self, given: dict[str, Any]) -> list[Any]:
         """The stream goes first by position, as callers pass it (checkpointed layers insist)."""
         names = list(inspect.signature(type(self.module).forward).parameters)[1:]
-        leading = []
+        leading: list[Any] = []
         for name in names:
             if name not in given or (self.rest == () and name != names[0] and leading):
                 break
@@ -246,7 +245,7 @@ def observe_blocks(model: nn.Module, inputs: dict[str, Any]) -> list[Block]:
         for handle in handles:
             handle.remove()
     blocks = (Block(name, modules[name], *seen[name][:2], calls[name], seen[name][2]) for name in seen)
-    return [block for block in blocks if block.stream is not None]
+    return [block for block in blocks if block.stream]
 
 
 def _without_cache(model: nn.Module) -> dict[str, Any]:
@@ -254,7 +253,7 @@ def _without_cache(model: nn.Module) -> dict[str, Any]:
 
 
 def _block_names(model: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Elements of module lists that hold norms; where such an element holds such a list itself, its elements instead."""
+    """Elements of module lists that hold norms; where an element holds such a list itself, that one's elements."""
     for name, child in model.named_children():
         path = f"{prefix}{name}"
         if isinstance(child, nn.ModuleList | nn.Sequential):
@@ -287,7 +286,7 @@ class Probe:
 
     def __init__(self, block: Block):
         self.block = block
-        stream = block.arguments[block.stream]  # type: ignore[index]
+        stream = block.arguments[block.stream]
         self.width, self.size = stream.shape[-1], stream.numel()
         generator = torch.Generator().manual_seed(0)
         delta = torch.randn(self.width, generator=generator, dtype=stream.dtype) * stream.std() + stream.std()
@@ -321,7 +320,7 @@ class Probe:
         return tensor.is_floating_point() and tensor.numel() == self.size and tensor.shape[-1] == self.width
 
     def move(self, source: Call) -> Moves:
-        """How outputs, points and inputs move when `source` is moved by delta and all matrices (but those around it) are held.
+        """How outputs, points and inputs move when `source` does by delta, all matrices but those around it being held.
 
         For each the movement in units of delta, one number a channel; None where it is anything else but no movement.
         What doesn't move isn't listed.
@@ -335,8 +334,8 @@ class Probe:
             return known.clone() if call[0] in held and known is not None and known.shape == tensor.shape else None
 
         stream = self.block.stream
-        arguments = {stream: self.block.arguments[stream] + self.delta} if source == INPUT else {}  # type: ignore[index]
-        seen = self.watched(arguments, change)  # type: ignore[arg-type]
+        arguments = {stream: self.block.arguments[stream] + self.delta} if source == INPUT else {}
+        seen = self.watched(arguments, change)
         base = self.outputs, self.points, self.given
         return Moves(*(self._compared(new, old) for new, old in zip(seen, base, strict=True)))
 
@@ -403,7 +402,9 @@ class _Reader:
                 continue
             becomes = point != OUTPUT and self._becomes_the_stream(point)
             chains = self._chains([c for c in entering if c not in self.carried])
-            found += [self._branch(point, chain, becomes, self._parallel(chain, chains), readers, inner) for chain in chains]
+            found += [
+                self._branch(point, chain, becomes, self._parallel(chain, chains), readers, inner) for chain in chains
+            ]
             if becomes:
                 self.stream = self.moves[point]
                 self.carried |= set(self.stream.outputs) | {point}
@@ -517,7 +518,7 @@ class _Reader:
         """Whether the stream still moves the branch when these outputs are held."""
         source = next((call for call, moves in self.moves.items() if moves is self.stream), INPUT)
         stream = self.block.stream
-        arguments = {stream: self.block.arguments[stream] + self.probe.delta} if source == INPUT else {}  # type: ignore
+        arguments = {stream: self.block.arguments[stream] + self.probe.delta} if source == INPUT else {}
 
         def change(call: Call, tensor: Tensor) -> Tensor | None:
             if call == source:
@@ -529,22 +530,22 @@ class _Reader:
 
     def _mixes(self, writer: Call, held: set[Call]) -> bool:
         """Whether the first position's change of the stream reaches other positions of the branch."""
-        stream = self.block.arguments[self.block.stream]  # type: ignore[index]
+        stream = self.block.arguments[self.block.stream]
         moved = stream.clone(memory_format=torch.contiguous_format)
         moved.view(stream.shape[0], -1, stream.shape[-1])[:, 0] += self.probe.delta
 
         def change(call: Call, tensor: Tensor) -> Tensor | None:
             return self.probe.outputs[call].clone() if call in held else None
 
-        outputs, _, _ = self.probe.watched({self.block.stream: moved}, change)  # type: ignore[dict-item]
+        outputs, _, _ = self.probe.watched({self.block.stream: moved}, change)
         by = (outputs[writer] - self.probe.outputs[writer]).reshape(stream.shape[0], -1, self.probe.width)
         return bool(by[:, 1:].abs().max() > 1e-9) if by.shape[1] > 1 else False
 
     def _reads_another_stack(self, writer: Call, held: set[Call]) -> bool:
         generator = torch.Generator().manual_seed(2)
-        stream = self.block.arguments[self.block.stream]  # type: ignore[index]
+        stream = self.block.arguments[self.block.stream]
         for key in self.block.foreign:
-            value = self.block.arguments.get(key)
+            value: Any = self.block.arguments.get(key)
             if key == self.block.stream or not _is_stream(value) or value.dim() != stream.dim():
                 continue
             noise = torch.randn(value.shape, generator=generator, dtype=value.dtype).to(value.device)

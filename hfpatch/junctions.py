@@ -1,4 +1,4 @@
-"""The junctions of a model: where the branches of all its blocks meet the stream, found on a small model of its class."""
+"""The junctions of a model: where the branches of its blocks meet the stream, found on a small model of its class."""
 
 from __future__ import annotations
 

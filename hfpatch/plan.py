@@ -46,7 +46,10 @@ PLANNERS: dict[str, Callable[..., list[Change]]] = {
     "norm": _plan_norms,
     "pos": plan_positions,
 }
-SETTLERS = {"norm": _settle_norms, "placement": settle_placement}  # what a part needs to know of the model before it is planned, and stores
+SETTLERS = {
+    "norm": _settle_norms,
+    "placement": settle_placement,
+}  # what a part needs to know of the model before it is planned, and stores
 
 
 @dataclass
@@ -162,7 +165,7 @@ def plan_patch(
             "copy" (gains and shifts are the replaced norm's own Parameters), "reset" (the paper's starting values).
         example_inputs: keyword arguments of one forward, for norms that are to be exact: such a model is measured on a
             small one of its class, and checked on itself. None makes them from its signature and config.
-        placement: where the norm of a residual branch stands ("pre", "post", "olmo2", "sandwich"); changes the function.
+        placement: where the norm of a residual branch stands ("pre", "post", "olmo2", "sandwich"): another function.
 
     Returns:
         The plan; print it for the table of what changes, what is kept, and why.

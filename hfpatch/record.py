@@ -54,7 +54,7 @@ class Part:
     def to_json(self) -> dict[str, Any]:
         globs = {"only": list(self.only), "keep": list(self.keep)}
         centring = {"centred": [list(pair) for pair in self.centred], "left": self.left, "biasless": self.biasless}
-        found = {name: list(values) for name, values in centring.items() if values}
+        found: dict[str, list[Any]] = {name: list(values) for name, values in centring.items() if values}
         if self.branches:
             found["branches"] = [junction_to_json(junction) for junction in self.branches]
         return {"scheme": self.scheme.to_json(), **globs, **found, "init": self.init, "modules": self.modules}

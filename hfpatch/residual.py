@@ -13,7 +13,7 @@ the first modules of the branch are given. With them every placement of norms ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F

@@ -59,7 +59,6 @@ def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _sees_later(block: Block) -> bool:
     """Whether an earlier position's output moves with the last one's input."""
-    assert block.stream is not None
     stream = block.arguments[block.stream]
     if stream.dim() == 4 or stream.shape[1] < 2:  # images have no order
         return stream.dim() == 4

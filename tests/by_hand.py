@@ -121,7 +121,11 @@ def bert(model: Any, step: Step) -> Tensor:
         ]
 
     ids, part = inputs(model)["input_ids"], model.embeddings
-    x = part.word_embeddings(ids) + part.position_embeddings.weight[: ids.shape[1]] + part.token_type_embeddings.weight[0]
+    x = (
+        part.word_embeddings(ids)
+        + part.position_embeddings.weight[: ids.shape[1]]
+        + part.token_type_embeddings.weight[0]
+    )
     return blocks_of(model.encoder.layer, layer_norm(x, part.LayerNorm, 1e-12), step, branches)
 
 

@@ -186,7 +186,9 @@ def test_norms_and_placement_together(tmp_path: Path) -> None:
 def test_a_sandwich_comes_first(tmp_path: Path) -> None:
     for model in (make("gpt2"), patch(make("gpt2"), norm="rms", init="copy")):
         with pytest.raises(UnsupportedError, match="comes before norm="):
-            plan_patch(model, placement="sandwich", **({} if model.config.to_dict().get("hfpatch") else {"norm": "rms"}))
+            plan_patch(
+                model, placement="sandwich", **({} if model.config.to_dict().get("hfpatch") else {"norm": "rms"})
+            )
     model = patch(patch(make("gpt2"), placement="sandwich"), norm="rms", init="copy")
     assert error(run(reload(model, tmp_path, dtype=torch.float64)), run(model)) < 1e-14
 

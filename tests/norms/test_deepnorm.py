@@ -36,7 +36,9 @@ def test_it_is_the_formula(name: str) -> None:
     patch(model, norm=DeepNorm(alpha=ALPHA))
     with torch.no_grad():
         assert error(run(model), reference(original, deepnorm(ALPHA))) < 1e-12
-        assert error(run(model), reference(original, deepnorm(ALPHA + 0.01))) > 1e-4  # control: the reference feels alpha
+        assert (
+            error(run(model), reference(original, deepnorm(ALPHA + 0.01))) > 1e-4
+        )  # control: the reference feels alpha
         assert error(run(model), run(original)) > 1e-2
     if name in POST:  # control: the reference is this model's own computation at alpha = 1
         with torch.no_grad():
@@ -114,7 +116,9 @@ def test_more_pre_norm_hosts(name: str) -> None:
     original = copy.deepcopy(model)
     patch(model, norm=DeepNorm(alpha=ALPHA))
     if name == "t5":
-        blocks = [layer for part in (original.encoder, original.decoder) for block in part.block for layer in block.layer]
+        blocks = [
+            layer for part in (original.encoder, original.decoder) for block in part.block for layer in block.layer
+        ]
         pairs = [("layer_norm", "dropout")]
     else:
         blocks = list(original.get_submodule(stack))
@@ -206,12 +210,10 @@ SEPARATE = {
     "gpt_neo": ("attn.attention.v_proj", "attn.attention.out_proj", "mlp.c_fc", "mlp.c_proj"),
     "llama": ("self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     "distilbert": ("attention.v_lin", "attention.out_lin", "ffn.lin1", "ffn.lin2"),
-    "bart": tuple(
-        f"{module}.{name}" if name else module
-        for module, names in {"self_attn": ("v_proj", "out_proj"), "encoder_attn": ("v_proj", "out_proj")}.items()
-        for name in names
-    )
-    + ("fc1", "fc2"),
+    "bart": (
+        *("self_attn.v_proj", "self_attn.out_proj", "encoder_attn.v_proj", "encoder_attn.out_proj"),
+        *("fc1", "fc2"),
+    ),
 }
 
 
@@ -342,7 +344,9 @@ def test_saved_and_loaded(name: str, tmp_path: Path) -> None:
     assert list(again.state_dict()) == list(model.state_dict())
 
 
-@pytest.mark.parametrize("options", [{"norm": DeepNorm(alpha=ALPHA, preserve=True)}, {"norm": "deepnorm", "init": "reset"}])
+@pytest.mark.parametrize(
+    "options", [{"norm": DeepNorm(alpha=ALPHA, preserve=True)}, {"norm": "deepnorm", "init": "reset"}]
+)
 def test_what_is_in_the_weights_is_not_done_again_on_loading(options: dict, tmp_path: Path) -> None:
     model = patch(make("bert"), **options)
     again = reload(model, tmp_path, dtype=torch.float64)
@@ -433,7 +437,9 @@ def test_lora_on_the_projection_passes_the_gain() -> None:
     from peft import LoraConfig, get_peft_model
 
     model = patch(make("opt, post-norm"), norm=DeepNorm(alpha=ALPHA))
-    wrapped = get_peft_model(model, LoraConfig(target_modules=["fc2", "out_proj"], r=2, init_lora_weights=False)).double()
+    wrapped = get_peft_model(
+        model, LoraConfig(target_modules=["fc2", "out_proj"], r=2, init_lora_weights=False)
+    ).double()
     wrapped.eval()
     apart = run(wrapped.base_model.model)
     merged = wrapped.merge_and_unload()
