@@ -293,7 +293,7 @@ class Probe:
         self.delta = delta.to(stream.device)
         self.order: list[Call] = []
         self.outputs, self.points, self.given = self.watched({})
-        self.matrices = {name for name, module in block.inside.items() if _has_matrix(module)}
+        self.matrices = {name for name, module in block.inside.items() if has_matrix(module)}
 
     def watched(self, arguments: dict[str, Any], change: Any = lambda call, tensor: None) -> tuple[dict, dict, dict]:
         """Outputs, points and inputs of one run."""
@@ -365,7 +365,8 @@ class Probe:
         return not torch.allclose(outputs[writer], self.outputs[writer], rtol=1e-6, atol=1e-9)
 
 
-def _has_matrix(module: nn.Module) -> bool:
+def has_matrix(module: nn.Module) -> bool:
+    """Whether a module itself, its children aside, holds a Parameter of two dimensions or more."""
     return any(p is not None and p.dim() > 1 and p.shape[-1] > 1 for p in module._parameters.values())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .branches import Junction
+from .branches import Junction, has_matrix
 from .convert.centring import pattern_of
 from .edits import Edits
 from .errors import NothingToPatchError, UnsupportedError
@@ -210,7 +210,7 @@ def _weights(site: Site, part: Part) -> list[Change]:
         return [_scale(site, junction.projection, "all", junction.alpha, junction.alpha)]
     if part.init != "reset":
         return []
-    modules = [(pattern_of(name), name) for name, _ in site.block.named_modules()]
+    modules = [(pattern_of(name), name) for name, module in site.block.named_modules() if has_matrix(module)]
     return [
         _scale(site, name, which, junction.beta, 0.0)
         for pattern, which in junction.weights
