@@ -138,7 +138,9 @@ class Block:
         self.name, self.module, self.calls, self.foreign = name, module, calls, foreign
         signature = inspect.signature(type(module).forward)
         names = list(signature.parameters)[1 : len(args) + 1]
-        self.arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        # without a cache, which every further run would fill
+        self.arguments: dict[str, Any] = {key: None if hasattr(v, "get_seq_length") else v for key, v in given.items()}
         self.rest = args[len(names) :]
         self.given_twice: set[str] = set()  # modules inside that are given the same tensor in two arguments
         streams = (key for key in ("hidden_states", *self.arguments) if _is_stream(self.arguments.get(key)))

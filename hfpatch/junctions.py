@@ -14,7 +14,7 @@ from .convert.centring import pattern_of
 from .convert.run import outputs_of, quiet
 from .convert.twin import twin
 from .edits import Edits
-from .errors import NothingToPatchError, UnsupportedError
+from .errors import NothingToPatchError, PatchError, UnsupportedError
 from .initial import scaled_weights
 from .norms.deepnorm import Depth
 from .padding import Padded
@@ -86,12 +86,21 @@ def discover(model: nn.Module, request: str, example_inputs: Mapping[str, Any] |
                 f"{name}: what its branches or norms see was changed by an earlier patch. Start from the original."
             )
     small, inputs = twin(model, example_inputs)
-    branches = find_branches(small, inputs)
+    try:
+        branches = find_branches(small, inputs)
+        scaled = scaled_weights(small, inputs, branches) if weights else {}
+    except PatchError:
+        raise
+    except Exception as error:  # a block that can't run by itself, with the arguments of a call in the model
+        raise UnsupportedError(
+            f"{type(model).__name__}: its blocks can't be measured one by one ({type(error).__name__}: {error}), so "
+            f"{request} can't find their branches."
+        ) from error
     if not branches:
         raise NothingToPatchError(
             f"{type(model).__name__}: no residual branch with a norm was found, so {request} has nothing to change."
         )
-    junctions = _merged(branches, scaled_weights(small, inputs, branches) if weights else {}, request)
+    junctions = _merged(branches, scaled, request)
     return Found(junctions, _depths(model, junctions, branches), small, inputs)
 
 

@@ -36,6 +36,8 @@ def dinov2() -> PreTrainedModel:
     return model
 
 
+_RENAMED = hasattr(dinov2().encoder.layer[0].attention, "o_proj")  # it isn't in older transformers
+DINO_PROJECTION = "attention.o_proj" if _RENAMED else "attention.output.dense"
 # block: [(norm, outlet, writer, projection, placement, dropout)], names relative to the block
 PRE, POST, PARALLEL = "pre", "post", "parallel"
 OPT = [
@@ -108,7 +110,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, list[tuple]]]] = {
         dinov2,
         {
             "encoder.layer.0": [
-                ("norm1", "drop_path", "drop_path", "attention.o_proj", PRE, ""),
+                ("norm1", "drop_path", "drop_path", DINO_PROJECTION, PRE, ""),
                 ("norm2", "drop_path", "drop_path", "mlp.fc2", PRE, ""),
             ]
         },
@@ -370,6 +372,18 @@ def test_weights_that_deepnorm_scales(family: str, expected: set) -> None:
     branches = find_branches(model, given)
     scaled = scaled_weights(model, given, branches)
     assert {pair for pairs in scaled.values() for pair in pairs} == expected
+
+
+def test_shared_experts_are_scaled_and_their_gate_is_not() -> None:
+    from transformers import Qwen2MoeConfig, Qwen2MoeModel
+
+    sizes = {**SIZES, "intermediate_size": 48, "vocab_size": 97, "num_key_value_heads": 2, "moe_intermediate_size": 16}
+    more = {"num_experts": 3, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16}
+    model, given = double(Qwen2MoeModel(Qwen2MoeConfig(**sizes, **more, experts_implementation="eager")).eval())
+    scaled = scaled_weights(model, given, find_branches(model, given))
+    names = {name for pairs in scaled.values() for name, _ in pairs if name.startswith("mlp")}
+    shared = {f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+    assert names == {"mlp.experts", *shared}
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked experts", "a list of experts"])
