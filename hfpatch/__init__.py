@@ -23,11 +23,12 @@ from .errors import (
     WrappedModelError,
 )
 from .mlps import MLP, GeGLU, ReGLU, SwiGLU
-from .norms import RMS, AffineNorm, Derf, DyT, Layer, Norm, NormFacts
+from .norms import RMS, AffineNorm, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm, NormFacts
 from .patch import patch_model, repair_report, unpatch_model
+from .placement import Placement
 from .plan import Plan, plan_patch
 from .positions import NoPE, Position, RoPE
-from .registry import ARCHITECTURES, MLPS, NORMS, POSITIONS, Registry
+from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
 
 __version__ = "0.1.0"
 
@@ -36,11 +37,14 @@ __all__ = [
     "MLP",
     "MLPS",
     "NORMS",
+    "PLACEMENTS",
     "POSITIONS",
     "RMS",
     "AffineNorm",
     "Architecture",
+    "BatchNorm",
     "CheckpointError",
+    "DeepNorm",
     "Derf",
     "DyT",
     "Fused",
@@ -57,6 +61,7 @@ __all__ = [
     "NothingToPatchError",
     "OptionError",
     "PatchError",
+    "Placement",
     "Plan",
     "Position",
     "PositionError",

@@ -204,7 +204,8 @@ def replay(model: PreTrainedModel) -> None:
     same_head = type(model).__name__ in (model.config.architectures or [])
     for kind, planner in PLANNERS.items():
         for part in getattr(record, kind):
-            changes = [change for change in planner(model, part, strict=same_head) if change.apply]
+            planned = planner(model, part, strict=same_head)
+            changes = [change for change in planned if change.apply and change.replayed]
             for change in changes:
                 change.apply(Edits())  # type: ignore[misc]
             if len(changes) != part.modules:

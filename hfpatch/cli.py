@@ -23,7 +23,7 @@ from .convert.sample import generates, sample_batches
 from .errors import NotPreservedWarning, PatchError
 from .patch import patch_model, repair_report
 from .plan import plan_patch
-from .registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
+from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS
 
 app = typer.Typer(
     help="Architecture surgery for Hugging Face models.",
@@ -52,6 +52,10 @@ PosOption = Annotated[
 ]
 MlpOption = Annotated[
     str | None, typer.Option("--mlp", help=f"MLP scheme, with options as swiglu:d_ff=2048. One of: {', '.join(MLPS)}.")
+]
+PlacementOption = Annotated[
+    str | None,
+    typer.Option("--placement", help=f"Where norms stand, for training from scratch. One of: {', '.join(PLACEMENTS)}."),
 ]
 OnlyOption = Annotated[
     list[str] | None, typer.Option("--only", help="Glob over module names; others are kept. Repeatable.")
@@ -128,13 +132,14 @@ def plan(
     only: OnlyOption = None,
     keep: KeepOption = None,
     init: InitOption = "auto",
+    placement: PlacementOption = None,
     head: HeadOption = None,
 ) -> None:
     """Show what a patch would change, what it would keep, and why. Reads the config only: no weights are loaded."""
     with _readable_errors():
         with torch.device("meta"):
             built = _build(_config(model), head)
-        typer.echo(str(plan_patch(built, norm, pos, only, keep, init, mlp=mlp)))
+        typer.echo(str(plan_patch(built, norm, pos, only, keep, init, mlp=mlp, placement=placement)))
 
 
 @app.command()
@@ -147,6 +152,7 @@ def patch(
     only: OnlyOption = None,
     keep: KeepOption = None,
     init: InitOption = "auto",
+    placement: PlacementOption = None,
     head: HeadOption = None,
     calibration: Annotated[
         str | None,
@@ -171,6 +177,7 @@ def patch(
         torch.manual_seed(seed)
         built = _build(config, head) if _is_config(model) else _load(model, config, head)
         request: dict[str, Any] = {"norm": norm, "pos": pos, "mlp": mlp, "only": only, "keep": keep, "init": init}
+        request["placement"] = placement
         planned = plan_patch(built, **request)
         typer.echo(str(planned))
         if planned.losses() and init != "reset":

@@ -21,6 +21,7 @@ from .errors import NotPreservedWarning, NotReversibleError, OptionError, Verifi
 from .mlps import MLP, GatedLinear
 from .norms import AffineNorm, Norm
 from .optimizer import check_optimizer, swap_parameters
+from .placement import Placement
 from .plan import Plan, checked_request, make_plan, plan_patch, require_bare
 from .positions import Position
 from .record import KEY
@@ -61,6 +62,7 @@ def patch_model(
     reversible: bool = False,
     example_inputs: Mapping[str, Any] | None = None,
     calibration: Iterable[Any] | str | None = None,
+    placement: str | Placement | None = None,
 ) -> M:
     """Swap a model's norms, positions and MLPs, in place and as one transaction; `plan_patch` shows what would change.
 
@@ -74,7 +76,7 @@ def patch_model(
     error; with init="exact" that error is raised. On the meta device nothing can be checked, which a warning says.
 
     Args:
-        model, norm, pos, only, keep, mlp, init, example_inputs: as in `plan_patch`.
+        model, norm, pos, only, keep, mlp, placement, init, example_inputs: as in `plan_patch`.
         optimizer: an optimizer made before the patch; removed Parameters leave it (with their state), new ones join the
             group of what they replace.
         reversible: keep what was replaced in memory, for `unpatch_model`.
@@ -94,7 +96,8 @@ def patch_model(
             change is taken back before the error is passed on.
         VerificationError: norms that should be exact aren't, with init="exact".
     """
-    plan = plan_patch(model, norm, pos, only, keep, init, example_inputs=example_inputs, mlp=mlp)
+    asked: dict[str, Any] = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
+    plan = plan_patch(model, **asked, only=only, keep=keep, init=init, example_inputs=example_inputs)
     way_back: WayBack | None = model.__dict__.get(WAY_BACK)
     if reversible and way_back is None and getattr(model.config, KEY, None):
         raise NotReversibleError(
@@ -111,7 +114,7 @@ def patch_model(
     except VerificationError as error:
         if init == "exact":
             raise
-        plan = make_plan(model, checked_request(norm, pos, only, keep, init, mlp), inexact=error.measured)
+        plan = make_plan(model, checked_request(asked, only, keep, init), inexact=error.measured)
         edits, report = _transact(model, plan, optimizer, calibration)
     for name, value in ((WAY_BACK, None), (REPAIR, report)):
         model.__dict__.pop(name, None)
@@ -236,7 +239,7 @@ def _in_order(plan: Plan) -> tuple[list[Apply], list[Apply]]:
             continue
         kept = change.row.loss is None and conversion is not None
         norm = exact if kept else norms
-        {"stream": streams, "norm": norm, "position": others, "mlp": others}[change.row.kind].append(change.apply)
+        {"stream": streams, "norm": norm}.get(change.row.kind, others).append(change.apply)
     if conversion is not None:
         norms.append(conversion.compensate)
     return streams + exact, norms + others

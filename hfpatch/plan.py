@@ -13,17 +13,44 @@ from .conversion import Conversion
 from .errors import NothingToPatchError, OptionError, UnsupportedError, WrappedModelError
 from .mlps import MLP
 from .norms import Norm
+from .placement import Placement
 from .positions import Position
-from .record import INITS, KEY, Part, Record
+from .record import INITS, KEY, KINDS, Part, Record
 from .rows import Change, Row, grouped
-from .scheme import Scheme
 from .select import Names, as_globs, require_matches
+from .swap_batch import plan_batch_norms, settle_batch
+from .swap_branches import plan_branch_norms, settle_norm
 from .swap_mlps import plan_mlps
 from .swap_norms import plan_norms
+from .swap_placement import plan_placement, settle_placement
 from .swap_positions import plan_positions
 from .view import host_class
 
-PLANNERS: dict[str, Callable[..., list[Change]]] = {"norm": plan_norms, "pos": plan_positions, "mlp": plan_mlps}
+
+def _settle_norms(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Part:
+    settle = settle_batch if getattr(part.scheme, "needs_padding", False) else settle_norm
+    return settle(model, part, example_inputs)
+
+
+def _plan_norms(model: nn.Module, part: Part, strict: bool = True, **options: Any) -> list[Change]:
+    if part.branches:
+        return plan_branch_norms(model, part, strict)
+    if getattr(part.scheme, "needs_padding", False):
+        return plan_batch_norms(model, part, strict)
+    return plan_norms(model, part, strict, **options)
+
+
+# in the order in which a record's parts are replayed: a placement may bring norms that a norm scheme then replaces
+PLANNERS: dict[str, Callable[..., list[Change]]] = {
+    "placement": plan_placement,
+    "norm": _plan_norms,
+    "pos": plan_positions,
+    "mlp": plan_mlps,
+}
+SETTLERS = {
+    "norm": _settle_norms,
+    "placement": settle_placement,
+}  # what a part needs to know of the model before it is planned, and stores
 
 
 @dataclass
@@ -97,6 +124,7 @@ def plan_patch(
     *,
     example_inputs: Mapping[str, Any] | None = None,
     mlp: str | MLP | None = None,
+    placement: str | Placement | None = None,
 ) -> Plan:
     """What `patch_model` would do with the same arguments. A dry run: the model isn't touched.
 
@@ -114,6 +142,7 @@ def plan_patch(
         example_inputs: keyword arguments of one forward, for norms that are to be exact: such a model is measured on a
             small one of its class, and checked on itself. None makes them from its signature and config.
         mlp: a gated MLP scheme, likewise ("swiglu", "swiglu:d_ff=2048", `GeGLU()`); the globs see its projections.
+        placement: where the norm of a residual branch stands ("pre", "post", "olmo2", "sandwich"): another function.
 
     Returns:
         The plan; print it for the table of what changes, what is kept, and why.
@@ -121,7 +150,8 @@ def plan_patch(
     Raises:
         PatchError: one of its children, for anything that `patch_model` would refuse.
     """
-    return make_plan(model, checked_request(norm, pos, only, keep, init, mlp), example_inputs)
+    asked = {"placement": placement, "norm": norm, "pos": pos, "mlp": mlp}
+    return make_plan(model, checked_request(asked, only, keep, init), example_inputs)
 
 
 def make_plan(
@@ -135,15 +165,17 @@ def make_plan(
     record = getattr(model.config, KEY, None)
     record = Record.from_json(record) if record else Record(model.config.model_type)
     plan = Plan(type(model).__name__, record)
+    parts = {kind: part for kind, part in parts.items() if not record.has(kind, part)}
+    _require_order(parts, record)
+    for kind in parts.keys() & SETTLERS.keys():
+        parts[kind] = SETTLERS[kind](model, parts[kind], example_inputs)
     planned: dict[str, list[Change]] = {}
     for kind, part in parts.items():
-        if record.has(kind, part):
-            continue
+        options: dict[str, Any] = {}
         if kind == "norm":
             plan.conversion = Conversion.asked_for(model, part, example_inputs, inexact)
-            planned[kind] = plan_norms(model, part, conversion=plan.conversion)
-        else:
-            planned[kind] = PLANNERS[kind](model, part)
+            options["conversion"] = plan.conversion
+        planned[kind] = PLANNERS[kind](model, part, **options)
     for kind, changes in planned.items():
         plan.changes += changes
         changing = sum(change.apply is not None and change.replayed for change in changes)
@@ -157,6 +189,23 @@ def make_plan(
     return plan
 
 
+def _require_order(parts: dict[str, Part], record: Record) -> None:
+    """Refuse what a record, which replays placements first, couldn't tell of.
+
+    Raises:
+        UnsupportedError: says in which order it can be had.
+    """
+    if "placement" not in parts:
+        return
+    norms = [parts["norm"]] if "norm" in parts else list(record.norm)
+    if any(getattr(part.scheme, "branchwise", False) for part in norms):
+        raise UnsupportedError("DeepNorm is a placement of its own: LN(a x + f(x)). Leave placement= out.")
+    if norms and parts["placement"].scheme.name == "sandwich":
+        raise UnsupportedError(
+            "placement='sandwich' brings new norms, so it comes before norm=: patch with it first, and then with norm=."
+        )
+
+
 def _require_change(plan: Plan, kind: str, part: Part, changes: list[Change]) -> None:
     if not any(change.apply for change in changes):
         reasons = "; ".join(dict.fromkeys(str(change.row.reason) for change in changes))
@@ -166,21 +215,18 @@ def _require_change(plan: Plan, kind: str, part: Part, changes: list[Change]) ->
         )
 
 
-def checked_request(
-    norm: object, pos: object, only: object, keep: object, init: str, mlp: object = None
-) -> dict[str, Part]:
+def checked_request(asked: Mapping[str, object], only: object, keep: object, init: str) -> dict[str, Part]:
     """Schemes, globs and `init` as what a record would hold, by kind.
 
     Raises:
         OptionError, UnknownNameError: one of them is outside its domain.
     """
-    schemes: dict[str, Scheme | None] = {
-        "norm": Norm.resolve(norm),
-        "pos": Position.resolve(pos),
-        "mlp": MLP.resolve(mlp),
-    }
+    schemes = {kind: KINDS[kind].resolve(asked.get(kind)) for kind in PLANNERS}
     if not any(schemes.values()):
-        raise OptionError("nothing was asked for: pass norm=, pos= or mlp=, such as norm='rms', pos='rope'.")
+        raise OptionError(
+            f"nothing was asked for: pass {', '.join(f'{kind}=' for kind in KINDS)} or several of them, such as "
+            "norm='rms', pos='rope'."
+        )
     if init not in INITS:
         raise OptionError(f"init must be one of {', '.join(INITS)}, not {init!r}.")
     globs = as_globs("only", only), as_globs("keep", keep)  # type: ignore[arg-type]

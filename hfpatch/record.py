@@ -6,21 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .branches import Junction, junction_to_json, junctions_from_json
 from .errors import CheckpointError, PatchError
 from .mlps import MLP
 from .norms import Norm
+from .placement import Placement
 from .positions import Position
 from .scheme import Scheme
 
 VERSION = 1
 KEY = "hfpatch"  # of the config, in memory and on disk; also the model_type on disk
-KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP}
+KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP, "placement": Placement}
 INITS = ("auto", "exact", "copy", "reset")
 _MOST_PARTS = 100
 _MOST_GLOBS = 10_000
 _LONGEST_GLOB = 1_000
 _MOST_AXES = 8
 _CENTRING = {"centred", "left", "biasless"}  # entries of a part that are there only where they aren't empty
+_FOUND = {*_CENTRING, "branches"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Part:
         centred: (pattern of module names, axis) of what is centred in every forward; `*` stands for a number.
         left: patterns of norms that stay although globs and scheme would take them, since they wouldn't be exact.
         biasless: patterns of norms whose shift has moved into the layers that read them.
+        branches: where residual branches meet the stream, for schemes that change that; found when the patch was made.
         modules: how many modules changed. A checkpoint that changes another number when it is opened as the class that
             it was saved from isn't the same model any more (transformers renamed something, say).
     """
@@ -45,12 +49,15 @@ class Part:
     centred: tuple[tuple[str, int], ...] = field(default=(), compare=False)
     left: tuple[str, ...] = field(default=(), compare=False)
     biasless: tuple[str, ...] = field(default=(), compare=False)
+    branches: tuple[Junction, ...] = field(default=(), compare=False)
     modules: int = field(default=0, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         globs = {"only": list(self.only), "keep": list(self.keep)}
         centring = {"centred": [list(pair) for pair in self.centred], "left": self.left, "biasless": self.biasless}
-        found = {name: list(values) for name, values in centring.items() if values}
+        found: dict[str, list[Any]] = {name: list(values) for name, values in centring.items() if values}
+        if self.branches:
+            found["branches"] = [junction_to_json(junction) for junction in self.branches]
         return {"scheme": self.scheme.to_json(), **globs, **found, "init": self.init, "modules": self.modules}
 
 
@@ -66,6 +73,7 @@ class Record:
     norm: tuple[Part, ...] = ()
     pos: tuple[Part, ...] = ()
     mlp: tuple[Part, ...] = ()
+    placement: tuple[Part, ...] = ()
 
     def has(self, kind: str, part: Part) -> bool:
         """Whether the newest part of this kind is the same request."""
@@ -118,7 +126,7 @@ def _parts(kind: str, stored: Any, where: str) -> tuple[Part, ...]:
 
 
 def _part(kind: str, stored: Any, where: str) -> Part:
-    if not isinstance(stored, Mapping) or set(stored) - _CENTRING != {"scheme", "only", "keep", "init", "modules"}:
+    if not isinstance(stored, Mapping) or set(stored) - _FOUND != {"scheme", "only", "keep", "init", "modules"}:
         raise CheckpointError(f"{where} is no object with scheme, only, keep, init and modules.")
     modules = stored["modules"]
     if not isinstance(modules, int) or isinstance(modules, bool) or modules < 0:
@@ -134,9 +142,13 @@ def _part(kind: str, stored: Any, where: str) -> Part:
         ) from error
     only, keep, left, biasless = (_globs(stored.get(name, []), where) for name in ("only", "keep", "left", "biasless"))
     centred = _centred(stored.get("centred", []), where)
-    if set(stored) & _CENTRING and getattr(scheme, "centring", None) is None:
+    leaves = {"left"} if getattr(scheme, "needs_padding", False) else set()
+    if (set(stored) & _CENTRING) - leaves and getattr(scheme, "centring", None) is None:
         raise CheckpointError(f"{where}: {scheme.name!r} centres nothing and leaves no norm, but the record says so.")
-    return Part(scheme, only, keep, init, centred, left, biasless, modules)
+    branches = junctions_from_json(stored.get("branches", []), where)
+    if bool(branches) != (kind == "placement" or bool(getattr(scheme, "branchwise", False))):
+        raise CheckpointError(f"{where}: branches are recorded for {scheme.name!r}, or missing.")
+    return Part(scheme, only, keep, init, centred, left, biasless, branches, modules)
 
 
 def _globs(stored: Any, where: str) -> tuple[str, ...]:

@@ -276,7 +276,7 @@ def _replacer(
         else:
             new = scheme.build(facts, gain, shift, like_this)
         if part.init == "reset":
-            _start_afresh(new)
+            start_afresh(new)
         if CENTRED in site.module.__dict__:
             new.__dict__[CENTRED] = site.module.__dict__[CENTRED]
             new.__class__ = lensed_class(type(new))
@@ -286,7 +286,7 @@ def _replacer(
     return apply
 
 
-def _start_afresh(module: AffineNorm) -> None:
+def start_afresh(module: AffineNorm) -> None:
     """New Parameters at the scheme's starting values: the replaced norm's own must stay as they were."""
     values = module.initial_values()
     for name, old in list(module._parameters.items()):

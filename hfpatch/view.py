@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -43,6 +44,35 @@ class View:
         setattr(self._module, name, value)
 
 
+@dataclass(frozen=True)
+class Lenses:
+    """Several lenses on one module, of which no two replace the same attribute."""
+
+    lenses: tuple[Lens, ...]
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        attributes: dict[str, Any] = {}
+        filled: Arguments = {}
+        for lens in self.lenses:
+            more, given = lens(module, arguments)
+            attributes.update(more)
+            filled.update(given)
+        return attributes, filled
+
+
+def lens_of(module: nn.Module, kind: type) -> Any:
+    """The module's lens of one kind, None if it has none."""
+    lens = module.__dict__.get(LENS)
+    return next((one for one in getattr(lens, "lenses", (lens,)) if isinstance(one, kind)), None)
+
+
+def with_lens(module: nn.Module, lens: Lens) -> Lens:
+    """What the module's lens is once this one is added; one of the same kind gives way to it."""
+    present = module.__dict__.get(LENS)
+    kept = tuple(o for o in getattr(present, "lenses", (present,)) if o is not None and type(o) is not type(lens))
+    return Lenses((*kept, lens)) if kept else lens
+
+
 def _view_class(host: type) -> type[View]:
     """A View that owns the host's methods, so that helpers called in its forward see the view as well."""
     methods: dict[str, Any] = {}
@@ -55,6 +85,48 @@ def _view_class(host: type) -> type[View]:
             )
     # transformers finds a model's recorders by the text of its class, so the view keeps the host's name
     return type(host.__name__, (View,), {**methods, "__module__": host.__module__, "__qualname__": host.__qualname__})
+
+
+class InnerView(View):
+    """A view of a child, to stand in the view of its parent: called like the child, whose hooks and own lens it keeps.
+
+    Unlike the classes that `_view_class` makes it finds the child's methods when they are asked for: torch.compile
+    follows no class that is made in a forward.
+    """
+
+    def __init__(self, module: nn.Module, attributes: dict[str, Any]):
+        super().__init__(module, {LENS: module.__dict__.get(LENS), **attributes})
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__dict__["_module"]
+        method = getattr(type(module), name, None)
+        if isinstance(method, FunctionType) and method.__module__ == type(module).__module__:
+            return method.__get__(self)
+        return getattr(module, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.__dict__["_module"]
+        forward = type(module).forward
+        if module._forward_hooks or module._forward_pre_hooks:
+            self.__dict__["forward"] = forward.__get__(self)
+            return nn.Module._call_impl(self, *args, **kwargs)  # type: ignore[arg-type]
+        return forward(self, *args, **kwargs)
+
+
+class ListView:
+    """A view of an `nn.ModuleList`, to stand in the view of its parent: some elements are others."""
+
+    def __init__(self, module: nn.ModuleList, attributes: dict[str, Any]):
+        self.elements = [attributes.get(name, child) for name, child in module._modules.items()]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.elements[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.elements)
+
+    def __len__(self) -> int:
+        return len(self.elements)
 
 
 def once_per_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -77,6 +149,8 @@ def lensed_forward(host: type[nn.Module]) -> Callable[..., Any]:
     host_forward = host.forward
     signature = inspect.signature(host_forward)
     names = tuple(signature.parameters)[1:]
+    # handed to a function that counts their parameters, which torch.compile can't do for a method of a view
+    chunked = [name for name in vars(view) if name.endswith("_chunk")]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         axis = self.__dict__.get(CENTRED)
@@ -91,6 +165,8 @@ def lensed_forward(host: type[nn.Module]) -> Callable[..., Any]:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         attributes, filled = lens(self, arguments)
         stand_in = view(self, attributes)
+        for name in chunked:
+            stand_in.__dict__[name] = functools.partial(getattr(view, name), stand_in)
         if filled:
             return host_forward(stand_in, **{**arguments, **filled})
         return host_forward(stand_in, *args, **kwargs)

@@ -1,15 +1,18 @@
-"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4)."""
+"""RMSNorm and partial RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4 and section 4.2)."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import OptionError
 from ..registry import NORMS
+from ..scheme import require_number
 from .detect import NormFacts
 from .scheme import AffineNorm, Norm
 
@@ -23,6 +26,31 @@ class RMSNorm(AffineNorm):
 
     def normalise(self, h: Tensor) -> Tensor:
         return F.rms_norm(h, self.normalised_shape(h), None, self.eps)
+
+
+class PartialRMSNorm(RMSNorm):
+    """y = x / sqrt(mean(x_k^2) + eps) * gain + shift, x_k the first k = ceil(fraction * d) of the d channels.
+
+    Args:
+        fraction: in (0, 1). The rest as in `AffineNorm`.
+    """
+
+    def __init__(
+        self, facts: NormFacts, kind: str, gain: nn.Parameter | None, shift: nn.Parameter | None, fraction: float
+    ):
+        super().__init__(facts, kind, gain, shift)
+        self.fraction = fraction
+
+    def normalise(self, h: Tensor) -> Tensor:
+        axes = len(self.normalised_shape(h))
+        x = h.flatten(-axes)
+        first = x[..., : math.ceil(self.fraction * x.shape[-1])]
+        eps = torch.finfo(h.dtype).eps if self.eps is None else self.eps
+        scale = (first.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return (x * scale).unflatten(-1, h.shape[-axes:])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fraction={self.fraction}"
 
 
 @NORMS.register("rms")
@@ -40,13 +68,17 @@ class RMS(Norm):
             LayerNorm model's. "parametrize" leaves the weights and centres each branch's output in every forward, so
             that training follows the LayerNorm model's trajectory.
         fold_bias: move the shift into the linear layers that read the norm, where nothing else does.
+        fraction: below 1 the root mean square is estimated on the first ceil(fraction * d) channels alone: pRMSNorm,
+            0.0625 in the paper's section 4.2. Another function whatever the input's mean, so nothing is centred.
 
     Raises:
-        OptionError: no such mode; `fold_bias` is no bool, or asked for together with "parametrize".
+        OptionError: no such mode; `fold_bias` is no bool, or asked for together with "parametrize"; `fraction` isn't in
+            (0, 1], or asked for together with an option that keeps the function.
     """
 
     mode: str = "fold"
     fold_bias: bool = False
+    fraction: float = 1.0
     label: ClassVar[str] = "RMSNorm"
 
     def __post_init__(self) -> None:
@@ -56,15 +88,25 @@ class RMS(Norm):
             raise OptionError(f"RMS: fold_bias must be True or False, not {self.fold_bias!r}.")
         if self.fold_bias and self.mode == "parametrize":
             raise OptionError("RMS: fold_bias writes to weights, which mode='parametrize' doesn't. Choose one of them.")
+        require_number("RMS", "fraction", self.fraction, above=0.0, at_most=1.0)
+        if self.fraction < 1 and (self.fold_bias or self.mode != "fold"):
+            raise OptionError("RMS: fraction below 1 is another function, which mode and fold_bias can't keep.")
 
     @property
-    def centring(self) -> str:
-        return self.mode
+    def centring(self) -> str | None:
+        return self.mode if self.fraction == 1 else None
 
     def build(self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor) -> RMSNorm:
+        if self.fraction < 1:
+            return PartialRMSNorm(facts, "prms", gain, shift, self.fraction)
         return RMSNorm(facts, self.name, gain, shift)
 
+    def reason_to_keep(self, facts: NormFacts) -> str | None:
+        return super().reason_to_keep(facts) if self.fraction == 1 else None
+
     def loss(self, facts: NormFacts) -> str | None:
+        if self.fraction < 1:
+            return f"the root mean square is estimated on the first {self.fraction:.4g} of the channels"
         if facts.kind != "layer":
             return f"another function than {facts.kind}'s"
         return "the mean of the norm's input is no longer removed"

@@ -1,0 +1,511 @@
+"""DeepNorm against transformers written here a second time, on the patched models' weights, in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from by_hand import MODELS, POST, RATE, bart, deepnorm, error, every_model, make, run
+from tiny_models import changes, difference, fingerprint, inputs, outputs, patch, reload, tiny
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hfpatch import (
+    CheckpointError,
+    NotPreservedWarning,
+    OptionError,
+    UnsupportedError,
+    patch_model,
+    plan_patch,
+    unpatch_model,
+)
+from hfpatch.norms import DeepNorm
+from hfpatch.norms.deepnorm import Depth
+
+ALPHA = 1.7
+
+
+@every_model
+def test_it_is_the_formula(name: str) -> None:
+    model, reference = make(name), MODELS[name][2]
+    original = copy.deepcopy(model)
+    patch(model, norm=DeepNorm(alpha=ALPHA))
+    with torch.no_grad():
+        assert error(run(model), reference(original, deepnorm(ALPHA))) < 1e-12
+        assert (
+            error(run(model), reference(original, deepnorm(ALPHA + 0.01))) > 1e-4
+        )  # control: the reference feels alpha
+        assert error(run(model), run(original)) > 1e-2
+    if name in POST:  # control: the reference is this model's own computation at alpha = 1
+        with torch.no_grad():
+            assert error(run(original), reference(original, deepnorm(1.0))) < 1e-12
+
+
+@every_model
+def test_gradients_are_the_formula_s(name: str) -> None:
+    model, reference = make(name), MODELS[name][2]
+    original = copy.deepcopy(model)
+    patch(model, norm=DeepNorm(alpha=ALPHA))
+    run(model).square().sum().backward()
+    reference(original, deepnorm(ALPHA)).square().sum().backward()
+    expected = dict(original.named_parameters())
+    for key, parameter in model.named_parameters():
+        if expected[key].grad is not None and expected[key].grad.abs().max() > 1e-9:
+            assert parameter.grad is not None, key
+            assert error(parameter.grad, expected[key].grad) < 1e-9, key
+
+
+def test_an_encoder_decoder_has_two_alphas() -> None:
+    model = make("bart", encoder_layers=3)
+    original = copy.deepcopy(model)
+    patch(model, norm="deepnorm")
+    n, m = 3, 2
+    encoder, decoder = 0.81 * (n**4 * m) ** (1 / 16), (3 * m) ** 0.25
+    with torch.no_grad():
+        assert error(run(model), bart(original, deepnorm(encoder), deepnorm(decoder))) < 1e-12
+        assert error(run(model), bart(original, deepnorm(decoder), deepnorm(encoder))) > 1e-3
+
+
+# --- more hosts, by hooks on the original -----------------------------------------------------------------------------
+
+# (norm, module whose output is added, what is around it) in a block, written down by hand
+HOSTS: dict[str, tuple[str, dict[str, Any], str, list[tuple[str, str]]]] = {
+    "gpt_neo": ("gpt_neo", {}, "h", [("ln_1", "attn"), ("ln_2", "mlp")]),
+    "bloom": (
+        "bloom",
+        {},
+        "h",
+        [("input_layernorm", "self_attention.dense"), ("post_attention_layernorm", "mlp.dense_4h_to_h")],
+    ),
+    "llama": ("llama", {}, "layers", [("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp")]),
+    "t5": ("t5", {}, "", []),
+}
+
+
+def hooked(model: Any, blocks: list[nn.Module], pairs: list[tuple[str, str]], alpha: float) -> Any:
+    """The same model with each norm moved behind its branch by hooks."""
+    for block in blocks:
+        for norm_name, outlet_name in pairs:
+            norm, outlet = block.get_submodule(norm_name), block.get_submodule(outlet_name)
+            own = copy.deepcopy(norm)
+            seen: list[Tensor] = []
+
+            def read(module: nn.Module, args: tuple, output: Tensor, seen: list = seen) -> Tensor:
+                seen.append(args[0])
+                return args[0]
+
+            def write(module: nn.Module, args: tuple, output: Any, seen: list = seen, own: Any = own) -> Any:
+                x = seen.pop()
+                f = output[0] if isinstance(output, tuple) else output
+                g = own(alpha * x + f) - x
+                return (g, *output[1:]) if isinstance(output, tuple) else g
+
+            norm.register_forward_hook(read)
+            outlet.register_forward_hook(write)
+    return model
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "bloom", "llama", "t5"])
+def test_more_pre_norm_hosts(name: str) -> None:
+    family, options, stack, pairs = HOSTS[name]
+    model = tiny(family, **options).double()
+    original = copy.deepcopy(model)
+    patch(model, norm=DeepNorm(alpha=ALPHA))
+    if name == "t5":
+        blocks = [
+            layer for part in (original.encoder, original.decoder) for block in part.block for layer in block.layer
+        ]
+        pairs = [("layer_norm", "dropout")]
+    else:
+        blocks = list(original.get_submodule(stack))
+    before = outputs(original)
+    assert difference(outputs(model), before) > 1e-2
+    hooked(original, blocks, pairs, ALPHA)
+    with torch.no_grad():
+        assert error(run(model), run(original)) < 1e-11  # these hosts compute some things in float32
+
+
+# --- a and b ----------------------------------------------------------------------------------------------------------
+
+# N, M, then a and b of the encoder, a and b of the decoder: the paper's table, by hand to five digits
+TABLE = [
+    (6, 6, 1.41794, 0.49699, 2.05977, 0.34329),
+    (18, 18, 1.99875, 0.35257, 2.71081, 0.26085),
+    (100, 100, 3.41576, 0.20631, 4.16179, 0.16990),
+    (12, 6, 1.68620, 0.41792, 2.05977, 0.34329),
+]
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_the_encoder_decoder_table(row: tuple[float, ...]) -> None:
+    n, m, *expected = row
+    encoder = DeepNorm().gains(Depth(2 * int(n), 3 * int(m)))
+    decoder = DeepNorm().gains(Depth(3 * int(m)))
+    assert [*encoder, *decoder] == pytest.approx(expected, rel=5e-5)
+
+
+@pytest.mark.parametrize(("layers", "alpha", "beta"), [(2, 2**0.5, 0.5), (8, 2.0, 8**-0.5), (128, 4.0, 32**-0.5)])
+def test_the_table_of_one_stack(layers: int, alpha: float, beta: float) -> None:
+    assert DeepNorm().gains(Depth(2 * layers)) == pytest.approx((alpha, beta))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "alphas"),
+    [
+        ("gpt2", {"n_layer": 8}, {"a = 2"}),
+        ("bert", {"num_hidden_layers": 3}, {f"a = {6**0.25:.4g}"}),
+        ("albert", {"num_hidden_layers": 8}, {"a = 2"}),  # one block that runs eight times
+        ("bart", {"encoder_layers": 3}, {f"a = {0.81 * (81 * 2) ** (1 / 16):.4g}", f"a = {6**0.25:.4g}"}),
+        ("t5", {"num_layers": 3}, {f"a = {0.81 * (81 * 3) ** (1 / 16):.4g}", f"a = {9**0.25:.4g}"}),
+    ],
+)
+def test_the_depth_is_read_off_the_model(family: str, options: dict, alphas: set[str]) -> None:
+    plan = plan_patch(tiny(family, **options), norm="deepnorm")
+    assert {row.reason for row in plan.rows if row.action == "replace"} == alphas
+
+
+# --- initialisation ---------------------------------------------------------------------------------------------------
+
+
+def ratio(new: Tensor, old: Tensor) -> float:
+    return float(new.std() / old.std())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom"])
+def test_gains_of_a_fused_projection(family: str) -> None:
+    """GPT-2 keeps [q | k | v] in the columns of a Conv1D, BLOOM [q | k | v] of each head in the rows of a Linear."""
+    model = tiny(family)
+    old = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    patch(model, norm="deepnorm", init="reset")
+    beta = 16**-0.25  # two layers
+    new = dict(model.named_parameters())
+    name = "h.1.attn.c_attn" if family == "gpt2" else "h.1.self_attention.query_key_value"
+
+    def parts(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if family == "gpt2":
+            q, k, v = values.chunk(3, -1)
+        else:
+            q, k, v = values.unflatten(0, (4, 3, 8)).unbind(1)
+        return q, k, v
+
+    for after, before in zip(parts(new[f"{name}.weight"])[:2], parts(old[f"{name}.weight"])[:2], strict=True):
+        assert torch.equal(after, before)
+    assert ratio(parts(new[f"{name}.weight"])[2], parts(old[f"{name}.weight"])[2]) == pytest.approx(beta, rel=1e-5)
+    assert not parts(new[f"{name}.bias"])[2].any()
+    assert torch.equal(parts(new[f"{name}.bias"])[0], parts(old[f"{name}.bias"])[0])
+    others = {"gpt2": ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")}.get(
+        family, ("self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    )
+    for other in others:
+        assert ratio(new[f"h.0.{other}.weight"], old[f"h.0.{other}.weight"]) == pytest.approx(beta, rel=1e-5)
+        assert not new[f"h.0.{other}.bias"].any()
+
+
+SEPARATE = {
+    "bert": ("attention.self.value", "attention.output.dense", "intermediate.dense", "output.dense"),
+    "gpt_neo": ("attn.attention.v_proj", "attn.attention.out_proj", "mlp.c_fc", "mlp.c_proj"),
+    "llama": ("self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    "distilbert": ("attention.v_lin", "attention.out_lin", "ffn.lin1", "ffn.lin2"),
+    "bart": (
+        *("self_attn.v_proj", "self_attn.out_proj", "encoder_attn.v_proj", "encoder_attn.out_proj"),
+        *("fc1", "fc2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", SEPARATE)
+def test_gains_of_separate_projections(family: str) -> None:
+    model = tiny(family)
+    old = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    patch(model, norm="deepnorm", init="reset")
+    betas = {16**-0.25} if family != "bart" else {0.87 * (2**4 * 2) ** (-1 / 16), 24**-0.25}
+    found = set()
+    for key, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        if key.endswith(tuple(f".{name}.weight" for name in SEPARATE[family])):
+            found.add(round(ratio(parameter, old[key]), 5))
+        else:  # queries, keys, embeddings, heads
+            assert torch.equal(parameter, old[key]), key
+    assert found == {round(beta, 5) for beta in betas}
+
+
+def test_trained_weights_are_not_scaled_and_that_is_said() -> None:
+    model = tiny("gpt2")
+    old = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    with pytest.warns(NotPreservedWarning, match=r"LN\(1.414 x \+ f\(x\)\) in place of x \+ f\(LN\(x\)\)"):
+        patch_model(model, norm="deepnorm")
+    assert all(torch.equal(parameter, old[key]) for key, parameter in model.named_parameters())
+
+
+# --- preserve ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POST)
+def test_preserve_keeps_the_function_of_a_post_norm_model(name: str) -> None:
+    model = make(name)
+    original = copy.deepcopy(model)
+    plan = plan_patch(model, norm=DeepNorm(alpha=ALPHA, preserve=True))
+    assert not plan.losses()
+    patch_model(model, norm=DeepNorm(alpha=ALPHA, preserve=True), init="exact")  # and no warning
+    assert error(run(model), run(original)) < 1e-12
+    with torch.no_grad():  # what it computes is DeepNorm with eps a^2 and the scaled weights
+        for module in original.modules():
+            if isinstance(module, nn.Linear) and (changed := _changed(module, original, model)):
+                assert changed == pytest.approx(ALPHA)
+        plain = patch(copy.deepcopy(original), norm=DeepNorm(alpha=ALPHA))
+        assert error(run(plain), run(original)) > 1e-2  # control
+
+
+def _changed(module: nn.Module, original: Any, model: Any) -> float | None:
+    name = next(key for key, value in original.named_modules() if value is module)
+    new = model.get_submodule(name)
+    if torch.equal(new.weight, module.weight):
+        return None
+    return ratio(new.weight, module.weight)
+
+
+def test_preserve_is_refused_on_pre_norm_models() -> None:
+    with pytest.raises(UnsupportedError, match="preserve=True needs norm"):
+        plan_patch(tiny("gpt2"), norm=DeepNorm(preserve=True))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_parallel_residual_is_refused() -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = GPTNeoXConfig(vocab_size=97, max_position_embeddings=64, **sizes)
+    model = GPTNeoXModel(config)
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedError, match="parallel residual"):
+        patch_model(model, norm="deepnorm")
+    assert not changes(before, fingerprint(model))
+    config.use_parallel_residual = False  # control: the same class, one branch after another
+    assert plan_patch(GPTNeoXModel(config), norm="deepnorm").losses()
+
+
+@pytest.mark.parametrize("family", ["cohere"])
+def test_parallel_without_that_name_is_refused_too(family: str) -> None:
+    with pytest.raises(UnsupportedError, match="parallel residual"):
+        plan_patch(tiny(family), norm="deepnorm")
+
+
+def test_exact_is_refused_where_it_is_not() -> None:
+    with pytest.raises(UnsupportedError, match="preserve=True"):
+        plan_patch(tiny("bert"), norm="deepnorm", init="exact")
+
+
+def test_twice_with_other_options_is_refused_and_the_same_is_nothing_to_do() -> None:
+    model = patch(tiny("bert"), norm=DeepNorm(alpha=2.0))
+    assert plan_patch(model, norm=DeepNorm(alpha=2.0)).empty
+    with pytest.raises(UnsupportedError, match="earlier patch"):
+        plan_patch(model, norm=DeepNorm(alpha=3.0))
+
+
+def test_after_dyt_there_is_nothing_to_scale() -> None:
+    model = patch(tiny("bert"), norm="dyt")
+    with pytest.raises(Exception, match="DeepNorm needs LayerNorm or RMSNorm, not dyt"):
+        plan_patch(model, norm="deepnorm")
+
+
+@pytest.mark.parametrize("options", [{"alpha": 0}, {"alpha": "2"}, {"beta": -1.0}, {"preserve": 1}])
+def test_options_are_checked(options: dict) -> None:
+    with pytest.raises(OptionError):
+        DeepNorm(**options)
+
+
+# --- it lives like any patch ------------------------------------------------------------------------------------------
+
+
+@every_model
+def test_only_some_norms(name: str) -> None:
+    """What isn't chosen stays as it was, dropout included."""
+    model = make(name)
+    chosen = {"gpt2": "*.ln_2", "vit": "*.layernorm_after", "bert": "*.output.LayerNorm"}.get(name, "*final_layer_norm")
+    patch(model, norm=DeepNorm(alpha=ALPHA), only=chosen)
+    whole = patch(make(name), norm=DeepNorm(alpha=ALPHA))
+    assert error(run(model), run(whole)) > 1e-3 or name == "bert"
+    original = make(name)
+    assert error(run(model), run(original)) > 1e-3
+
+
+@every_model
+def test_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    model = patch(make(name), norm=DeepNorm(alpha=ALPHA))
+    again = reload(model, tmp_path, dtype=torch.float64)
+    assert error(run(again), run(model)) < 1e-14
+    assert list(again.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "options", [{"norm": DeepNorm(alpha=ALPHA, preserve=True)}, {"norm": "deepnorm", "init": "reset"}]
+)
+def test_what_is_in_the_weights_is_not_done_again_on_loading(options: dict, tmp_path: Path) -> None:
+    model = patch(make("bert"), **options)
+    again = reload(model, tmp_path, dtype=torch.float64)
+    assert error(run(again), run(model)) < 1e-14
+
+
+def test_a_head_opens_what_a_bare_model_saved(tmp_path: Path) -> None:
+    model = patch(make("gpt2"), norm=DeepNorm(alpha=ALPHA))
+    again = reload(model, tmp_path, "AutoModelForCausalLM", dtype=torch.float64)
+    assert error(run(again.transformer), run(model)) < 1e-14
+
+
+@every_model
+def test_copied_and_pickled(name: str) -> None:
+    model = patch(make(name), norm=DeepNorm(alpha=ALPHA))
+    expected = run(model)
+    assert torch.equal(run(copy.deepcopy(model)), expected)
+    assert torch.equal(run(pickle.loads(pickle.dumps(model))), expected)
+
+
+@every_model
+def test_undone_to_the_bit(name: str) -> None:
+    model = make(name)
+    before = fingerprint(model)
+    patch(model, norm=DeepNorm(alpha=ALPHA, preserve=name in POST), reversible=True)
+    assert changes(before, fingerprint(model))
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
+
+
+@every_model
+def test_compiled_whole(name: str) -> None:
+    model = patch(make(name), norm=DeepNorm(alpha=ALPHA))
+    given = {key: x.double() if x.is_floating_point() else x for key, x in inputs(model).items()}
+    options = {"use_cache": False} if name != "vit" and name != "bert" else {}
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert error(compiled(**given, **options).last_hidden_state, run(model)) < 1e-13
+
+
+@every_model
+def test_checkpointed_gradients_are_the_plain_ones(name: str) -> None:
+    model = patch(make(name), norm=DeepNorm(alpha=ALPHA)).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for key in ("dropout", "activation_dropout", "attention_dropout"):
+            if isinstance(getattr(module, key, None), float):
+                setattr(module, key, 0.0)
+    calls = []
+    block = next(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    run(model).square().sum().backward()
+    plain = {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    first = next(iter(block.children()))
+    first.register_forward_hook(lambda *args: calls.append(1))
+    run(model).square().sum().backward()
+    assert len(calls) == 2  # once forward, once again backward: the control that checkpointing is on, and not doubled
+    for key, grad in plain.items():
+        assert error(dict(model.named_parameters())[key].grad, grad) < 1e-9 or grad.abs().max() < 1e-9, key
+
+
+RATES = {
+    "opt, pre-norm": {"dropout": RATE},
+    "opt, post-norm": {"dropout": RATE},
+    "gpt2": {"resid_pdrop": RATE, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
+    "vit": {"hidden_dropout_prob": RATE},
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_dropout_acts_on_the_branch_alone(name: str) -> None:
+    """From the same random numbers the reference drops the same channels of f, and none of LN(a x + f)."""
+    model = make(name, **RATES[name]).train()
+    original = copy.deepcopy(model)
+    patch(model, norm=DeepNorm(alpha=ALPHA))
+    with torch.no_grad():
+        results = []
+        for forward in (lambda: run(model), lambda: MODELS[name][2](original, deepnorm(ALPHA))):
+            torch.manual_seed(5)
+            results.append(forward())
+        assert error(*results) < 1e-12
+        assert error(run(model), results[0]) > 1e-3  # control: there is dropout
+
+
+def test_lora_on_the_projection_passes_the_gain() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = patch(make("opt, post-norm"), norm=DeepNorm(alpha=ALPHA))
+    wrapped = get_peft_model(
+        model, LoraConfig(target_modules=["fc2", "out_proj"], r=2, init_lora_weights=False)
+    ).double()
+    wrapped.eval()
+    apart = run(wrapped.base_model.model)
+    merged = wrapped.merge_and_unload()
+    assert error(run(merged), apart) < 1e-12
+    assert error(run(merged), run(patch(make("opt, post-norm"), norm=DeepNorm(alpha=ALPHA)))) > 1e-3  # control
+
+
+def test_together_with_positions(tmp_path: Path) -> None:
+    both = patch(make("bart"), norm=DeepNorm(alpha=ALPHA), pos="rope")
+    apart = patch(patch(make("bart"), pos="rope"), norm=DeepNorm(alpha=ALPHA))
+    assert error(run(both), run(apart)) < 1e-14
+    again = reload(both, tmp_path, dtype=torch.float64)
+    assert error(run(again), run(both)) < 1e-14
+
+
+def test_rms_after_deepnorm() -> None:
+    """The norm is another one, its place is DeepNorm's: RMS(a x + f(x))."""
+    model = patch(patch(make("gpt2"), norm=DeepNorm(alpha=ALPHA)), norm="rms", init="copy")
+    first = model.h[0]
+    seen: list[Tensor] = []
+    first.ln_1.register_forward_hook(lambda m, args, output: seen.append((args[0], output)))
+    run(model)
+    x, y = seen[0]
+    rms = x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-5) * first.ln_1.weight + first.ln_1.bias
+    assert error(y, rms) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("alpha", -1.0),
+        ("alpha", True),
+        ("beta", "x"),
+        ("block", 3),
+        ("call", -1),
+        ("placement", "somewhere"),
+        ("scale", 1),
+        ("weights", [["a", "none"]]),
+        ("weights", "all"),
+        ("norm", "x" * 2000),
+    ],
+)
+def test_a_tampered_record_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    import json
+
+    model = patch(tiny("bert"), norm="deepnorm")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    stored = json.loads(path.read_text())
+    stored["hfpatch"]["norm"][0]["branches"][0][key] = value
+    path.write_text(json.dumps(stored))
+    from transformers import AutoModel
+
+    with pytest.raises(CheckpointError, match=rf"branches\[0\].*{key}"):
+        AutoModel.from_pretrained(tmp_path)
+
+
+def test_the_plan_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = tiny_on_meta()
+    plan = plan_patch(model, norm="deepnorm")
+    assert sum(row.action == "replace" for row in plan.rows) == 4
+
+
+def tiny_on_meta() -> Any:
+    from tiny_models import tiny_config
+    from transformers import AutoModel
+
+    return AutoModel.from_config(tiny_config("gpt2"))

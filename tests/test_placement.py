@@ -1,0 +1,219 @@
+"""Placements of norms against transformers written a second time, in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from by_hand import MODELS, POST, RATE, STEPS, error, every_model, make, run
+from tiny_models import changes, fingerprint, inputs, norms_of, patch, reload, tiny
+from torch import Tensor
+
+from hfpatch import (
+    PLACEMENTS,
+    NothingToPatchError,
+    NotPreservedWarning,
+    UnsupportedError,
+    patch_model,
+    plan_patch,
+    unpatch_model,
+)
+from hfpatch.norms import AffineNorm
+
+every_placement = pytest.mark.parametrize("placement", ["pre", "post", "olmo2", "sandwich"])
+
+
+def own(name: str) -> str:
+    return "post" if name in POST else "pre"
+
+
+def randomise_seconds(model: Any) -> None:
+    """New norms start at gain 1 and shift 0: as they are, a wrong one would go unnoticed."""
+    generator = torch.Generator().manual_seed(7)
+    for name, module in model.named_modules():
+        if name.endswith("_after") and isinstance(module, AffineNorm):
+            for parameter in module.parameters():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.data.copy_(0.7 + 0.3 * noise)
+
+
+@every_model
+@every_placement
+def test_it_is_the_formula(name: str, placement: str) -> None:
+    model, reference = make(name), MODELS[name][2]
+    original = copy.deepcopy(model)
+    if placement == own(name):
+        with pytest.raises(NothingToPatchError, match=f"is {placement} already"):
+            plan_patch(model, placement=placement)
+        return
+    patch(model, placement=placement)
+    randomise_seconds(model)
+    with torch.no_grad():
+        step = STEPS[placement] if placement != "sandwich" else in_forward_order(model, name)
+        result = run(model)
+        assert error(result, reference(original, step)) < 1e-12
+        for other in {*STEPS} - {placement}:  # control
+            assert error(result, reference(original, STEPS[other])) > 1e-2
+
+
+def in_forward_order(model: Any, name: str) -> Callable:
+    """The sandwich's step with second norms in the order in which branches run."""
+    order = {
+        "gpt2": ("ln_1", "ln_2"),
+        "bert": ("attention.output.LayerNorm", "output.LayerNorm"),
+        "vit": ("layernorm_before", "layernorm_after"),
+        "bart": ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),
+    }.get(name, ("self_attn_layer_norm", "final_layer_norm"))
+    stacks = {
+        "gpt2": ["h"],
+        "bert": ["encoder.layer"],
+        "vit": ["layers"],
+        "bart": ["encoder.layers", "decoder.layers"],
+    }.get(name, ["decoder.layers"])
+    modules = dict(model.named_modules())
+    names = [f"{stack}.{i}.{norm}_after" for stack in stacks for i in range(2) for norm in order]
+    seconds = iter([modules[key] for key in names if key in modules])
+
+    def step(x: Tensor, f: Callable, norm: Callable) -> Tensor:
+        second: Any = next(seconds)
+        return x + second(f(norm(x)))
+
+    return step
+
+
+@every_model
+def test_the_reference_is_the_model(name: str) -> None:
+    """Control: at the model's own placement."""
+    model = make(name)
+    with torch.no_grad():
+        assert error(run(model), MODELS[name][2](model, STEPS[own(name)])) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt, post-norm", "bart"])
+@every_placement
+def test_saved_loaded_copied_pickled(name: str, placement: str, tmp_path: Path) -> None:
+    if placement == own(name):
+        return
+    model = patch(make(name), placement=placement)
+    randomise_seconds(model)
+    expected = run(model)
+    assert error(run(reload(model, tmp_path, dtype=torch.float64)), expected) < 1e-14
+    assert torch.equal(run(copy.deepcopy(model)), expected)
+    assert torch.equal(run(pickle.loads(pickle.dumps(model))), expected)
+
+
+@every_model
+@every_placement
+def test_undone_to_the_bit(name: str, placement: str) -> None:
+    if placement == own(name):
+        return
+    model = make(name)
+    before = fingerprint(model)
+    patch(model, placement=placement, reversible=True)
+    assert changes(before, fingerprint(model))
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "opt, post-norm"])
+@pytest.mark.parametrize("placement", ["pre", "post", "sandwich"])
+def test_compiled_whole(name: str, placement: str) -> None:
+    if placement == own(name):
+        return
+    model = patch(make(name), placement=placement)
+    options = {"use_cache": False} if name != "bert" else {}
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert error(compiled(**inputs(model), **options).last_hidden_state, run(model)) < 1e-13
+
+
+@pytest.mark.parametrize("name", ["opt, pre-norm", "opt, post-norm", "gpt2"])
+@pytest.mark.parametrize("placement", ["pre", "post", "olmo2"])
+def test_dropout_acts_on_the_branch_alone(name: str, placement: str) -> None:
+    if placement == own(name):
+        return
+    rates = {"resid_pdrop": RATE, "attn_pdrop": 0.0, "embd_pdrop": 0.0} if name == "gpt2" else {"dropout": RATE}
+    model = make(name, **rates).train()
+    original = copy.deepcopy(model)
+    patch(model, placement=placement)
+    with torch.no_grad():
+        results = []
+        for forward in (lambda: run(model), lambda: MODELS[name][2](original, STEPS[placement])):
+            torch.manual_seed(5)
+            results.append(forward())
+        assert error(*results) < 1e-12
+        assert error(run(model), results[0]) > 1e-3  # control
+
+
+def test_it_is_said_loudly() -> None:
+    with pytest.warns(NotPreservedWarning, match=r"placed as LN\(x \+ f\(x\)\) in place of x \+ f\(LN\(x\)\)"):
+        patch_model(tiny("gpt2"), placement="post")
+    with pytest.raises(UnsupportedError, match="another function"):
+        plan_patch(tiny("gpt2"), placement="post", init="exact")
+
+
+def test_reset_starts_the_norms_afresh() -> None:
+    model = patch(tiny("gpt2"), placement="sandwich", init="reset")
+    for name in norms_of(model, AffineNorm):
+        module: Any = model.get_submodule(name)
+        assert name != "ln_f"
+        assert (module.weight == 1).all()
+        assert not module.bias.any()
+    assert len(norms_of(model, AffineNorm)) == 8
+
+
+@pytest.mark.parametrize("family", ["cohere", "convnext"])
+def test_refused_without_a_norm_for_every_branch(family: str) -> None:
+    with pytest.raises(UnsupportedError, match="norms are placed as"):
+        plan_patch(tiny(family), placement="post")
+
+
+def test_norms_and_placement_together(tmp_path: Path) -> None:
+    """Whichever comes first, one record tells of both."""
+    both = patch(make("gpt2"), placement="post", norm="rms", init="copy")
+    apart = patch(patch(make("gpt2"), norm="rms", init="copy"), placement="post")
+    assert error(run(both), run(apart)) < 1e-14
+    assert error(run(reload(both, tmp_path / "both", dtype=torch.float64)), run(both)) < 1e-14
+    assert error(run(reload(apart, tmp_path / "apart", dtype=torch.float64)), run(both)) < 1e-14
+    assert error(run(both), run(patch(make("gpt2"), placement="post"))) > 1e-3  # control
+
+
+def test_a_sandwich_comes_first(tmp_path: Path) -> None:
+    for model in (make("gpt2"), patch(make("gpt2"), norm="rms", init="copy")):
+        with pytest.raises(UnsupportedError, match="comes before norm="):
+            plan_patch(
+                model, placement="sandwich", **({} if model.config.to_dict().get("hfpatch") else {"norm": "rms"})
+            )
+    model = patch(patch(make("gpt2"), placement="sandwich"), norm="rms", init="copy")
+    assert error(run(reload(model, tmp_path, dtype=torch.float64)), run(model)) < 1e-14
+
+
+def test_deepnorm_is_a_placement_of_its_own() -> None:
+    with pytest.raises(UnsupportedError, match="placement of its own"):
+        plan_patch(tiny("gpt2"), placement="post", norm="deepnorm")
+    with pytest.raises(UnsupportedError, match="earlier patch"):
+        plan_patch(patch(tiny("gpt2"), placement="post"), placement="olmo2")
+
+
+def test_generating_with_a_cache_is_generating_without() -> None:
+    model = patch(tiny("gpt2", "AutoModelForCausalLM"), placement="sandwich")
+    ids = inputs(model)["input_ids"]
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, use_cache=False))
+
+
+def test_attentions_and_hidden_states_are_recorded() -> None:
+    """The host's own hooks go on working through the views."""
+    model = patch(make("bert", attn_implementation="eager"), placement="pre")
+    output = model(**inputs(model), output_attentions=True, output_hidden_states=True)
+    assert len(output.attentions) == 2
+    assert len(output.hidden_states) == 3
+
+
+def test_registered() -> None:
+    assert list(PLACEMENTS) == ["olmo2", "post", "pre", "sandwich"]
