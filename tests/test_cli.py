@@ -70,15 +70,47 @@ def test_head_and_globs_and_options() -> None:
 
 
 def test_patch_writes_a_checkpoint_that_opens(checkpoint: Path, tmp_path: Path) -> None:
-    out = called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms", "--pos", "rope:theta=500")
+    request = ("--norm", "rms", "--pos", "rope:theta=500", "--calibration", "none")
+    out = called("patch", str(checkpoint), str(tmp_path / "out"), *request)
     assert "AutoModelForCausalLM.from_pretrained" in out
     assert "Not preserved" in out
+    assert "Repair on" not in out
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "hfpatch"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(model.transformer.ln_f).__name__ == "RMSNorm"
     assert model.transformer.h[0].attn.rotary_emb.scheme.theta == 500
     original = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert torch.equal(model.transformer.wte.weight, original.transformer.wte.weight)
+
+
+def test_a_lossy_patch_of_a_generating_model_is_repaired_on_its_own_samples(checkpoint: Path, tmp_path: Path) -> None:
+    few = ("--norm", "dyt", "--sequences", "12", "--tokens", "8", "--report", str(tmp_path / "report.json"))
+    out = called("patch", str(checkpoint), str(tmp_path / "a"), *few)
+    assert "Repair on 12 sequences" in out
+    assert "Not preserved" not in out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["kept"]
+    assert report["after"] < report["before"]
+    called("patch", str(checkpoint), str(tmp_path / "b"), "--norm", "dyt", "--calibration", "none")
+    gains = [AutoModelForCausalLM.from_pretrained(tmp_path / name).transformer.h[0].ln_1.gain for name in ("a", "b")]
+    assert not torch.equal(*gains)
+
+
+def test_calibration_on_a_text_file(with_tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("the cat sat\n\non the mat\nthe mat\n")
+    request = ("--norm", "dyt", "--calibration", str(tmp_path / "lines.txt"))
+    assert "Repair on 3 sequences" in called("patch", str(with_tokenizer), str(tmp_path / "out"), *request)
+    refused = ["patch", str(with_tokenizer), str(tmp_path / "no"), "--norm", "dyt", "--calibration", "no/such.txt"]
+    result = run.invoke(app, refused)
+    assert result.exit_code == 1
+    assert "there is no text file no/such.txt" in result.stderr
+
+
+def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    out = called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms")
+    assert "exact" in out
+    assert "Repair" not in out
+    assert "Not preserved" not in out
 
 
 def test_mlps(checkpoint: Path, tmp_path: Path) -> None:
