@@ -302,8 +302,15 @@ def test_encoder_and_decoder_of_one_length_have_masks_of_their_own() -> None:
         data = padded(original, "right", garbage, both=False)
         for given in data:
             given["decoder_input_ids"] = torch.cat([given["decoder_input_ids"], given["decoder_input_ids"][:, :3]], 1)
-        fits.append(weights(patch(copy.deepcopy(original), norm="dyt", calibration=data)))
+        for name in ("input_ids", "attention_mask", "decoder_input_ids"):
+            data[-1][name] = data[-1][name].flip(0)  # the last sequence, one of the held-out, is padded then
+        model = patch(copy.deepcopy(original), norm="dyt", calibration=data)
+        fits.append(weights(model))
     assert largest(*fits) < 1e-6
+    held = {name: value[-1:] for name, value in data[-1].items()}
+    assert not held["attention_mask"].all()
+    p, q = (torch.log_softmax(m(**held).logits, -1) for m in (original, model))
+    assert repair_report(model).after == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4)
 
 
 def test_labels_are_read_by_a_decoder_that_has_nothing_else() -> None:
@@ -654,7 +661,7 @@ def test_the_reported_errors_are_those_of_the_model() -> None:
 
     def divergence(other: nn.Module) -> float:
         p, q = (torch.log_softmax(m(input_ids=held).logits, -1) for m in (original, other))
-        return float((p.exp() * (p - q)).sum(-1).mean())
+        return (p.exp() * (p - q)).sum(-1).mean().item()
 
     report = repair_report(model)
     assert report.before == pytest.approx(divergence(plain), rel=1e-4)
