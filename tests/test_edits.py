@@ -187,3 +187,67 @@ def test_a_class_that_stays_leaves_the_log_empty() -> None:
     model, edits = tree(), Edits()
     edits.set_class(model, type(model))
     assert len(edits) == 0
+
+
+def test_values_of_a_parameter_change_and_come_back() -> None:
+    model = tree()
+    parameter, before = model.table, fingerprint(model)
+    given, edits = torch.full((12,), 0.1, dtype=torch.float64), Edits()
+    edits.set_values(model, "table", given)
+    edits.set_values(model.first, "weight", torch.ones(3, 3))
+    assert model.table is parameter
+    assert (model.table.dtype, tuple(model.table.shape)) == (torch.float32, (4, 3))
+    assert torch.equal(model.table, torch.full((4, 3), 0.1))
+    assert changes(before, fingerprint(model))
+    edits.undo()
+    assert not changes(before, fingerprint(model))
+
+
+def test_values_are_copied() -> None:
+    model, edits = tree(), Edits()
+    given = torch.ones(3, 3)
+    edits.set_values(model.first, "weight", given)
+    edits.set_values(model.last, "weight", given)
+    model.first.weight.data[0, 0] = 5
+    assert given[0, 0] == 1
+    assert model.last.weight[0, 0] == 1
+
+
+def test_undo_down_to_a_length() -> None:
+    model, edits = tree(), Edits()
+    untouched = fingerprint(model)
+    edits.set_module(model, "norm", nn.Identity())
+    middle, mark = fingerprint(model), len(edits)
+    edits.set_values(model, "table", torch.zeros(4, 3))
+    edits.set_values(model, "table", torch.ones(4, 3))
+    edits.undo(mark)
+    assert len(edits) == mark
+    assert not changes(middle, fingerprint(model))
+    edits.undo(mark)
+    assert not changes(middle, fingerprint(model))
+    edits.undo()
+    assert not changes(untouched, fingerprint(model))
+
+
+def test_old_values_follow_the_parameters_dtype_and_shape() -> None:
+    model, edits = tree(), Edits()
+    old = model.table.detach().clone()
+    edits.set_values(model, "table", torch.zeros(4, 3))
+    edits.set_values(model, "scale", torch.zeros(3))
+    model.to(torch.float16)
+    model.scale = nn.Parameter(torch.ones(5))  # resized since
+    edits.undo()
+    assert torch.equal(model.table, old.half())
+    assert torch.equal(model.scale, torch.ones(5))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_values_copy_together_with_their_model(copied) -> None:
+    model, edits = tree(), Edits()
+    old = model.table.detach().clone()
+    edits.set_values(model, "table", torch.zeros(4, 3))
+    model.__dict__["way_back"] = edits
+    other = copied(model)
+    other.__dict__.pop("way_back").undo()
+    assert torch.equal(other.table, old)
+    assert not model.table.any()

@@ -6,11 +6,13 @@ data it hasn't seen follows from the sums alone, without another pass.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+_SPREAD = 1e-12  # of the squared mean: a variance below this is rounding
 PENALTIES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0)  # of the mean diagonal of X'X
 
 
@@ -36,7 +38,9 @@ class Ridge:
     """Least squares of R = X W + 1 b' around W = 0, b = 0, from accumulated X'X, X'R and sums.
 
     minimise |R - X W - 1 b'|^2 + penalty * m * |W|^2 with m the mean diagonal of X'X; the penalty is the one of
-    `PENALTIES` with the least error on the held-out rows. Memory (in + out) * in numbers of float64, twice.
+    `PENALTIES` with the least error on the held-out rows. Memory (in + out) * in numbers of float64, twice. With a
+    bias, rows are taken relative to the first ones' mean: channels whose mean is far above their spread would lose
+    their digits otherwise.
 
     Args:
         inputs, outputs: widths of X and R.
@@ -47,19 +51,30 @@ class Ridge:
     def __init__(self, inputs: int, outputs: int, bias: bool, device: torch.device):
         self.bias = bias
         self.sums = [_Sums(inputs, outputs, device) for _ in range(2)]
+        self.origin: tuple[Tensor, Tensor] | None = None
 
     def add(self, x: Tensor, r: Tensor, held_out: Tensor) -> None:
         """Add rows X (n, in) and R (n, out); `held_out` (n,) says which of them are for judging."""
+        if not len(x):
+            return
+        if self.origin is None:
+            self.origin = x.mean(0) * self.bias, r.mean(0) * self.bias
+        x, r = x - self.origin[0], r - self.origin[1]
         for sums, rows in zip(self.sums, (~held_out, held_out), strict=True):
             sums.add(x[rows], r[rows])
 
     def solve(self) -> Fit | None:
         """The best fit; None where X isn't finite or has no spread."""
         fitted, judged = self.sums
+        if self.origin is None or not fitted.count:
+            return None
         if not judged.count:  # too few sequences to hold any out
             judged = fitted
+        mean_x, mean_r = (mean.double() for mean in self.origin)
         xx, xr = fitted.moments(self.bias)
-        scale = xx.diagonal().mean().clamp_min(1e-300)
+        scale = xx.diagonal().mean()
+        if not scale > _SPREAD * fitted.count * mean_x.square().mean():
+            return None
         eye = torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
         best: Fit | None = None
         for penalty in PENALTIES:
@@ -67,10 +82,11 @@ class Ridge:
             if int(failed):
                 continue
             weight = torch.cholesky_solve(xr, factor)
-            bias = (fitted.r - weight.T @ fitted.x) / max(fitted.count, 1) if self.bias else torch.zeros_like(fitted.r)
+            bias = (fitted.r - weight.T @ fitted.x) / fitted.count if self.bias else torch.zeros_like(fitted.r)
             error = judged.error(weight, bias)
-            if best is None or error < best.after:
-                best = Fit(weight, bias, judged.error(), error, penalty)
+            if math.isfinite(error) and (best is None or error < best.after):
+                before = judged.error(torch.zeros_like(weight), -mean_r)
+                best = Fit(weight, bias + mean_r - weight.T @ mean_x, before, error, penalty)
         return best
 
 
@@ -96,14 +112,12 @@ class _Sums:
         n = max(self.count, 1)
         return self.xx - torch.outer(self.x, self.x) / n, self.xr - torch.outer(self.x, self.r) / n
 
-    def error(self, weight: Tensor | None = None, bias: Tensor | None = None) -> float:
+    def error(self, weight: Tensor, bias: Tensor) -> float:
         """Mean squared residual per element of R - X W - 1 b'."""
-        total = self.rr
-        if weight is not None and bias is not None:
-            xw = self.xx @ weight
-            total = total - 2 * (weight * self.xr).sum() + (weight * xw).sum() - 2 * bias @ self.r
-            total = total + 2 * bias @ (weight.T @ self.x) + self.count * bias @ bias
-        return float(total) / max(self.count * len(self.r), 1)
+        xw = self.xx @ weight
+        total = self.rr - 2 * (weight * self.xr).sum() + (weight * xw).sum() - 2 * bias @ self.r
+        total = total + 2 * bias @ (weight.T @ self.x) + self.count * bias @ bias
+        return float(total.clamp_min(0)) / max(self.count * len(self.r), 1)
 
 
 class Affine:
@@ -158,4 +172,4 @@ class Affine:
         h, hh, hy, y, yy = (sums[part] for sums in (self.h, self.hh, self.hy, self.y, self.yy))
         n = self.count[part]
         error = yy - 2 * gain * hy - 2 * shift * y + gain.square() * hh + 2 * gain * shift * h + n * shift.square()
-        return error.sum(-1) / max(n * h.shape[-1], 1)
+        return error.sum(-1).clamp_min(0) / max(n * h.shape[-1], 1)

@@ -141,18 +141,22 @@ def tried_batches(batches: Any, model: PreTrainedModel) -> Iterable[Any]:
         OptionError: there is none, or they aren't inputs of the model.
     """
     batches = require_batches(batches, model)
-    with torch.random.fork_rng(devices=[]):  # a shuffling loader draws its order when it is asked for an iterator
-        listed = batches if isinstance(batches, list | tuple) else iter(batches)
-        first = list(listed[:1]) if isinstance(listed, list | tuple) else list(itertools.islice(listed, 1))
-    if not first:
+    if not isinstance(batches, list | tuple):
+        with torch.random.fork_rng(devices=[]):  # a shuffling loader draws its order when it is asked for an iterator
+            rest = iter(batches)
+            seen = list(itertools.islice(rest, 1))
+        batches = itertools.chain(seen, rest)
+    else:
+        seen = list(batches)
+    if not seen:
         raise OptionError(_EMPTY)
-    checked = [calibration_inputs(batch, i, model) for i, batch in enumerate(batches if listed is batches else first)]
+    checked = [calibration_inputs(batch, i, model) for i, batch in enumerate(seen)]
     with quiet(model):
         try:
             model(**fitting(model, checked[0]))
         except Exception as error:
             raise OptionError(f"{type(model).__name__} doesn't take calibration batch 0: {error}") from error
-    return batches if listed is batches else itertools.chain(first, listed)
+    return batches
 
 
 def calibration_inputs(batch: Any, index: int, model: PreTrainedModel) -> dict[str, Any]:

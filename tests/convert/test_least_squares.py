@@ -1,0 +1,222 @@
+"""Streaming least squares against torch.linalg.lstsq, closed forms and direct computation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hfpatch.convert import least_squares
+from hfpatch.convert.least_squares import PENALTIES, Affine, Fit, Ridge
+
+CPU = torch.device("cpu")
+SEEDS = st.integers(0, 10_000)
+some = settings(deadline=None, max_examples=25)
+
+
+def problem(seed: int, rows: int = 60, inputs: int = 5, outputs: int = 3, mean: float = 1.0) -> tuple[Tensor, ...]:
+    """X with a mean, R = X W + b + noise, and a random third of the rows held out; float64."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    x = draw(rows, inputs) * draw(inputs).abs().add(0.3) + mean * draw(inputs)
+    r = x @ draw(inputs, outputs) + draw(outputs) + 0.5 * draw(rows, outputs)
+    held_out = torch.rand(rows, generator=generator) < 0.33
+    held_out[0], held_out[1] = True, False
+    return x, r, held_out
+
+
+def ridge(x: Tensor, r: Tensor, held_out: Tensor, bias: bool, parts: int = 1) -> Fit:
+    solver = Ridge(x.shape[1], r.shape[1], bias, CPU)
+    for piece in torch.arange(len(x)).tensor_split(parts):
+        solver.add(x[piece], r[piece], held_out[piece])
+    fit = solver.solve()
+    assert fit is not None
+    return fit
+
+
+def closed_form(x: Tensor, r: Tensor, penalty: float, bias: bool) -> tuple[Tensor, Tensor]:
+    """By augmented rows: |R - X W|^2 + lam |W|^2 is least squares with sqrt(lam) I under X."""
+    means = (x.mean(0), r.mean(0)) if bias else (torch.zeros_like(x[0]), torch.zeros_like(r[0]))
+    a, b = x - means[0], r - means[1]
+    lam = penalty * a.square().sum() / a.shape[1]
+    rows = torch.cat([a, lam.sqrt() * torch.eye(a.shape[1], dtype=a.dtype)])
+    w = torch.linalg.lstsq(rows, torch.cat([b, torch.zeros(a.shape[1], b.shape[1], dtype=b.dtype)])).solution
+    return w, means[1] - means[0] @ w
+
+
+@some
+@given(SEEDS, st.booleans(), st.sampled_from([1e-12, *PENALTIES]))
+def test_ridge_is_the_closed_form(seed: int, bias: bool, penalty: float) -> None:
+    x, r, held_out = problem(seed)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(least_squares, "PENALTIES", (penalty,))
+        fit = ridge(x, r, held_out, bias)
+    w, b = closed_form(x[~held_out], r[~held_out], penalty, bias)
+    torch.testing.assert_close(fit.weight, w, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(fit.bias, b, rtol=1e-6, atol=1e-8)
+    other, _ = closed_form(x[held_out], r[held_out], penalty, bias)
+    assert (fit.weight - other).abs().max() > 1e-4 * w.abs().max()  # control: the other rows give another fit
+
+
+@some
+@given(SEEDS, st.booleans())
+def test_errors_are_those_on_the_rows_held_out_and_the_penalty_the_best(seed: int, bias: bool) -> None:
+    x, r, held_out = problem(seed)
+    fit = ridge(x, r, held_out, bias)
+    a, b = x[held_out], r[held_out]
+    assert fit.before == pytest.approx(float(b.square().mean()), rel=1e-9)
+    assert fit.after == pytest.approx(float((b - a @ fit.weight - fit.bias).square().mean()), rel=1e-7)
+    every = [closed_form(x[~held_out], r[~held_out], penalty, bias) for penalty in PENALTIES]
+    errors = [float((b - a @ w - c).square().mean()) for w, c in every]
+    assert fit.after == pytest.approx(min(errors), rel=1e-6)
+    assert fit.penalty == PENALTIES[errors.index(min(errors))]
+
+
+@some
+@given(SEEDS, st.booleans(), st.integers(2, 40))
+def test_the_sums_dont_depend_on_the_batches(seed: int, bias: bool, parts: int) -> None:
+    x, r, held_out = problem(seed)
+    one, many = (ridge(x, r, held_out, bias, n) for n in (1, parts))
+    torch.testing.assert_close(one.weight, many.weight, rtol=1e-9, atol=1e-11)
+    assert one.after == pytest.approx(many.after, rel=1e-9)
+    single = ridge(x.float(), r.float(), held_out, bias, parts)
+    torch.testing.assert_close(one.weight, single.weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("mean", [30.0, 1000.0])
+def test_a_large_mean_costs_no_accuracy_in_float32(mean: float) -> None:
+    """Channels of a residual stream have means far above their spread; centred sums would cancel."""
+    x, r, held_out = problem(3, rows=4000, mean=mean)
+    x, r = x.float(), r.float()
+    fit = ridge(x, r, held_out, True, parts=7)
+    w, _ = closed_form(x[~held_out].double(), r[~held_out].double(), fit.penalty, True)
+    torch.testing.assert_close(fit.weight, w, rtol=1e-3, atol=1e-3)
+    direct = (r[held_out].double() - x[held_out].double() @ fit.weight - fit.bias).square().mean()
+    assert fit.after == pytest.approx(float(direct), rel=1e-3)
+
+
+def test_a_bias_is_only_fitted_where_there_is_one() -> None:
+    x, r, held_out = problem(1)
+    fit = ridge(x, r + 50, held_out, bias=False)
+    assert not fit.bias.any()
+    assert ridge(x, r + 50, held_out, bias=True).after < 0.01 * fit.after
+
+
+def test_an_exact_fit_has_no_negative_error() -> None:
+    for seed in range(20):
+        x, _, held_out = problem(seed)
+        fit = ridge(x, x @ torch.full((5, 3), 100.0, dtype=x.dtype), held_out, bias=False)
+        assert 0 <= fit.after <= 1e-5 * fit.before
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_degenerate_inputs_give_finite_weights(bias: bool) -> None:
+    x, r, held_out = problem(2)
+    zero_column, constant_column, equal = x.clone(), x.clone(), x.clone()
+    zero_column[:, 1], constant_column[:, 1], equal[:, 1] = 0, 7, x[:, 0]
+    for case in (zero_column, constant_column, equal, x * 1e-20, x * 1e20):
+        fit = ridge(case, r, held_out, bias)
+        assert fit.weight.isfinite().all()
+        assert fit.bias.isfinite().all()
+        assert math.isfinite(fit.after)
+    assert ridge(zero_column, r, held_out, bias).weight[1].abs().max() == 0
+
+
+@pytest.mark.parametrize("value", [0.0, 3.3, 1e4])
+def test_an_input_without_spread_is_refused(value: float) -> None:
+    _, r, held_out = problem(2)
+    solver = Ridge(5, 3, True, CPU)
+    for part in (slice(0, 17), slice(17, None)):
+        solver.add(torch.full((60, 5), value)[part], r[part].float(), held_out[part])
+    assert solver.solve() is None
+
+
+def test_few_rows() -> None:
+    x, r, _ = problem(4)
+    fit = ridge(x[:3], r[:3], torch.tensor([False] * 3), True)  # judged on what was fitted
+    direct = (r[:3] - x[:3] @ fit.weight - fit.bias).square().mean()
+    assert fit.after == pytest.approx(float(direct), rel=1e-6)
+    for out in ([], [False], [True], [True, True]):
+        solver = Ridge(5, 3, True, CPU)
+        solver.add(x[: len(out)], r[: len(out)], torch.tensor(out, dtype=torch.bool))
+        assert solver.solve() is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["x", "r"])
+@pytest.mark.parametrize("held", [False, True])
+def test_what_isnt_finite_never_looks_like_a_gain(bad: float, where: str, held: bool) -> None:
+    x, r, held_out = problem(5)
+    (x if where == "x" else r)[0 if held else 1, 0] = bad
+    solver = Ridge(5, 3, True, CPU)
+    solver.add(x, r, held_out)
+    fit = solver.solve()
+    assert fit is None or not fit.after < fit.before
+
+
+# Gains and shifts
+
+
+def affine(hs: list[Tensor], y: Tensor, held_out: Tensor, gain: bool, shift: bool, parts: int = 1) -> Affine:
+    fit = Affine(len(hs), y.shape[1], gain, shift, CPU)
+    for piece in torch.arange(len(y)).tensor_split(parts):
+        fit.add([h[piece] for h in hs], y[piece], held_out[piece])
+    return fit
+
+
+@some
+@given(SEEDS, st.booleans(), st.booleans(), st.integers(1, 9))
+def test_affine_is_least_squares_channel_by_channel(seed: int, gain: bool, shift: bool, parts: int) -> None:
+    x, r, held_out = problem(seed, inputs=3)
+    hs, y = [torch.tanh(a * x) for a in (0.2, 1.0)], r
+    fit = affine(hs, y, held_out, gain, shift, parts)
+    gains, shifts, errors = fit.solve()
+    for k, h in enumerate(hs):
+        for c in range(3):
+            a, b = h[~held_out, c], y[~held_out, c]
+            columns = ([a] if gain else []) + ([torch.ones_like(a)] if shift else [])
+            want = [1.0, 0.0]
+            if columns:
+                target = b if gain else b - a
+                solution = torch.linalg.lstsq(torch.stack(columns, 1), target[:, None]).solution[:, 0].tolist()
+                want = [solution.pop(0) if gain else 1.0, solution.pop(0) if shift else 0.0]
+            assert [float(gains[k, c]), float(shifts[k, c])] == pytest.approx(want, rel=1e-6, abs=1e-8)
+        direct = (y[held_out] - gains[k] * h[held_out] - shifts[k]).square().mean()
+        assert float(errors[k]) == pytest.approx(float(direct), rel=1e-7)
+    assert fit.variance() == pytest.approx(float(y[~held_out].var(0, correction=0).mean()), rel=1e-7)
+
+
+def test_affine_judges_given_values_likewise() -> None:
+    x, r, held_out = problem(6, inputs=3)
+    gain, shift = torch.tensor([0.5, 2.0, 1.0]).double(), torch.tensor([1.0, 0.0, -3.0]).double()
+    error = affine([x], r, held_out, True, True).error(gain, shift)
+    direct = (r[held_out] - gain * x[held_out] - shift).square().mean()
+    assert float(error[0]) == pytest.approx(float(direct), rel=1e-9)
+    none = affine([x], r, torch.zeros_like(held_out), True, True).error(gain, shift)  # judged on the fitted rows then
+    assert float(none[0]) == pytest.approx(float((r - gain * x - shift).square().mean()), rel=1e-9)
+
+
+def test_affine_with_channels_that_dont_move() -> None:
+    x, r, held_out = problem(7, inputs=3)
+    x[:, 0], x[:, 1], r[:, 2] = 0, 5, 2
+    for gain, shift in ((True, True), (True, False), (False, True), (False, False)):
+        gains, shifts, errors = affine([x], r, held_out, gain, shift).solve()
+        assert gains.isfinite().all()
+        assert shifts.isfinite().all()
+        assert errors.isfinite().all()
+        if gain and shift:
+            direct = (r[held_out] - gains[0] * x[held_out] - shifts[0]).square().mean()
+            assert float(errors[0]) == pytest.approx(float(direct), rel=1e-5)
+
+
+def test_a_bad_candidate_doesnt_spoil_the_others() -> None:
+    x, r, held_out = problem(8, inputs=3)
+    gains, _, errors = affine([x, x * math.nan], r, held_out, True, True).solve()
+    alone, _, error = affine([x], r, held_out, True, True).solve()
+    assert torch.equal(gains[0], alone[0])
+    assert errors[0] == error[0]
+    assert not errors[1] < errors[0]

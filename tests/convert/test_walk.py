@@ -1,0 +1,205 @@
+"""Going through a model block after block: the model's own forward, run again only where something may have changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from tiny_models import changes, fingerprint, inputs, tiny
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from hfpatch import OptionError
+from hfpatch.convert.walk import Batches, Walk, calibration_inputs, is_linear_map, segments_of, tried_batches
+
+
+def norms_in(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if "Norm" in type(module).__name__]
+
+
+def walk_of(model: PreTrainedModel, folder: Path, data: list[Any] | None = None) -> Walk:
+    data = [inputs(model), inputs(model, 1)] if data is None else data
+    return Walk(model, Batches(data, model, folder), folder / "walk")
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt2", "bert", "bart", "whisper", "vit", "opt", "t5", "gptj", "gpt_neox", "mixtral"]
+)
+def test_replaying_blocks_gives_what_the_model_gives(family: str, tmp_path: Path) -> None:
+    """Block after block is replaced by what it returned, the one before the last forgotten: nothing later moves."""
+    model, given = zoo.tiny(family) if family not in ("whisper", "vit") else (tiny(family), inputs(tiny(family)))
+    walk = walk_of(model, tmp_path, [given])
+    segments, several = segments_of(walk, norms_in(model))
+    assert not several
+    blocks = [segment for segment in segments if segment.block]
+    assert len(blocks) >= 2
+    want = walk.forward(0)[0]
+    before = fingerprint(model)
+    latest: dict[str | None, str] = {}
+    for segment in blocks:
+        assert segment.block is not None
+        walk.keep(segment.block, 0)
+        if segment.stack in latest:
+            walk.drop(latest[segment.stack])
+        latest[segment.stack] = segment.block
+        with walk._replaying(0):
+            assert torch.equal(walk.forward(0)[0], want)
+    assert not changes(before, fingerprint(model))
+    for block in walk.forms:
+        walk.release(block)
+    assert torch.equal(walk.forward(0)[0], want)
+
+
+def test_a_replayed_block_doesnt_run_and_the_rest_stops_early(tmp_path: Path) -> None:
+    model = tiny("gpt2", n_layer=4)
+    walk = walk_of(model, tmp_path)
+    segments_of(walk, norms_in(model))
+    ran: list[int] = []
+    for i, block in enumerate(model.h):
+        block.mlp.register_forward_hook(lambda *a, i=i: ran.append(i))
+    walk.keep("h.0", 0)
+    ran.clear()
+    walk.run(0, outputs=["h.1"])
+    assert ran == [1]  # neither what is replayed nor what comes later
+    ran.clear()
+    walk.run(1, outputs=["h.1"])
+    assert ran == [0, 1]  # another batch, for which nothing was kept
+    kept, other = (walk.run(i, outputs=["h.1"])["h.1"] for i in (0, 1))
+    model.h[0].mlp.c_proj.weight.data.zero_()
+    assert torch.equal(walk.run(0, outputs=["h.1"])["h.1"], kept)
+    assert not torch.equal(walk.run(1, outputs=["h.1"])["h.1"], other)
+
+
+def test_segments_are_in_forward_order_with_shared_modules_apart(tmp_path: Path) -> None:
+    model = tiny("bart", "AutoModelForSeq2SeqLM")
+    segments, several = segments_of(walk_of(model, tmp_path), norms_in(model))
+    blocks = [segment.block for segment in segments if segment.block]
+    assert blocks == [f"model.{side}.layers.{i}" for side in ("encoder", "decoder") for i in (0, 1)]
+    assert segments[0].modules == ["model.encoder.layernorm_embedding"]
+    assert not several
+    albert = tiny("albert")
+    (tmp_path / "other").mkdir()
+    segments, several = segments_of(walk_of(albert, tmp_path / "other"), norms_in(albert))
+    assert not [segment for segment in segments if segment.block]
+    assert any("full_layer_layer_norm" in name for name in several)
+
+
+def test_a_block_that_raises_leaves_no_replay_behind(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    walk = walk_of(model, tmp_path)
+    segments_of(walk, norms_in(model))
+    walk.keep("h.0", 0)
+    before = fingerprint(model)
+    handle = model.ln_f.register_forward_hook(lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        walk.run(0, outputs=["ln_f"])
+    handle.remove()
+    assert not changes(before, fingerprint(model))
+
+
+def test_linear_maps() -> None:
+    assert is_linear_map(nn.Linear(3, 4))
+    assert is_linear_map(Conv1D(3, 4))
+    assert not is_linear_map(nn.Conv1d(3, 4, 1))
+    assert not is_linear_map(nn.Embedding(3, 4))
+    assert not is_linear_map(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)))
+    packed = nn.Linear(3, 4)
+    packed._parameters["weight"] = nn.Parameter(torch.zeros(6, 1, dtype=torch.uint8), requires_grad=False)
+    assert not is_linear_map(packed)
+
+
+# Batches
+
+
+def test_sequences_held_out(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    for sizes, held in (((1,), []), ((2,), [1]), ((1, 1), [1]), ((3, 2), [4]), ((8,), [7]), ((5, 12), [7, 15])):
+        folder = tmp_path / str(sizes)
+        folder.mkdir()
+        data = Batches([torch.ones(n, 4).long() for n in sizes], model, folder)
+        mask = torch.cat([data.held_out(i) for i in range(len(data))])
+        assert data.sequences == sum(sizes)
+        assert mask.nonzero()[:, 0].tolist() == held
+
+
+def test_rows_of_activations(tmp_path: Path) -> None:
+    model = tiny("bart")
+    given = {"input_ids": torch.ones(2, 4).long(), "decoder_input_ids": torch.ones(2, 3).long()}
+    given |= {"attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])}
+    given |= {"decoder_attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
+    data = Batches([given], model, tmp_path)
+    valid, held_out = data.rows(0, torch.Size([2, 4, 7]), decoder=False)
+    assert valid.tolist() == [False, True, True, True, True, True, True, False]
+    assert held_out.tolist() == [False] * 4 + [True] * 4
+    assert data.rows(0, torch.Size([2, 3, 7]), decoder=True)[0].tolist() == [True, True, False, True, True, True]
+    assert data.rows(0, torch.Size([6, 7]), decoder=True)[0].tolist() == [True, True, False, True, True, True]
+    assert data.rows(0, torch.Size([2, 5, 7]), decoder=True)[0].all()  # no mask of that shape
+    with pytest.raises(OptionError, match="can't be divided among 2"):
+        data.rows(0, torch.Size([3, 7]), decoder=False)
+
+
+def test_stored_batches_hold_what_was_given_and_no_more(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    big = torch.arange(400_000).reshape(-1, 8) % 90
+    data = Batches([{"input_ids": big[4:6], "labels": big[4:6], "use_cache": True}], model, tmp_path)
+    stored = data.inputs(0)
+    assert torch.equal(stored["input_ids"], big[4:6])
+    assert "labels" not in stored
+    assert stored["use_cache"] is False
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 20_000  # not the tensor that it is a view of
+
+
+def test_the_main_input_says_how_many_sequences_there_are(tmp_path: Path) -> None:
+    given = {"position_ids": torch.arange(4)[None], "input_ids": torch.ones(3, 4).long()}
+    assert Batches([given], tiny("gpt2"), tmp_path).sequences == 3
+
+
+def test_labels_become_a_decoders_input() -> None:
+    model = tiny("bart", "AutoModelForSeq2SeqLM")
+    ids, labels = torch.ones(2, 5).long(), torch.tensor([[9, 8, 2], [7, 2, -100]])
+    given = calibration_inputs({"input_ids": ids, "labels": labels}, 0, model)
+    assert given["decoder_input_ids"].tolist() == [[3, 9, 8], [3, 7, 2]]
+    assert given["decoder_attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert "labels" not in given
+    alone = calibration_inputs({"input_ids": ids}, 0, model)
+    assert alone["decoder_input_ids"][:, 0].tolist() == [3, 3]
+
+
+def test_streams_are_tried_on_their_first_batch_only() -> None:
+    model, asked = tiny("gpt2"), []
+
+    def stream() -> Iterator[Tensor]:
+        for i in range(3):
+            asked.append(i)
+            yield torch.full((1, 4), i + 5)
+
+    tried = tried_batches(stream(), model)
+    assert asked == [0]
+    assert [int(batch[0, 0]) for batch in tried] == [5, 6, 7]
+    with pytest.raises(OptionError, match="no batch"):
+        tried_batches(iter(()), model)
+
+
+def test_a_shuffling_loader_leaves_the_random_stream_alone() -> None:
+    model = tiny("gpt2")
+    loader = DataLoader(torch.randint(5, 90, (8, 6)), batch_size=4, shuffle=True)
+    stream = torch.get_rng_state()
+    tried_batches(loader, model)
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+def test_what_is_tried_leaves_no_trace() -> None:
+    model = tiny("gpt2").train()
+    given = copy.deepcopy(inputs(model))
+    before = fingerprint(model)
+    tried_batches([given], model)
+    with pytest.raises(OptionError, match="doesn't take calibration batch 0"):
+        tried_batches([{"input_ids": torch.full((2, 3), 4000)}], model)
+    assert not changes(before, fingerprint(model))
