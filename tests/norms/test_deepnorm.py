@@ -476,7 +476,7 @@ def test_rms_after_deepnorm() -> None:
         ("block", 3),
         ("call", -1),
         ("placement", "somewhere"),
-        ("scale", 1),
+        ("altered", 1),
         ("weights", [["a", "none"]]),
         ("weights", "all"),
         ("norm", "x" * 2000),
