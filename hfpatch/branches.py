@@ -47,7 +47,7 @@ class Branch:
         readers: of a `post` branch, the outermost modules that read the stream for it; () where some can't be told.
         placement: "pre", "post", "parallel" (several branches read and write the same points of the stream),
             "sandwich", "olmo2", or "other".
-        altered: whether what the outlet returns is altered on its way to the stream: multiplied, or its positions moved.
+        altered: whether what the outlet returns is multiplied, or its positions moved, on its way to the stream.
         dropout: attribute of the outlet's parent with the rate of a dropout that is a function and comes after the
             outlet; "" where there is none, "?" where one was seen whose rate isn't found.
         mixes: whether it lets one position see another, as attention does and a feed-forward network doesn't.
