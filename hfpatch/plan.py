@@ -161,8 +161,9 @@ def plan_patch(
         only: globs over module names; others are kept. For positions they choose attentions: the table that feeds a
             chosen one goes.
         keep: globs over module names that stay as they are, attentions and position tables included.
-        init: how new parameters start: "auto" (exact where that is true, else "copy"), "exact" (refuse what isn't),
-            "copy" (gains and shifts are the replaced norm's own Parameters), "reset" (the paper's starting values).
+        init: how new parameters start: "auto" (exact where that is true, else the nearest closed form), "exact" (keep
+            norms that wouldn't be, refuse where nothing is), "copy" (gains and shifts are the replaced norm's own
+            Parameters, nothing else changes), "reset" (the paper's starting values).
         example_inputs: keyword arguments of one forward, for norms that are to be exact: such a model is measured on a
             small one of its class, and checked on itself. None makes them from its signature and config.
         placement: where the norm of a residual branch stands ("pre", "post", "olmo2", "sandwich"): another function.

@@ -804,6 +804,29 @@ def test_fold_bias_with_conv1d() -> None:
     assert model.transformer.h[1].ln_2.bias is None
 
 
+def test_fold_bias_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(tiny_config("gpt2"))
+    with pytest.raises(UnsupportedError, match=r"fold_bias=True: .* meta device\. Load them first\."):
+        plan_patch(model, norm=RMS(fold_bias=True))
+
+
+def test_fold_bias_of_a_model_that_doesnt_run() -> None:
+    with pytest.raises(UnsupportedError, match=r"fold_bias=True: .*GPT2LMHeadModel can't be followed: index out of"):
+        plan_patch(tiny("gpt2", LM), norm=RMS(fold_bias=True), example_inputs={"input_ids": torch.full((1, 3), 97)})
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit", "dinov2"])
+@pytest.mark.parametrize("norm", ["rms", RMS("parametrize"), RMS(fold_bias=True)])
+def test_a_plan_touches_nothing(name: str, norm: Any) -> None:
+    model = MAKE[name]().train()
+    for module in model.modules():
+        module.register_forward_hook(lambda *a: pytest.fail("a plan ran a user's hook"))
+    before = fingerprint(model)
+    assert not plan_patch(model, norm=norm).empty
+    assert not changes(before, fingerprint(model))
+
+
 def test_fold_bias_is_refused_where_something_else_reads_the_norm() -> None:
     model = tiny("bert")
     before = fingerprint(model)

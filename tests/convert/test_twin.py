@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 import transformers
+import zoo
 from tiny_models import inputs, patch, tiny, tiny_config
 from torch import nn
 
@@ -54,10 +55,12 @@ class TestSmall:
             assert float(parameter.std()) > 0.05, name
 
     def test_a_closed_gate_is_opened(self) -> None:
-        config = transformers.MllamaConfig().vision_config
-        small, _ = twin(tiny("vit"))
-        assert config is not None
-        assert all(float(p.abs().max()) > 0 for p in small.parameters())
+        model, given = zoo.tiny("mllama_vision_model")
+        gates = [name for name, parameter in model.named_parameters() if "gate" in name and parameter.numel() == 1]
+        small, _ = twin(model, given)
+        assert gates
+        assert all(float(small.get_parameter(name)) != 0.0 for name in gates)
+        assert any(float(model.get_parameter(name)) == 0.0 for name in gates)
 
 
 class TestReproducible:
@@ -69,8 +72,9 @@ class TestReproducible:
         assert not torch.equal(a.wte.weight, c.wte.weight)
 
     def test_global_generators_are_left_alone(self) -> None:
+        model = tiny("bert")
         before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()
-        twin(tiny("bert"))
+        twin(model)
         assert torch.equal(torch.get_rng_state(), before[0])
         assert random.getstate() == before[1]
         assert (numpy.random.get_state()[1] == before[2]).all()
