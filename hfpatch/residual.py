@@ -80,8 +80,8 @@ class Join:
         assert x is not None
         if x.shape != f.shape:
             raise UnsupportedError(
-                f"{self.outlet}: what it returns, {tuple(f.shape)}, isn't of the stream's shape {tuple(x.shape)} for this "
-                "input, so they can't be normalised together. Give inputs that need no padding inside the model."
+                f"{self.outlet}: what it returns, {tuple(f.shape)}, isn't of the stream's shape {tuple(x.shape)} for "
+                "this input, so they can't be normalised together. Give inputs that need no padding inside the model."
             )
         return norm((x if self.form == "post" else self.alpha * x) + f) - x
 
