@@ -47,7 +47,7 @@ class Branch:
         readers: of a `post` branch, the outermost modules that read the stream for it; () where some can't be told.
         placement: "pre", "post", "parallel" (several branches read and write the same points of the stream),
             "sandwich", "olmo2", or "other".
-        scale: whether the outlet's output is multiplied by something on its way to the stream.
+        altered: whether what the outlet returns is multiplied, or its positions moved, on its way to the stream.
         dropout: attribute of the outlet's parent with the rate of a dropout that is a function and comes after the
             outlet; "" where there is none, "?" where one was seen whose rate isn't found.
         mixes: whether it lets one position see another, as attention does and a feed-forward network doesn't.
@@ -64,7 +64,7 @@ class Branch:
     projection: str
     readers: tuple[str, ...]
     placement: str
-    scale: bool
+    altered: bool
     dropout: str
     mixes: bool
     cross: bool
@@ -77,7 +77,7 @@ class Junction:
 
     Attributes:
         block: name of the blocks, with `*` for every number between dots.
-        norm, outer, outlet, call, scale, dropout, placement: as in `Branch`, the names relative to the block.
+        norm, outer, outlet, call, altered, dropout, placement: as in `Branch`, the names relative to the block.
         projection, readers: likewise.
         weights: (module, part) of what DeepNorm scales in a model that starts afresh: part is "all", or where values
             lie in a fused projection: "blocks" for `[q | k | v]`, "heads" for each head's `[q | k | v]` in turn.
@@ -89,7 +89,7 @@ class Junction:
     outer: str
     outlet: str
     call: int
-    scale: bool
+    altered: bool
     dropout: str
     placement: str
     projection: str
@@ -103,7 +103,7 @@ def junction_of(branch: Branch) -> Junction:
     """The branch without the numbers of its layer."""
     names = {name: getattr(branch, name) for name in ("norm", "outer", "outlet", "projection")}
     inside = {name: value.removeprefix(f"{branch.block}.") for name, value in names.items()}
-    rest = {name: getattr(branch, name) for name in ("call", "scale", "dropout", "placement")}
+    rest = {name: getattr(branch, name) for name in ("call", "altered", "dropout", "placement")}
     readers = tuple(name.removeprefix(f"{branch.block}.") for name in branch.readers)
     return Junction(block=pattern_of(branch.block), readers=readers, **inside, **rest)
 
@@ -434,16 +434,31 @@ class _Reader:
         return first is not None and points[first] is not None and self.stream.points.get(first) is None
 
     def _chains(self, calls: list[Call]) -> list[list[Call]]:
-        """Calls that move one another belong to one branch; in the order in which they end."""
+        """Calls that move one another belong to one branch, experts that one module adds too; as they end."""
         chains: list[list[Call]] = []
         for call in calls:
-            for chain in chains:
-                if any(call in self.moves[earlier].outputs for earlier in chain):
-                    chain.append(call)
-                    break
-            else:
-                chains.append([call])
-        return chains
+            moving = [chain for chain in chains if any(call in self.moves[earlier].outputs for earlier in chain)]
+            chains = [chain for chain in chains if chain not in moving]
+            chains.append([*(earlier for chain in moving for earlier in chain), call])
+        return [sorted(chain, key=lambda call: self.rank[call]) for chain in chains]
+
+    def _arrives(self, outlet: Call, point: Call) -> bool:
+        """Whether the stream moves at each position by what the outlet moves there."""
+        probe = self.probe
+        generator = torch.Generator().manual_seed(4)
+        output = probe.outputs[outlet]
+        noise = torch.randn(output.shape, generator=generator, dtype=output.dtype).to(output.device) * output.std()
+
+        def change(call: Call, tensor: Tensor) -> Tensor | None:
+            if call == outlet:
+                return probe.outputs[call] + noise
+            known = probe.outputs.get(call)
+            held = call[0] in probe.matrices and not outlet[0].startswith(f"{call[0]}.")
+            return known.clone() if held and known is not None and known.shape == tensor.shape else None
+
+        _, points, _ = probe.watched({}, change)
+        by = points[point] - probe.points[point]
+        return bool((by - noise.reshape(by.shape)).abs().max() <= _TOLERANCE * noise.abs().max())
 
     def _parallel(self, chain: list[Call], chains: list[list[Call]]) -> bool:
         """Whether another branch that meets the stream at the same point neither sees this one's output nor is seen."""
@@ -474,8 +489,6 @@ class _Reader:
             norm, outer, placement = point[0], "", "post" if not (pre or ended_by_norm) else "other"
         if parallel:
             placement = "parallel"
-        factor = self.moves[outlet].points[point]
-        assert factor is not None
         return Branch(
             self.block.name,
             self._name(norm),
@@ -486,7 +499,7 @@ class _Reader:
             self._name(projection[0]) if projection else "",
             tuple(map(self._name, self._readers(writer, outlet, norm, held))) if placement == "post" else (),
             placement,
-            bool((factor - 1).abs().max() > _TOLERANCE),
+            not self._arrives(outlet, point),
             self._functional_dropout(outlet, point),
             self._mixes(writer, held),
             self._reads_another_stack(writer, held),
@@ -625,8 +638,8 @@ def _junction_from_json(stored: Any, where: str) -> Junction:
         raise CheckpointError(f"{where}: placement is {stored['placement']!r:.80}, not one of {', '.join(PLACEMENTS)}.")
     if type(stored["call"]) is not int or stored["call"] < 0:
         raise CheckpointError(f"{where}: call is {stored['call']!r:.80}, not the number of a call.")
-    if not isinstance(stored["scale"], bool):
-        raise CheckpointError(f"{where}: scale is {stored['scale']!r:.80}, not true or false.")
+    if not isinstance(stored["altered"], bool):
+        raise CheckpointError(f"{where}: altered is {stored['altered']!r:.80}, not true or false.")
     for key in ("alpha", "beta"):
         if type(stored[key]) not in (int, float) or not 0 < stored[key] < float("inf"):
             raise CheckpointError(f"{where}: {key} is {stored[key]!r:.80}, not a positive number.")

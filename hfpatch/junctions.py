@@ -101,6 +101,7 @@ def discover(model: nn.Module, request: str, example_inputs: Mapping[str, Any] |
             f"{type(model).__name__}: no residual branch with a norm was found, so {request} has nothing to change."
         )
     junctions = _merged(branches, scaled, request)
+    _require_everywhere(small, junctions, branches, request)
     return Found(junctions, _depths(model, junctions, branches), small, inputs)
 
 
@@ -120,6 +121,17 @@ def _merged(branches: list[Branch], weights: Mapping[Branch, Any], request: str)
         scaled = tuple(dict.fromkeys((*known.weights, *weights.get(branch, ()))))
         junctions[key] = replace(known, weights=scaled, projection=projection)
     return list(junctions.values())
+
+
+def _require_everywhere(small: nn.Module, junctions: list[Junction], branches: list[Branch], request: str) -> None:
+    """Refuse stacks in which only some layers meet the stream so (windows that some layers cut, say)."""
+    found = {(branch.block, junction_of(branch).outlet, branch.call) for branch in branches}
+    for site in sites_of(small, junctions):
+        if (site.block_name, site.junction.outlet, site.junction.call) not in found:
+            raise UnsupportedError(
+                f"{site.block_name}: its {site.junction.outlet} doesn't meet the stream as in other layers of its "
+                f"stack, so {request} can't change all of them alike."
+            )
 
 
 def _depths(model: nn.Module, junctions: list[Junction], branches: list[Branch]) -> dict[str, Depth]:
@@ -171,10 +183,10 @@ def require_joinable(site: Site) -> None:
         WrappedModelError: a module carries a forward of its own.
     """
     junction = site.junction
-    if junction.scale:
+    if junction.altered:
         raise UnsupportedError(
-            f"{site.block_name}: what its {junction.outlet} returns is multiplied on its way to the stream, so no "
-            "norm can be put behind it."
+            f"{site.block_name}: what its {junction.outlet} returns is multiplied on its way to the stream, or its "
+            "positions are moved, so no norm can be put behind it."
         )
     if junction.dropout == "?":
         raise UnsupportedError(

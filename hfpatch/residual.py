@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .edits import Edits
+from .errors import UnsupportedError
 from .view import LENS, Arguments, InnerView, Lens, ListView, host_class, lens_of, lensed_class, with_lens
 
 
@@ -77,6 +78,11 @@ class Join:
         if self.form in ("sandwich", "olmo2"):
             return norm(f)
         assert x is not None
+        if x.shape != f.shape:
+            raise UnsupportedError(
+                f"{self.outlet}: what it returns, {tuple(f.shape)}, isn't of the stream's shape {tuple(x.shape)} for "
+                "this input, so they can't be normalised together. Give inputs that need no padding inside the model."
+            )
         return norm((x if self.form == "post" else self.alpha * x) + f) - x
 
 

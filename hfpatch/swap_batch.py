@@ -39,9 +39,15 @@ def settle_batch(model: nn.Module, part: Part, example_inputs: Mapping[str, Any]
             "Start from the original."
         )
     small, inputs = twin(model, example_inputs)
-    blocks = observe_blocks(small, inputs)
+    try:
+        blocks = observe_blocks(small, inputs)
+        both_ways = {pattern_of(block.name) for block in blocks if _sees_later(block)}
+    except Exception as error:  # a block that can't run by itself, with the arguments of a call in the model
+        raise UnsupportedError(
+            f"{type(model).__name__}: its blocks can't be run one by one ({type(error).__name__}: {error}), so whether "
+            f"it is causal can't be told, and {request} is for encoders."
+        ) from error
     stacks = {pattern_of(block.name) for block in blocks}
-    both_ways = {pattern_of(block.name) for block in blocks if _sees_later(block)}
     if not both_ways:
         raise UnsupportedError(
             f"{type(model).__name__}: none of its blocks lets a position see later ones, so it is causal (or not shown "

@@ -164,4 +164,4 @@ def run(model: Any, **more: Any) -> Tensor:
 
 
 def error(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max() / b.abs().max())
+    return float((a - b).detach().abs().max() / b.detach().abs().max())

@@ -215,7 +215,7 @@ def test_branches(name: str) -> None:
         names = ("norm", "outlet", "writer", "projection")
         inside = [tuple(getattr(b, key).removeprefix(f"{block}.") for key in names) for b in here]
         assert [(*item, b.placement, b.dropout) for item, b in zip(inside, here, strict=True)] == expected
-    assert not any(branch.scale or branch.shared for branch in branches)
+    assert not any(branch.altered or branch.shared for branch in branches)
 
 
 @every_family
@@ -320,7 +320,7 @@ def test_forms(form: str, placements: list[str], norms: list[str]) -> None:
     branches = of_form(form)
     assert [branch.placement for branch in branches] == placements
     assert [branch.norm.rpartition("norms.")[2] for branch in branches] == norms
-    assert all(branch.scale == (form == "scaled") for branch in branches)
+    assert all(branch.altered == (form == "scaled") for branch in branches)
     unknown = "?" if form == "hidden dropout" else ""  # its rate is no attribute
     assert all(branch.dropout == unknown for branch in branches)
     if form == "sandwich":

@@ -215,5 +215,18 @@ def test_attentions_and_hidden_states_are_recorded() -> None:
     assert len(output.hidden_states) == 3
 
 
+def test_on_the_command_line() -> None:
+    from typer.testing import CliRunner
+
+    from hfpatch.cli import app
+
+    result = CliRunner().invoke(app, ["plan", "config:gpt2", "--placement", "post"])
+    assert result.exit_code == 0, result.output
+    assert "h.{0-11}.ln_{1-2}  x24" in result.output
+    assert "LN(x + f(x))" in result.output
+    result = CliRunner().invoke(app, ["plan", "config:gpt2", "--norm", "deepnorm"])
+    assert "a = 2.213" in result.output  # 24^(1/4)
+
+
 def test_registered() -> None:
     assert list(PLACEMENTS) == ["olmo2", "post", "pre", "sandwich"]

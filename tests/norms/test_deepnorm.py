@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import MODELS, POST, RATE, bart, deepnorm, error, every_model, make, run
+from by_hand import MODELS, POST, RATE, STEPS, bart, deepnorm, error, every_model, make, opt, run
 from tiny_models import changes, difference, fingerprint, inputs, outputs, patch, reload, tiny
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -324,16 +324,37 @@ def test_options_are_checked(options: dict) -> None:
 # --- it lives like any patch ------------------------------------------------------------------------------------------
 
 
+def last_of(branches: int, name: str) -> Any:
+    """A step that is DeepNorm for a block's last branch and the host's own for the others."""
+    calls = iter(range(1000))
+    own = STEPS["post" if name in POST else "pre"]
+    return lambda x, f, norm: (deepnorm(ALPHA) if next(calls) % branches == branches - 1 else own)(x, f, norm)
+
+
 @every_model
 def test_only_some_norms(name: str) -> None:
-    """What isn't chosen stays as it was, dropout included."""
+    """Branches that aren't chosen stay as they were."""
     model = make(name)
-    chosen = {"gpt2": "*.ln_2", "vit": "*.layernorm_after", "bert": "*.output.LayerNorm"}.get(name, "*final_layer_norm")
-    patch(model, norm=DeepNorm(alpha=ALPHA), only=chosen)
-    whole = patch(make(name), norm=DeepNorm(alpha=ALPHA))
-    assert error(run(model), run(whole)) > 1e-3 or name == "bert"
-    original = make(name)
-    assert error(run(model), run(original)) > 1e-3
+    original = copy.deepcopy(model)
+    chosen = {"gpt2": "*.ln_2", "vit": "*.layernorm_after", "bert": "encoder.layer.[01].output.LayerNorm"}
+    patch(model, norm=DeepNorm(alpha=ALPHA), only=chosen.get(name, "*.layers.?.final_layer_norm"))
+    steps = [last_of(2, name), last_of(3, name)] if name == "bart" else [last_of(2, name)]
+    with torch.no_grad():
+        assert error(run(model), MODELS[name][2](original, *steps)) < 1e-12
+        assert error(run(model), run(original)) > 1e-3
+
+
+def test_dropout_of_branches_that_are_not_chosen() -> None:
+    """OPT's two branches have their dropout's rate from one attribute."""
+    model = make("opt, pre-norm", dropout=RATE).train()
+    original = copy.deepcopy(model)
+    patch(model, norm=DeepNorm(alpha=ALPHA), only="*.layers.?.final_layer_norm")
+    with torch.no_grad():
+        results = []
+        for forward in (lambda: run(model), lambda: opt(original, last_of(2, "opt, pre-norm"))):
+            torch.manual_seed(5)
+            results.append(forward())
+        assert error(*results) < 1e-12
 
 
 @every_model
@@ -377,7 +398,7 @@ def test_undone_to_the_bit(name: str) -> None:
     assert not changes(before, fingerprint(model))
 
 
-@every_model
+@pytest.mark.parametrize("name", ["gpt2", "opt, post-norm", "bert"])
 def test_compiled_whole(name: str) -> None:
     model = patch(make(name), norm=DeepNorm(alpha=ALPHA))
     given = {key: x.double() if x.is_floating_point() else x for key, x in inputs(model).items()}
@@ -476,7 +497,7 @@ def test_rms_after_deepnorm() -> None:
         ("block", 3),
         ("call", -1),
         ("placement", "somewhere"),
-        ("scale", 1),
+        ("altered", 1),
         ("weights", [["a", "none"]]),
         ("weights", "all"),
         ("norm", "x" * 2000),
