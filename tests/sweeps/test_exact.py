@@ -11,7 +11,9 @@ import pytest
 import transformers
 import zoo
 
+from hfpatch import patch_model
 from hfpatch.convert.centring import Axis, Centring
+from hfpatch.norms import RMSNorm
 
 FIXED = ["gpt2", "olmo", "cohere", "nemotron", "bloom", "dinov2", "opt", "gpt_neox"]  # all of their norms are exact
 SAMPLE = 5
@@ -37,6 +39,20 @@ def test_all_norms_are_exact(model_type: str) -> None:
     assert result.status == "exact", result
     assert result.exact == result.layer_norms > 0
     assert result.control > 1e-3  # without the centring the swap isn't the same function
+
+
+@pytest.mark.parametrize("model_type", [*FIXED, *_sample()])
+def test_patch_model_carries_it_out(model_type: str) -> None:
+    """What the sweep found, written to a model with other weights, in float64 and then in its own precision."""
+    model, _ = zoo.tiny(model_type)
+    found = exact.find_centring(model, zoo.tiny(model_type)[1])
+    expected = [name for name in exact.layer_norms(model) if exact.starred(name) in found.exact]
+    other, fresh = zoo.tiny(model_type, seed=11)
+    other, fresh = exact.in_eager_double(other), exact.doubled(fresh)
+    before = exact.run(other, fresh)
+    patch_model(other, norm="rms", init="exact", example_inputs=zoo.tiny(model_type)[1])
+    assert exact.relative(before, exact.run(other, fresh)) <= exact.AS_WRITTEN
+    assert [name for name, module in other.named_modules() if isinstance(module, RMSNorm)] == expected
 
 
 @pytest.mark.parametrize("model_type", _sample())
