@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "recipes/results/lm"
 SWEEP = ROOT / "tests/sweeps/norm_swap.json"
+EXACT = ROOT / "tests/sweeps/exact.json"
+REPAIR = ROOT / "tests/sweeps/repair.md"
 
 
 def _cli(*args: str) -> str:
@@ -43,7 +45,30 @@ def sweep() -> str:
     )
 
 
-BLOCKS = {"plan": plan, "results": results, "sweep": sweep, "families": families}
+def exact() -> str:
+    totals = json.loads(EXACT.read_text())
+    count = {kind: totals.get(kind, 0) for kind in ("exact", "in part", "refused", "wrong")}
+    return (
+        f"Of {len(totals['types'])} model types with a LayerNorm (transformers {totals['transformers']}) "
+        f"**{count['exact']} are exact in full**, {count['in part']} in part, {count['refused']} refused, "
+        f"**{count['wrong']} wrong**; each with its error and the reasons in "
+        "[tests/sweeps/exact.md](tests/sweeps/exact.md)."
+    )
+
+
+def repair() -> str:
+    text = REPAIR.read_text().strip()
+    return text[text.index("## ") :].replace("## ", "### ")
+
+
+BLOCKS = {
+    "plan": plan,
+    "results": results,
+    "repair": repair,
+    "sweep": sweep,
+    "exact": exact,
+    "families": families,
+}
 
 
 def block(name: str, text: str) -> tuple[int, int]:
