@@ -5,26 +5,31 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 from report import COLOURS, machine, show, table
 
-MARGIN = 0.05  # nats: the mean loss of a few thousand tokens is no surer than that
+MARGIN = 0.05  # nats: what a model must know beyond how often each token occurs
 LABELS = {"post": "post-norm", "pre": "pre-norm", "deepnorm": "DeepNorm"}
+UNIGRAM = {"color": "#444444", "ls": "--", "lw": 1.2, "zorder": 9}
 
 Cell = dict[str, Any]
 
 
+def end(figures: list[float]) -> float:
+    """Mean of the last tenth."""
+    return float(np.mean(figures[-max(1, len(figures) // 10) :]))
+
+
 def final_loss(cell: Cell) -> float:
     """Mean loss of the last tenth of the steps; inf for a model whose figures stopped being finite."""
-    losses = cell["loss"]
-    return float("inf") if cell["not_finite_at"] else float(np.mean(losses[-max(1, len(losses) // 10) :]))
+    return float("inf") if cell["not_finite_at"] else end(cell["loss"])
 
 
-def verdict(cell: Cell, unigram: float) -> str:
-    """A model that knows no more than how often each token occurs has the unigram entropy as its loss."""
+def verdict(cell: Cell, unigram: list[float]) -> str:
+    """Against a model that knows how often each token occurs and no more, on the same batches."""
     if cell["not_finite_at"]:
         return "diverged"
-    return "trains" if final_loss(cell) < unigram - MARGIN else "stalled"
+    return "trains" if final_loss(cell) < end(unigram) - MARGIN else "stalled"
 
 
 def groups(results: dict[str, Any]) -> dict[tuple[int, str], list[Cell]]:
@@ -47,18 +52,17 @@ def spread(figures: list[float], form: Any = show) -> str:
 
 def depth_report(results: dict[str, Any]) -> str:
     """The results as Markdown that is also aligned in a terminal."""
-    config, data, unigram = results["config"], results["data"], results["data"]["unigram_entropy"]
+    config, data, unigram = results["config"], results["data"], results["unigram_loss"]
     columns = [["layers"], ["variant"], ["loss"], ["below unigram"], ["verdict"], ["gradient, step 1"], ["largest"]]
     for (depth, variant), cells in groups(results).items():
-        losses = [final_loss(c) for c in cells]
-        verdicts = [verdict(c, unigram) for c in cells]
+        verdicts = [verdict(c, unigram[str(c["seed"])]) for c in cells]
         parts = {v: f"{v} {verdicts.count(v)} of {len(cells)}" if len(cells) > 1 else v for v in sorted(set(verdicts))}
         first = [c["grad_norm"][0] for c in cells if c["grad_norm"]]
         row = [
             str(depth),
             LABELS.get(variant, variant),
-            spread(losses),
-            spread([unigram - loss for loss in losses], "{:+.3f}".format),
+            spread([final_loss(c) for c in cells]),
+            spread([end(unigram[str(c["seed"])]) - final_loss(c) for c in cells], "{:+.3f}".format),
             ", ".join(parts.values()),
             spread(first) if first else "-",
             spread([max(c["grad_norm"]) for c in cells if c["grad_norm"]]) if first else "-",
@@ -70,9 +74,10 @@ def depth_report(results: dict[str, Any]) -> str:
         "",
         *table(columns),
         "",
-        f"*loss*: mean of the last tenth of {config['steps']} steps. *verdict*: stalled is a "
-        f"loss not {MARGIN} below the unigram entropy, {unigram:.3f} nats: the model knows how often each token occurs "
-        "and no more. Diverged is a loss or gradient that isn't finite.",
+        f"*loss*: mean of the last tenth of {config['steps']} steps. *below unigram*: how far that is below the "
+        "loss of a model that knows how often each token occurs and no more, on the same batches (on the whole text: "
+        f"{data['unigram_entropy']:.3f}, the unigram entropy). *verdict*: stalled is less than {MARGIN} below; "
+        "diverged is a loss or gradient that isn't finite.",
         f"OPT of width {config['width']} with {config['heads']} heads from Xavier's initial weights; AdamW (.9, .98), "
         f"learning rate {config['learning_rate']:g}, {config['warmup_steps']} steps of warmup, then constant; "
         f"{config['batch_size']} x {config['block_size']} tokens a step; "
@@ -95,7 +100,7 @@ def smooth(figures: list[float], width: int) -> np.ndarray:
 
 def draw_depths(results: dict[str, Any], path: Path) -> None:
     """Above: loss by step, a panel for each depth; in the middle: gradient norm; below: the ends, and the layers."""
-    config, unigram, found = results["config"], results["data"]["unigram_entropy"], groups(results)
+    config, unigram, found = results["config"], results["unigram_loss"], groups(results)
     depths = list(dict.fromkeys(depth for depth, _ in found))
     style = {v: {"color": COLOURS[i % 6], "label": LABELS.get(v, v)} for i, v in enumerate(config["variants"])}
     figure = plt.figure(figsize=(max(9.0, 3.3 * len(depths)), 10), layout="constrained")
@@ -112,17 +117,19 @@ def draw_depths(results: dict[str, Any], path: Path) -> None:
                     axis.plot(range(1, len(curve) + 1), curve, lw=1.7, alpha=0.85, **look)
                     if cell["not_finite_at"] and len(curve):
                         axis.plot(len(curve), curve[-1], "x", ms=9, mew=2.5, color=look["color"])
-        top.axhline(unigram, color="#555555", ls="--", lw=1.2, label="unigram entropy")
+        curve = smooth(unigram[str(config["seeds"][0])], width)
+        top.plot(range(1, len(curve) + 1), curve, label="unigram model", **UNIGRAM)
         top.set_title(f"{depth} layers")
         middle.set(yscale="log", xlabel="step" if width == 1 else f"step (means over the last {width})")
-        middle.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        middle.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10], integer=True))
         readable(middle)
     panels[0, 0].set_ylabel("training loss, nats a token")
     panels[1, 0].set_ylabel("gradient norm")
-    panels[0, 0].set_ylim(top=min(panels[0, 0].get_ylim()[1], 2 * unigram))
+    panels[0, 0].set_ylim(top=min(panels[0, 0].get_ylim()[1], 2 * results["data"]["unigram_entropy"]))
     panels[0, 0].legend(frameon=False)
     ends, layers = below.subplots(1, 2)
-    draw_ends(ends, found, unigram, style)
+    draw_ends(ends, found, style)
+    ends.axhline(np.mean([end(unigram[str(seed)]) for seed in config["seeds"]]), **UNIGRAM)
     draw_layers(layers, found, style)
     for axis in [*panels.flat, ends, layers]:
         axis.grid(alpha=0.25)
@@ -131,7 +138,7 @@ def draw_depths(results: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def draw_ends(axis: Any, found: dict[tuple[int, str], list[Cell]], unigram: float, style: dict[str, Any]) -> None:
+def draw_ends(axis: Any, found: dict[tuple[int, str], list[Cell]], style: dict[str, Any]) -> None:
     """The loss at the end against depth; a diverged model is a cross at the upper edge."""
     for variant, look in style.items():
         points = [(d, final_loss(c)) for (d, v), cells in found.items() if v == variant for c in cells]
@@ -142,10 +149,9 @@ def draw_ends(axis: Any, found: dict[tuple[int, str], list[Cell]], unigram: floa
         for depth in [d for d, loss in points if not np.isfinite(loss)]:
             axis.plot(depth, 0.97, "x", ms=9, mew=2.5, color=look["color"], transform=axis.get_xaxis_transform())
     depths = sorted({depth for depth, _ in found})
-    axis.axhline(unigram, color="#555555", ls="--", lw=1.2)
-    axis.set(xscale="log", xlabel="layers", ylabel="loss, last tenth of the steps", title="Where training stops")
+    axis.set(xscale="log", xlabel="layers", ylabel="loss, last tenth of the steps", title="Loss at the end")
     axis.set_xticks(depths, [str(depth) for depth in depths], minor=False)
-    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.xaxis.set_minor_locator(NullLocator())
 
 
 def draw_layers(axis: Any, found: dict[tuple[int, str], list[Cell]], style: dict[str, Any]) -> None:
@@ -157,7 +163,7 @@ def draw_layers(axis: Any, found: dict[tuple[int, str], list[Cell]], style: dict
                 norms = [np.nan if norm is None else norm for norm in cell["layer_grad_norm"]]
                 axis.plot(range(1, depth + 1), norms, lw=1.7, alpha=0.85, color=style[variant]["color"])
     axis.set(yscale="log", xlabel="layer", ylabel="norm of its gradient", title=f"First step, {deepest} layers")
-    axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
     readable(axis)
 
 

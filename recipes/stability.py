@@ -191,16 +191,23 @@ class Sweep:
                 f"the text has {len(self.tokens)} tokens, less than one block of {c.block_size}: "
                 "give more text, or a smaller --block_size"
             )
-        shares = np.bincount(self.tokens)[np.unique(self.tokens)] / len(self.tokens)
+        shares = np.bincount(self.tokens, minlength=c.vocab_size) / len(self.tokens)
+        self.surprise = -np.log(np.where(shares > 0, shares, 1.0))
         python = f"standard library of Python {platform.python_version()}"
         self.data = {
             "source": ", ".join(d.name for d in documents) if c.text else python,
             "sha256": fingerprint(documents),
             "files": len(documents),
             "tokens": len(self.tokens),
-            "unigram_entropy": float(-(shares * np.log(shares)).sum()),
+            "unigram_entropy": float(shares @ self.surprise),
         }
         self.accelerator.print(f"unigram entropy of the text: {self.data['unigram_entropy']:.3f} nats a token")
+
+    def unigram_losses(self, seed: int) -> list[float]:
+        """At every step the loss of a model that knows how often each token occurs in the text, and no more."""
+        blocks = TrainBlocks(self.tokens, self.task, seed, 0, self.config.steps * self.config.batch_size)
+        losses = [self.surprise[blocks[i]["labels"][1:]].mean() for i in range(len(blocks))]
+        return [round(float(loss), 4) for loss in np.reshape(losses, (self.config.steps, -1)).mean(1)]
 
     # -- one model
 
@@ -278,6 +285,7 @@ class Sweep:
             "data": self.data,
             "hardware": hardware(self.accelerator),
             "versions": versions(),
+            "unigram_loss": {str(seed): self.unigram_losses(seed) for seed in self.config.seeds},
             "wall_seconds": self.earlier,
             "cells": cells,
         }

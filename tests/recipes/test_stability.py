@@ -159,11 +159,15 @@ class TestFigures:
             norm = sum(p.grad.square().sum().item() for p in layer.parameters()) ** 0.5
             assert cell["layer_grad_norm"][1] == pytest.approx(norm, rel=1e-3)
 
-    def test_unigram_entropy_by_hand(self, finished):
-        counts = np.unique([*b"".join(f"verse {i}: {i % 7} sheep went uphill, {i % 5} came back.\n".encode()
-                            for i in range(400))[:3000], 256], return_counts=True)[1]  # fmt: skip
-        expected = -sum(n / 3001 * math.log(n / 3001) for n in counts)
-        assert read_results(finished)["data"]["unigram_entropy"] == pytest.approx(expected)
+    def test_unigram_model_by_hand(self, finished, text):
+        results, stream = read_results(finished), [*text.read_bytes()[:3000], 256]
+        counts = {byte: stream.count(byte) for byte in stream}
+        entropy = -sum(n / 3001 * math.log(n / 3001) for n in counts.values())
+        assert results["data"]["unigram_entropy"] == pytest.approx(entropy)
+        blocks = data.TrainBlocks(np.array(stream), data.Causal(16), 0, 4, 2)  # of the third step
+        predicted = [b for i in range(2) for b in blocks[i]["labels"][1:].tolist()]
+        loss = -sum(math.log(counts[byte] / 3001) for byte in predicted) / 30
+        assert results["unigram_loss"]["0"][2] == pytest.approx(loss, abs=1e-4)
 
     def test_files_and_record(self, finished):
         results, table = read_results(finished), (finished / "results.md").read_text("utf-8")
@@ -204,12 +208,12 @@ class TestVerdict:
     def cell(*losses, not_finite_at=None):
         return {"loss": list(losses), "not_finite_at": not_finite_at}
 
-    def test_against_the_unigram_entropy(self):
-        start = [6.0] * 18
-        assert depth_report.verdict(self.cell(*start, 2.8, 3.0), unigram=3.0) == "trains"
-        assert depth_report.verdict(self.cell(*start, 2.9, 3.0), unigram=3.0) == "stalled"
-        assert depth_report.verdict(self.cell(*start, 4.0, 2.0), unigram=3.0) == "stalled", "a tenth, not a step"
-        assert depth_report.verdict(self.cell(2.0, not_finite_at=2), unigram=3.0) == "diverged"
+    def test_against_the_unigram_model(self):
+        start, unigram = [6.0] * 18, [0.0] * 18 + [2.5, 3.5]
+        assert depth_report.verdict(self.cell(*start, 2.8, 3.0), unigram) == "trains"
+        assert depth_report.verdict(self.cell(*start, 2.9, 3.0), unigram) == "stalled"
+        assert depth_report.verdict(self.cell(*start, 4.0, 2.0), unigram) == "stalled", "a tenth, not a step"
+        assert depth_report.verdict(self.cell(2.0, not_finite_at=2), unigram) == "diverged"
 
     def test_smoothing(self):
         assert depth_report.smooth([1.0, 3.0, 5.0, 7.0], 2).tolist() == [1.0, 2.0, 4.0, 6.0]
