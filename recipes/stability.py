@@ -66,7 +66,9 @@ class StabilityConfig:
                   "deepnorm:alpha=2, which the post-norm model is patched to"},
     )  # fmt: skip
     depths: list[int] = field(default_factory=lambda: [6, 18, 50, 100], metadata={"help": "numbers of layers"})
-    seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "of weights and of the order of the data"})
+    seeds: list[int] = field(
+        default_factory=lambda: [0, 1, 2], metadata={"help": "of weights and of the order of the data"}
+    )
     text: list[str] | None = field(
         default=None, metadata={"help": "UTF-8 text files; none: source and docstrings of Python's standard library"}
     )
@@ -123,7 +125,7 @@ def build(config: StabilityConfig, variant: str, depth: int, seed: int) -> trans
         ffn_dim=4 * config.width,
         num_hidden_layers=depth,
         num_attention_heads=config.heads,
-        max_position_embeddings=config.block_size,
+        max_position_embeddings=max(config.block_size, 32),  # hfpatch tries models out on more than a few tokens
         do_layer_norm_before=NATIVE.get(variant, False),
         init_std=config.width**-0.5,
         dropout=0.0,

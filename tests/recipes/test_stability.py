@@ -22,7 +22,7 @@ import data  # noqa: E402
 import depth_report  # noqa: E402
 import stability  # noqa: E402
 
-TINY = "--width 8 --heads 2 --block_size 16 --batch_size 2 --steps 3 --depths 1 3 --characters 3000"
+TINY = "--width 8 --heads 2 --block_size 8 --batch_size 2 --steps 3 --depths 1 3 --seeds 0 --characters 3000"
 
 
 def tiny(out, *more):
@@ -145,7 +145,7 @@ class TestFigures:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(finished / "tokenizer")
         tokens, _ = data.encode(documents, tokenizer)
         assert len(tokens) == 3001, "bytes, and the end of the text"
-        blocks = data.TrainBlocks(tokens, data.Causal(16), 0, 0, 2)
+        blocks = data.TrainBlocks(tokens, data.Causal(8), 0, 0, 2)
         ids = torch.stack([blocks[i]["input_ids"] for i in range(2)])
         for variant in ("post", "pre", "deepnorm"):
             model = stability.build(config, variant, 3, 0)
@@ -164,9 +164,9 @@ class TestFigures:
         counts = {byte: stream.count(byte) for byte in stream}
         entropy = -sum(n / 3001 * math.log(n / 3001) for n in counts.values())
         assert results["data"]["unigram_entropy"] == pytest.approx(entropy)
-        blocks = data.TrainBlocks(np.array(stream), data.Causal(16), 0, 4, 2)  # of the third step
+        blocks = data.TrainBlocks(np.array(stream), data.Causal(8), 0, 4, 2)  # of the third step
         predicted = [b for i in range(2) for b in blocks[i]["labels"][1:].tolist()]
-        loss = -sum(math.log(counts[byte] / 3001) for byte in predicted) / 30
+        loss = -sum(math.log(counts[byte] / 3001) for byte in predicted) / 14
         assert results["unigram_loss"]["0"][2] == pytest.approx(loss, abs=1e-4)
 
     def test_files_and_record(self, finished):
@@ -198,7 +198,7 @@ class TestFigures:
         still = stability.build(settings(), "post", 1, 0)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokenizer")
         tokens, _ = data.encode(data.first_characters(data.read_text_files([str(text)]), 3000), tokenizer)
-        ids = torch.stack([data.TrainBlocks(tokens, data.Causal(16), 0, 2, 2)[i]["input_ids"] for i in range(2)])
+        ids = torch.stack([data.TrainBlocks(tokens, data.Causal(8), 0, 2, 2)[i]["input_ids"] for i in range(2)])
         assert warm["loss"][1] == pytest.approx(still(input_ids=ids, labels=ids).loss.item(), abs=1e-4)
         assert warm["loss"][1] != figures(finished)["post, 1 layers, seed 0"]["loss"][1]
 
@@ -316,7 +316,7 @@ class TestSettings:
             (["--max_minutes", "nan"], "--max_minutes must be at least 0, not nan"),
             (["--heads", "3"], "--width must be a multiple of --heads 3, not 8"),
             (["--text", "missing.txt"], "can't read the text file missing.txt"),
-            (["--characters", "5"], "less than one block of 16"),
+            (["--characters", "5"], "less than one block of 8"),
         ],
     )
     def test_refused_at_once(self, text, tmp_path, capsys, monkeypatch, flags, message):
