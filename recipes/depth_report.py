@@ -1,5 +1,6 @@
 """What a reader sees of recipes/stability.py: the table and the figure."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from report import COLOURS, machine, show, table
 
 MARGIN = 0.05  # nats: what a model must know beyond how often each token occurs
 LABELS = {"post": "post-norm", "pre": "pre-norm", "deepnorm": "DeepNorm"}
-UNIGRAM = {"color": "#444444", "ls": "--", "lw": 1.2, "zorder": 9}
+UNIGRAM = {"color": "#c4c4c4", "lw": 4.5, "zorder": 1}  # wide and behind: a stalled model runs along it
 
 Cell = dict[str, Any]
 
@@ -90,7 +91,7 @@ def depth_report(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def smooth(figures: list[float], width: int) -> np.ndarray:
+def smooth(figures: Sequence[float], width: int) -> np.ndarray:
     """Mean over the `width` figures up to each; fewer at the start."""
     sums = np.cumsum([0.0, *figures])
     ends = np.arange(1, len(sums))
@@ -98,9 +99,18 @@ def smooth(figures: list[float], width: int) -> np.ndarray:
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
+def mean_curve(curves: list[list[float]]) -> np.ndarray:
+    """Mean at each step of the curves that reach it."""
+    return np.array([np.mean([curve[i] for curve in curves if i < len(curve)]) for i in range(max(map(len, curves)))])
+
+
 def draw_depths(results: dict[str, Any], path: Path) -> None:
-    """Above: loss by step, a panel for each depth; in the middle: gradient norm; below: the ends, and the layers."""
-    config, unigram, found = results["config"], results["unigram_loss"], groups(results)
+    """Above: loss by step, a panel for each depth; in the middle: gradient norm; below: the ends, and the layers.
+
+    Curves are means over seeds.
+    """
+    config, found = results["config"], groups(results)
+    unigram = [results["unigram_loss"][str(seed)] for seed in config["seeds"]]
     depths = list(dict.fromkeys(depth for depth, _ in found))
     style = {v: {"color": COLOURS[i % 6], "label": LABELS.get(v, v)} for i, v in enumerate(config["variants"])}
     figure = plt.figure(figsize=(max(9.0, 3.3 * len(depths)), 10), layout="constrained")
@@ -109,16 +119,14 @@ def draw_depths(results: dict[str, Any], path: Path) -> None:
     width = max(1, config["steps"] // 30)
     for column, depth in enumerate(depths):
         top, middle = panels[:, column]
-        for (_, variant), cells in ((key, cells) for key, cells in found.items() if key[0] == depth):
-            for i, cell in enumerate(cells):
-                look = style[variant] | ({"label": None} if i else {})
-                for axis, figures in ((top, cell["loss"]), (middle, cell["grad_norm"])):
-                    curve = smooth(figures, width)
-                    axis.plot(range(1, len(curve) + 1), curve, lw=1.7, alpha=0.85, **look)
-                    if cell["not_finite_at"] and len(curve):
-                        axis.plot(len(curve), curve[-1], "x", ms=9, mew=2.5, color=look["color"])
-        curve = smooth(unigram[str(config["seeds"][0])], width)
+        curve = smooth(mean_curve(unigram), width)
         top.plot(range(1, len(curve) + 1), curve, label="unigram model", **UNIGRAM)
+        for (_, variant), cells in ((key, cells) for key, cells in found.items() if key[0] == depth):
+            for axis, measure in ((top, "loss"), (middle, "grad_norm")):
+                curve = smooth(mean_curve([cell[measure] for cell in cells]), width)
+                axis.plot(range(1, len(curve) + 1), curve, lw=1.7, alpha=0.85, **style[variant])
+                ends = [len(cell[measure]) for cell in cells if cell["not_finite_at"] and cell[measure]]
+                axis.plot(ends, [curve[n - 1] for n in ends], "x", ms=9, mew=2.5, color=style[variant]["color"])
         top.set_title(f"{depth} layers")
         middle.set(yscale="log", xlabel="step" if width == 1 else f"step (means over the last {width})")
         middle.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10], integer=True))
@@ -129,7 +137,7 @@ def draw_depths(results: dict[str, Any], path: Path) -> None:
     panels[0, 0].legend(frameon=False)
     ends, layers = below.subplots(1, 2)
     draw_ends(ends, found, style)
-    ends.axhline(np.mean([end(unigram[str(seed)]) for seed in config["seeds"]]), **UNIGRAM)
+    ends.axhline(np.mean([end(losses) for losses in unigram]), **UNIGRAM)
     draw_layers(layers, found, style)
     for axis in [*panels.flat, ends, layers]:
         axis.grid(alpha=0.25)
@@ -159,9 +167,8 @@ def draw_layers(axis: Any, found: dict[tuple[int, str], list[Cell]], style: dict
     deepest = max(depth for depth, _ in found)
     for (depth, variant), cells in found.items():
         if depth == deepest:
-            for cell in cells:
-                norms = [np.nan if norm is None else norm for norm in cell["layer_grad_norm"]]
-                axis.plot(range(1, depth + 1), norms, lw=1.7, alpha=0.85, color=style[variant]["color"])
+            norms = [[np.nan if norm is None else norm for norm in cell["layer_grad_norm"]] for cell in cells]
+            axis.plot(range(1, depth + 1), np.mean(norms, 0), lw=1.7, alpha=0.85, color=style[variant]["color"])
     axis.set(yscale="log", xlabel="layer", ylabel="norm of its gradient", title=f"First step, {deepest} layers")
     axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
     readable(axis)

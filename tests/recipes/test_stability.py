@@ -219,6 +219,10 @@ class TestVerdict:
         assert depth_report.smooth([1.0, 3.0, 5.0, 7.0], 2).tolist() == [1.0, 2.0, 4.0, 6.0]
         assert depth_report.smooth([], 2).tolist() == []
 
+    def test_mean_over_seeds(self):
+        assert depth_report.mean_curve([[1.0, 3.0, 5.0], [3.0]]).tolist() == [2.0, 3.0, 5.0]
+        assert depth_report.mean_curve([[]]).tolist() == []
+
 
 class TestStopping:
     def test_ctrl_c_keeps_finished_cells_and_resuming_gives_the_same(
