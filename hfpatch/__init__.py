@@ -17,10 +17,10 @@ from .errors import (
     VerificationError,
     WrappedModelError,
 )
-from .norms import RMS, AffineNorm, DeepNorm, Derf, DyT, Layer, Norm, NormFacts
+from .norms import RMS, AffineNorm, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm, NormFacts
 from .patch import patch_model, unpatch_model
-from .plan import Plan, plan_patch
 from .placement import Placement
+from .plan import Plan, plan_patch
 from .positions import NoPE, Position, RoPE
 from .registry import ARCHITECTURES, NORMS, PLACEMENTS, POSITIONS, Registry
 
@@ -34,6 +34,7 @@ __all__ = [
     "RMS",
     "AffineNorm",
     "Architecture",
+    "BatchNorm",
     "CheckpointError",
     "DeepNorm",
     "Derf",

@@ -45,9 +45,9 @@ class Branch:
         call: which call of outlet and writer in one forward of the block: a dropout may serve two branches.
         projection: the module with a matrix whose output is written.
         readers: of a `post` branch, the outermost modules that read the stream for it; () where some can't be told.
-        placement: "pre", "post", "parallel" (several branches read and write the same points of the stream), "sandwich",
-            "olmo2", or "other".
-        scale: whether the outlet's output is multiplied by something on its way to the stream.
+        placement: "pre", "post", "parallel" (several branches read and write the same points of the stream),
+            "sandwich", "olmo2", or "other".
+        altered: whether what the outlet returns is multiplied, or its positions moved, on its way to the stream.
         dropout: attribute of the outlet's parent with the rate of a dropout that is a function and comes after the
             outlet; "" where there is none, "?" where one was seen whose rate isn't found.
         mixes: whether it lets one position see another, as attention does and a feed-forward network doesn't.
@@ -64,7 +64,7 @@ class Branch:
     projection: str
     readers: tuple[str, ...]
     placement: str
-    scale: bool
+    altered: bool
     dropout: str
     mixes: bool
     cross: bool
@@ -77,10 +77,10 @@ class Junction:
 
     Attributes:
         block: name of the blocks, with `*` for every number between dots.
-        norm, outer, outlet, call, scale, dropout, placement: as in `Branch`, the names relative to the block.
+        norm, outer, outlet, call, altered, dropout, placement: as in `Branch`, the names relative to the block.
         projection, readers: likewise.
         weights: (module, part) of what DeepNorm scales in a model that starts afresh: part is "all", or where values
-            lie in a fused projection: "blocks" for `[q | k | v]`, "heads" for `[q | k | v]` of one head after the other.
+            lie in a fused projection: "blocks" for `[q | k | v]`, "heads" for each head's `[q | k | v]` in turn.
         alpha, beta: DeepNorm's, of the stack.
     """
 
@@ -89,7 +89,7 @@ class Junction:
     outer: str
     outlet: str
     call: int
-    scale: bool
+    altered: bool
     dropout: str
     placement: str
     projection: str
@@ -103,7 +103,7 @@ def junction_of(branch: Branch) -> Junction:
     """The branch without the numbers of its layer."""
     names = {name: getattr(branch, name) for name in ("norm", "outer", "outlet", "projection")}
     inside = {name: value.removeprefix(f"{branch.block}.") for name, value in names.items()}
-    rest = {name: getattr(branch, name) for name in ("call", "scale", "dropout", "placement")}
+    rest = {name: getattr(branch, name) for name in ("call", "altered", "dropout", "placement")}
     readers = tuple(name.removeprefix(f"{branch.block}.") for name in branch.readers)
     return Junction(block=pattern_of(branch.block), readers=readers, **inside, **rest)
 
@@ -137,13 +137,14 @@ class Block:
     def __init__(self, name: str, module: nn.Module, args: tuple, kwargs: dict, calls: int, foreign: tuple[str, ...]):
         self.name, self.module, self.calls, self.foreign = name, module, calls, foreign
         signature = inspect.signature(type(module).forward)
-        names = [n for n in list(signature.parameters)[1:]][: len(args)]
-        self.arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        names = list(signature.parameters)[1 : len(args) + 1]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        # without a cache, which every further run would fill
+        self.arguments: dict[str, Any] = {key: None if hasattr(v, "get_seq_length") else v for key, v in given.items()}
         self.rest = args[len(names) :]
         self.given_twice: set[str] = set()  # modules inside that are given the same tensor in two arguments
-        self.stream = next(
-            (key for key in ("hidden_states", *self.arguments) if _is_stream(self.arguments.get(key))), None
-        )
+        streams = (key for key in ("hidden_states", *self.arguments) if _is_stream(self.arguments.get(key)))
+        self.stream: str = next(streams, "")
         self.aliases = [k for k, v in self.arguments.items() if self.stream and v is self.arguments[self.stream]]
         self.inside = {child: sub for child, sub in module.named_modules() if child}
         self.norms = {child for child, sub in self.inside.items() if describe(sub) is not None}
@@ -187,7 +188,7 @@ class Block:
         ]
         given = {key: v.clone() if isinstance(v, Tensor) else v for key, v in self.arguments.items()}
         given.update(arguments or {})
-        given.update({alias: given[self.stream] for alias in self.aliases})  # type: ignore[index]
+        given.update(dict.fromkeys(self.aliases, given[self.stream]))
         try:
             with torch.no_grad():
                 result = self.module(*self._positional(given), *self.rest, **given)
@@ -199,7 +200,7 @@ class Block:
     def _positional(self, given: dict[str, Any]) -> list[Any]:
         """The stream goes first by position, as callers pass it (checkpointed layers insist)."""
         names = list(inspect.signature(type(self.module).forward).parameters)[1:]
-        leading = []
+        leading: list[Any] = []
         for name in names:
             if name not in given or (self.rest == () and name != names[0] and leading):
                 break
@@ -246,7 +247,7 @@ def observe_blocks(model: nn.Module, inputs: dict[str, Any]) -> list[Block]:
         for handle in handles:
             handle.remove()
     blocks = (Block(name, modules[name], *seen[name][:2], calls[name], seen[name][2]) for name in seen)
-    return [block for block in blocks if block.stream is not None]
+    return [block for block in blocks if block.stream]
 
 
 def _without_cache(model: nn.Module) -> dict[str, Any]:
@@ -254,7 +255,7 @@ def _without_cache(model: nn.Module) -> dict[str, Any]:
 
 
 def _block_names(model: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Elements of module lists that hold norms; where such an element holds such a list itself, its elements instead."""
+    """Elements of module lists that hold norms; where an element holds such a list itself, that one's elements."""
     for name, child in model.named_children():
         path = f"{prefix}{name}"
         if isinstance(child, nn.ModuleList | nn.Sequential):
@@ -287,14 +288,14 @@ class Probe:
 
     def __init__(self, block: Block):
         self.block = block
-        stream = block.arguments[block.stream]  # type: ignore[index]
+        stream = block.arguments[block.stream]
         self.width, self.size = stream.shape[-1], stream.numel()
         generator = torch.Generator().manual_seed(0)
         delta = torch.randn(self.width, generator=generator, dtype=stream.dtype) * stream.std() + stream.std()
         self.delta = delta.to(stream.device)
         self.order: list[Call] = []
         self.outputs, self.points, self.given = self.watched({})
-        self.matrices = {name for name, module in block.inside.items() if _has_matrix(module)}
+        self.matrices = {name for name, module in block.inside.items() if has_matrix(module)}
 
     def watched(self, arguments: dict[str, Any], change: Any = lambda call, tensor: None) -> tuple[dict, dict, dict]:
         """Outputs, points and inputs of one run."""
@@ -321,7 +322,7 @@ class Probe:
         return tensor.is_floating_point() and tensor.numel() == self.size and tensor.shape[-1] == self.width
 
     def move(self, source: Call) -> Moves:
-        """How outputs, points and inputs move when `source` is moved by delta and all matrices (but those around it) are held.
+        """How outputs, points and inputs move when `source` does by delta, all matrices but those around it being held.
 
         For each the movement in units of delta, one number a channel; None where it is anything else but no movement.
         What doesn't move isn't listed.
@@ -335,8 +336,8 @@ class Probe:
             return known.clone() if call[0] in held and known is not None and known.shape == tensor.shape else None
 
         stream = self.block.stream
-        arguments = {stream: self.block.arguments[stream] + self.delta} if source == INPUT else {}  # type: ignore[index]
-        seen = self.watched(arguments, change)  # type: ignore[arg-type]
+        arguments = {stream: self.block.arguments[stream] + self.delta} if source == INPUT else {}
+        seen = self.watched(arguments, change)
         base = self.outputs, self.points, self.given
         return Moves(*(self._compared(new, old) for new, old in zip(seen, base, strict=True)))
 
@@ -366,7 +367,8 @@ class Probe:
         return not torch.allclose(outputs[writer], self.outputs[writer], rtol=1e-6, atol=1e-9)
 
 
-def _has_matrix(module: nn.Module) -> bool:
+def has_matrix(module: nn.Module) -> bool:
+    """Whether a module itself, its children aside, holds a Parameter of two dimensions or more."""
     return any(p is not None and p.dim() > 1 and p.shape[-1] > 1 for p in module._parameters.values())
 
 
@@ -403,7 +405,9 @@ class _Reader:
                 continue
             becomes = point != OUTPUT and self._becomes_the_stream(point)
             chains = self._chains([c for c in entering if c not in self.carried])
-            found += [self._branch(point, chain, becomes, self._parallel(chain, chains), readers, inner) for chain in chains]
+            found += [
+                self._branch(point, chain, becomes, self._parallel(chain, chains), readers, inner) for chain in chains
+            ]
             if becomes:
                 self.stream = self.moves[point]
                 self.carried |= set(self.stream.outputs) | {point}
@@ -430,16 +434,31 @@ class _Reader:
         return first is not None and points[first] is not None and self.stream.points.get(first) is None
 
     def _chains(self, calls: list[Call]) -> list[list[Call]]:
-        """Calls that move one another belong to one branch; in the order in which they end."""
+        """Calls that move one another belong to one branch, experts that one module adds too; as they end."""
         chains: list[list[Call]] = []
         for call in calls:
-            for chain in chains:
-                if any(call in self.moves[earlier].outputs for earlier in chain):
-                    chain.append(call)
-                    break
-            else:
-                chains.append([call])
-        return chains
+            moving = [chain for chain in chains if any(call in self.moves[earlier].outputs for earlier in chain)]
+            chains = [chain for chain in chains if chain not in moving]
+            chains.append([*(earlier for chain in moving for earlier in chain), call])
+        return [sorted(chain, key=lambda call: self.rank[call]) for chain in chains]
+
+    def _arrives(self, outlet: Call, point: Call) -> bool:
+        """Whether the stream moves at each position by what the outlet moves there."""
+        probe = self.probe
+        generator = torch.Generator().manual_seed(4)
+        output = probe.outputs[outlet]
+        noise = torch.randn(output.shape, generator=generator, dtype=output.dtype).to(output.device) * output.std()
+
+        def change(call: Call, tensor: Tensor) -> Tensor | None:
+            if call == outlet:
+                return probe.outputs[call] + noise
+            known = probe.outputs.get(call)
+            held = call[0] in probe.matrices and not outlet[0].startswith(f"{call[0]}.")
+            return known.clone() if held and known is not None and known.shape == tensor.shape else None
+
+        _, points, _ = probe.watched({}, change)
+        by = points[point] - probe.points[point]
+        return bool((by - noise.reshape(by.shape)).abs().max() <= _TOLERANCE * noise.abs().max())
 
     def _parallel(self, chain: list[Call], chains: list[list[Call]]) -> bool:
         """Whether another branch that meets the stream at the same point neither sees this one's output nor is seen."""
@@ -470,8 +489,6 @@ class _Reader:
             norm, outer, placement = point[0], "", "post" if not (pre or ended_by_norm) else "other"
         if parallel:
             placement = "parallel"
-        factor = self.moves[outlet].points[point]
-        assert factor is not None
         return Branch(
             self.block.name,
             self._name(norm),
@@ -482,7 +499,7 @@ class _Reader:
             self._name(projection[0]) if projection else "",
             tuple(map(self._name, self._readers(writer, outlet, norm, held))) if placement == "post" else (),
             placement,
-            bool((factor - 1).abs().max() > _TOLERANCE),
+            not self._arrives(outlet, point),
             self._functional_dropout(outlet, point),
             self._mixes(writer, held),
             self._reads_another_stack(writer, held),
@@ -517,7 +534,7 @@ class _Reader:
         """Whether the stream still moves the branch when these outputs are held."""
         source = next((call for call, moves in self.moves.items() if moves is self.stream), INPUT)
         stream = self.block.stream
-        arguments = {stream: self.block.arguments[stream] + self.probe.delta} if source == INPUT else {}  # type: ignore
+        arguments = {stream: self.block.arguments[stream] + self.probe.delta} if source == INPUT else {}
 
         def change(call: Call, tensor: Tensor) -> Tensor | None:
             if call == source:
@@ -529,22 +546,22 @@ class _Reader:
 
     def _mixes(self, writer: Call, held: set[Call]) -> bool:
         """Whether the first position's change of the stream reaches other positions of the branch."""
-        stream = self.block.arguments[self.block.stream]  # type: ignore[index]
+        stream = self.block.arguments[self.block.stream]
         moved = stream.clone(memory_format=torch.contiguous_format)
         moved.view(stream.shape[0], -1, stream.shape[-1])[:, 0] += self.probe.delta
 
         def change(call: Call, tensor: Tensor) -> Tensor | None:
             return self.probe.outputs[call].clone() if call in held else None
 
-        outputs, _, _ = self.probe.watched({self.block.stream: moved}, change)  # type: ignore[dict-item]
+        outputs, _, _ = self.probe.watched({self.block.stream: moved}, change)
         by = (outputs[writer] - self.probe.outputs[writer]).reshape(stream.shape[0], -1, self.probe.width)
         return bool(by[:, 1:].abs().max() > 1e-9) if by.shape[1] > 1 else False
 
     def _reads_another_stack(self, writer: Call, held: set[Call]) -> bool:
         generator = torch.Generator().manual_seed(2)
-        stream = self.block.arguments[self.block.stream]  # type: ignore[index]
+        stream = self.block.arguments[self.block.stream]
         for key in self.block.foreign:
-            value = self.block.arguments.get(key)
+            value: Any = self.block.arguments.get(key)
             if key == self.block.stream or not _is_stream(value) or value.dim() != stream.dim():
                 continue
             noise = torch.randn(value.shape, generator=generator, dtype=value.dtype).to(value.device)
@@ -621,8 +638,8 @@ def _junction_from_json(stored: Any, where: str) -> Junction:
         raise CheckpointError(f"{where}: placement is {stored['placement']!r:.80}, not one of {', '.join(PLACEMENTS)}.")
     if type(stored["call"]) is not int or stored["call"] < 0:
         raise CheckpointError(f"{where}: call is {stored['call']!r:.80}, not the number of a call.")
-    if not isinstance(stored["scale"], bool):
-        raise CheckpointError(f"{where}: scale is {stored['scale']!r:.80}, not true or false.")
+    if not isinstance(stored["altered"], bool):
+        raise CheckpointError(f"{where}: altered is {stored['altered']!r:.80}, not true or false.")
     for key in ("alpha", "beta"):
         if type(stored[key]) not in (int, float) or not 0 < stored[key] < float("inf"):
             raise CheckpointError(f"{where}: {key} is {stored[key]!r:.80}, not a positive number.")

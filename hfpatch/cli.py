@@ -49,9 +49,7 @@ PosOption = Annotated[
 ]
 PlacementOption = Annotated[
     str | None,
-    typer.Option(
-        "--placement", help=f"Where norms stand, for training from scratch. One of: {', '.join(PLACEMENTS)}."
-    ),
+    typer.Option("--placement", help=f"Where norms stand, for training from scratch. One of: {', '.join(PLACEMENTS)}."),
 ]
 OnlyOption = Annotated[
     list[str] | None, typer.Option("--only", help="Glob over module names; others are kept. Repeatable.")

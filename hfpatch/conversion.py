@@ -95,7 +95,7 @@ class Conversion:
     @property
     def waits_for_weights(self) -> bool:
         """Whether weights that nobody has loaded yet will have to be those of a patched model."""
-        return self.on_meta and (any(not step.runtime for step in self.steps()) or bool(self.moved_shifts()))
+        return self.on_meta and any(not step.runtime for step in self.steps())
 
     @property
     def centres(self) -> bool:
@@ -190,15 +190,20 @@ class Conversion:
         """Find which linear layers can take up the shifts of these norms.
 
         Raises:
-            UnsupportedError: none can.
+            UnsupportedError: none can; or the weights are on the meta device, where most models don't run.
         """
-        if self.given is None:
-            try:
+        if self.on_meta:
+            raise UnsupportedError(
+                "fold_bias=True: which layers read a norm is found by running the model, whose weights are on the meta "
+                "device. Load them first."
+            )
+        try:
+            if self.given is None:
                 self._make_inputs()
-            except UnsupportedError as error:
-                self.readers = dict.fromkeys(names, str(error))
-        if self.given is not None:
+            assert self.given is not None
             self.readers = find_readers(self.model, fitting(self.model, self.given), names)
+        except Exception as error:  # of a forward that is run as it is
+            self.readers = dict.fromkeys(names, f"{type(self.model).__name__} can't be followed: {error!s:.200}")
         if all(isinstance(readers, str) for readers in self.readers.values()):
             raise UnsupportedError(
                 f"fold_bias=True: no norm's shift can move into the layers that read it "

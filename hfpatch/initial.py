@@ -47,7 +47,7 @@ class _Weights:
     def __init__(self, block: Block, branch: Branch, all_branches: list[Branch], fused: dict[str, str | None]):
         self.block, self.branch, self.fused = block, branch, fused
         self.probe = Probe(block)
-        self.writer: Call = (self._inside(branch.writer), branch.call)
+        self.outlet: Call = (self._inside(branch.outlet), branch.call)
         self.held = {(self._inside(b.writer), b.call) for b in all_branches if b is not branch}
         others = {self._inside(b.projection) for b in all_branches if b is not branch}
         matrices = [call for call in self.probe.order if call[0] in self.probe.matrices and call[0] not in others]
@@ -57,8 +57,8 @@ class _Weights:
         return name.removeprefix(f"{self.block.name}.")
 
     def _moves(self, call: Call) -> bool:
-        return self.probe.order.index(call) <= self.probe.order.index(self.writer) and self.probe.depends(
-            self.writer, call, self.held
+        return self.probe.order.index(call) <= self.probe.order.index(self.outlet) and self.probe.depends(
+            self.outlet, call, self.held
         )
 
     def scaled(self) -> tuple[tuple[str, str], ...]:
@@ -73,8 +73,8 @@ class _Weights:
         return tuple(dict.fromkeys(pairs))
 
     def _routers(self) -> set[str]:
-        """Modules with one output an expert, beside modules that hold all experts or a list of them."""
-        numbers = set()
+        """Modules with one output, or one an expert beside modules that hold all experts or a list of them."""
+        numbers = {1}
         for name, _ in self.calls:
             module = self.block.inside[name]
             numbers |= {p.shape[0] for p in module._parameters.values() if p is not None and p.dim() == 3}
@@ -131,17 +131,17 @@ class _Weights:
     def _is_linear(self, call: Call, noise: Tensor, start: int, stop: int) -> bool:
         masked = torch.zeros_like(noise)
         masked[..., start:stop] = noise[..., start:stop]
-        outputs = [self._writer_output(call, factor * masked) for factor in (0.0, 1.0, 2.0)]
+        outputs = [self._output(call, factor * masked) for factor in (0.0, 1.0, 2.0)]
         once, twice = outputs[1] - outputs[0], outputs[2] - outputs[0]
         return bool((twice - 2 * once).abs().max() <= _TOLERANCE * twice.abs().max())
 
-    def _writer_output(self, call: Call, noise: Tensor) -> Tensor:
+    def _output(self, call: Call, noise: Tensor) -> Tensor:
         def change(at: Call, tensor: Tensor) -> Tensor | None:
             if at == call:
                 return tensor + noise
             return self.probe.outputs[at].clone() if at in self.held else None
 
-        return self.probe.watched({}, change)[0][self.writer]
+        return self.probe.watched({}, change)[0][self.outlet]
 
     def _heads(self, call: Call) -> int:
         return heads_of(self.block.module, self.block.inside[call[0]], self.block.name)

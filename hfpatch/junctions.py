@@ -1,4 +1,4 @@
-"""The junctions of a model: where the branches of all its blocks meet the stream, found on a small model of its class."""
+"""The junctions of a model: where the branches of its blocks meet the stream, found on a small model of its class."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from .convert.centring import pattern_of
 from .convert.run import outputs_of, quiet
 from .convert.twin import twin
 from .edits import Edits
-from .errors import NothingToPatchError, UnsupportedError
+from .errors import NothingToPatchError, PatchError, UnsupportedError
 from .initial import scaled_weights
 from .norms.deepnorm import Depth
+from .padding import Padded
 from .residual import Gains, Join, Joins, add_join
 from .rows import refuse_private_forward
 from .select import Names
 from .view import lens_of
 
 SECOND = "_after"  # of a sandwich's second norm, behind the first one's name
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (nn.Sequential, nn.ModuleDict)
 _SAME = 1e-9  # relative, in float64; some hosts compute a part in float32
 
 
@@ -80,17 +81,27 @@ def discover(model: nn.Module, request: str, example_inputs: Mapping[str, Any] |
         NothingToPatchError: there is no branch.
     """
     for name, module in model.named_modules():
-        if lens_of(module, Gains) or lens_of(module, Joins):
+        if any(lens_of(module, kind) for kind in (Gains, Joins, Padded)):
             raise UnsupportedError(
-                f"{name}: how its branches meet the stream was changed by an earlier patch. Start from the original."
+                f"{name}: what its branches or norms see was changed by an earlier patch. Start from the original."
             )
     small, inputs = twin(model, example_inputs)
-    branches = find_branches(small, inputs)
+    try:
+        branches = find_branches(small, inputs)
+        scaled = scaled_weights(small, inputs, branches) if weights else {}
+    except PatchError:
+        raise
+    except Exception as error:  # a block that can't run by itself, with the arguments of a call in the model
+        raise UnsupportedError(
+            f"{type(model).__name__}: its blocks can't be measured one by one ({type(error).__name__}: {error}), so "
+            f"{request} can't find their branches."
+        ) from error
     if not branches:
         raise NothingToPatchError(
             f"{type(model).__name__}: no residual branch with a norm was found, so {request} has nothing to change."
         )
-    junctions = _merged(branches, scaled_weights(small, inputs, branches) if weights else {}, request)
+    junctions = _merged(branches, scaled, request)
+    _require_everywhere(small, junctions, branches, request)
     return Found(junctions, _depths(model, junctions, branches), small, inputs)
 
 
@@ -110,6 +121,17 @@ def _merged(branches: list[Branch], weights: Mapping[Branch, Any], request: str)
         scaled = tuple(dict.fromkeys((*known.weights, *weights.get(branch, ()))))
         junctions[key] = replace(known, weights=scaled, projection=projection)
     return list(junctions.values())
+
+
+def _require_everywhere(small: nn.Module, junctions: list[Junction], branches: list[Branch], request: str) -> None:
+    """Refuse stacks in which only some layers meet the stream so (windows that some layers cut, say)."""
+    found = {(branch.block, junction_of(branch).outlet, branch.call) for branch in branches}
+    for site in sites_of(small, junctions):
+        if (site.block_name, site.junction.outlet, site.junction.call) not in found:
+            raise UnsupportedError(
+                f"{site.block_name}: its {site.junction.outlet} doesn't meet the stream as in other layers of its "
+                f"stack, so {request} can't change all of them alike."
+            )
 
 
 def _depths(model: nn.Module, junctions: list[Junction], branches: list[Branch]) -> dict[str, Depth]:
@@ -161,10 +183,10 @@ def require_joinable(site: Site) -> None:
         WrappedModelError: a module carries a forward of its own.
     """
     junction = site.junction
-    if junction.scale:
+    if junction.altered:
         raise UnsupportedError(
-            f"{site.block_name}: what its {junction.outlet} returns is multiplied on its way to the stream, so no "
-            "norm can be put behind it."
+            f"{site.block_name}: what its {junction.outlet} returns is multiplied on its way to the stream, or its "
+            "positions are moved, so no norm can be put behind it."
         )
     if junction.dropout == "?":
         raise UnsupportedError(

@@ -17,8 +17,8 @@ from .edits import Edits
 from .errors import NotPreservedWarning, NotReversibleError, VerificationError
 from .norms import AffineNorm, Norm
 from .optimizer import check_optimizer, swap_parameters
-from .plan import Plan, checked_request, make_plan, plan_patch, require_bare
 from .placement import Placement
+from .plan import Plan, checked_request, make_plan, plan_patch, require_bare
 from .positions import Position
 from .record import KEY
 from .view import host_class

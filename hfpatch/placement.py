@@ -23,7 +23,7 @@ PLACEMENTS.base = Placement
 @PLACEMENTS.register("pre")
 @dataclass(frozen=True)
 class Pre(Placement):
-    """x + f(LN(x)): GPT-2, Llama; Xiong et al. 2020, arXiv:2002.04745. Such a stack needs a norm behind its last block."""
+    """x + f(LN(x)): GPT-2, Llama; Xiong et al. 2020, arXiv:2002.04745. The stack wants a norm at its end."""
 
     formula: ClassVar[str] = "x + f(LN(x))"
 
@@ -47,6 +47,6 @@ class OLMo2(Placement):
 @PLACEMENTS.register("sandwich")
 @dataclass(frozen=True)
 class Sandwich(Placement):
-    """x + LN2(f(LN(x))): CogView (arXiv:2105.13290), Gemma 2. LN2 is a new norm beside each, called `<its name>_after`."""
+    """x + LN2(f(LN(x))): CogView (arXiv:2105.13290), Gemma 2. LN2 is a new norm, called as the first with `_after`."""
 
     formula: ClassVar[str] = "x + LN2(f(LN(x)))"

@@ -19,6 +19,7 @@ from .positions import Position
 from .record import INITS, KEY, Part, Record
 from .rows import Change, Row
 from .select import Names, as_globs, require_matches
+from .swap_batch import plan_batch_norms, settle_batch
 from .swap_branches import plan_branch_norms, settle_norm
 from .swap_norms import plan_norms
 from .swap_placement import plan_placement, settle_placement
@@ -26,8 +27,17 @@ from .swap_positions import plan_positions
 from .view import host_class
 
 
+def _settle_norms(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Part:
+    settle = settle_batch if getattr(part.scheme, "needs_padding", False) else settle_norm
+    return settle(model, part, example_inputs)
+
+
 def _plan_norms(model: nn.Module, part: Part, strict: bool = True, **options: Any) -> list[Change]:
-    return plan_branch_norms(model, part, strict) if part.branches else plan_norms(model, part, strict, **options)
+    if part.branches:
+        return plan_branch_norms(model, part, strict)
+    if getattr(part.scheme, "needs_padding", False):
+        return plan_batch_norms(model, part, strict)
+    return plan_norms(model, part, strict, **options)
 
 
 # in the order in which a record's parts are replayed: a placement may bring norms that a norm scheme then replaces
@@ -36,7 +46,10 @@ PLANNERS: dict[str, Callable[..., list[Change]]] = {
     "norm": _plan_norms,
     "pos": plan_positions,
 }
-SETTLERS = {"norm": settle_norm, "placement": settle_placement}  # what a part needs to know of the model before it is planned, and stores
+SETTLERS = {
+    "norm": _settle_norms,
+    "placement": settle_placement,
+}  # what a part needs to know of the model before it is planned, and stores
 
 
 @dataclass
@@ -148,11 +161,12 @@ def plan_patch(
         only: globs over module names; others are kept. For positions they choose attentions: the table that feeds a
             chosen one goes.
         keep: globs over module names that stay as they are, attentions and position tables included.
-        init: how new parameters start: "auto" (exact where that is true, else "copy"), "exact" (refuse what isn't),
-            "copy" (gains and shifts are the replaced norm's own Parameters), "reset" (the paper's starting values).
+        init: how new parameters start: "auto" (exact where that is true, else the nearest closed form), "exact" (keep
+            norms that wouldn't be, refuse where nothing is), "copy" (gains and shifts are the replaced norm's own
+            Parameters, nothing else changes), "reset" (the paper's starting values).
         example_inputs: keyword arguments of one forward, for norms that are to be exact: such a model is measured on a
             small one of its class, and checked on itself. None makes them from its signature and config.
-        placement: where the norm of a residual branch stands ("pre", "post", "olmo2", "sandwich"); changes the function.
+        placement: where the norm of a residual branch stands ("pre", "post", "olmo2", "sandwich"): another function.
 
     Returns:
         The plan; print it for the table of what changes, what is kept, and why.

@@ -54,7 +54,7 @@ class Part:
     def to_json(self) -> dict[str, Any]:
         globs = {"only": list(self.only), "keep": list(self.keep)}
         centring = {"centred": [list(pair) for pair in self.centred], "left": self.left, "biasless": self.biasless}
-        found = {name: list(values) for name, values in centring.items() if values}
+        found: dict[str, list[Any]] = {name: list(values) for name, values in centring.items() if values}
         if self.branches:
             found["branches"] = [junction_to_json(junction) for junction in self.branches]
         return {"scheme": self.scheme.to_json(), **globs, **found, "init": self.init, "modules": self.modules}
@@ -140,7 +140,8 @@ def _part(kind: str, stored: Any, where: str) -> Part:
         ) from error
     only, keep, left, biasless = (_globs(stored.get(name, []), where) for name in ("only", "keep", "left", "biasless"))
     centred = _centred(stored.get("centred", []), where)
-    if set(stored) & _CENTRING and getattr(scheme, "centring", None) is None:
+    leaves = {"left"} if getattr(scheme, "needs_padding", False) else set()
+    if (set(stored) & _CENTRING) - leaves and getattr(scheme, "centring", None) is None:
         raise CheckpointError(f"{where}: {scheme.name!r} centres nothing and leaves no norm, but the record says so.")
     branches = junctions_from_json(stored.get("branches", []), where)
     if bool(branches) != (kind == "placement" or bool(getattr(scheme, "branchwise", False))):

@@ -13,14 +13,15 @@ the first modules of the branch are given. With them every placement of norms ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .edits import Edits
-from .view import LENS, Arguments, Lens, host_class, InnerView, lens_of, lensed_class, with_lens
+from .errors import UnsupportedError
+from .view import LENS, Arguments, InnerView, Lens, ListView, host_class, lens_of, lensed_class, with_lens
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,17 @@ class Gains:
     """The lens on the parent of branches' last modules: their output is multiplied on its way to the stream.
 
     Attributes:
-        gains: (name of the child, which of its calls in one forward, factor).
+        gains: (path of the child, which of its calls in one forward, factor).
     """
 
     gains: tuple[tuple[str, int, float], ...]
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         children = {child: {c: gain for n, c, gain in self.gains if n == child} for child, _, _ in self.gains}
-        scaled = {child: _Scaled(getattr(module, child), by_call) for child, by_call in children.items()}
-        return {**_checkpointed_once(module), **scaled}, {}
+        tree: dict[str, Any] = {}
+        for child, by_call in children.items():
+            put(tree, child, _Scaled(module.get_submodule(child), by_call))
+        return {**_checkpointed_once(module), **views(module, tree)}, {}
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,11 @@ class Join:
         if self.form in ("sandwich", "olmo2"):
             return norm(f)
         assert x is not None
+        if x.shape != f.shape:
+            raise UnsupportedError(
+                f"{self.outlet}: what it returns, {tuple(f.shape)}, isn't of the stream's shape {tuple(x.shape)} for "
+                "this input, so they can't be normalised together. Give inputs that need no padding inside the model."
+            )
         return norm((x if self.form == "post" else self.alpha * x) + f) - x
 
 
@@ -93,31 +101,31 @@ class Joins:
             outlets.setdefault(join.outlet, {})[join.call] = index
             if join.dropout:
                 path = join.outlet.rpartition(".")[0]
-                _put(tree, f"{path}.{join.dropout}".strip("."), 0.0)
+                put(tree, f"{path}.{join.dropout}".strip("."), 0.0)
             if join.form == "host":
                 continue
             norm = module.get_submodule(join.norm)
-            _put(tree, join.norm, _Passing(norm) if join.readers else _Norm(norm, module, join, index, streams))
+            put(tree, join.norm, _Passing(norm) if join.readers else _Norm(norm, module, join, index, streams))
             for name in join.readers:
                 inner[name] = _Reader(module.get_submodule(name), module, join, index, streams)
-                _put(tree, name, inner[name])
+                put(tree, name, inner[name])
         for name, by_call in outlets.items():
             joins = {call: (self.joins[i], i) for call, i in by_call.items()}
-            _put(tree, name, _Outlet(inner.get(name, module.get_submodule(name)), module, name, joins, streams))
-        return {**_checkpointed_once(module), **_views(module, tree)}, {}
+            put(tree, name, _Outlet(inner.get(name, module.get_submodule(name)), module, name, joins, streams))
+        return {**_checkpointed_once(module), **views(module, tree)}, {}
 
 
-class _StandIn:
+class StandIn:
     """What a view has in the place of a module; its other attributes are the module's."""
 
-    def __init__(self, module: nn.Module | _StandIn):
+    def __init__(self, module: nn.Module | StandIn):
         self.__dict__["module"] = module
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
 
-class _Scaled(_StandIn):
+class _Scaled(StandIn):
     """A module whose output, or the first of whose outputs, is multiplied."""
 
     def __init__(self, module: nn.Module, gains: dict[int, float]):
@@ -131,14 +139,14 @@ class _Scaled(_StandIn):
         return output if gain is None else _with_first(output, _first(output) * gain)
 
 
-class _Passing(_StandIn):
+class _Passing(StandIn):
     """In the place of a norm of a sum: hands the sum on."""
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
 
-class _Norm(_StandIn):
+class _Norm(StandIn):
     """In the place of the norm that a branch reads through: r, which remembers the stream that it is given."""
 
     def __init__(self, module: nn.Module, block: nn.Module, join: Join, index: int, streams: dict[int, Tensor]):
@@ -162,12 +170,12 @@ class _Reader(_Norm):
         return self.module(*args, **kwargs)
 
 
-class _Outlet(_StandIn):
+class _Outlet(StandIn):
     """In the place of the last module of a branch: g in the place of its output f."""
 
     def __init__(
         self,
-        module: nn.Module | _StandIn,
+        module: nn.Module | StandIn,
         block: nn.Module,
         name: str,
         joins: dict[int, tuple[Join, int]],
@@ -202,20 +210,22 @@ def _with_first(output: Any, first: Tensor) -> Any:
     return type(output)((first, *output[1:])) if isinstance(output, tuple | list) else first
 
 
-def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+def put(tree: dict[str, Any], path: str, value: Any) -> None:
+    """Put what stands in at a path into a tree of the modules between."""
     *parents, last = path.split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})
     tree[last] = value
 
 
-def _views(module: nn.Module, tree: dict[str, Any]) -> dict[str, Any]:
+def views(module: nn.Module, tree: dict[str, Any]) -> dict[str, Any]:
     """Attributes of a view: what stands in a child of a child is seen through a view of the child."""
     attributes = {}
     for name, value in tree.items():
         if isinstance(value, dict):
             child: Any = getattr(module, name)
-            value = InnerView(child, _views(child, value))
+            view = ListView if isinstance(child, nn.ModuleList) else InnerView
+            value = view(child, views(child, value))
         attributes[name] = value
     return attributes
 
@@ -223,16 +233,17 @@ def _views(module: nn.Module, tree: dict[str, Any]) -> dict[str, Any]:
 def add_gain(edits: Edits, parent: nn.Module, child: str, call: int, gain: float) -> None:
     """Multiply what a child returns in its parent's forward."""
     present = lens_of(parent, Gains)
-    _look_through(edits, parent, Gains((*(present.gains if present else ()), (child, call, gain))))
+    look_through(edits, parent, Gains((*(present.gains if present else ()), (child, call, gain))))
 
 
 def add_join(edits: Edits, block: nn.Module, join: Join) -> None:
     """Let a branch of a block meet its stream another way; a later join of the same branch takes the place."""
     present = lens_of(block, Joins)
     others = [one for one in (present.joins if present else ()) if (one.outlet, one.call) != (join.outlet, join.call)]
-    _look_through(edits, block, Joins((*others, join)))
+    look_through(edits, block, Joins((*others, join)))
 
 
-def _look_through(edits: Edits, module: nn.Module, lens: Lens) -> None:
+def look_through(edits: Edits, module: nn.Module, lens: Lens) -> None:
+    """Give a module a lens; one of the same kind that it has gives way."""
     edits.set_attribute(module, LENS, with_lens(module, lens))
     edits.set_class(module, lensed_class(host_class(type(module))))

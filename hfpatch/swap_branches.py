@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .branches import Junction
+from .branches import Junction, has_matrix
 from .convert.centring import pattern_of
 from .edits import Edits
 from .errors import NothingToPatchError, UnsupportedError
@@ -151,6 +151,9 @@ def _gain(site: Site, facts: NormFacts, part: Part) -> Callable[[Edits], None]:
     assert isinstance(scheme, DeepNorm)
     path, _, child = junction.outlet.rpartition(".")
     parent = site.block.get_submodule(path)
+    while isinstance(parent, nn.ModuleList):  # which has no forward
+        path, _, name = path.rpartition(".")
+        parent, child = site.block.get_submodule(path), f"{name}.{child}"
     require_own_forward(f"{site.block_name}.{path}".strip("."), parent)
     if facts.eps is None:
         raise UnsupportedError(f"{site.norm_name}: its eps is the dtype's, which DeepNorm can't divide by a^2.")
@@ -207,7 +210,7 @@ def _weights(site: Site, part: Part) -> list[Change]:
         return [_scale(site, junction.projection, "all", junction.alpha, junction.alpha)]
     if part.init != "reset":
         return []
-    modules = [(pattern_of(name), name) for name, _ in site.block.named_modules()]
+    modules = [(pattern_of(name), name) for name, module in site.block.named_modules() if has_matrix(module)]
     return [
         _scale(site, name, which, junction.beta, 0.0)
         for pattern, which in junction.weights

@@ -88,7 +88,8 @@ def _change(site: Site, part: Part, reasons: dict[str, str | None], sites: list[
     scheme, reason = part.scheme, reasons[site.norm_name]
     assert isinstance(scheme, Placement)
     facts = describe(site.norm)
-    now = PLACEMENTS[site.junction.placement].formula
+    host: Any = PLACEMENTS[site.junction.placement]
+    now = host.formula
     row = Row("placement", "keep", site.norm_name, f"{site.norm._get_name()}{size_of(facts)}: {now}", reason=reason)
     if reason is not None:
         return Change(row)

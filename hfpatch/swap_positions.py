@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ from .record import Part
 from .registry import ARCHITECTURES
 from .rows import Change, Row, refuse_private_forward
 from .select import Names
-from .view import LENS, Lens, host_class, lensed_class, with_lens
+from .view import LENS, host_class, lensed_class, with_lens
 
 REMOVED_ROWS = "_hfpatch_removed_rows"  # of the module that held a table which was a Parameter
 _RELATIVE = re.compile(r"relative_(attention_)?(bias|position)|rel_pos|rel_embeddings|pos_bias|position_bias", re.I)
@@ -155,7 +156,7 @@ def _remover(model: nn.Module, item: _Found) -> Callable[[Edits], None]:
     return apply
 
 
-def _see_through(edits: Edits, model: nn.Module, module: nn.Module, lens: Lens) -> None:
+def _see_through(edits: Edits, model: nn.Module, module: nn.Module, lens: Any) -> None:
     edits.set_attribute(module, LENS, with_lens(module, lens))
     if module is not model:  # the model itself gets a class that knows lenses, see checkpoint.py
         edits.set_class(module, lensed_class(host_class(type(module))))

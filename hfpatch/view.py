@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Protocol
@@ -111,6 +111,22 @@ class InnerView(View):
             self.__dict__["forward"] = forward.__get__(self)
             return nn.Module._call_impl(self, *args, **kwargs)  # type: ignore[arg-type]
         return forward(self, *args, **kwargs)
+
+
+class ListView:
+    """A view of an `nn.ModuleList`, to stand in the view of its parent: some elements are others."""
+
+    def __init__(self, module: nn.ModuleList, attributes: dict[str, Any]):
+        self.elements = [attributes.get(name, child) for name, child in module._modules.items()]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.elements[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.elements)
+
+    def __len__(self) -> int:
+        return len(self.elements)
 
 
 def once_per_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:

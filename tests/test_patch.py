@@ -46,6 +46,7 @@ from hfpatch import (
     plan_patch,
     unpatch_model,
 )
+from hfpatch.convert.find import find_centring
 from hfpatch.edits import Edits
 from hfpatch.norms import AffineNorm
 from hfpatch.positions import RotaryEmbedding
@@ -436,6 +437,9 @@ def test_back_to_an_earlier_scheme_is_another_patch(tmp_path: Path) -> None:
 # All or nothing
 
 
+_ORIGINAL_RECORD = Edits._record
+
+
 class StopHereError(Exception):
     pass
 
@@ -471,25 +475,36 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "bart", "vit", "whisper"])
+EXACT = {"norm": "rms", "pos": "rope"}
+
+
+STEPS = [(family, BOTH) for family in ("gpt2", "bert", "bart", "vit", "whisper")]
+STEPS += [(family, EXACT) for family in ("gpt2", "bert", "vit")]
+
+
+@pytest.mark.parametrize(("family", "request_"), STEPS, ids=[f"{family}-{r['norm']}" for family, r in STEPS])
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_failure_at_any_step_restores_everything(family: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_at_any_step_restores_everything(
+    family: str, moment: str, request_: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each change is logged by one call; the model is the same objects and bits whichever of them fails."""
     model = tiny(family)
+    found = find_centring(model)
+    monkeypatch.setattr("hfpatch.conversion.find_centring", lambda *a: found)
     optimizer = trained(model)
     model.train()
     before = fingerprint(model, optimizer)
     counted = failing_at(monkeypatch, Edits, "_record", lambda call: None)
     rehearsal = copy.deepcopy(model)
-    patch(rehearsal, **BOTH, optimizer=trained(rehearsal))
+    patch(rehearsal, **request_, optimizer=trained(rehearsal))
     steps = counted[0]
-    monkeypatch.undo()
     assert steps > 15
     for step in range(1, steps + 1):
-        failing_at(monkeypatch, Edits, "_record", lambda call, step=step: moment if call == step else None)
-        with pytest.raises(StopHereError):
-            patch(model, **BOTH, optimizer=optimizer, reversible=True)
-        monkeypatch.undo()
+        with monkeypatch.context() as context:
+            context.setattr(Edits, "_record", _ORIGINAL_RECORD)
+            failing_at(context, Edits, "_record", lambda call, step=step: moment if call == step else None)
+            with pytest.raises(StopHereError):
+                patch(model, **request_, optimizer=optimizer, reversible=True)
         assert not changes(before, fingerprint(model, optimizer)), f"step {step} of {steps}"
 
 

@@ -186,7 +186,9 @@ def test_norms_and_placement_together(tmp_path: Path) -> None:
 def test_a_sandwich_comes_first(tmp_path: Path) -> None:
     for model in (make("gpt2"), patch(make("gpt2"), norm="rms", init="copy")):
         with pytest.raises(UnsupportedError, match="comes before norm="):
-            plan_patch(model, placement="sandwich", **({} if model.config.to_dict().get("hfpatch") else {"norm": "rms"}))
+            plan_patch(
+                model, placement="sandwich", **({} if model.config.to_dict().get("hfpatch") else {"norm": "rms"})
+            )
     model = patch(patch(make("gpt2"), placement="sandwich"), norm="rms", init="copy")
     assert error(run(reload(model, tmp_path, dtype=torch.float64)), run(model)) < 1e-14
 
@@ -211,6 +213,19 @@ def test_attentions_and_hidden_states_are_recorded() -> None:
     output = model(**inputs(model), output_attentions=True, output_hidden_states=True)
     assert len(output.attentions) == 2
     assert len(output.hidden_states) == 3
+
+
+def test_on_the_command_line() -> None:
+    from typer.testing import CliRunner
+
+    from hfpatch.cli import app
+
+    result = CliRunner().invoke(app, ["plan", "config:gpt2", "--placement", "post"])
+    assert result.exit_code == 0, result.output
+    assert "h.{0-11}.ln_{1-2}  x24" in result.output
+    assert "LN(x + f(x))" in result.output
+    result = CliRunner().invoke(app, ["plan", "config:gpt2", "--norm", "deepnorm"])
+    assert "a = 2.213" in result.output  # 24^(1/4)
 
 
 def test_registered() -> None:

@@ -92,6 +92,15 @@ def test_forward_is_the_formula_and_undo_restores_every_bit(
             assert facts(module) == kept
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(0, 6), (5, 0), (0,)])
+def test_parameters_without_elements(kind: str, shape: tuple[int, ...]) -> None:
+    module, edits = holder(shape, torch.float32), Edits()
+    rewrite(module, kind, 0, edits)
+    edits.undo()
+    assert module.value.shape == shape
+
+
 _SPECIAL = [0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), 6e-8, -3e-39, 65504.0, 1e30]
 
 

@@ -96,7 +96,7 @@ def test_resolve_takes_objects_and_none() -> None:
         (["rms"], r"not \['rms'\]"),
         ("dyt:alpha", r"'alpha' in 'dyt:alpha' is not option=value"),
         ("dyt:beta=1", r"norm 'dyt' has no option 'beta'\. Options: alpha\."),
-        ("rms:alpha=1", r"norm 'rms' has no option 'alpha'\. Options: mode, fold_bias\."),
+        ("rms:alpha=1", r"norm 'rms' has no option 'alpha'\. Options: mode, fold_bias, fraction\."),
         ("dyt:alpha=big", r"DyT: alpha must be a number in \(0, inf\), not 'big'"),
         ("layer:bias=no", r"Layer: bias must be True or False, not 'no'"),
     ],

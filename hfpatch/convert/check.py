@@ -14,6 +14,7 @@ from .run import outputs_of, quiet
 
 FACTOR = 10.0
 DRAWS = 2
+_PIECE = 2**18  # elements of an output that are compared at once
 
 
 @dataclass
@@ -22,7 +23,8 @@ class Verdict:
 
     Attributes:
         error, tolerance: largest difference of an output, by the output's root mean square.
-        mean, mean_tolerance: largest |mean| at an exact norm's input, by the input's standard deviation.
+        mean, mean_tolerance: largest |mean| at an exact norm's input, by its standard deviation plus the |mean| that
+            the original has there.
     """
 
     error: float
@@ -45,15 +47,17 @@ class Verdict:
 class _Run:
     outputs: dict[str, Tensor]
     means: dict[str, Tensor]
+    widths: set[int]
 
 
 class Reference:
     """The original's outputs and its own noise floor, measured before anything changes.
 
-    The floor is how far outputs and means move when the output of every module that has Parameters is multiplied by
+    The floor of the outputs is how far they move when the output of every module that has Parameters is multiplied by
     1 + eps * u, u uniform in (-1, 1): the last bit of the model's coarsest dtype, or of float32 if that is coarser
     (some families compute in float32 inside, whatever their weights are). The larger of two draws, times ten, is what a
-    conversion may differ by.
+    conversion may differ by. The mean of d channels, each with an error in the last bit, is off by eps / sqrt(d), and
+    what is centred in every forward by float32's last bit: ten times the larger of the two is what a mean may be.
 
     Args:
         model: the original.
@@ -70,17 +74,17 @@ class Reference:
         self.original = _run(model, given, norms)
         noisy = [_run(model, given, norms, self.eps, seed) for seed in range(DRAWS)]
         self.floor = max(_difference(self.original.outputs, run.outputs) for run in noisy)
-        self.mean_floor = max(_moved(self.original.means, run.means) for run in noisy)
+        width = min(self.original.widths, default=1)
+        self.mean_floor = max(self.eps / width**0.5, torch.finfo(torch.float32).eps)
 
     def check(self, model: nn.Module) -> Verdict:
         """The converted model against the original."""
         run = _run(model, self.given, self.norms)
-        mean = max((float(ratios.abs().max()) for ratios in run.means.values()), default=0.0)
         return Verdict(
             _difference(self.original.outputs, run.outputs),
             FACTOR * max(self.floor, self.eps),
-            mean,
-            FACTOR * max(self.mean_floor, self.eps),
+            _largest_mean(self.original.means, run.means),
+            FACTOR * self.mean_floor,
         )
 
 
@@ -91,6 +95,7 @@ def mean_ratios(model: nn.Module, given: Mapping[str, Any], norms: list[str]) ->
 
 def _run(model: nn.Module, given: Mapping[str, Any], norms: list[str], noise: float = 0.0, seed: int = 0) -> _Run:
     found: dict[str, list[Tensor]] = {}
+    widths: set[int] = set()
     with quiet(model):
         if noise:
             torch.manual_seed(seed)
@@ -99,9 +104,9 @@ def _run(model: nn.Module, given: Mapping[str, Any], norms: list[str], noise: fl
                     module.register_forward_hook(_shaker(noise))
         for name in norms:
             norm = model.get_submodule(name)
-            norm.register_forward_pre_hook(_watcher(norm, found.setdefault(name, [])), with_kwargs=True)
+            norm.register_forward_pre_hook(_watcher(norm, found.setdefault(name, []), widths), with_kwargs=True)
         outputs = outputs_of(model, given)
-    return _Run(outputs, {name: torch.cat(ratios) for name, ratios in found.items() if ratios})
+    return _Run(outputs, {name: torch.cat(ratios) for name, ratios in found.items() if ratios}, widths)
 
 
 def _shaker(noise: float) -> Any:
@@ -114,7 +119,7 @@ def _shaker(noise: float) -> Any:
     return shake
 
 
-def _watcher(norm: nn.Module, found: list[Tensor]) -> Any:
+def _watcher(norm: nn.Module, found: list[Tensor], widths: set[int]) -> Any:
     facts = describe(norm)
 
     def watch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -124,6 +129,7 @@ def _watcher(norm: nn.Module, found: list[Tensor]) -> Any:
         over = tuple(range(-max(1, len(facts.shape) if facts else 1), 0))
         eps = facts.eps if facts is not None and facts.eps is not None else 0.0
         deviation = (x.var(over, correction=0) + max(eps, 1e-30)).sqrt()
+        widths.add(x.shape[over[0] :].numel())
         found.append((x.mean(over) / deviation).flatten().cpu())
 
     return watch
@@ -133,19 +139,27 @@ def _difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Largest difference of two models' outputs by the root mean square of each, infinite where they don't compare."""
     if a.keys() != b.keys() or not a:
         return float("inf")
-    return max((_relative(a[name].double(), b[name].double()) for name in a), default=0.0)
+    return max(_relative(a[name], b[name]) for name in a)
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
-    if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
+    if a.shape != b.shape:
         return float("inf")
-    finite = a.isfinite()
-    if not bool(finite.any()):
-        return 0.0
-    a, b = a[finite], b[finite]
-    return float((a - b).abs().max() / a.square().mean().sqrt().clamp_min(1e-30))
+    largest, squares, count = 0.0, 0.0, 0
+    for x, y in zip(a.flatten().split(_PIECE), b.flatten().split(_PIECE), strict=True):
+        finite = x.isfinite()
+        if not torch.equal(finite, y.isfinite()):
+            return float("inf")
+        x, y = x[finite].double(), y[finite].double()
+        if x.numel():
+            largest = max(largest, float((x - y).abs().max()))
+            squares, count = squares + float(x.square().sum()), count + x.numel()
+    return largest / max((squares / max(count, 1)) ** 0.5, 1e-30)
 
 
-def _moved(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    pairs = [(a[name], b[name]) for name in a if name in b and a[name].shape == b[name].shape]
-    return max((float((x - y).abs().max()) for x, y in pairs), default=0.0)
+def _largest_mean(original: dict[str, Tensor], converted: dict[str, Tensor]) -> float:
+    """Largest of |ratio| / (1 + |the original's ratio|) at the same place."""
+    if original.keys() != converted.keys() or any(original[n].shape != converted[n].shape for n in original):
+        return float("inf")
+    pairs = ((converted[name].abs(), original[name].abs()) for name in original)
+    return max((float((now / (1 + before)).max()) for now, before in pairs), default=0.0)

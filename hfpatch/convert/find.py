@@ -59,7 +59,8 @@ def search(model: nn.Module, inputs: Mapping[str, Any]) -> Centring:
     norms = {name: facts for name, facts in norms.items() if facts.kind == "layer"}
     if not norms:
         return Centring(refused="it has no LayerNorm")
-    return _Search(model, inputs, norms).run()
+    with torch.device("cpu"):  # whatever the default device is
+        return _Search(model, inputs, norms).run()
 
 
 @dataclass(frozen=True)
@@ -290,13 +291,10 @@ class _Search:
     def shifts_of_first(self, writer: _Writer) -> list[AbstractContextManager[Any]]:
         """Shifts of a writer's first instance: one for each module that holds it, where there are several."""
         parameter = next(iter(self.parameters[writer.axis.pattern].values()))
-        owners = [
-            name
-            for name, module in self.modules.items()
-            if any(one is parameter for one in module._parameters.values())
-        ]
+        called = {name: module for name, module in self.modules.items() if name in self.base.called}
+        owners = [name for name, module in called.items() if any(p is parameter for p in module._parameters.values())]
         axes = {name: axis for name in owners if (axis := self.axis_of(name)) is not None}
-        if len(owners) == 1 or len(axes) < len(owners):
+        if len(owners) < 2 or len(axes) < len(owners):
             return [self.shift(writer, 1.0, 7, first=True)]
         return [added_to_outputs([(self.modules[name], axis)], 1.0, 7) for name, axis in axes.items()]
 
@@ -471,12 +469,9 @@ class _Search:
                     after = self.forward(model=centred)
                 places = moved(before, after)
                 for other in sorted(places, key=places.__getitem__):
-                    changes = [b.value - a.value for a, b in zip(before.means[other], after.means[other], strict=True)]
-                    if len(constants) == len(changes) and all(
-                        one.shape == constant.squeeze(axis).shape
-                        and float((one - constant.squeeze(axis)).abs().max()) <= 1e-6 * float(constant.abs().max())
-                        for one, constant in zip(changes, constants, strict=True)
-                    ):
+                    change = after.means[other][0].value - before.means[other][0].value
+                    constant = constants[0].squeeze(axis)  # later calls of a shared layer see what the first one did
+                    if change.shape == constant.shape and _is_close(change, constant):
                         found.add(pattern_of(other))
                         break
         off = {pattern_of(name) for name in _off_centre(before)}
@@ -543,6 +538,10 @@ def _is_constant(change: Tensor, axis: int) -> bool:
     """Whether it is the same all along an axis, and not nothing."""
     size = float(change.abs().max()) if change.numel() else 0.0
     return size > 1e-9 and float((change - change.mean(axis, keepdim=True)).abs().max()) <= 1e-6 * size
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    return float((a - b).abs().max()) <= 1e-6 * float(b.abs().max())
 
 
 def _centring(

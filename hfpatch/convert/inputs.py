@@ -51,10 +51,15 @@ def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
             key: value.unsqueeze(1).repeat(1, 2, 1) if isinstance(value, Tensor) and value.dim() == 2 else value
             for key, value in inputs.items()
         }
-    end = Inputs(model.config).find("eos_token_id")
+    if "SequenceClassification" not in name:
+        return inputs
+    find = Inputs(model.config).find
+    end = find("eos_token_id")
     end = end[0] if isinstance(end, list) else end
-    if "SequenceClassification" in name and isinstance(end, int):
+    if isinstance(end, int):
         ids[..., -1] = end
+    if find("pad_token_id") is None:  # the last token of several texts can't be told from padding then
+        return {key: value[:1] if isinstance(value, Tensor) else value for key, value in inputs.items()}
     return inputs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,9 @@ from .randomness import own_randomness
 
 # Outputs that other forwards or readers take, in other coordinates when the stream is centred
 _INTERNAL = {"hidden_states", "attentions", "past_key_values", "mems", "cache_params"}
-_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_NARROW = {torch.float32, torch.float16, torch.bfloat16}
+_NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
+_FACTORIES = {torch.tensor, torch.full}
 
 
 class Float64(TorchFunctionMode):
@@ -27,18 +30,20 @@ class Float64(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+        if func in _NARROWING:
             return args[0].double()
-        args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
-        kwargs = {name: torch.float64 if _is_narrow(value) else value for name, value in (kwargs or {}).items()}
-        if func in (torch.tensor, torch.full) and kwargs.get("dtype") is None and _is_float(args):
-            kwargs["dtype"] = torch.float64  # the least float64 doesn't fit into the default dtype
-        result = func(*args, **kwargs)
-        return result.double() if isinstance(result, Tensor) and result.dtype in _NARROW else result
+        if any(type(value) is torch.dtype and value in _NARROW for value in args):
+            args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
+        if kwargs and _is_narrow(kwargs.get("dtype")):
+            kwargs = {**kwargs, "dtype": torch.float64}
+        elif func in _FACTORIES and (kwargs or {}).get("dtype") is None and _is_float(args):
+            kwargs = {**(kwargs or {}), "dtype": torch.float64}  # the least float64 doesn't fit into the default dtype
+        result = func(*args, **(kwargs or {}))
+        return result.double() if type(result) is Tensor and result.dtype in _NARROW else result
 
 
 def _is_narrow(value: Any) -> bool:
-    return isinstance(value, torch.dtype) and value in _NARROW
+    return type(value) is torch.dtype and value in _NARROW
 
 
 def _is_float(values: Any) -> bool:
@@ -168,6 +173,9 @@ def _error(a: Tensor, b: Tensor) -> float:
         return float("inf")
     if not a.is_floating_point():
         return 0.0 if torch.equal(a, b) else float("inf")
+    difference = float((a - b).abs().max()) if a.numel() else 0.0
+    if math.isfinite(difference):
+        return difference / max(float(a.abs().max()), 1e-30) if a.numel() else 0.0
     finite = a.isfinite()
     if not torch.equal(finite, b.isfinite()) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
         return float("inf")

@@ -20,7 +20,7 @@ def own_randomness(seed: int) -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed), numpy.random.seed(seed), random.seed(seed)
+        torch.default_generator.manual_seed(seed), numpy.random.seed(seed), random.seed(seed)  # the CPU's alone
         try:
             yield
         finally:

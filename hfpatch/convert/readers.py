@@ -114,7 +114,7 @@ class _Tracer(TorchFunctionMode):
         if name in self.reasons:
             return self.reasons[name]
         if not readers:
-            return "its output is an output of the model"
+            return "nothing reads it"
         for reader, _ in readers:
             if reader._parameters.get("bias") is None:
                 return f"a {reader._get_name()} that reads it has no bias"

@@ -124,7 +124,8 @@ def _shrink(
         if isinstance(value, list) and len(value) == depth and len(value) > layers:  # one entry per layer
             value = _some_of_each(value, layers)
         small = _small(name, value, layers, ids)
-        if small != value or value != default.get(name, value):
+        added = bool(default) and name not in default  # such as the record of a patch
+        if added or small != value or value != default.get(name, value):
             arguments[name] = small
     arguments |= _related(config, layers)
     if stages:

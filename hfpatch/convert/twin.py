@@ -115,7 +115,7 @@ def _draw(model: nn.Module, seed: int) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter.numel() == 1 and parameter.is_floating_point() and float(parameter) == 0.0:
                 parameter.fill_(0.5)  # a gate that starts closed would hide what it gates
-            if parameter.dim() > 1 and parameter.is_floating_point():
+            if parameter.dim() > 1 and parameter.numel() > 1 and parameter.is_floating_point():
                 spread = float(parameter.std())
                 least = _SPREAD / min(parameter.shape[-2:]) ** 0.5
                 if 0 < spread < least and not isinstance(module, nn.modules.conv._ConvNd):

@@ -1,5 +1,6 @@
 """Norm schemes: one file each. Importing this package registers those that ship with hfpatch."""
 
+from .batch import BatchNorm, MaskedBatchNorm
 from .deepnorm import DeepNorm
 from .derf import Derf, DynamicErf
 from .detect import NormFacts, describe
@@ -11,6 +12,7 @@ from .scheme import AffineNorm, Norm
 __all__ = [
     "RMS",
     "AffineNorm",
+    "BatchNorm",
     "DeepNorm",
     "Derf",
     "DyT",
@@ -18,6 +20,7 @@ __all__ = [
     "DynamicTanh",
     "Layer",
     "LayerNorm",
+    "MaskedBatchNorm",
     "Norm",
     "NormFacts",
     "RMSNorm",

@@ -68,8 +68,8 @@ class RMS(Norm):
             LayerNorm model's. "parametrize" leaves the weights and centres each branch's output in every forward, so
             that training follows the LayerNorm model's trajectory.
         fold_bias: move the shift into the linear layers that read the norm, where nothing else does.
-        fraction: below 1 the root mean square is estimated on the first ceil(fraction * d) channels alone (pRMSNorm, 0.0625
-            in the paper's section 4.2). Another function whatever the input's mean, so nothing is centred.
+        fraction: below 1 the root mean square is estimated on the first ceil(fraction * d) channels alone: pRMSNorm,
+            0.0625 in the paper's section 4.2. Another function whatever the input's mean, so nothing is centred.
 
     Raises:
         OptionError: no such mode; `fold_bias` is no bool, or asked for together with "parametrize"; `fraction` isn't in

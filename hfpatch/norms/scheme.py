@@ -68,7 +68,10 @@ class AffineNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states.movedim(1, -1) if self.facts.channels_first else hidden_states
-        h = self.normalise(x.float() if x.dtype in HALF else x)
+        return self.affine(self.normalise(x.float() if x.dtype in HALF else x), x)
+
+    def affine(self, h: Tensor, x: Tensor) -> Tensor:
+        """Gain and shift on the normalised h, in the dtype of the input x and with its channels where they were."""
         gain, shift = getattr(self, self.names[0]), getattr(self, self.names[1])
         if gain is not None:
             h = h * (gain.to(h.dtype) + self.facts.offset if self.facts.offset else gain)
@@ -92,6 +95,9 @@ class Norm(Scheme):
 
     registry: ClassVar = NORMS
     label: ClassVar[str] = "norm"  # the class name of the module that `build` returns, as plans print it
+    needs_padding: ClassVar[bool] = (
+        False  # whether it must be told of padding, and serves no causal stack (swap_batch.py)
+    )
     branchwise: ClassVar[bool] = False  # whether it changes how residual branches meet their stream (swap_branches.py)
 
     def build(

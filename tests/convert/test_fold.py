@@ -72,7 +72,6 @@ MAKE: dict[str, Callable[[], Any]] = {
     "vit": lambda: tiny("vit", BASE),
     "dinov2": dinov2,
     "gpt_neo": lambda: tiny("gpt_neo", LM),
-    "bloom": lambda: tiny("bloom", LM),
     "cohere": lambda: tiny("cohere", LM),
     "nemotron": lambda: tiny("nemotron", LM),
     "olmo": lambda: tiny("olmo", LM),
@@ -657,11 +656,42 @@ def test_base_from_head_and_head_from_base(request_: dict, tmp_path: Path) -> No
 
 
 def test_left_norms_are_found_under_either_name(tmp_path: Path) -> None:
-    head = patch(tiny("bert", "AutoModelForMaskedLM"), norm="rms", init="exact")
+    """BLOOM's first norm reads the tied embeddings alone."""
+    head = silent(tiny("bloom", LM), norm="rms", init="exact")
     base = reload(head, tmp_path / "head")
-    assert norms_of(base, AffineNorm) == ["embeddings.LayerNorm"]
-    again = reload(base, tmp_path / "base", "AutoModelForMaskedLM")
-    assert norms_of(again, AffineNorm) == ["bert.embeddings.LayerNorm"]
+    assert norms_of(base, nn.LayerNorm) == ["word_embeddings_layernorm"]
+    assert difference(base, tiny("bloom", LM).transformer) < 2e-5
+    again = reload(base, tmp_path / "base", LM)
+    assert norms_of(again, nn.LayerNorm) == ["transformer.word_embeddings_layernorm"]
+
+
+@pytest.mark.parametrize("mode", ["fold", "parametrize"])
+def test_a_norm_that_writes_to_the_stream_is_replaced_and_centred(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm after BLOOM's embeddings, whose shift has a mean of its own."""
+    names = ("self_attention.dense", "mlp.dense_4h_to_h")
+    writers = tuple(f"transformer.h.*.{name}" for name in names)
+    first = (("transformer.word_embeddings", -1), ("transformer.word_embeddings_layernorm", -1))
+    norms = ("word_embeddings_layernorm", "h.*.input_layernorm", "h.*.post_attention_layernorm", "ln_f")
+    found = Centring(
+        axes(**{f"{writer}.{name}": 0 for writer in writers for name in ("weight", "bias")}),
+        outputs=first,
+        parametrized=first + tuple((writer, -1) for writer in writers),
+        exact=tuple(f"transformer.{norm}" for norm in norms),
+    )
+    monkeypatch.setattr("hfpatch.conversion.find_centring", lambda *a: found)
+    model = tiny("bloom", LM)
+    plain, before = copy.deepcopy(model), fingerprint(model)
+    silent(model, norm=RMS(mode), reversible=True)
+    norm = model.transformer.word_embeddings_layernorm
+    assert isinstance(norm, AffineNorm)
+    assert norm.__dict__[CENTRED] == -1
+    assert distance(plain, model) < 1e-5
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), reload(copy.deepcopy(model), tmp_path, LM)):
+        assert difference(other, model) == 0
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
 
 
 def test_another_depth_from_the_same_config() -> None:
@@ -772,6 +802,29 @@ def test_fold_bias_with_conv1d() -> None:
     assert distance(plain, model) < 1e-9
     assert model.transformer.h[0].ln_1.bias is None
     assert model.transformer.h[1].ln_2.bias is None
+
+
+def test_fold_bias_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(tiny_config("gpt2"))
+    with pytest.raises(UnsupportedError, match=r"fold_bias=True: .* meta device\. Load them first\."):
+        plan_patch(model, norm=RMS(fold_bias=True))
+
+
+def test_fold_bias_of_a_model_that_doesnt_run() -> None:
+    with pytest.raises(UnsupportedError, match=r"fold_bias=True: .*GPT2LMHeadModel can't be followed: index out of"):
+        plan_patch(tiny("gpt2", LM), norm=RMS(fold_bias=True), example_inputs={"input_ids": torch.full((1, 3), 97)})
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit", "dinov2"])
+@pytest.mark.parametrize("norm", ["rms", RMS("parametrize"), RMS(fold_bias=True)])
+def test_a_plan_touches_nothing(name: str, norm: Any) -> None:
+    model = MAKE[name]().train()
+    for module in model.modules():
+        module.register_forward_hook(lambda *a: pytest.fail("a plan ran a user's hook"))
+    before = fingerprint(model)
+    assert not plan_patch(model, norm=norm).empty
+    assert not changes(before, fingerprint(model))
 
 
 def test_fold_bias_is_refused_where_something_else_reads_the_norm() -> None:

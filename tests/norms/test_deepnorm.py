@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import MODELS, POST, RATE, bart, deepnorm, error, every_model, make, run
+from by_hand import MODELS, POST, RATE, STEPS, bart, deepnorm, error, every_model, make, opt, run
 from tiny_models import changes, difference, fingerprint, inputs, outputs, patch, reload, tiny
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -36,7 +36,9 @@ def test_it_is_the_formula(name: str) -> None:
     patch(model, norm=DeepNorm(alpha=ALPHA))
     with torch.no_grad():
         assert error(run(model), reference(original, deepnorm(ALPHA))) < 1e-12
-        assert error(run(model), reference(original, deepnorm(ALPHA + 0.01))) > 1e-4  # control: the reference feels alpha
+        assert (
+            error(run(model), reference(original, deepnorm(ALPHA + 0.01))) > 1e-4
+        )  # control: the reference feels alpha
         assert error(run(model), run(original)) > 1e-2
     if name in POST:  # control: the reference is this model's own computation at alpha = 1
         with torch.no_grad():
@@ -114,7 +116,9 @@ def test_more_pre_norm_hosts(name: str) -> None:
     original = copy.deepcopy(model)
     patch(model, norm=DeepNorm(alpha=ALPHA))
     if name == "t5":
-        blocks = [layer for part in (original.encoder, original.decoder) for block in part.block for layer in block.layer]
+        blocks = [
+            layer for part in (original.encoder, original.decoder) for block in part.block for layer in block.layer
+        ]
         pairs = [("layer_norm", "dropout")]
     else:
         blocks = list(original.get_submodule(stack))
@@ -206,12 +210,10 @@ SEPARATE = {
     "gpt_neo": ("attn.attention.v_proj", "attn.attention.out_proj", "mlp.c_fc", "mlp.c_proj"),
     "llama": ("self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     "distilbert": ("attention.v_lin", "attention.out_lin", "ffn.lin1", "ffn.lin2"),
-    "bart": tuple(
-        f"{module}.{name}" if name else module
-        for module, names in {"self_attn": ("v_proj", "out_proj"), "encoder_attn": ("v_proj", "out_proj")}.items()
-        for name in names
-    )
-    + ("fc1", "fc2"),
+    "bart": (
+        *("self_attn.v_proj", "self_attn.out_proj", "encoder_attn.v_proj", "encoder_attn.out_proj"),
+        *("fc1", "fc2"),
+    ),
 }
 
 
@@ -322,16 +324,37 @@ def test_options_are_checked(options: dict) -> None:
 # --- it lives like any patch ------------------------------------------------------------------------------------------
 
 
+def last_of(branches: int, name: str) -> Any:
+    """A step that is DeepNorm for a block's last branch and the host's own for the others."""
+    calls = iter(range(1000))
+    own = STEPS["post" if name in POST else "pre"]
+    return lambda x, f, norm: (deepnorm(ALPHA) if next(calls) % branches == branches - 1 else own)(x, f, norm)
+
+
 @every_model
 def test_only_some_norms(name: str) -> None:
-    """What isn't chosen stays as it was, dropout included."""
+    """Branches that aren't chosen stay as they were."""
     model = make(name)
-    chosen = {"gpt2": "*.ln_2", "vit": "*.layernorm_after", "bert": "*.output.LayerNorm"}.get(name, "*final_layer_norm")
-    patch(model, norm=DeepNorm(alpha=ALPHA), only=chosen)
-    whole = patch(make(name), norm=DeepNorm(alpha=ALPHA))
-    assert error(run(model), run(whole)) > 1e-3 or name == "bert"
-    original = make(name)
-    assert error(run(model), run(original)) > 1e-3
+    original = copy.deepcopy(model)
+    chosen = {"gpt2": "*.ln_2", "vit": "*.layernorm_after", "bert": "encoder.layer.[01].output.LayerNorm"}
+    patch(model, norm=DeepNorm(alpha=ALPHA), only=chosen.get(name, "*.layers.?.final_layer_norm"))
+    steps = [last_of(2, name), last_of(3, name)] if name == "bart" else [last_of(2, name)]
+    with torch.no_grad():
+        assert error(run(model), MODELS[name][2](original, *steps)) < 1e-12
+        assert error(run(model), run(original)) > 1e-3
+
+
+def test_dropout_of_branches_that_are_not_chosen() -> None:
+    """OPT's two branches have their dropout's rate from one attribute."""
+    model = make("opt, pre-norm", dropout=RATE).train()
+    original = copy.deepcopy(model)
+    patch(model, norm=DeepNorm(alpha=ALPHA), only="*.layers.?.final_layer_norm")
+    with torch.no_grad():
+        results = []
+        for forward in (lambda: run(model), lambda: opt(original, last_of(2, "opt, pre-norm"))):
+            torch.manual_seed(5)
+            results.append(forward())
+        assert error(*results) < 1e-12
 
 
 @every_model
@@ -342,7 +365,9 @@ def test_saved_and_loaded(name: str, tmp_path: Path) -> None:
     assert list(again.state_dict()) == list(model.state_dict())
 
 
-@pytest.mark.parametrize("options", [{"norm": DeepNorm(alpha=ALPHA, preserve=True)}, {"norm": "deepnorm", "init": "reset"}])
+@pytest.mark.parametrize(
+    "options", [{"norm": DeepNorm(alpha=ALPHA, preserve=True)}, {"norm": "deepnorm", "init": "reset"}]
+)
 def test_what_is_in_the_weights_is_not_done_again_on_loading(options: dict, tmp_path: Path) -> None:
     model = patch(make("bert"), **options)
     again = reload(model, tmp_path, dtype=torch.float64)
@@ -373,7 +398,7 @@ def test_undone_to_the_bit(name: str) -> None:
     assert not changes(before, fingerprint(model))
 
 
-@every_model
+@pytest.mark.parametrize("name", ["gpt2", "opt, post-norm", "bert"])
 def test_compiled_whole(name: str) -> None:
     model = patch(make(name), norm=DeepNorm(alpha=ALPHA))
     given = {key: x.double() if x.is_floating_point() else x for key, x in inputs(model).items()}
@@ -433,7 +458,9 @@ def test_lora_on_the_projection_passes_the_gain() -> None:
     from peft import LoraConfig, get_peft_model
 
     model = patch(make("opt, post-norm"), norm=DeepNorm(alpha=ALPHA))
-    wrapped = get_peft_model(model, LoraConfig(target_modules=["fc2", "out_proj"], r=2, init_lora_weights=False)).double()
+    wrapped = get_peft_model(
+        model, LoraConfig(target_modules=["fc2", "out_proj"], r=2, init_lora_weights=False)
+    ).double()
     wrapped.eval()
     apart = run(wrapped.base_model.model)
     merged = wrapped.merge_and_unload()
@@ -470,7 +497,7 @@ def test_rms_after_deepnorm() -> None:
         ("block", 3),
         ("call", -1),
         ("placement", "somewhere"),
-        ("scale", 1),
+        ("altered", 1),
         ("weights", [["a", "none"]]),
         ("weights", "all"),
         ("norm", "x" * 2000),

@@ -27,7 +27,10 @@ from families import FAMILIES, inputs, logits, make
 
 ALL = sorted(FAMILIES)
 DECODERS = [name for name in ALL if FAMILIES[name].decodes]
-REQUESTS = [{"norm": name} for name in NORMS] + [{"pos": name} for name in POSITIONS] + [{"norm": "rms", "pos": "rope"}]
+EVERYWHERE = [name for name, scheme in NORMS.items() if not scheme.needs_padding]  # test_batch.py has the others
+REQUESTS = (
+    [{"norm": name} for name in EVERYWHERE] + [{"pos": name} for name in POSITIONS] + [{"norm": "rms", "pos": "rope"}]
+)
 
 
 def patched(name: str, seed: int = 0, **request: Any) -> Any:

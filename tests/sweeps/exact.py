@@ -145,6 +145,7 @@ class RootMeanSquare(nn.Module):
         facts: Any = describe(old)
         self.gain = getattr(old, facts.gain) + facts.offset if facts.gain else 1.0
         self.shift = getattr(old, facts.shift) if facts.shift else 0.0
+        self.weight = getattr(old, facts.gain) if facts.gain else None  # some models look at its dtype
         self.eps, self.channels_first = facts.eps, facts.channels_first
 
     def forward(self, x: Tensor) -> Tensor:
@@ -169,7 +170,8 @@ def carried_out(model: nn.Module, centring: Centring) -> nn.Module:
         for pattern, axis in centring.outputs:
             if starred(name) == pattern:
                 module.register_forward_hook(lambda _, __, y, axis=axis: y - y.mean(axis, keepdim=True))
-    for module in [module for name, module in model.named_modules() if starred(name) in centring.exact]:
+    norms = layer_norms(model)  # a pattern may name other modules too, those beside a norm in a Sequential
+    for module in [model.get_submodule(name) for name in norms if starred(name) in centring.exact]:
         new = RootMeanSquare(module)
         new._forward_hooks = module._forward_hooks
         for parent in list(model.modules()):

@@ -1,0 +1,114 @@
+"""Batch normalisation of sequences (Ioffe & Szegedy 2015, arXiv:1502.03167, algorithms 1 and 2), padding left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..registry import NORMS
+from ..scheme import require_number
+from .detect import NormFacts
+from .scheme import HALF, AffineNorm, Norm
+
+
+class MaskedBatchNorm(AffineNorm):
+    """y = (x - mean_c) / sqrt(var_c + eps) * gain + shift, statistics per channel c over batch and positions.
+
+    In training mode they are those of the batch, var biased, and running averages of them (var unbiased, as in
+    `nn.BatchNorm1d`) are kept in buffers, which eval mode uses. Under gradient checkpointing a forward runs twice, and
+    the averages move twice.
+
+    Args:
+        momentum: weight of the newest batch in the running averages. The rest as in `AffineNorm`.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(
+        self,
+        facts: NormFacts,
+        kind: str,
+        gain: nn.Parameter | None,
+        shift: nn.Parameter | None,
+        momentum: float,
+        like: Tensor,
+    ):
+        super().__init__(facts, kind, gain, shift)
+        self.momentum = momentum
+        (width,) = facts.shape
+        self.register_buffer("running_mean", torch.zeros(width, device=like.device, dtype=like.dtype))
+        self.register_buffer("running_var", torch.ones(width, device=like.device, dtype=like.dtype))
+        self.register_buffer("num_batches_tracked", torch.tensor(0, device=like.device))
+
+    def forward(self, hidden_states: Tensor, keep: Tensor | None = None) -> Tensor:
+        """The output; `keep` (B, T) is False where a position is padding."""
+        x = hidden_states.movedim(1, -1) if self.facts.channels_first else hidden_states
+        return self.affine(self.normalise(x.float() if x.dtype in HALF else x, keep), x)
+
+    def normalise(self, h: Tensor, keep: Tensor | None = None) -> Tensor:
+        if self.training:
+            mean, var = self._statistics(h, keep)
+        else:
+            mean, var = self.running_mean.to(h.dtype), self.running_var.to(h.dtype)
+        eps = torch.finfo(h.dtype).eps if self.eps is None else self.eps
+        return (h - mean) * (var + eps).rsqrt()
+
+    def _statistics(self, h: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        positions = tuple(range(h.dim() - 1))
+        weight = torch.ones_like(h[..., :1]) if keep is None else keep.reshape(h.shape[:-1])[..., None].to(h.dtype)
+        count = weight.sum().clamp_min(1.0)
+        mean = (h * weight).sum(positions) / count
+        var = ((h - mean).square() * weight).sum(positions) / count
+        with torch.no_grad():
+            unbiased = var * (count / (count - 1).clamp_min(1.0))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
+            self.num_batches_tracked.add_(1)
+        return mean, var
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, momentum={self.momentum}"
+
+
+@NORMS.register("batch")
+@dataclass(frozen=True)
+class BatchNorm(Norm):
+    """Batch normalisation per channel, over all positions of the batch that aren't padding.
+
+    (x - mean_c) / sqrt(var_c + eps) * gain + shift, Ioffe & Szegedy 2015, arXiv:1502.03167. For encoders: in a causal
+    stack the statistics of a batch would tell a position of later ones, so such stacks keep their norms, and a causal
+    model is refused. Padding is known from the attention mask of the block around a norm; in models that take a mask,
+    norms outside of any block stay. The running averages start at mean 0 and variance 1: before training, eval mode
+    passes x * gain + shift on.
+
+    Args:
+        momentum: weight of the newest batch in the running averages.
+
+    Raises:
+        OptionError: momentum is no number in (0, 1].
+    """
+
+    momentum: float = 0.1
+    label: ClassVar[str] = "BatchNorm"
+    needs_padding: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require_number("BatchNorm", "momentum", self.momentum, above=0.0, at_most=1.0)
+
+    def build(
+        self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor
+    ) -> MaskedBatchNorm:
+        return MaskedBatchNorm(facts, self.name, gain, shift, self.momentum, like)
+
+    def reason_to_keep(self, facts: NormFacts) -> str | None:
+        if len(facts.shape) != 1:
+            return "its channels aren't the last axis alone"
+        return super().reason_to_keep(facts)
+
+    def loss(self, facts: NormFacts) -> str | None:
+        return "statistics are the batch's, no longer each position's; running averages need training"

@@ -1,0 +1,139 @@
+"""The check of a conversion on the model itself: what it lets through, what it doesn't, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import changes, fingerprint, inputs, norms_of, patch, tiny
+from torch import Tensor, nn
+
+from hfpatch.convert.check import Reference, Verdict, mean_ratios
+from hfpatch.convert.run import fitting, outputs_of, quiet
+
+LM = "AutoModelForCausalLM"
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "holds"),
+    [
+        (Verdict(1e-6, 1e-5, 1e-7, 1e-6), True),
+        (Verdict(2e-5, 1e-5, 1e-7, 1e-6), False),
+        (Verdict(1e-6, 1e-5, 1e-5, 1e-6), False),
+        (Verdict(NAN, 1e-5, 1e-7, 1e-6), False),
+        (Verdict(1e-6, NAN, 1e-7, 1e-6), False),
+        (Verdict(1e-6, 1e-5, NAN, 1e-6), False),
+        (Verdict(float("inf"), 1e-5, 1e-7, 1e-6), False),
+    ],
+)
+def test_a_verdict_holds_when_both_measures_do(verdict: Verdict, holds: bool) -> None:
+    assert verdict.holds == holds
+
+
+def reference(model: Any) -> Reference:
+    return Reference(model, fitting(model, inputs(model)), norms_of(model, nn.LayerNorm))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_floor_lies_between_what_rounding_does_and_what_a_change_does(dtype: torch.dtype) -> None:
+    model = tiny("gpt2", LM).to(dtype)
+    measured = reference(model)
+    assert measured.eps == max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    converted = patch(copy.deepcopy(model), norm="rms")
+    verdict = measured.check(converted)
+    assert verdict.holds
+    assert verdict.error < verdict.tolerance < 1e-4 * (measured.eps / torch.finfo(torch.float32).eps)
+    copied = measured.check(patch(copy.deepcopy(model), norm="rms", init="copy"))
+    assert not copied.holds
+    assert copied.mean > copied.mean_tolerance
+    other = copy.deepcopy(converted)
+    with torch.no_grad():
+        other.transformer.h[0].mlp.c_proj.weight[:, 0] += 300 * measured.eps
+    moved = measured.check(other)
+    assert not moved.holds
+
+
+def test_the_floor_is_the_same_every_time_and_leaves_no_trace() -> None:
+    model = tiny("gpt2", LM).train()
+    model.transformer.h[0].ln_1.register_forward_hook(lambda *a: pytest.fail("a user's hook ran"))
+    before = fingerprint(model)
+    first, second = reference(model), reference(model)
+    assert (first.floor, first.mean_floor) == (second.floor, second.mean_floor)
+    assert not changes(before, fingerprint(model))
+
+
+def leave_traces(model: Any) -> None:
+    assert not model.transformer.h[0].training
+    model.transformer.h[0].register_forward_hook(lambda *a: None)
+    torch.rand(3)
+    raise ZeroDivisionError
+
+
+def test_quiet_restores_everything_after_an_error() -> None:
+    model = tiny("gpt2", LM).train()
+    model.transformer.drop.eval()
+    before = fingerprint(model)
+    with pytest.raises(ZeroDivisionError), quiet(model):
+        leave_traces(model)
+    assert not changes(before, fingerprint(model))
+
+
+def test_torchs_own_hooks_go_on_running() -> None:
+    """Weight norm of the old kind computes its weight in a pre-hook."""
+    layer = nn.Linear(4, 4, bias=False)
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        model = nn.Sequential(nn.utils.weight_norm(layer))
+    with torch.no_grad():
+        layer.weight_g.mul_(3)
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    with quiet(model):
+        y = model(x)
+    assert torch.equal(y, model(x))
+
+
+class Masked(nn.Module):
+    """Returns scores with a mask, a cache and states besides."""
+
+    def __init__(self, hidden: float = 0.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.hidden = hidden
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        scores = (x * self.scale).masked_fill(x > 2, -torch.inf)
+        states = (x + self.hidden,)
+        return {"scores": scores, "past_key_values": states, "hidden_states": states, "ids": x.long(), "parts": [x]}
+
+
+def test_outputs_are_compared_where_they_are_finite() -> None:
+    x = torch.tensor([[1.0, -1.0, 3.0], [0.5, 2.5, 0.25]])
+    model = Masked()
+    assert set(outputs_of(model, {"x": x})) == {"scores", "parts[0]"}
+    measured = Reference(model, {"x": x}, [])
+    assert measured.check(Masked()).error == 0
+    assert measured.check(Masked(hidden=1.0)).error == 0  # recorded states may lose their mean
+    other = Masked()
+    other.scale.data[0] = 1.5
+    assert 0.3 < measured.check(other).error < 3
+    other.scale.data[0] = NAN
+    assert not measured.check(other).holds
+    other.scale.data[0] = torch.inf
+    assert measured.check(other).error == float("inf")
+
+
+def test_mean_ratios() -> None:
+    model = nn.Sequential(nn.LayerNorm(4, eps=0.0)).double()
+    model.config = None
+    x = torch.tensor([[1.0, 3.0, 1.0, 3.0], [-1.0, 1.0, -1.0, 1.0]]).double()
+    model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
+    ratios = mean_ratios(model, {"x": x}, ["0"])["0"]
+    torch.testing.assert_close(ratios, torch.tensor([2.0, 0.0], dtype=torch.float64))
+
+
+def test_inputs_are_moved_and_cast_to_the_models_dtype() -> None:
+    model = tiny("vit").bfloat16()
+    found = fitting(model, {"pixel_values": torch.zeros(1), "ids": torch.zeros(1, dtype=torch.long), "flag": True})
+    assert (found["pixel_values"].dtype, found["ids"].dtype, found["flag"]) == (torch.bfloat16, torch.long, True)

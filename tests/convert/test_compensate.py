@@ -1,0 +1,77 @@
+"""The constant part of a post-norm stream's mean, and which writer takes it up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import inputs, norms_of, tiny
+from torch import nn
+
+from hfpatch.convert.check import mean_ratios
+from hfpatch.convert.compensate import compensate, find_pairs
+from hfpatch.edits import Edits
+
+LAYER = "encoder.layer.{}"
+
+
+def pairs_of(model: nn.Module) -> list[tuple[str, str, str]]:
+    stream = norms_of(model, nn.LayerNorm)
+    writers = [f"encoder.layer.{i}.{name}.dense" for i in (0, 1) for name in ("attention.output", "output")]
+    found = find_pairs(model, inputs(model), stream, stream, writers)
+    return [(pair.norm, pair.earlier, pair.writer) for pair in found]
+
+
+def test_the_pairs_of_bert() -> None:
+    expected, earlier = [], "embeddings.LayerNorm"
+    for i in (0, 1):
+        for part in ("attention.output", "output"):
+            norm = f"encoder.layer.{i}.{part}.LayerNorm"
+            expected.append((norm, earlier, f"encoder.layer.{i}.{part}.dense"))
+            earlier = norm
+    assert pairs_of(tiny("bert")) == expected
+
+
+def test_it_takes_away_the_mean_of_the_earlier_norms_shift() -> None:
+    model = tiny("bert").double()
+    with torch.no_grad():  # writers that are zero-mean, gains that are all alike: the shift's mean is all there is
+        for name, value in model.named_parameters():
+            if "LayerNorm.weight" in name:
+                value.fill_(0.7)
+            elif "output.dense" in name:
+                value.sub_(value.mean(0, keepdim=True))
+    given, stream = {"input_ids": inputs(model)["input_ids"]}, norms_of(model, nn.LayerNorm)[1:]
+    writers = [name for name, _ in model.named_modules() if name.endswith("output.dense")]
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    edits = Edits()
+    pairs = find_pairs(model, given, stream, norms_of(model, nn.LayerNorm), writers)
+    measured = compensate(model, given, pairs, edits)
+    assert set(measured) == set(stream)
+    assert all(a > 0.05 and b < 1e-12 for a, b in measured.values()), measured
+    assert max(float(r.abs().max()) for r in mean_ratios(model, given, stream).values()) < 1e-12
+    changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    assert changed == {f"{writer}.bias" for writer in writers}
+    edits.undo()
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+
+
+@pytest.mark.parametrize("shift", [0.0, 5.0])
+def test_it_is_kept_only_where_it_helps(shift: float) -> None:
+    """A writer whose own mean cancels that of the shift must not be touched."""
+    model = tiny("bert").double()
+    norm, writer = model.embeddings.LayerNorm, model.encoder.layer[0].attention.output.dense
+    with torch.no_grad():
+        norm.bias.fill_(1.0)
+        norm.weight.fill_(1.0)
+        writer.weight.sub_(writer.weight.mean(0, keepdim=True))
+        writer.bias.fill_(-1.0 if shift == 0.0 else shift)
+    name = "encoder.layer.0.attention.output"
+    given = inputs(model)
+    pairs = find_pairs(model, given, [f"{name}.LayerNorm"], norms_of(model, nn.LayerNorm), [f"{name}.dense"])
+    old = writer.bias.detach().clone()
+    before, after = compensate(model, given, pairs, Edits())[f"{name}.LayerNorm"]
+    if shift:
+        assert after < before
+        assert torch.allclose(writer.bias, old - 1.0)
+    else:
+        assert after > before
+        assert torch.allclose(writer.bias, old)

@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import zoo
+from tiny_models import changes, fingerprint, patch, tiny
+from torch import nn
+
+from hfpatch import UnsupportedError
+from hfpatch.convert.centring import Axis, Centring
+from hfpatch.convert.find import carry_out, find_centring, search
+from hfpatch.convert.measure import observe, relative_error
+from hfpatch.convert.twin import twin
+
+
+def axes(centring: Centring) -> set[tuple[str, int]]:
+    return {(fold.pattern, fold.axis) for fold in centring.folds}
+
+
+class TestDecoder:
+    def test_gpt2(self) -> None:
+        found = find_centring(tiny("gpt2", n_layer=3))
+        block = [("attn.c_proj.weight", 1), ("attn.c_proj.bias", 0), ("mlp.c_proj.weight", 1), ("mlp.c_proj.bias", 0)]
+        assert axes(found) == {("wte.weight", 1), ("wpe.weight", 1)} | {(f"h.*.{name}", axis) for name, axis in block}
+        assert found.exact == ("h.*.ln_1", "h.*.ln_2", "ln_f")
+        assert found.approximate == {}
+        assert found.outputs == found.absorbs == found.compensated == ()
+        assert found.refused is None
+        assert found.error < 1e-12
+
+    def test_dropouts_are_centred_where_training_goes_on(self) -> None:
+        found = find_centring(tiny("gpt2"))
+        assert set(found.parametrized) == {("drop", -1), ("h.*.attn.resid_dropout", -1), ("h.*.mlp.dropout", -1)}
+
+    def test_functional_dropout_leaves_the_layer_itself(self) -> None:
+        found = find_centring(tiny("opt"))
+        assert ("decoder.layers.*.fc2", -1) in found.parametrized
+        assert len(found.exact) == 3
+
+    def test_a_tied_head_keeps_its_embedding(self) -> None:
+        found = find_centring(tiny("gpt2", "AutoModelForCausalLM"))
+        assert not any("wte" in fold.pattern for fold in found.folds)
+        assert found.outputs == (("transformer.drop", -1),)
+        assert len(found.exact) == 3
+
+    def test_an_untied_head_needs_no_runtime_centring(self) -> None:
+        found = find_centring(tiny("gpt2", "AutoModelForCausalLM", tie_word_embeddings=False))
+        assert ("transformer.wte.weight", 1) in axes(found)
+        assert found.outputs == ()
+
+    def test_the_output_of_an_embedding_norm(self) -> None:
+        """BLOOM's stream starts with a LayerNorm's output, whose gain no fold can centre."""
+        found = find_centring(tiny("bloom", "AutoModelForCausalLM"))
+        assert found.outputs == (("transformer.word_embeddings_layernorm", -1),)
+        assert "transformer.h.*.input_layernorm" in found.exact
+        # its own input is the tied embedding: centring that in every forward would be a LayerNorm again
+        assert "transformer.word_embeddings_layernorm" in found.approximate
+
+    @pytest.mark.parametrize("family", ["nemotron", "olmo"])
+    def test_other_layer_norms(self, family: str) -> None:
+        found = find_centring(tiny(family))
+        assert found.approximate == {}
+        assert found.error < 1e-12  # in float64 throughout, though both compute in float32 inside
+
+    def test_parallel_branches(self) -> None:
+        model, _ = zoo.tiny("gptj")
+        assert find_centring(model).exact == ("h.*.ln_1", "ln_f")
+
+    def test_query_and_key_norms_are_left(self) -> None:
+        found = find_centring(tiny("cohere"))
+        assert set(found.exact) == {"layers.*.input_layernorm", "norm"}
+        assert set(found.approximate) == {"layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"}
+        assert not any("q_proj" in fold.pattern or "k_proj" in fold.pattern for fold in found.folds)
+
+    def test_a_patched_model(self) -> None:
+        found = find_centring(patch(tiny("gpt2"), pos="rope"))
+        assert found.exact == ("h.*.ln_1", "h.*.ln_2", "ln_f")
+        assert not any("wpe" in fold.pattern for fold in found.folds)
+
+
+class TestOthers:
+    def test_layer_scale_is_absorbed(self) -> None:
+        model, _ = zoo.tiny("dinov2")
+        found = find_centring(model)
+        assert {(scale, axis.pattern) for scale, axis in found.absorbs} == {
+            (f"encoder.layer.*.layer_scale{i}.lambda1", f"encoder.layer.*.{writer}.{name}")
+            for i, writer in ((1, "attention.o_proj"), (2, "mlp.fc2"))
+            for name in ("weight", "bias")
+        }
+        assert {axis for _, axis in found.absorbs} <= set(found.folds)
+        assert found.approximate == {}
+
+    def test_what_stands_for_masked_patches_is_centred_too(self) -> None:
+        model, given = zoo.tiny("dinov2")
+        found = find_centring(model)
+        assert ("embeddings.mask_token", 1) in axes(found)
+        model = model.double()
+        masked = {
+            "pixel_values": given["pixel_values"].double(),
+            "bool_masked_pos": torch.arange(32).reshape(2, 16) % 2 == 0,
+        }
+        before = observe(model, masked)
+        assert relative_error(before, observe(carry_out(model, found), masked)) < 1e-9
+
+    def test_layer_scale_as_a_parameter(self) -> None:
+        config = zoo.tiny_config("beit")
+        found = find_centring(transformers.BeitForImageClassification(config))
+        assert found.refused is None
+        assert {scale.rpartition(".")[2] for scale, _ in found.absorbs} == {"lambda_1", "lambda_2"}
+
+    def test_an_encoder_and_its_decoder(self) -> None:
+        """Pegasus: one embedding that both of them read."""
+        model, given = zoo.tiny("pegasus")
+        found = find_centring(model, given)
+        assert found.approximate == {}
+        assert ("shared.weight", 1) in axes(found)
+        assert {"encoder.embed_tokens", "decoder.embed_tokens"} <= {name for name, _ in found.parametrized}
+
+    def test_a_nonlinearity_at_the_entrance(self) -> None:
+        """Whisper's encoder starts with a GELU that no module returns; its decoder is exact all the same."""
+        found = find_centring(tiny("whisper"))
+        assert {name.partition(".")[0] for name in found.exact} == {"decoder"}
+        assert {name.partition(".")[0] for name in found.approximate} == {"encoder"}
+
+    def test_layers_that_share_their_weights(self) -> None:
+        found = find_centring(tiny("albert"))
+        assert found.exact == ("embeddings.LayerNorm",)
+        # the first layer reads the embeddings raw, so only the second norm follows another one in every call
+        assert [name.rpartition(".")[2] for name in found.compensated] == ["full_layer_layer_norm"]
+
+
+class TestRefused:
+    def test_post_norm(self) -> None:
+        found = find_centring(tiny("bert", "AutoModelForMaskedLM"))
+        layer = "bert.encoder.layer.*"
+        assert found.compensated == (f"{layer}.attention.output.LayerNorm", f"{layer}.output.LayerNorm")
+        assert found.exact == ()
+        assert "post-norm" in str(found.refused)
+        assert {(f"{layer}.output.dense.weight", 0), (f"{layer}.attention.output.dense.bias", 0)} <= axes(found)
+        assert "zero-mean" in found.approximate["cls.predictions.transform.LayerNorm"]
+
+    def test_post_norm_by_an_option(self) -> None:
+        found = find_centring(tiny("opt", do_layer_norm_before=False))
+        assert found.exact == ()
+        assert found.compensated == ("decoder.layers.*.final_layer_norm",)  # the first layer reads the embeddings raw
+
+    @pytest.mark.parametrize("model_type", ["clip_vision_model", "videomae", "beit"])
+    def test_a_stream_that_is_returned(self, model_type: str) -> None:
+        model, given = zoo.tiny(model_type)
+        found = find_centring(model, given)
+        reasons = [reason for name, reason in found.approximate.items() if "layer" in name and "layers" in name]
+        assert not any("layers" in name for name in found.exact)
+        assert all("last_hidden_state" in reason for reason in reasons)
+
+    def test_no_layer_norm(self) -> None:
+        assert find_centring(tiny("llama")) == Centring(refused="it has no LayerNorm")
+
+    def test_images_that_are_not_given(self) -> None:
+        model, given = zoo.tiny("fuyu")
+        found = find_centring(model, given)
+        assert found.exact == ()
+        assert "leave out pixel_values" in str(found.refused)
+
+    def test_no_twin(self) -> None:
+        with pytest.raises(UnsupportedError, match="Pass example_inputs="):
+            find_centring(tiny("gpt2"), {"nothing": 1})
+
+
+class Leaky(transformers.GPT2Model):
+    """Returns its raw stream too, faint beside the rest."""
+
+    leak = 0.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        stream: list[torch.Tensor] = []
+        hook = self.h[-1].register_forward_hook(lambda _, __, output: stream.append(output))
+        output = super().forward(*args, **kwargs)
+        hook.remove()
+        output.last_hidden_state = output.last_hidden_state + self.leak * stream[0].mean(-1, keepdim=True)
+        return output
+
+
+class TestPower:
+    """What only nearly holds must not pass."""
+
+    @staticmethod
+    def leaky(leak: float) -> Centring:
+        small, given = twin(tiny("gpt2", n_layer=2))
+        small.__class__ = type("Leaky", (Leaky,), {"leak": leak})
+        return search(small, given)
+
+    def test_without_a_leak_all_is_exact(self) -> None:
+        assert len(self.leaky(0.0).exact) == 3
+
+    @pytest.mark.parametrize("leak", [1e-3, 1e-6, 1e-8])
+    def test_a_faint_leak_is_seen(self, leak: float) -> None:
+        found = self.leaky(leak)
+        assert found.exact == ()
+        assert found.refused
+
+    @pytest.mark.parametrize("wrong", [Axis("h.*.mlp.c_fc.weight", 0), Axis("h.*.attn.c_proj.weight", 0)])
+    def test_a_wrong_writer_shows(self, wrong: Axis) -> None:
+        model = tiny("gpt2")
+        small, given = twin(model)
+        before = observe(small, given)
+        found = find_centring(model)
+        error = relative_error(before, observe(carry_out(twin(model)[0], found), given))
+        assert error < 1e-12
+        more = Centring(folds=(*found.folds, wrong), exact=found.exact)
+        assert relative_error(before, observe(carry_out(twin(model)[0], more), given)) > 1e-3
+
+    @pytest.mark.parametrize("left_out", range(6))
+    def test_every_writer_is_needed(self, left_out: int) -> None:
+        small, given = twin(tiny("gpt2"))
+        before, found = observe(small, given), find_centring(tiny("gpt2"))
+        fewer = Centring(folds=found.folds[:left_out] + found.folds[left_out + 1 :], exact=found.exact)
+        assert relative_error(before, observe(carry_out(small, fewer), given)) > 1e-4
+
+
+class TestNeighbours:
+    def test_the_model_is_left_alone(self) -> None:
+        model = tiny("gpt2", "AutoModelForCausalLM").train()
+        before = fingerprint(model)
+        find_centring(model)
+        assert changes(before, fingerprint(model)) == []
+
+    def test_found_without_weights_holds_for_the_deep_model(self) -> None:
+        with torch.device("meta"):
+            found = find_centring(transformers.AutoModel.from_config(transformers.GPT2Config()))
+        model = tiny("gpt2", n_layer=5, n_embd=48).double()
+        given = {"input_ids": torch.arange(20).reshape(2, 10)}
+        before = observe(model, given)
+        plain = Centring(exact=found.exact)
+        assert (
+            relative_error(before, observe(carry_out(tiny("gpt2", n_layer=5, n_embd=48).double(), plain), given)) > 0.01
+        )
+        assert relative_error(before, observe(carry_out(model, found), given)) < 1e-12
+
+    def test_any_head(self) -> None:
+        found = find_centring(tiny("gpt2", "AutoModelForSequenceClassification", n_layer=2))
+        assert len(found.exact) == 3
+        assert isinstance(tiny("gpt2").wte, nn.Embedding)

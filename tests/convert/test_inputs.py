@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+import zoo
+from tiny_models import tiny
+from torch import nn
+
+from hfpatch import UnsupportedError
+from hfpatch.convert.inputs import example_inputs
+
+TYPES = ["gpt2", "bert", "bart", "t5", "vit", "clip", "whisper", "wav2vec2", "videomae", "vivit", "timesformer"]
+TYPES += ["audio-spectrogram-transformer", "speech_to_text", "blip", "beit", "llava", "reformer", "convnext"]
+HEADS = [
+    ("bert", "AutoModelForMultipleChoice"),
+    ("bert", "AutoModelForQuestionAnswering"),
+    ("gpt2", "AutoModelForSequenceClassification"),
+    ("gpt2", "GPT2DoubleHeadsModel"),
+    ("bart", "AutoModelForSequenceClassification"),
+    ("opt", "AutoModelForSequenceClassification"),
+    ("vit", "AutoModelForImageClassification"),
+]
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_forward_takes_them(model_type: str) -> None:
+    model, _ = zoo.tiny(model_type)
+    with torch.no_grad():
+        output = model(**example_inputs(model))
+    assert all(value.isfinite().all() for value in output.values() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize(("family", "head"), HEADS)
+def test_heads_take_them(family: str, head: str) -> None:
+    model = tiny(family, head)
+    with torch.no_grad():
+        output = model(**example_inputs(model))
+    assert output[0].isfinite().all()
+
+
+def test_text_without_a_padding_token() -> None:
+    model = transformers.GPT2ForSequenceClassification(transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2))
+    assert model.config.pad_token_id is None
+    assert model(**example_inputs(model)).logits.shape == (1, 2)
+
+
+def test_cross_attention_is_fed() -> None:
+    model = tiny("bert", "BertLMHeadModel", is_decoder=True, add_cross_attention=True)
+    assert "encoder_hidden_states" in example_inputs(model)
+    assert "encoder_hidden_states" not in example_inputs(tiny("bert", "BertLMHeadModel", is_decoder=True))
+
+
+def test_reproducible_and_without_a_trace() -> None:
+    model = tiny("gpt2")
+    state = torch.get_rng_state()
+    a, b, c = example_inputs(model), example_inputs(model), example_inputs(model, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(a["input_ids"], b["input_ids"])
+    assert not torch.equal(a["input_ids"], c["input_ids"])
+
+
+def test_special_tokens_are_left_out() -> None:
+    ids = example_inputs(tiny("gpt2"))["input_ids"]
+    assert not set(ids.flatten().tolist()) & {0, 1, 2}
+
+
+def test_on_meta_they_are_real() -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(transformers.ViTConfig())
+        made = example_inputs(model)
+    assert made["pixel_values"].device.type == "cpu"
+    assert made["pixel_values"].shape == (2, 3, 224, 224)
+
+
+def test_an_unknown_input_is_refused() -> None:
+    with torch.device("meta"):
+        config = transformers.TimeSeriesTransformerConfig(prediction_length=4)
+        model = transformers.AutoModel.from_config(config)
+    with pytest.raises(
+        UnsupportedError, match=r"TransformerModel: no input known by the name 'past_.*Pass example_inputs="
+    ):
+        example_inputs(model)
+
+
+def test_a_module_without_config_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="Linear has no transformers config"):
+        example_inputs(nn.Linear(2, 2))

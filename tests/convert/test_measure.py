@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import tiny
+from torch import nn
+
+from hfpatch.convert.inputs import example_inputs
+from hfpatch.convert.measure import Float64, Forward, added, added_to_outputs, moved, observe, relative_error
+from hfpatch.norms import describe
+
+
+class TestFloat64:
+    @pytest.mark.parametrize(
+        "narrow",
+        [
+            lambda x: x.float(),
+            lambda x: x.half(),
+            lambda x: x.to(torch.float32),
+            lambda x: x.to(dtype=torch.bfloat16),
+            lambda x: x.type(torch.float32),
+            lambda x: torch.softmax(x, -1, dtype=torch.float32),
+            lambda x: torch.zeros(3) + x,
+            lambda x: torch.arange(3, dtype=torch.float32) * x,
+            lambda x: torch.tensor(torch.finfo(x.dtype).min),
+            lambda x: torch.full((3,), torch.finfo(x.dtype).min),
+        ],
+    )
+    def test_nothing_is_narrowed_inside(self, narrow) -> None:
+        with Float64():
+            assert narrow(torch.rand(3, dtype=torch.float64)).dtype == torch.float64
+
+    def test_all_is_as_before_outside(self) -> None:
+        with Float64():
+            pass
+        assert torch.rand(3, dtype=torch.float64).float().dtype == torch.float32
+        assert torch.zeros(3).dtype == torch.float32
+
+    def test_integers_and_booleans_stay(self) -> None:
+        with Float64():
+            assert torch.ones(2, dtype=torch.long).dtype == torch.long
+            assert (torch.ones(2) > 0).dtype == torch.bool
+
+    def test_a_family_that_widens_inside(self) -> None:
+        """OLMo's norm computes in float32: weights that differ by less than that holds are told apart only inside."""
+        model = tiny("olmo").double()
+        given = example_inputs(model)
+        before = observe(model, given)
+        assert before.outputs["last_hidden_state"].dtype == torch.float64
+        norm = model.layers[0].input_layernorm
+        x = torch.rand(2, 32, dtype=torch.float64)
+        with Float64():
+            inside = norm(x)
+        assert 0 < float((inside - norm(x)).abs().max()) < 1e-5
+
+
+class TestObserve:
+    def test_outputs_are_what_the_model_returns(self) -> None:
+        model = tiny("gpt2").double()
+        given = example_inputs(model)
+        seen = observe(model, given)
+        assert list(seen.outputs) == ["last_hidden_state"]
+        with torch.no_grad():
+            assert torch.equal(seen.outputs["last_hidden_state"], model(**given).last_hidden_state)
+
+    def test_hidden_states_and_attention_maps_do_not_count(self) -> None:
+        model = tiny("gpt2", output_hidden_states=True, output_attentions=True, attn_implementation="eager").double()
+        assert list(observe(model, example_inputs(model)).outputs) == ["last_hidden_state"]
+
+    def test_means_of_the_norms_inputs(self) -> None:
+        model = tiny("gpt2").double()
+        given = example_inputs(model)
+        norms = {name: facts for name, module in model.named_modules() if (facts := describe(module))}
+        seen = observe(model, given, norms, watch=True)
+        assert list(seen.means) == ["h.0.ln_1", "h.0.ln_2", "h.1.ln_1", "h.1.ln_2", "ln_f"]
+        stream = seen.returned["h.0"][0].value
+        assert torch.allclose(seen.means["h.1.ln_1"][0].value, stream.mean(-1))
+        assert seen.called >= {"h.0.attn", "ln_f"}
+
+    def test_leaves_no_hooks(self) -> None:
+        model = tiny("gpt2").double()
+        observe(model, example_inputs(model), watch=True)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class TestRelativeError:
+    @staticmethod
+    def error(a: torch.Tensor, b: torch.Tensor) -> float:
+        return relative_error(Forward({"y": a}), Forward({"y": b}))
+
+    def test_is_relative_to_the_largest_value(self) -> None:
+        assert self.error(torch.tensor([4.0, 1.0]), torch.tensor([4.0, 1.5])) == pytest.approx(0.125)
+
+    def test_infinite_values_must_agree(self) -> None:
+        inf = float("inf")
+        assert self.error(torch.tensor([-inf, 1.0]), torch.tensor([-inf, 1.0])) == 0.0
+        assert self.error(torch.tensor([-inf, 1.0]), torch.tensor([inf, 1.0])) == inf
+        assert self.error(torch.tensor([-inf, 1.0]), torch.tensor([0.0, 1.0])) == inf
+        assert self.error(torch.tensor([1.0, 1.0]), torch.tensor([float("nan"), 1.0])) == inf
+
+    def test_what_cannot_be_compared(self) -> None:
+        assert self.error(torch.ones(2), torch.ones(3)) == float("inf")
+        assert self.error(torch.tensor([1, 2]), torch.tensor([1, 3])) == float("inf")
+        assert relative_error(Forward({"y": torch.ones(1)}), Forward({"z": torch.ones(1)})) == float("inf")
+
+
+class TestShifts:
+    def test_added_is_taken_back_to_the_bit(self) -> None:
+        x = torch.rand(5)
+        before = x.clone()
+        with added([(x, torch.full((5,), 1e-3))]):
+            assert torch.allclose(x, before + 1e-3)
+        assert torch.equal(x, before)
+
+    def test_constants_are_one_for_all_channels_and_another_for_each_place(self) -> None:
+        layer, x = nn.Linear(4, 6).double().requires_grad_(False), torch.rand(2, 3, 4, dtype=torch.float64)
+        before = layer(x)
+        with added_to_outputs([(layer, -1)], 1.0, 0) as constants:
+            change = layer(x) - before
+        assert torch.allclose(change, constants[0].expand_as(change))
+        assert change.std(-1).max() < 1e-12 < change.std(1).min()
+        assert torch.equal(layer(x), before)
+
+    def test_moved_tells_the_norms_after_a_shift(self) -> None:
+        model = tiny("gpt2").double()
+        given = example_inputs(model)
+        norms = {name: facts for name, module in model.named_modules() if (facts := describe(module))}
+        before = observe(model, given, norms)
+        with added([(model.h[0].mlp.c_proj.bias, torch.full((32,), 0.5))]), torch.no_grad():
+            after = observe(model, given, norms)
+        assert list(moved(before, after)) == ["h.1.ln_1", "h.1.ln_2", "ln_f"]

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+import torch
+import transformers
+import zoo
+from tiny_models import inputs, patch, tiny, tiny_config
+from torch import nn
+
+from hfpatch import UnsupportedError
+from hfpatch.convert.shrink import shallow
+from hfpatch.convert.twin import twin
+
+
+def on_meta(config: transformers.PreTrainedConfig, auto: str = "AutoModel") -> nn.Module:
+    with torch.device("meta"):
+        return getattr(transformers, auto).from_config(config)
+
+
+class TestSmall:
+    def test_of_a_large_model_without_weights(self) -> None:
+        model = on_meta(transformers.GPT2Config(n_layer=40, n_embd=1600, n_head=25))
+        small, given = twin(model)
+        assert type(small) is type(model)
+        assert len(small.h) == 2
+        assert sum(p.numel() for p in small.parameters()) < 10**6
+        assert small(**given).last_hidden_state.isfinite().all()
+
+    def test_is_in_float64_on_the_cpu_and_in_eval_mode(self) -> None:
+        small, _ = twin(tiny("gpt2").half().train())
+        assert {p.dtype for p in small.parameters()} == {torch.float64}
+        assert {p.device.type for p in small.parameters()} == {"cpu"}
+        assert not small.training
+
+    def test_every_kind_of_layer_is_there(self) -> None:
+        kinds = ["conv", "conv", "conv", "full_attention", "conv"]
+        config = transformers.Lfm2Config(layer_types=kinds, num_hidden_layers=5, hidden_size=128, vocab_size=300)
+        small, _ = twin(on_meta(config))
+        assert len(small.layers) < 5
+        assert {type(part).__name__ for part in small.modules()} >= {"Lfm2ShortConv", "Lfm2Attention"}
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_parameters_are_tied_alike(self, tied: bool) -> None:
+        small, _ = twin(tiny("gpt2", "AutoModelForCausalLM", tie_word_embeddings=tied))
+        assert (small.lm_head.weight is small.transformer.wte.weight) is tied
+
+    def test_no_mean_is_zero(self) -> None:
+        small, _ = twin(tiny("opt"))
+        for name, parameter in small.named_parameters():
+            if parameter.dim() == 1 or "embed" in name:
+                assert abs(float(parameter.mean())) > 0.02, name
+            assert float(parameter.std()) > 0.05, name
+
+    def test_a_closed_gate_is_opened(self) -> None:
+        model, given = zoo.tiny("mllama_vision_model")
+        gates = [name for name, parameter in model.named_parameters() if "gate" in name and parameter.numel() == 1]
+        small, _ = twin(model, given)
+        assert gates
+        assert all(float(small.get_parameter(name)) != 0.0 for name in gates)
+        assert any(float(model.get_parameter(name)) == 0.0 for name in gates)
+
+
+class TestReproducible:
+    def test_by_seed(self) -> None:
+        model = tiny("gpt2")
+        (a, x), (b, y), (c, _) = twin(model), twin(model), twin(model, seed=1)
+        assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+        assert torch.equal(x["input_ids"], y["input_ids"])
+        assert not torch.equal(a.wte.weight, c.wte.weight)
+
+    def test_global_generators_are_left_alone(self) -> None:
+        model = tiny("bert")
+        before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()
+        twin(model)
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert random.getstate() == before[1]
+        assert (numpy.random.get_state()[1] == before[2]).all()
+
+    def test_the_model_is_left_alone(self) -> None:
+        model = tiny("gpt2")
+        text, weights = model.config.to_json_string(), {name: p.clone() for name, p in model.named_parameters()}
+        twin(model)
+        assert model.config.to_json_string() == text
+        assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+class TestChain:
+    """The cheapest candidate that is built like the model wins."""
+
+    def test_inputs_of_the_users_keep_the_widths(self) -> None:
+        model = tiny("gpt2", n_embd=96, n_layer=4)
+        given = inputs(model)
+        small, used = twin(model, given)
+        assert small.config.n_embd == 96
+        assert small.config.n_layer == 2
+        assert torch.equal(used["input_ids"], given["input_ids"])
+
+    def test_float_inputs_become_double(self) -> None:
+        model = tiny("vit")
+        _, used = twin(model, inputs(model))
+        assert used["pixel_values"].dtype == torch.float64
+
+    def test_a_model_that_its_config_does_not_tell_is_copied(self) -> None:
+        model = tiny("gpt2", n_layer=3)
+        model.h[2].mlp.dropout = nn.AlphaDropout(0.1)
+        small, _ = twin(model)
+        assert len(small.h) == 3
+        assert type(small.h[2].mlp.dropout) is nn.AlphaDropout
+        assert small.h[2] is not model.h[2]
+
+    def test_parameters_tied_by_hand_are_seen(self) -> None:
+        model = tiny("gpt2", n_layer=3)
+        model.h[2].ln_1.weight = model.h[2].ln_2.weight
+        small, _ = twin(model)
+        assert small.h[2].ln_1.weight is small.h[2].ln_2.weight
+
+    def test_such_a_model_without_weights_is_refused(self) -> None:
+        model = on_meta(tiny_config("gpt2"))
+        model.h[1].mlp.dropout = nn.AlphaDropout(0.1)
+        with pytest.raises(UnsupportedError, match=r"classes differ.*meta device.*Pass example_inputs=\{"):
+            twin(model)
+
+    def test_inputs_that_fit_nothing_are_refused(self) -> None:
+        with pytest.raises(UnsupportedError, match="no small model like this GPT2Model"):
+            twin(tiny("gpt2"), {"input_ids": torch.ones(1, 4)})
+
+    def test_a_patched_model(self) -> None:
+        model = patch(tiny("gpt2", n_layer=4), pos="rope")
+        record = dict(model.config.hfpatch)
+        small, _ = twin(model)
+        assert type(small) is type(model)
+        assert type(small.wpe) is type(model.wpe) is not nn.Embedding
+        assert len(small.h) == 2
+        assert model.config.hfpatch == record
+
+    def test_a_patch_of_some_layers(self) -> None:
+        """Layers of another kind by number: no smaller depth has them, so the model itself is copied."""
+        model = patch(tiny("gpt2", n_layer=4), norm="dyt", only="*.h.[0-1].*")
+        small, _ = twin(model)
+        assert len(small.h) == 4
+        assert [type(block.ln_1).__name__ for block in small.h] == ["DynamicTanh"] * 2 + ["LayerNorm"] * 2
+
+
+def test_shallow_keeps_widths_and_the_config_itself() -> None:
+    config = transformers.WhisperConfig(encoder_layers=6, decoder_layers=5)
+    small = shallow(config)
+    assert (small.encoder_layers, small.decoder_layers, small.d_model) == (2, 2, config.d_model)
+    assert config.encoder_layers == 6

@@ -1,0 +1,252 @@
+"""BatchNorm of sequences against torch's own on the positions that aren't padding."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import B, T, changes, fingerprint, inputs, norms_of, patch, reload, tiny
+from torch import Tensor, nn
+
+from hfpatch import (
+    BatchNorm,
+    NotPreservedWarning,
+    OptionError,
+    PositionError,
+    UnsupportedError,
+    patch_model,
+    plan_patch,
+    unpatch_model,
+)
+from hfpatch.norms import MaskedBatchNorm, describe
+from hfpatch.padding import kept_positions
+
+HOSTS = {"bert": "post", "bart": "post", "vit": "pre", "whisper": "pre", "distilbert": "post", "t5": "pre"}
+every_host = pytest.mark.parametrize("family", HOSTS)
+
+
+def padded(model: Any) -> dict[str, Tensor]:
+    """Inputs whose second sequence ends in padding."""
+    given = inputs(model)
+    if "input_ids" in given:
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
+        given["attention_mask"][1, -5:] = 0
+    return {key: value.double() if value.is_floating_point() else value for key, value in given.items()}
+
+
+def steady(model: Any) -> Any:
+    """In training mode, without dropout."""
+    model.train()
+    for module in model.modules():
+        for name in ("dropout", "activation_dropout", "attention_dropout", "encoder_layerdrop", "layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def make(family: str, **options: Any) -> Any:
+    return steady(tiny(family, **options).double())
+
+
+def by_torch(original: Any, names: list[str], keep: Tensor | None) -> list[nn.BatchNorm1d]:
+    """Let nn.BatchNorm1d, which sees the kept positions only, take the place of the original's norms, by hooks."""
+    found = []
+    for name in names:
+        norm: Any = original.get_submodule(name)
+        facts = describe(norm)
+        assert facts is not None
+        batch = nn.BatchNorm1d(facts.shape[0], eps=facts.eps).double().train()
+        batch.weight.data.copy_(norm.weight)
+        batch.bias.data.copy_(norm.bias) if facts.shift else batch.bias.data.zero_()
+
+        def forward(module: nn.Module, args: tuple, output: Tensor, batch: nn.BatchNorm1d = batch) -> Tensor:
+            x = args[0]
+            if keep is None or not batch.training:
+                return batch(x.flatten(0, -2)).view_as(x)
+            real = batch(x[keep])
+            mean, var = x[keep].mean(0), x[keep].var(0, unbiased=False)
+            others = (x[~keep] - mean) / (var + batch.eps).sqrt() * batch.weight + batch.bias
+            y = torch.empty_like(x)
+            y[keep], y[~keep] = real, others
+            return y
+
+        norm.register_forward_hook(forward)
+        found.append(batch)
+    return found
+
+
+def last(output: Any) -> Tensor:
+    return output.last_hidden_state if "last_hidden_state" in output else output.logits
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    return float((a - b).detach().abs().max() / b.detach().abs().max())
+
+
+@every_host
+def test_training_and_running_statistics_are_torch_s(family: str) -> None:
+    model = make(family)
+    original = copy.deepcopy(model)
+    patch(model, norm="batch")
+    names = norms_of(model, MaskedBatchNorm)
+    assert len(names) == 4
+    given = padded(model)
+    keep = given["attention_mask"].bool() if "attention_mask" in given else None
+    batches = by_torch(original, names, keep)
+    with torch.no_grad():
+        for _ in range(2):  # the second with moved running averages
+            results = last(model(**given)), last(original(**given))
+            assert error(*results) < 1e-12
+        for name, batch in zip(names, batches, strict=True):
+            module: Any = model.get_submodule(name)
+            assert error(module.running_mean, batch.running_mean) < 1e-6  # kept in the model's own dtype
+            assert error(module.running_var, batch.running_var) < 1e-6
+            assert module.num_batches_tracked == 2
+            batch.eval()
+        model.eval()
+        original.eval()
+        assert error(last(model(**given)), last(original(**given))) < 1e-6
+        if keep is not None:  # control: padding matters
+            other = make(family)
+            patch(other, norm="batch")
+            without = {key: value for key, value in given.items() if key != "attention_mask"}
+            other(**without)
+            first: Any = other.get_submodule(names[0])
+            assert error(first.running_mean, batches[0].running_mean) > 1e-3
+
+
+def test_what_padding_holds_changes_nothing() -> None:
+    model = patch(make("bert"), norm="batch")
+    given = padded(model)
+    other = {**given, "input_ids": given["input_ids"].clone()}
+    other["input_ids"][1, -5:] = 7
+    keep = given["attention_mask"].bool()
+    one, two = last(model(**given)), last(model(**other))
+    assert error(one[keep], two[keep]) < 1e-12
+    assert error(one[~keep], two[~keep]) > 1e-3
+    plain = {key: value for key, value in given.items() if key != "attention_mask"}
+    moved = {key: value for key, value in other.items() if key != "attention_mask"}
+    assert error(last(model(**plain))[keep], last(model(**moved))[keep]) > 1e-3  # control: without a mask it does
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_whatever_form_the_mask_has(implementation: str) -> None:
+    model = patch(make("bert", attn_implementation=implementation), norm="batch")
+    reference = patch(make("bert"), norm="batch")
+    given = padded(model)
+    assert error(last(model(**given)), last(reference(**given))) < 1e-12
+
+
+def test_masks() -> None:
+    keep = torch.tensor([[True, True, False], [True, True, True]])
+    square = keep[:, None, None, :].expand(2, 1, 3, 3)
+    additive = torch.zeros(2, 1, 3, 3).masked_fill(~square, torch.finfo(torch.float32).min)
+    for mask in (keep.long(), square, additive, additive.masked_fill(~square, -torch.inf)):
+        found = kept_positions(mask)
+        assert found is not None
+        assert torch.equal(found, keep)
+    assert kept_positions(None) is None
+    with pytest.raises(PositionError, match="sdpa"):
+        kept_positions(object())
+    with pytest.raises(PositionError, match="sdpa"):
+        kept_positions(keep[None])
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [("gpt2", {}), ("opt", {}), ("llama", {}), ("bert", {"is_decoder": True}), ("gpt_neo", {})]
+)
+def test_causal_models_are_refused(family: str, options: dict) -> None:
+    model = tiny(family, **options)
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedError, match="causal"):
+        patch_model(model, norm="batch")
+    assert not changes(before, fingerprint(model))
+
+
+def test_decoders_of_encoder_decoders_keep_theirs() -> None:
+    plan = plan_patch(tiny("bart"), norm="batch")
+    changed = {row.module for row in plan.rows if row.action == "replace"}
+    assert changed == {f"encoder.layers.{i}.{norm}_layer_norm" for i in range(2) for norm in ("self_attn", "final")}
+    assert all("causal" in str(row.reason) for row in plan.rows if row.module.startswith("decoder"))
+
+
+def test_it_is_said() -> None:
+    with pytest.warns(NotPreservedWarning, match="running averages need training"):
+        patch_model(tiny("bert"), norm="batch")
+    with pytest.raises(UnsupportedError, match="isn't exact"):
+        plan_patch(tiny("bert"), norm="batch", init="exact")
+    for momentum in (0, 1.5, "x"):
+        with pytest.raises(OptionError):
+            BatchNorm(momentum=momentum)  # type: ignore[arg-type]
+
+
+@every_host
+def test_saved_loaded_copied_pickled(family: str, tmp_path: Path) -> None:
+    model = patch(make(family), norm=BatchNorm(momentum=0.3))
+    given = padded(model)
+    model(**given)
+    model.eval()
+    expected = last(model(**given))
+    again = reload(model, tmp_path, dtype=torch.float64)
+    assert error(last(again(**given)), expected) < 1e-14
+    assert again.get_submodule(norms_of(model, MaskedBatchNorm)[0]).momentum == 0.3
+    steady(again)
+    steady(model)
+    assert error(last(again(**given)), last(model(**given))) < 1e-14  # the mask arrives there, too
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(last(other(**given)), last(model(**given)))
+
+
+@every_host
+def test_undone_to_the_bit(family: str) -> None:
+    model = make(family)
+    before = fingerprint(model)
+    patch(model, norm="batch", reversible=True)
+    model(**padded(model))
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
+
+
+@pytest.mark.parametrize("family", ["bert", "vit"])
+@pytest.mark.parametrize("training", [True, False])
+def test_compiled_whole(family: str, training: bool) -> None:
+    model = patch(make(family), norm="batch").train(training)
+    twin = copy.deepcopy(model)
+    given = padded(model)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert error(last(compiled(**given)), last(twin(**given))) < 1e-13
+    for mine, other in zip(model.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_the_other_heads_open_it(tmp_path: Path) -> None:
+    model = patch(tiny("bert", "AutoModelForMaskedLM"), norm="batch")
+    assert len(norms_of(model, MaskedBatchNorm)) == 4
+    model.save_pretrained(tmp_path)
+    again = reload(model, tmp_path, "AutoModel")
+    assert len(norms_of(again, MaskedBatchNorm)) == 4
+
+
+def test_not_with_branches_that_were_joined() -> None:
+    model = patch(tiny("bert"), placement="pre")
+    with pytest.raises(UnsupportedError, match="another way than the host's"):
+        plan_patch(model, norm="batch")
+    model = patch(tiny("bert"), norm="batch")
+    with pytest.raises(UnsupportedError, match="earlier patch"):
+        plan_patch(model, placement="pre")
+
+
+def test_half_precision() -> None:
+    model = patch(tiny("bert"), norm="batch").bfloat16().train()
+    given = padded(model)
+    output = last(model(**given))
+    assert output.dtype == torch.bfloat16
+    assert output.isfinite().all()
+    assert B * T > 0

@@ -1,0 +1,450 @@
+"""Residual branches found by running, against what each family's forward says, written down by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import inputs, tiny
+from torch import Tensor, nn
+from transformers import Dinov2Config, Dinov2Model, GPTNeoXConfig, GPTNeoXModel, PreTrainedModel
+
+from hfpatch import CheckpointError
+from hfpatch.branches import Branch, Junction, find_branches, junction_of, junction_to_json, junctions_from_json
+from hfpatch.initial import scaled_weights, values_of
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def double(model: Any) -> tuple[Any, dict[str, Tensor]]:
+    model = model.double()
+    return model, {key: x.double() if x.is_floating_point() else x for key, x in inputs(model).items()}
+
+
+def neox(parallel: bool) -> PreTrainedModel:
+    sizes = {**SIZES, "intermediate_size": 48, "vocab_size": 97, "max_position_embeddings": 64}
+    return GPTNeoXModel(GPTNeoXConfig(**sizes, use_parallel_residual=parallel)).eval()
+
+
+def dinov2() -> PreTrainedModel:
+    model = Dinov2Model(Dinov2Config(**SIZES, image_size=8, patch_size=4)).eval()
+    for name, parameter in model.named_parameters():
+        if "lambda" in name:
+            parameter.data.copy_(torch.rand(parameter.shape) + 0.5)
+    return model
+
+
+_RENAMED = hasattr(dinov2().encoder.layer[0].attention, "o_proj")  # it isn't in older transformers
+DINO_PROJECTION = "attention.o_proj" if _RENAMED else "attention.output.dense"
+# block: [(norm, outlet, writer, projection, placement, dropout)], names relative to the block
+PRE, POST, PARALLEL = "pre", "post", "parallel"
+OPT = [
+    ("self_attn_layer_norm", "self_attn", "self_attn.out_proj", "self_attn.out_proj", PRE, "dropout"),
+    ("final_layer_norm", "fc2", "fc2", "fc2", PRE, "dropout"),
+]
+
+
+def moved(pairs: list[tuple], placement: str) -> list[tuple]:
+    return [(*pair[:4], placement, pair[5]) for pair in pairs]
+
+
+BERT = [
+    (
+        "attention.output.LayerNorm",
+        "attention.output.dropout",
+        "attention.output.dropout",
+        "attention.output.dense",
+        POST,
+        "",
+    ),
+    ("output.LayerNorm", "output.dropout", "output.dropout", "output.dense", POST, ""),
+]
+CROSS = ("encoder_attn_layer_norm", "encoder_attn", "encoder_attn.out_proj", "encoder_attn.out_proj", PRE, "dropout")
+FAMILIES: dict[str, tuple[Any, dict[str, list[tuple]]]] = {
+    "gpt2": (
+        lambda: tiny("gpt2"),
+        {
+            "h.0": [
+                ("ln_1", "attn", "attn.resid_dropout", "attn.c_proj", PRE, ""),
+                ("ln_2", "mlp", "mlp.dropout", "mlp.c_proj", PRE, ""),
+            ]
+        },
+    ),
+    "gpt2 with a head": (
+        lambda: tiny("gpt2", "AutoModelForCausalLM"),
+        {
+            "transformer.h.1": [
+                ("ln_1", "attn", "attn.resid_dropout", "attn.c_proj", PRE, ""),
+                ("ln_2", "mlp", "mlp.dropout", "mlp.c_proj", PRE, ""),
+            ]
+        },
+    ),
+    "opt": (lambda: tiny("opt"), {"decoder.layers.0": OPT}),
+    "opt, post-norm": (
+        lambda: tiny("opt", do_layer_norm_before=False),
+        {"decoder.layers.1": moved(OPT, POST)},
+    ),
+    "bert": (lambda: tiny("bert"), {"encoder.layer.0": BERT}),
+    "roberta": (lambda: tiny("roberta"), {"encoder.layer.1": BERT}),
+    "distilbert": (
+        lambda: tiny("distilbert"),
+        {
+            "transformer.layer.0": [
+                ("sa_layer_norm", "attention", "attention.out_lin", "attention.out_lin", POST, ""),
+                ("output_layer_norm", "ffn", "ffn.dropout", "ffn.lin2", POST, ""),
+            ]
+        },
+    ),
+    "vit": (
+        lambda: tiny("vit"),
+        {
+            "layers.0": [
+                ("layernorm_before", "dropout", "dropout", "attention.o_proj", PRE, ""),
+                ("layernorm_after", "dropout", "dropout", "mlp.fc2", PRE, ""),
+            ]
+        },
+    ),
+    "dinov2": (
+        dinov2,
+        {
+            "encoder.layer.0": [
+                ("norm1", "drop_path", "drop_path", DINO_PROJECTION, PRE, ""),
+                ("norm2", "drop_path", "drop_path", "mlp.fc2", PRE, ""),
+            ]
+        },
+    ),
+    "bart": (
+        lambda: tiny("bart"),
+        {
+            "encoder.layers.0": moved(OPT, POST),
+            "decoder.layers.1": moved([OPT[0], CROSS, OPT[1]], POST),
+        },
+    ),
+    "whisper": (
+        lambda: tiny("whisper"),
+        {"encoder.layers.0": OPT, "decoder.layers.1": [OPT[0], CROSS, OPT[1]]},
+    ),
+    "gpt_neox": (
+        lambda: neox(parallel=True),
+        {
+            "layers.0": [
+                (
+                    "input_layernorm",
+                    "post_attention_dropout",
+                    "post_attention_dropout",
+                    "attention.dense",
+                    PARALLEL,
+                    "",
+                ),
+                (
+                    "post_attention_layernorm",
+                    "post_mlp_dropout",
+                    "post_mlp_dropout",
+                    "mlp.dense_4h_to_h",
+                    PARALLEL,
+                    "",
+                ),
+            ]
+        },
+    ),
+    "gpt_neo": (
+        lambda: tiny("gpt_neo"),
+        {
+            "h.1": [
+                ("ln_1", "attn", "attn.attention.resid_dropout", "attn.attention.out_proj", PRE, ""),
+                ("ln_2", "mlp", "mlp.dropout", "mlp.c_proj", PRE, ""),
+            ]
+        },
+    ),
+    "bloom": (
+        lambda: tiny("bloom"),
+        {
+            "h.0": [
+                (
+                    "input_layernorm",
+                    "self_attention.dense",
+                    "self_attention.dense",
+                    "self_attention.dense",
+                    PRE,
+                    "hidden_dropout",
+                ),
+                (
+                    "post_attention_layernorm",
+                    "mlp.dense_4h_to_h",
+                    "mlp.dense_4h_to_h",
+                    "mlp.dense_4h_to_h",
+                    PRE,
+                    "hidden_dropout",
+                ),
+            ]
+        },
+    ),
+    "llama": (
+        lambda: tiny("llama"),
+        {
+            "layers.0": [
+                ("input_layernorm", "self_attn", "self_attn.o_proj", "self_attn.o_proj", PRE, ""),
+                ("post_attention_layernorm", "mlp", "mlp.down_proj", "mlp.down_proj", PRE, ""),
+            ]
+        },
+    ),
+    "cohere": (
+        lambda: tiny("cohere"),
+        {
+            "layers.0": [
+                ("input_layernorm", "self_attn", "self_attn.o_proj", "self_attn.o_proj", PARALLEL, ""),
+                ("input_layernorm", "mlp", "mlp.down_proj", "mlp.down_proj", PARALLEL, ""),
+            ]
+        },
+    ),
+}
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def found(name: str) -> list[Branch]:
+    return find_branches(*double(FAMILIES[name][0]()))
+
+
+@every_family
+def test_branches(name: str) -> None:
+    branches = found(name)
+    for block, expected in FAMILIES[name][1].items():
+        here = [branch for branch in branches if branch.block == block]
+        names = ("norm", "outlet", "writer", "projection")
+        inside = [tuple(getattr(b, key).removeprefix(f"{block}.") for key in names) for b in here]
+        assert [(*item, b.placement, b.dropout) for item, b in zip(inside, here, strict=True)] == expected
+    assert not any(branch.altered or branch.shared for branch in branches)
+
+
+@every_family
+def test_attention_mixes_positions_and_reads_another_stack_where_it_crosses(name: str) -> None:
+    for branch in found(name):
+        attention = "att" in branch.projection.rpartition(".")[0]
+        crossing = "encoder_attn" in branch.norm
+        assert branch.mixes == (attention and not crossing)
+        assert branch.cross == crossing
+
+
+def test_calls_of_a_shared_dropout() -> None:
+    assert [branch.call for branch in found("vit")] == [0, 1, 0, 1]
+
+
+def test_one_block_that_runs_several_times() -> None:
+    branches = find_branches(*double(tiny("albert", num_hidden_layers=3)))
+    assert [branch.placement for branch in branches] == ["post", "post"]
+    assert all(branch.shared for branch in branches)
+
+
+def test_sequential_is_not_parallel() -> None:
+    """The same class, and the same names, with one branch after another."""
+    branches = find_branches(*double(neox(parallel=False)))
+    assert {branch.placement for branch in branches} == {"pre"}
+
+
+def test_readers_of_post_norm_blocks() -> None:
+    inside = {b.norm.partition(".0.")[2]: [r.partition(".0.")[2] for r in b.readers] for b in found("bert")}
+    assert inside["attention.output.LayerNorm"] == ["attention.self"]
+    assert inside["output.LayerNorm"] == ["intermediate"]
+    assert all(not branch.readers for branch in found("gpt2"))
+
+
+class Block(nn.Module):
+    """Branches put together by an expression, for forms that no small model of the zoo has."""
+
+    def __init__(self, form: str, layer_norm: bool = True) -> None:
+        super().__init__()
+        self.form = form
+        self.one, self.two = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+        self.norms = nn.ModuleDict({name: nn.LayerNorm(8) for name in ("a", "b", "c", "d")})
+        self.factor = nn.Parameter(torch.rand(8) + 0.5)
+        self.dropout = 0.1
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x, (a, b, c, d) = hidden_states, (self.norms[name] for name in "abcd")
+        if self.form == "sandwich":
+            x = x + b(self.one(a(x)))
+            return x + d(self.two(c(x)))
+        if self.form == "olmo2":
+            x = x + a(self.one(x))
+            return x + b(self.two(x))
+        if self.form == "scaled":
+            x = x + self.factor * self.one(a(x))
+            return x + 0.3 * self.two(b(x))
+        if self.form == "norm as the stream":  # and a last branch that no norm reads
+            x = a(x)
+            x = x + self.one(x)
+            x = b(x)
+            return x + self.two(x)
+        if self.form == "nothing added":
+            return self.two(b(self.one(a(x))))
+        if self.form == "hidden dropout":
+            x = x + nn.functional.dropout(self.one(a(x)), 0.3, self.training)
+            return x + self.two(b(x))
+        raise ValueError(self.form)
+
+
+class Model(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(form) for _ in range(2))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden_states = layer(hidden_states)
+        return hidden_states
+
+
+def of_form(form: str) -> list[Branch]:
+    torch.manual_seed(0)
+    model = Model(form).double().eval()
+    for parameter in model.parameters():
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    branches = find_branches(model, {"hidden_states": torch.randn(2, 5, 8, dtype=torch.float64)})
+    return [branch for branch in branches if branch.block == "layers.0"]
+
+
+@pytest.mark.parametrize(
+    ("form", "placements", "norms"),
+    [
+        ("sandwich", ["sandwich", "sandwich"], ["a", "c"]),
+        ("olmo2", ["olmo2", "olmo2"], ["a", "b"]),
+        ("scaled", ["pre", "pre"], ["a", "b"]),
+        ("norm as the stream", ["post", "other"], ["b", ""]),
+        ("nothing added", [], []),
+        ("hidden dropout", ["pre", "pre"], ["a", "b"]),
+    ],
+)
+def test_forms(form: str, placements: list[str], norms: list[str]) -> None:
+    branches = of_form(form)
+    assert [branch.placement for branch in branches] == placements
+    assert [branch.norm.rpartition("norms.")[2] for branch in branches] == norms
+    assert all(branch.altered == (form == "scaled") for branch in branches)
+    unknown = "?" if form == "hidden dropout" else ""  # its rate is no attribute
+    assert all(branch.dropout == unknown for branch in branches)
+    if form == "sandwich":
+        assert [branch.outer for branch in branches] == ["layers.0.norms.b", "layers.0.norms.d"]
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, given = double(tiny("opt"))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    rates = [layer.dropout for layer in model.decoder.layers]
+    state = torch.get_rng_state()
+    find_branches(model, given)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert [layer.dropout for layer in model.decoder.layers] == rates
+    assert not any(module._forward_hooks or module._forward_pre_hooks or module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("gpt2", {("attn.c_attn", "blocks"), ("attn.c_proj", "all"), ("mlp.c_fc", "all"), ("mlp.c_proj", "all")}),
+        (
+            "bloom",
+            {
+                ("self_attention.query_key_value", "heads"),
+                ("self_attention.dense", "all"),
+                ("mlp.dense_h_to_4h", "all"),
+                ("mlp.dense_4h_to_h", "all"),
+            },
+        ),
+        (
+            "llama",
+            {
+                ("self_attn.v_proj", "all"),
+                ("self_attn.o_proj", "all"),
+                ("mlp.gate_proj", "all"),
+                ("mlp.up_proj", "all"),
+                ("mlp.down_proj", "all"),
+            },
+        ),
+    ],
+)
+def test_weights_that_deepnorm_scales(family: str, expected: set) -> None:
+    model, given = double(tiny(family))
+    branches = find_branches(model, given)
+    scaled = scaled_weights(model, given, branches)
+    assert {pair for pairs in scaled.values() for pair in pairs} == expected
+
+
+def test_shared_experts_are_scaled_and_their_gate_is_not() -> None:
+    from transformers import Qwen2MoeConfig, Qwen2MoeModel
+
+    sizes = {**SIZES, "intermediate_size": 48, "vocab_size": 97, "num_key_value_heads": 2, "moe_intermediate_size": 16}
+    more = {"num_experts": 3, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16}
+    model, given = double(Qwen2MoeModel(Qwen2MoeConfig(**sizes, **more, experts_implementation="eager")).eval())
+    scaled = scaled_weights(model, given, find_branches(model, given))
+    names = {name for pairs in scaled.values() for name, _ in pairs if name.startswith("mlp")}
+    shared = {f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+    assert names == {"mlp.experts", *shared}
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked experts", "a list of experts"])
+def test_experts_are_scaled_and_their_router_is_not(stacked: bool) -> None:
+    from transformers import MixtralConfig, MixtralModel
+
+    if stacked:
+        sizes = {**SIZES, "intermediate_size": 48, "vocab_size": 97, "num_key_value_heads": 2, "num_local_experts": 3}
+        config = MixtralConfig(**sizes, num_experts_per_tok=2, experts_implementation="eager")
+        model, given = double(MixtralModel(config).eval())
+        expected = {("mlp.experts", "all"), ("self_attn.v_proj", "all"), ("self_attn.o_proj", "all")}
+    else:
+        model, given = mixture()
+        expected = {("experts.*.*", "all")}
+    scaled = scaled_weights(model, given, find_branches(model, given))
+    assert {pair for pairs in scaled.values() for pair in pairs} == expected
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(8), nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = self.norm(hidden_states)
+        weights = self.router(x).softmax(-1)
+        mixed = sum(weights[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
+        return hidden_states + self.dropout(mixed)
+
+
+def mixture() -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Model("olmo2")
+    model.layers = nn.ModuleList(Mixture() for _ in range(2))
+    return model.double().eval(), {"hidden_states": torch.randn(2, 5, 8, dtype=torch.float64)}
+
+
+def test_where_values_lie() -> None:
+    assert values_of(6, "blocks", 2).tolist() == [False, False, False, False, True, True]
+    assert values_of(6, "heads", 2).tolist() == [False, False, True, False, False, True]
+    assert values_of(2, "all", 2).all()
+
+
+# --- what a checkpoint stores -----------------------------------------------------------------------------------------
+
+
+def test_junctions_survive_json() -> None:
+    junctions = tuple(replace(junction_of(b), weights=(("a", "all"),), alpha=1.5) for b in found("bert"))
+    assert junctions_from_json([junction_to_json(one) for one in junctions], "here") == junctions
+    assert junctions[0].block == "encoder.layer.*"
+    assert junctions[0] == junctions[2]
+
+
+@pytest.mark.parametrize("stored", [None, {}, [1], [{}], [{"block": "a"}]])
+def test_what_is_no_list_of_junctions(stored: Any) -> None:
+    with pytest.raises(CheckpointError, match="here"):
+        junctions_from_json(stored, "here")
+
+
+def test_defaults_of_a_junction() -> None:
+    junction = Junction("b", "n", "", "o", 0, False, "", "pre", "p")
+    assert (junction.weights, junction.alpha, junction.beta, junction.readers) == ((), 1.0, 1.0, ())
