@@ -80,6 +80,16 @@ def split_documents(documents: list[Document]) -> tuple[list[Document], list[Doc
     return [Document(name, text[:cut])], [Document(name, text[cut:])]
 
 
+def first_characters(documents: list[Document], count: int) -> list[Document]:
+    """About `count` characters: documents by the hash of their names, the last one cut off."""
+    kept = []
+    for document in sorted(documents, key=lambda d: d.hash):
+        if count > 0:
+            kept.append(Document(document.name, document.text[:count]))
+            count -= len(document.text)
+    return kept
+
+
 def fingerprint(documents: list[Document]) -> str:
     """sha256 of names and texts: two runs are comparable when it agrees."""
     digest = hashlib.sha256()

@@ -46,7 +46,7 @@ def show(figure: float) -> str:
 
 def report(results: dict[str, Any]) -> str:
     """The results as Markdown that is also aligned in a terminal."""
-    config, data, hard, version = (results[k] for k in ("config", "data", "hardware", "versions"))
+    config, data = results["config"], results["data"]
     stages = results["stages"]
     before, control, level = stages["baseline"]["end"], stages.get(CONTROL), stages["baseline"]["curve"][-1]["loss"]
     runs = {name: (before, stages[name]["start"], stages[name]["end"]) for name in config["variants"]}
@@ -61,25 +61,38 @@ def report(results: dict[str, Any]) -> str:
         columns.append(["vs control", *("-" if name == CONTROL else f"{gap:+.1%}" for name, gap in gaps.items())])
     back = [next((p["step"] for p in stages[name]["curve"] if p["loss"] <= level), None) for name in runs]
     columns.append(["back at step", *("not yet" if step is None else str(step) for step in back)])
-    columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
-    columns[0] = [cell.strip().ljust(len(cell)) for cell in columns[0]]
-    rows = ["| " + " | ".join(row) + " |" for row in zip(*columns, strict=True)]
-    rule = "|" + "|".join("-" * (len(c[0]) + 1) + ("-" if i == 0 else ":") for i, c in enumerate(columns)) + "|"
     lines = [
         "Held-out figures: before the patch → right after it → healed.",
         "",
-        rows[0], rule, *rows[1:],
+        *table(columns),
         "",
         "*vs control*: healed perplexity against the unpatched copy's. "
         "*back at step*: where the curve first reaches the loss before the patch.",
         f"Baseline: {config['model'] or 'GPT-2 from scratch'}, {stages['baseline']['step']} steps; healing: "
         f"{config['steps']} steps of {config['batch_size']} x {config['block_size']} tokens; seed {config['seed']}.",
         f"Text: {data['source']}, sha256 {data['sha256'][:12]}; {data['heldout_tokens_evaluated']:,} tokens held out.",
-        f"{hard['cpu']}, {hard['cores']} cores, {hard['processes']} process(es) on {hard['device']}; "
-        + ", ".join(f"{name} {number}" for name, number in version.items())
-        + f"; {results['wall_seconds']:.0f} s.",
+        machine(results),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def table(columns: list[list[str]]) -> list[str]:
+    """Lines of a Markdown table from columns with their headings: the first to the left, others to the right."""
+    columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
+    columns[0] = [cell.strip().ljust(len(cell)) for cell in columns[0]]
+    rows = ["| " + " | ".join(row) + " |" for row in zip(*columns, strict=True)]
+    rule = "|" + "|".join("-" * (len(c[0]) + 1) + ("-" if i == 0 else ":") for i, c in enumerate(columns)) + "|"
+    return [rows[0], rule, *rows[1:]]
+
+
+def machine(results: dict[str, Any]) -> str:
+    """One line: hardware, versions, time."""
+    hard = results["hardware"]
+    return (
+        f"{hard['cpu']}, {hard['cores']} cores, {hard['processes']} process(es) on {hard['device']}; "
+        + ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+        + f"; {results['wall_seconds']:.0f} s."
+    )
 
 
 def draw_curves(results: dict[str, Any], path: Path) -> None:

@@ -1,10 +1,10 @@
-"""Settings of recipes/finetune.py: flags, YAML, and what is refused before any work."""
+"""Settings of recipes: flags, YAML, and what is refused before any work. Those of recipes/finetune.py."""
 
 import difflib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from accelerate.tracking import is_tensorboard_available
@@ -14,6 +14,7 @@ from transformers import HfArgumentParser
 from hfpatch import NORMS, POSITIONS
 
 CONTROL = "control"
+Config = TypeVar("Config")
 
 
 @dataclass
@@ -75,10 +76,15 @@ AT_LEAST |= dict.fromkeys(("baseline_steps", "calibration", "warmup_steps", "wei
 
 
 def parse(argv: list[str], about: str = "") -> FinetuneConfig:
+    """Settings of recipes/finetune.py; see `read_settings`."""
+    return read_settings(FinetuneConfig, "finetune.py", argv, about)
+
+
+def read_settings(kind: type[Config], recipe: str, argv: list[str], about: str = "") -> Config:
     """Settings from flags, or from a YAML file followed by flags, which win."""
     parser = HfArgumentParser(
-        FinetuneConfig,
-        prog="finetune.py",
+        kind,
+        prog=recipe,
         usage="%(prog)s [CONFIG.yaml] [--flag value ...]",
         description=about,
         epilog="CONFIG.yaml holds the same names; flags override it.",
@@ -96,7 +102,7 @@ def parse(argv: list[str], about: str = "") -> FinetuneConfig:
         for name, value in settings.items():  # through the parser, so that YAML and flags are checked alike
             values = value if isinstance(value, list) else [value]
             flags += [f"--{name}", *map(str, values)] if value is not None else []
-    return FinetuneConfig(**vars(parser.parse_args(flags + argv)))
+    return kind(**vars(parser.parse_args(flags + argv)))
 
 
 def parse_variant(name: str) -> dict[str, str]:
@@ -121,12 +127,7 @@ def parse_variant(name: str) -> dict[str, str]:
 
 def check(config: FinetuneConfig) -> None:
     """Refuse what can't work before anything is read, trained or written."""
-    for name, least in AT_LEAST.items():
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise RecipeError(f"--{name} must be at least {least}, not {value}")
-    if not config.learning_rate > 0:
-        raise RecipeError(f"--learning_rate must be positive, not {config.learning_rate}")
+    check_numbers(config, AT_LEAST)
     if config.model is None and config.baseline_steps == 0:
         raise RecipeError("--baseline_steps 0 leaves a GPT-2 from scratch untrained: there is nothing to heal back to")
     if config.model is None and (config.width < 32 or config.width % 32):
@@ -139,10 +140,26 @@ def check(config: FinetuneConfig) -> None:
         raise RecipeError("--tracker tensorboard needs the package: pip install tensorboard")
     if config.model and (config.model[0] in "./~\\" or config.model.count("/") > 1) and not Path(config.model).is_dir():
         raise RecipeError(f"there is no model folder {config.model}")
+    check_output_folder(config.output_dir)
+
+
+def check_numbers(config: Any, at_least: dict[str, int]) -> None:
+    """Refuse settings, or items of settings that are lists, below their bound, and a learning rate that isn't one."""
+    for name, least in at_least.items():
+        value = getattr(config, name)
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and not number >= least:
+                raise RecipeError(f"--{name} must be at least {least}, not {number}")
+    if not config.learning_rate > 0:
+        raise RecipeError(f"--learning_rate must be positive, not {config.learning_rate}")
+
+
+def check_output_folder(path: str) -> None:
+    """Make it, or refuse one that can't be written to."""
     try:
-        out = Path(config.output_dir)
+        out = Path(path)
         out.mkdir(parents=True, exist_ok=True)
         (out / ".writable").touch()
         (out / ".writable").unlink(missing_ok=True)
     except OSError as error:
-        raise RecipeError(f"can't write to the output folder {config.output_dir}: {error.strerror}") from None
+        raise RecipeError(f"can't write to the output folder {path}: {error.strerror}") from None
