@@ -77,4 +77,4 @@ class Derf(Norm):
         return DynamicErf(facts, self.name, gain, shift, self.alpha, self.s, like)
 
     def loss(self, facts: NormFacts) -> str | None:
-        return "the scale of the norm's input is no longer removed; on trained weights Derf needs a repair (calibration=) or training"
+        return "the scale of its input isn't removed; on trained weights Derf needs repair (calibration=) or training"

@@ -87,4 +87,4 @@ class DyT(Norm):
         return DynamicTanh(facts, self.name, gain, shift, self.alpha, like)
 
     def loss(self, facts: NormFacts) -> str | None:
-        return "the scale of the norm's input is no longer removed; on trained weights DyT needs a repair (calibration=) or training"
+        return "the scale of its input isn't removed; on trained weights DyT needs repair (calibration=) or training"
