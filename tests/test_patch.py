@@ -277,7 +277,7 @@ def test_the_warning_says_what_was_not_preserved() -> None:
     (warning,) = caught
     text = str(warning.message)
     assert text.startswith("GPT2Model now computes another function; not preserved: ")
-    assert "DynamicTanh: the scale of the norm's input is no longer removed" in text
+    assert "DynamicTanh: the scale of its input isn't removed" in text
     assert "absolute positions" in text
     assert "plan_patch lists the modules" in text
     assert warning.filename == __file__  # it points at the caller's line
