@@ -560,7 +560,7 @@ MALFORMED: dict[str, Any] = {
     "base empty": record(base_model_type=""),
     "base unknown": record(base_model_type="no_such_family"),
     "base itself": record(base_model_type="hfpatch"),
-    "unknown entry": record(placement=[]),
+    "unknown entry": record(activation=[]),
     "mlp no list": record(mlp=part(scheme={"name": "swiglu"})),
     "mlp unknown": record(mlp=[part(scheme={"name": "no_such_mlp"})]),
     "mlp option outside": record(mlp=[part(scheme={"name": "swiglu", "ratio": 0})]),
