@@ -1,8 +1,9 @@
 """What a patch costs, and how fast training heals it.
 
-A language model (by default a small GPT-2, trained on the spot) is copied once per variant. Each copy is patched, and
-gets the same further budget: the same batches in the same order, with the same optimizer. One copy stays unpatched: the
-control. Held-out loss, perplexity and bits per byte are measured before the patch, right after it and after healing.
+A language model (by default a small GPT-2, trained on the spot) is copied once per variant. Each copy is patched; what
+the patch couldn't keep is repaired on a few blocks of the training text (`--calibration`); then each gets the same
+further budget: the same batches in the same order, with the same optimizer. One copy stays unpatched: the control.
+Held-out loss, perplexity and bits per byte are measured before the patch, right after it and after healing.
 
     python recipes/finetune.py                                        # nothing to prepare, nothing downloaded
     python recipes/finetune.py recipes/configs/lm.yaml --steps 50     # a YAML file first, flags on top of it

@@ -68,8 +68,9 @@ def report(results: dict[str, Any]) -> str:
         "",
         "*vs control*: healed perplexity against the unpatched copy's. "
         "*back at step*: where the curve first reaches the loss before the patch.",
-        f"Baseline: {config['model'] or 'GPT-2 from scratch'}, {stages['baseline']['step']} steps; healing: "
-        f"{config['steps']} steps of {config['batch_size']} x {config['block_size']} tokens; seed {config['seed']}.",
+        f"Baseline: {config['model'] or 'GPT-2 from scratch'}, {stages['baseline']['step']} steps; what a patch didn't "
+        f"keep was repaired on {config['calibration']} blocks; healing: {config['steps']} steps of "
+        f"{config['batch_size']} x {config['block_size']} tokens; seed {config['seed']}.",
         f"Text: {data['source']}, sha256 {data['sha256'][:12]}; {data['heldout_tokens_evaluated']:,} tokens held out.",
         machine(results),
     ]  # fmt: skip

@@ -37,10 +37,10 @@ class Fit:
 class Ridge:
     """Least squares of R = X W + 1 b' around W = 0, b = 0, from accumulated X'X, X'R and sums.
 
-    minimise |R - X W - 1 b'|^2 + penalty * m * |W|^2 with m the mean diagonal of X'X; the penalty is the one of
-    `PENALTIES` with the least error on the held-out rows. Memory (in + out) * in numbers of float64, twice. With a
-    bias, rows are taken relative to the first ones' mean: channels whose mean is far above their spread would lose
-    their digits otherwise.
+    minimise |R - X W - 1 b'|^2 + penalty * m * |W|^2 with m the mean diagonal of X'X; `PENALTIES` are tried from the
+    smallest on, as long as the error on the held-out rows falls. Memory (in + out) * in numbers of float64, twice.
+    With a bias, rows are taken relative to the first ones' mean: channels whose mean is far above their spread would
+    lose their digits otherwise.
 
     Args:
         inputs, outputs: widths of X and R.
@@ -76,6 +76,7 @@ class Ridge:
         if not scale > _SPREAD * fitted.count * mean_x.square().mean():
             return None
         eye = torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
+        before = judged.error(None, -mean_r)
         best: Fit | None = None
         for penalty in PENALTIES:
             factor, failed = torch.linalg.cholesky_ex(xx + penalty * scale * eye)
@@ -84,8 +85,9 @@ class Ridge:
             weight = torch.cholesky_solve(xr, factor)
             bias = (fitted.r - weight.T @ fitted.x) / fitted.count if self.bias else torch.zeros_like(fitted.r)
             error = judged.error(weight, bias)
-            if math.isfinite(error) and (best is None or error < best.after):
-                before = judged.error(torch.zeros_like(weight), -mean_r)
+            if best is not None and not error < best.after:
+                break
+            if math.isfinite(error):
                 best = Fit(weight, bias + mean_r - weight.T @ mean_x, before, error, penalty)
         return best
 
@@ -112,11 +114,12 @@ class _Sums:
         n = max(self.count, 1)
         return self.xx - torch.outer(self.x, self.x) / n, self.xr - torch.outer(self.x, self.r) / n
 
-    def error(self, weight: Tensor, bias: Tensor) -> float:
-        """Mean squared residual per element of R - X W - 1 b'."""
-        xw = self.xx @ weight
-        total = self.rr - 2 * (weight * self.xr).sum() + (weight * xw).sum() - 2 * bias @ self.r
-        total = total + 2 * bias @ (weight.T @ self.x) + self.count * bias @ bias
+    def error(self, weight: Tensor | None, bias: Tensor) -> float:
+        """Mean squared residual per element of R - X W - 1 b'; W is 0 where it is None."""
+        total = self.rr - 2 * bias @ self.r + self.count * bias @ bias
+        if weight is not None:
+            total = total - 2 * (weight * self.xr).sum() + (weight * (self.xx @ weight)).sum()
+            total = total + 2 * bias @ (weight.T @ self.x)
         return float(total.clamp_min(0)) / max(self.count * len(self.r), 1)
 
 
