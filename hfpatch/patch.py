@@ -108,14 +108,15 @@ def patch_model(
     if not plan.changes:
         return model
     dtype = model.dtype
-    calibration = _checked_calibration(model, calibration)
+    batches = _checked_calibration(model, calibration, plan, init)
     try:
-        edits, report = _transact(model, plan, optimizer, calibration)
+        edits, report = _transact(model, plan, optimizer, batches)
     except VerificationError as error:
         if init == "exact":
             raise
         plan = make_plan(model, checked_request(asked, only, keep, init), inexact=error.measured)
-        edits, report = _transact(model, plan, optimizer, calibration)
+        batches = batches or _checked_calibration(model, calibration, plan, init)
+        edits, report = _transact(model, plan, optimizer, batches)
     for name, value in ((WAY_BACK, None), (REPAIR, report)):
         model.__dict__.pop(name, None)
         if value is not None:
@@ -172,18 +173,25 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
     return model
 
 
-def _checked_calibration(model: PreTrainedModel, calibration: Iterable[Any] | str | None) -> Iterable[Any] | None:
-    """Batches, before anything changes; those that a model draws from itself are drawn here.
+def _checked_calibration(
+    model: PreTrainedModel, calibration: Iterable[Any] | str | None, plan: Plan, init: str
+) -> Iterable[Any] | None:
+    """Batches, before anything changes; those that a model draws from itself are drawn here, where they are needed.
 
     Raises:
-        OptionError: no batches, or none of this model; a model without weights, or one that can't draw any.
+        OptionError: no batches, or none of this model; a model without weights, or one that can't draw any; fresh
+            parameters, which a fit would undo.
     """
     if calibration is None:
         return None
+    if init == "reset":
+        raise OptionError(
+            "init='reset' starts parameters afresh, and calibration fits them to the original: choose one."
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise OptionError("calibration needs weights, and this model has none yet (meta device). Load it first.")
     if isinstance(calibration, str) and calibration == "self":
-        return sample_batches(model)
+        return sample_batches(model) if plan.losses() else None
     return tried_batches(calibration, model)
 
 

@@ -614,6 +614,20 @@ def test_bad_batches_are_refused_before_anything_changes(
     assert not changes(before, fingerprint(model))
 
 
+def test_fresh_parameters_are_not_fitted() -> None:
+    model = tiny("gpt2", LM)
+    before = fingerprint(model)
+    with pytest.raises(OptionError, match="choose one"):
+        patch_model(model, norm="dyt", init="reset", calibration=batches(model, 4))
+    assert changes(before, fingerprint(model)) == []
+
+
+def test_an_exact_patch_draws_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hfpatch.patch.sample_batches", lambda *_: pytest.fail("nothing has to be repaired"))
+    model = patch_model(tiny("gpt2", LM), norm="rms", calibration="self")
+    assert repair_report(model) is None
+
+
 def test_a_model_without_weights_is_refused() -> None:
     with torch.device("meta"):
         model = hfpatch_free_gpt2()
