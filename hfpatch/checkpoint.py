@@ -235,9 +235,10 @@ def _initialize_ours(model: nn.Module) -> None:
         rotary: Any = module._modules.get(ROTARY)
         if hasattr(rotary, "reset"):
             rotary.reset()
-        ours = isinstance(module, AffineNorm)
-        if ours or SCALED in module.__dict__:
-            values = module.initial_values() if ours else {SCALE: module.__dict__[SCALED]}
+        values = module.initial_values() if isinstance(module, AffineNorm) else {}
+        if SCALED in module.__dict__:
+            values[SCALE] = module.__dict__[SCALED]
+        if values:
             for name, parameter in module.named_parameters(recurse=False):
                 if name in values and not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
                     with torch.no_grad():

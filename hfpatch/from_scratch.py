@@ -190,7 +190,7 @@ def plan_scales(model: nn.Module, part: Part, names: Names) -> Iterator[Change]:
     """
     source = None if part.embeddings else _input_embedding(model)
     for name, module in model.named_modules():
-        if source is module:
+        if source is not None and source is module:
             scaled = f"has its {SCALE} already" if SCALED in vars(module) else "the model multiplies its output itself"
             yield Change(Row("stream", "keep", name, module._get_name(), reason=scaled))
         if isinstance(module, nn.Embedding) and any(pattern_of(form) in part.embeddings for form in names.forms(name)):

@@ -191,6 +191,8 @@ def lensed_class(host: type[nn.Module]) -> type[nn.Module]:
         "__reduce_ex__": _reduce,
         "hfpatch_host": host,
     }
+    if host is nn.Embedding:  # PEFT multiplies by it what its LoRA adds to the matrix
+        body["embed_scale"] = property(lambda self: getattr(self, SCALE))
     return type(host.__name__, (host,), body)
 
 

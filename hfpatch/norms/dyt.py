@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -31,7 +32,7 @@ def llm_alpha(width: int, attention: bool) -> float:
     """
     known = [(row[0], row[1] if attention else row[2]) for row in _LLM]
     width = min(max(width, known[0][0]), known[-1][0])
-    (low, start), (high, end) = next(pair for pair in zip(known, known[1:], strict=False) if width <= pair[1][0])
+    (low, start), (high, end) = next(pair for pair in pairwise(known) if width <= pair[1][0])
     if width in (low, high):
         return start if width == low else end
     return start * (end / start) ** (math.log(width / low) / math.log(high / low))
@@ -98,7 +99,8 @@ class DyT(Norm):
                 other norms, the last too      1     .5     .2    .15    .05
 
             between these interpolated on log-log axes, beyond them as at the nearest; and the output of the token
-            embedding is multiplied by a learned scalar, its `stream_scale`, that starts at the root of the width.
+            embedding is multiplied by a learned scalar, its `stream_scale`, that starts at the root of the width (of
+            the whole model, whatever `only` and `keep` choose; not where the model multiplies it itself, as Gemma).
 
     Raises:
         OptionError: alpha is neither a positive finite number nor "llm".
