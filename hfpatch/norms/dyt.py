@@ -101,6 +101,8 @@ class DyT(Norm):
             between these interpolated on log-log axes, beyond them as at the nearest; and the output of the token
             embedding is multiplied by a learned scalar, its `stream_scale`, that starts at the root of the width (of
             the whole model, whatever `only` and `keep` choose; not where the model multiplies it itself, as Gemma).
+            Pre-norm decoders are what the paper has. In post-norm models LN(x + f(x)) is the norm of f; an
+            encoder-decoder has two scales; whatever mixes positions, as Mamba does, counts as an attention.
 
     Raises:
         OptionError: alpha is neither a positive finite number nor "llm".
