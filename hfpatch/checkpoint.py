@@ -23,7 +23,7 @@ from .norms import AffineNorm
 from .plan import PLANNERS
 from .record import KEY, Record
 from .registry import ARCHITECTURES
-from .view import host_class, lensed_forward, once_per_class
+from .view import SCALE, SCALED, host_class, lensed_forward, once_per_class
 from .weights import broken_file
 
 MISCOUNTED = "_hfpatch_miscounted"  # of a model whose patch came out otherwise than its record says
@@ -235,10 +235,12 @@ def _initialize_ours(model: nn.Module) -> None:
         rotary: Any = module._modules.get(ROTARY)
         if hasattr(rotary, "reset"):
             rotary.reset()
-        if isinstance(module, AffineNorm):
-            values = module.initial_values()
+        values = module.initial_values() if isinstance(module, AffineNorm) else {}
+        if SCALED in module.__dict__:
+            values[SCALE] = module.__dict__[SCALED]
+        if values:
             for name, parameter in module.named_parameters(recurse=False):
-                if not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
+                if name in values and not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
                     with torch.no_grad():
                         parameter.fill_(values[name])
 

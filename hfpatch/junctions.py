@@ -80,11 +80,7 @@ def discover(model: nn.Module, request: str, example_inputs: Mapping[str, Any] |
         UnsupportedError: no small model can be made, branches were changed before, or layers of one stack differ.
         NothingToPatchError: there is no branch.
     """
-    for name, module in model.named_modules():
-        if any(lens_of(module, kind) for kind in (Gains, Joins, Padded)):
-            raise UnsupportedError(
-                f"{name}: what its branches or norms see was changed by an earlier patch. Start from the original."
-            )
+    require_untouched(model)
     small, inputs = twin(model, example_inputs)
     try:
         branches = find_branches(small, inputs)
@@ -103,6 +99,19 @@ def discover(model: nn.Module, request: str, example_inputs: Mapping[str, Any] |
     junctions = _merged(branches, scaled, request)
     _require_everywhere(small, junctions, branches, request)
     return Found(junctions, _depths(model, junctions, branches), small, inputs)
+
+
+def require_untouched(model: nn.Module) -> None:
+    """Refuse a model whose branches an earlier patch changed.
+
+    Raises:
+        UnsupportedError: names the module.
+    """
+    for name, module in model.named_modules():
+        if any(lens_of(module, kind) for kind in (Gains, Joins, Padded)):
+            raise UnsupportedError(
+                f"{name}: what its branches or norms see was changed by an earlier patch. Start from the original."
+            )
 
 
 def _merged(branches: list[Branch], weights: Mapping[Branch, Any], request: str) -> list[Junction]:

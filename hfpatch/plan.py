@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from .conversion import Conversion
 from .errors import NothingToPatchError, OptionError, UnsupportedError, WrappedModelError
+from .from_scratch import settle_start
 from .mlps import MLP
 from .norms import Norm
 from .placement import Placement
@@ -28,6 +29,8 @@ from .view import host_class
 
 
 def _settle_norms(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Part:
+    if getattr(part.scheme, "by_branch", False):
+        return settle_start(model, part, example_inputs)
     settle = settle_batch if getattr(part.scheme, "needs_padding", False) else settle_norm
     return settle(model, part, example_inputs)
 

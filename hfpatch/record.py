@@ -23,7 +23,7 @@ _MOST_GLOBS = 10_000
 _LONGEST_GLOB = 1_000
 _MOST_AXES = 8
 _CENTRING = {"centred", "left", "biasless"}  # entries of a part that are there only where they aren't empty
-_FOUND = {*_CENTRING, "branches"}
+_FOUND = {*_CENTRING, "branches", "attention", "embeddings"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Part:
         centred: (pattern of module names, axis) of what is centred in every forward; `*` stands for a number.
         left: patterns of norms that stay although globs and scheme would take them, since they wouldn't be exact.
         biasless: patterns of norms whose shift has moved into the layers that read them.
+        attention: patterns of the norms of attentions' branches, where those start in their own way.
+        embeddings: patterns of the token embeddings whose output gets a learned scale.
         branches: where residual branches meet the stream, for schemes that change that; found when the patch was made.
         modules: how many modules changed. A checkpoint that changes another number when it is opened as the class that
             it was saved from isn't the same model any more (transformers renamed something, say).
@@ -50,12 +52,15 @@ class Part:
     left: tuple[str, ...] = field(default=(), compare=False)
     biasless: tuple[str, ...] = field(default=(), compare=False)
     branches: tuple[Junction, ...] = field(default=(), compare=False)
+    attention: tuple[str, ...] = field(default=(), compare=False)
+    embeddings: tuple[str, ...] = field(default=(), compare=False)
     modules: int = field(default=0, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         globs = {"only": list(self.only), "keep": list(self.keep)}
         centring = {"centred": [list(pair) for pair in self.centred], "left": self.left, "biasless": self.biasless}
         found: dict[str, list[Any]] = {name: list(values) for name, values in centring.items() if values}
+        found |= {name: list(getattr(self, name)) for name in ("attention", "embeddings") if getattr(self, name)}
         if self.branches:
             found["branches"] = [junction_to_json(junction) for junction in self.branches]
         return {"scheme": self.scheme.to_json(), **globs, **found, "init": self.init, "modules": self.modules}
@@ -148,13 +153,19 @@ def _part(kind: str, stored: Any, where: str) -> Part:
     branches = junctions_from_json(stored.get("branches", []), where)
     if bool(branches) != (kind == "placement" or bool(getattr(scheme, "branchwise", False))):
         raise CheckpointError(f"{where}: branches are recorded for {scheme.name!r}, or missing.")
-    return Part(scheme, only, keep, init, centred, left, biasless, branches, modules)
+    attention, embeddings = (_globs(stored.get(name, []), where) for name in ("attention", "embeddings"))
+    by_branch = bool(getattr(scheme, "by_branch", False))
+    if bool(attention) != by_branch or (embeddings and not by_branch):
+        raise CheckpointError(f"{where}: norms of attentions are recorded for {scheme.name!r}, or missing.")
+    return Part(scheme, only, keep, init, centred, left, biasless, branches, attention, embeddings, modules)
 
 
 def _globs(stored: Any, where: str) -> tuple[str, ...]:
     well_formed = isinstance(stored, list) and len(stored) <= _MOST_GLOBS
     if not well_formed or not all(_is_name(glob) for glob in stored):
-        raise CheckpointError(f"{where}: only, keep, left and biasless are lists of globs over module names.")
+        raise CheckpointError(
+            f"{where}: only, keep, left, biasless, attention and embeddings are lists of globs over module names."
+        )
     return tuple(stored)
 
 

@@ -28,7 +28,7 @@ class Row:
     """What happens to one module.
 
     Attributes:
-        kind: "norm", "position" or "mlp"; "stream" for what is centred so that norms may change.
+        kind: "norm", "position" or "mlp"; "stream" for what is centred so that norms may change, or scaled.
         action: "replace" or "keep".
         module: its name in the model.
         now, becomes: what it is, and what it will be (None where it is kept).

@@ -14,6 +14,7 @@ from .convert.centring import pattern_of
 from .convert.fold import Step, centring_outputs, fold_shift
 from .edits import Edits
 from .errors import NothingToPatchError, UnsupportedError
+from .from_scratch import of_attention, plan_scales, stream_width
 from .norms import AffineNorm, Norm, NormFacts, describe
 from .norms.detect import looks_like_norm
 from .record import Part
@@ -68,11 +69,13 @@ def plan_norms(model: nn.Module, part: Part, strict: bool = True, conversion: Co
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     if conversion is None:
         replayed = centring_outputs(model, part.centred, names.forms) if part.centred and changing else []
-        plans = {id(site): _plain(site, part, names) for site in changing}
+        plans = {id(site): _plain(site, part, names, model) for site in changing}
     else:
         plans = _converted(changing, conversion)
         replayed = conversion.steps()
     changes = [_change(site, scheme, part, reasons[id(site)], plans.get(id(site)), like) for site in sites]
+    if scheme.by_branch and changing:
+        changes += plan_scales(model, part, names)
     return changes + [_stream_change(step) for step in replayed]
 
 
@@ -86,6 +89,7 @@ class _Swap:
         readers: the linear layers that take up its shift.
         biasless: whether the new norm has no shift.
         note: for the plan.
+        scheme: the scheme as it is for this norm, where norms differ in how they start.
     """
 
     loss: str | None
@@ -93,9 +97,10 @@ class _Swap:
     readers: list[tuple[nn.Module, int]] = field(default_factory=list)
     biasless: bool = False
     note: str | None = None
+    scheme: Norm | None = None
 
 
-def _plain(site: _Site, part: Part, names: Names) -> _Swap:
+def _plain(site: _Site, part: Part, names: Names, model: nn.Module) -> _Swap:
     """A swap with gain and shift copied, or one that a record tells of.
 
     Raises:
@@ -109,7 +114,11 @@ def _plain(site: _Site, part: Part, names: Names) -> _Swap:
         raise UnsupportedError(
             f"{site.names[0]}: norm={scheme.name!r} isn't exact here: {loss}. Use init='auto' to accept that."
         )
-    return _Swap(loss, biasless=_named(part.biasless, site, names))
+    swap = _Swap(loss, biasless=_named(part.biasless, site, names))
+    if scheme.by_branch:
+        forms = [form for name in site.names for form in names.forms(name)]
+        swap.scheme, swap.note = scheme.at(of_attention(part, forms), stream_width(model))
+    return swap
 
 
 def _named(patterns: tuple[str, ...], site: _Site, names: Names) -> bool:
@@ -255,7 +264,7 @@ def _change(site: _Site, scheme: Norm, part: Part, reason: str | None, swap: _Sw
     row.action, row.becomes, row.loss = "replace", scheme.label + _size(site.facts), swap.loss
     shared = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
     row.reason = "; ".join(filter(None, (shared, swap.note))) or None
-    return Change(row, _replacer(site, site.facts, scheme, part, swap, like))
+    return Change(row, _replacer(site, site.facts, swap.scheme or scheme, part, swap, like))
 
 
 def _size(facts: NormFacts | None) -> str:

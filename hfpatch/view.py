@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 LENS = "_hfpatch_lens"  # attribute of a module that holds its lens
 CENTRED = "_hfpatch_centred"  # attribute of a module: the axis over which the mean of its output is subtracted
+SCALED = "_hfpatch_scaled"  # attribute of an embedding: the starting value of the learned scalar on its output
+SCALE = "stream_scale"  # and the name of that Parameter, of shape (1,)
 
 Arguments = dict[str, Any]
 
@@ -144,7 +146,7 @@ def centred(output: Any, axis: int) -> Any:
 
 
 def lensed_forward(host: type[nn.Module]) -> Callable[..., Any]:
-    """The host's forward, run on a view wherever the instance has a lens; its output centred wherever that is set."""
+    """The host's forward, run on a view wherever the instance has a lens; its output centred or scaled where set."""
     view = _view_class(host)
     host_forward = host.forward
     signature = inspect.signature(host_forward)
@@ -156,6 +158,9 @@ def lensed_forward(host: type[nn.Module]) -> Callable[..., Any]:
         axis = self.__dict__.get(CENTRED)
         if axis is not None:
             return centred(seen(self, *args, **kwargs), axis)
+        if self.__dict__.get(SCALED) is not None:
+            output = seen(self, *args, **kwargs)
+            return output * getattr(self, SCALE).to(output.dtype)
         return seen(self, *args, **kwargs)
 
     def seen(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -186,6 +191,8 @@ def lensed_class(host: type[nn.Module]) -> type[nn.Module]:
         "__reduce_ex__": _reduce,
         "hfpatch_host": host,
     }
+    if host is nn.Embedding:  # PEFT multiplies by it what its LoRA adds to the matrix
+        body["embed_scale"] = property(lambda self: getattr(self, SCALE))
     return type(host.__name__, (host,), body)
 
 

@@ -27,7 +27,7 @@ LAYERS = [
     ["padding"],
     ["junctions"],
     ["record"],
-    ["conversion"],
+    ["conversion", "from_scratch"],
     ["swap_norms", "swap_positions", "swap_mlps"],
     ["swap_batch", "swap_branches"],
     ["swap_placement"],

@@ -126,6 +126,23 @@ class Norm(Scheme):
         return f"is {facts.kind} already" if facts.kind == self.name else None
 
     @property
+    def by_branch(self) -> bool:
+        """Whether norms start in a way of their own before attentions, and token embeddings get a learned scale.
+
+        That is for language models from scratch, with `init="reset"`; `from_scratch.py` finds both on the model.
+        """
+        return False
+
+    def at(self, attention: bool, width: int) -> tuple[Norm, str | None]:
+        """The scheme for one norm of a model, and what the plan says of it.
+
+        Args:
+            attention: whether the norm is that of an attention's branch.
+            width: of the model's residual stream.
+        """
+        return self, None
+
+    @property
     def centring(self) -> str | None:
         """How the stream is made zero-mean where that makes the swap exact: "fold", "parametrize"; None: not at all."""
         return None

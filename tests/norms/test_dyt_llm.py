@@ -1,0 +1,413 @@
+"""DyT's start for language models: alpha0 by width, attentions told from the rest, the embedding's scale."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import changes, difference, fingerprint, inputs, outputs, patch, reload, tiny, tiny_config
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM
+
+from hfpatch import (
+    CheckpointError,
+    DyT,
+    NothingToPatchError,
+    OptionError,
+    UnsupportedError,
+    patch_model,
+    plan_patch,
+    unpatch_model,
+)
+from hfpatch.norms import Norm
+from hfpatch.norms.dyt import DynamicTanh, llm_alpha
+from hfpatch.record import KEY, Record
+from hfpatch.view import SCALE
+
+WIDE = 4096  # where the table tells attentions from others: .8 and .2
+CAUSAL = "AutoModelForCausalLM"
+
+
+def make(family: str = "gpt2", head: str = CAUSAL, **options: Any) -> Any:
+    return tiny(family, head, **options)
+
+
+def start(model: Any, **options: Any) -> Any:
+    """Patched for training from scratch."""
+    return patch(model, norm=DyT("llm"), init="reset", **options)
+
+
+def alphas(model: nn.Module) -> dict[str, float]:
+    found = {name: m for name, m in model.named_modules() if isinstance(m, DynamicTanh)}
+    for module in found.values():
+        assert module.initial_values()["alpha"] == module.alpha0
+        assert module.alpha.is_meta or module.alpha.item() == pytest.approx(module.alpha0, rel=1e-6)
+    return {name: module.alpha0 for name, module in found.items()}
+
+
+def wide(family: str, **options: Any) -> Any:
+    """A model of a width at which the table has two columns, on the meta device, since it is large."""
+    width = {"n_embd": WIDE} if family in ("gpt2", "bloom") else {"hidden_size": WIDE}
+    width |= {"hidden_size": WIDE, "word_embed_proj_dim": WIDE} if family == "opt" else {}
+    width = {"d_model": WIDE} if family == "t5" else {"hidden_size": WIDE} if family == "bloom" else width
+    with torch.device("meta"):
+        auto: Any = AutoModel if family in ("bert", "t5") else AutoModelForCausalLM
+        return auto.from_config(tiny_config(family, **(width | options)))
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+# Zhu et al. 2025: LLaMA 7B, 13B, 34B and 70B, and the widths of the table of widths
+TABLE = [(1024, 1.0, 1.0), (2048, 1.0, 0.5), (4096, 0.8, 0.2), (5120, 0.6, 0.15), (8192, 0.2, 0.05)]
+
+
+@pytest.mark.parametrize(("width", "attention", "other"), TABLE)
+def test_the_table(width: int, attention: float, other: float) -> None:
+    assert (llm_alpha(width, True), llm_alpha(width, False)) == (attention, other)
+
+
+def test_between_and_beyond_the_table() -> None:
+    # half way between 1024 and 4096 in log(width) is 2048; a width half way between two: the geometric mean
+    assert llm_alpha(6476, True) == pytest.approx((0.6 * 0.2) ** 0.5, rel=1e-3)
+    assert llm_alpha(6476, False) == pytest.approx((0.15 * 0.05) ** 0.5, rel=1e-3)
+    assert llm_alpha(3072, False) == pytest.approx(0.5 * (0.2 / 0.5) ** 0.584963, rel=1e-6)  # log2(1.5)
+    assert [llm_alpha(32, False), llm_alpha(16384, True), llm_alpha(16384, False)] == [1.0, 0.2, 0.05]
+    for attention in (True, False):
+        falling = [llm_alpha(width, attention) for width in range(512, 10000, 64)]
+        assert falling == sorted(falling, reverse=True)
+        assert all(0.05 <= value <= 1.0 for value in falling)
+
+
+# --- which norm is which ----------------------------------------------------------------------------------------------
+
+ATTENTIONS = {
+    "gpt2": ["ln_1"],
+    "opt": ["self_attn_layer_norm"],
+    "llama": ["input_layernorm"],
+    "bert": ["attention.output.LayerNorm"],
+    "bloom": ["input_layernorm"],
+}
+
+
+@pytest.mark.parametrize("family", sorted(ATTENTIONS))
+def test_attentions_and_others(family: str) -> None:
+    model = start(wide(family))
+    found = alphas(model)
+    attentions = {name for name in found if any(name.endswith(end) for end in ATTENTIONS[family])}
+    assert len(attentions) == 2
+    assert len(found) >= 5
+    assert found == {name: 0.8 if name in attentions else 0.2 for name in found}
+
+
+def test_sublayers_that_differ_in_a_number_alone() -> None:
+    """T5's are `layer.0` and `layer.1`, and in its decoder `layer.1` is an attention as well."""
+    found = alphas(start(wide("t5")))
+    for name, alpha in found.items():
+        parts = name.split(".")
+        last = {"encoder": "1", "decoder": "2"}[parts[0]]
+        assert alpha == (0.2 if "final" in name or parts[4] == last else 0.8), name
+    assert len(found) == 12
+
+
+def test_a_norm_of_queries_is_no_attention_s_branch() -> None:
+    model = make("cohere")
+    start(model)
+    assert not any("q_norm" in name for name in alphas(model))
+
+
+def test_the_plan_tells() -> None:
+    model = wide("opt")
+    before = fingerprint(model)
+    plan = plan_patch(model, norm="dyt:alpha=llm", init="reset")
+    rows = {row.module: row for row in plan.rows}
+    block = "model.decoder.layers.0"
+    assert rows[f"{block}.self_attn_layer_norm"].reason == "alpha0 = 0.8, norm of an attention"
+    assert rows[f"{block}.final_layer_norm"].reason == "alpha0 = 0.2"
+    stream = rows["model.decoder.embed_tokens"]
+    assert (stream.kind, stream.becomes) == ("stream", "Embedding x stream_scale")
+    assert stream.reason == "stream_scale is learned and starts at sqrt(4096) = 64"
+    assert not changes(before, fingerprint(model))
+
+
+# --- what it computes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+def test_it_is_tanh_on_a_scaled_embedding(family: str) -> None:
+    """The same by hooks on the original; the head, tied or not, reads the unscaled matrix."""
+    original = make(family)
+    model = start(copy.deepcopy(original))
+    scale = 32**0.5
+
+    def scaled(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        return output * scale
+
+    def tanh(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(args[0])  # alpha0 is 1 at this width
+
+    before = outputs(original)
+    handle = original.get_input_embeddings().register_forward_hook(scaled)
+    for name in alphas(model):
+        original.get_submodule(name).register_forward_hook(tanh)
+    assert difference(model, original) < 1e-4 < 1e-1 < difference(outputs(model), before)
+    handle.remove()
+    assert difference(model, original) > 1e-2  # control: the scale is felt
+
+
+def test_it_is_learned() -> None:
+    model = start(make("gpt2"))
+    wte = model.transformer.wte
+    parameter = dict(model.named_parameters())[f"transformer.wte.{SCALE}"]
+    assert parameter.shape == (1,)
+    assert parameter.item() == pytest.approx(32**0.5)
+    assert model.lm_head.weight is wte.weight
+    given = inputs(model)
+    model(**given, labels=given["input_ids"]).loss.backward()
+    assert parameter.grad is not None
+    assert float(parameter.grad.abs()) > 0
+
+
+def test_both_stacks_of_an_encoder_decoder_are_scaled() -> None:
+    model = start(make("t5", "AutoModel"))
+    assert sorted(n for n, _ in model.named_parameters() if n.endswith(SCALE)) == [
+        f"decoder.embed_tokens.{SCALE}",
+        f"encoder.embed_tokens.{SCALE}",
+    ]
+
+
+@pytest.mark.parametrize("family", ["gemma", "bart"])
+def test_what_the_model_scales_itself_isn_t_scaled_twice(family: str) -> None:
+    options = {"scale_embedding": True} if family == "bart" else {}
+    model = make(family, "AutoModel", **options)
+    row = next(row for row in plan_patch(model, norm=DyT("llm"), init="reset").rows if row.kind == "stream")
+    assert (row.action, row.reason) == ("keep", "the model multiplies its output itself")
+    start(model)
+    assert not any(name.endswith(SCALE) for name, _ in model.named_parameters())
+    if family == "bart":  # control
+        assert any(name.endswith(SCALE) for name, _ in start(make(family, "AutoModel")).named_parameters())
+
+
+def test_dtype_and_frozen_weights() -> None:
+    model = make("llama").to(torch.bfloat16).requires_grad_(False)
+    start(model)
+    scale = model.model.embed_tokens.stream_scale
+    assert scale.dtype is torch.bfloat16
+    assert not scale.requires_grad
+    assert model(**inputs(model)).logits.dtype is torch.bfloat16
+
+
+def test_resized_and_pickled() -> None:
+    model = start(make("gpt2"))
+    expected = outputs(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert difference(outputs(twin), expected) == 0
+    model.resize_token_embeddings(120)
+    assert model.transformer.wte.stream_scale.item() == pytest.approx(32**0.5)
+    logits = model(**inputs(model)).logits[..., :97]
+    assert torch.equal(logits.detach(), expected[0])
+
+
+def test_the_optimizer_gets_it() -> None:
+    model = make("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    start(model, optimizer=optimizer)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()}
+
+
+# --- there and back ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+def test_saved_and_opened(family: str, tmp_path: Path) -> None:
+    model = start(make(family))
+    for name, parameter in model.named_parameters():
+        if name.endswith((SCALE, "alpha")):
+            parameter.data.mul_(1.5)
+    again = reload(model, tmp_path, CAUSAL)
+    assert difference(again, model) == 0
+    assert alphas_of_state(again) == alphas_of_state(model)
+    assert again.config.hfpatch == model.config.hfpatch
+    assert not patch_twice(again)
+
+
+def alphas_of_state(model: nn.Module) -> dict[str, float]:
+    return {name: p.item() for name, p in model.named_parameters() if name.endswith((SCALE, "alpha"))}
+
+
+def patch_twice(model: Any) -> list[str]:
+    before = fingerprint(model)
+    start(model)
+    return changes(before, fingerprint(model))
+
+
+def test_a_bare_model_opens_it_too(tmp_path: Path) -> None:
+    model = start(make("gpt2"))
+    bare = reload(model, tmp_path, "AutoModel")
+    expected = model(**inputs(model), output_hidden_states=True).hidden_states[-1].detach()
+    assert difference(outputs(bare)[:1], [expected]) == 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_config_builds_the_same_start(family: str) -> None:
+    """Of another depth, and of another width, too."""
+    model = start(make(family))
+    made = AutoModelForCausalLM.from_config(model.config)
+    assert alphas_of_state(made) == alphas_of_state(model)
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers, config.hidden_size = 3, WIDE
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config)
+    starts = sorted(m.initial_values()["alpha"] for m in made.modules() if isinstance(m, DynamicTanh))
+    assert starts == [0.2] * 4 + [0.8] * 3
+
+
+def test_a_checkpoint_without_them_starts_them(tmp_path: Path) -> None:
+    """`from_pretrained` builds on the meta device; what a checkpoint doesn't hold gets its starting value then."""
+    model = start(make("gpt2"))
+    state = {name: value for name, value in model.state_dict().items() if not name.endswith((SCALE, "alpha"))}
+    model.save_pretrained(tmp_path, state_dict=state)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert alphas_of_state(again) == alphas_of_state(model)
+    assert difference(again, model) == 0
+
+
+def test_the_plain_class_refuses_the_weights() -> None:
+    model, plain = start(make("gpt2")), make("gpt2")
+    state = {name: value for name, value in plain.state_dict().items() if ".ln_" not in name}
+    state[f"transformer.wte.{SCALE}"] = model.state_dict()[f"transformer.wte.{SCALE}"]
+    with pytest.raises(RuntimeError, match=rf'Unexpected key.*"transformer\.wte\.{SCALE}"'):
+        plain.load_state_dict(state)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bart"])
+def test_taken_back(family: str) -> None:
+    model = make(family, "AutoModel")
+    expected, before = outputs(model), fingerprint(model)
+    start(model, reversible=True)
+    assert difference(outputs(model), expected) > 1e-2
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
+    assert difference(outputs(model), expected) == 0
+
+
+def test_a_failure_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(host: type) -> type:
+        raise RuntimeError("stop")
+
+    model = make("gpt2")
+    before = fingerprint(model)
+    monkeypatch.setattr("hfpatch.patch.patched_model_class", fail)
+    with pytest.raises(RuntimeError, match="stop"):
+        start(model)
+    assert not changes(before, fingerprint(model))
+
+
+@pytest.mark.parametrize("options", [{"placement": "olmo2"}, {"pos": "rope"}, {"mlp": "swiglu"}])
+def test_with_other_patches(options: dict[str, str], tmp_path: Path) -> None:
+    model = start(make("gpt2"), **options)
+    assert len(alphas_of_state(model)) == 6
+    assert difference(reload(model, tmp_path, CAUSAL), model) == 0
+
+
+def test_compiled() -> None:
+    embedding = start(make("llama")).model.embed_tokens
+    ids = torch.arange(5)
+    compiled = torch.compile(embedding, fullgraph=True, backend="eager")
+    expected = embedding.weight[:5] * 32**0.5
+    assert torch.equal(compiled(ids), embedding(ids))
+    assert torch.allclose(compiled(ids), expected)
+
+
+def test_lora_on_the_embedding_merges() -> None:
+    """What LoRA adds to the matrix is scaled as the matrix is."""
+    model = start(make("llama"))
+    given = inputs(model)
+    expected = outputs(model, **given)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["embed_tokens"], r=2))
+    for name, parameter in adapted.named_parameters():
+        if "lora" in name:
+            parameter.data.normal_()
+    before = outputs(adapted.eval(), **given)
+    assert difference(before, expected) > 1e-2
+    assert difference(outputs(adapted.merge_and_unload(), **given), before) < 1e-3
+
+
+def test_in_two_steps_the_embedding_is_scaled_once(tmp_path: Path) -> None:
+    model = make("gpt2")
+    start(model, only="*.h.0.*")
+    assert len(alphas(model)) == 2
+    start(model)
+    expected = start(make("gpt2"))
+    assert alphas(model) == alphas(expected)
+    assert difference(model, expected) == 0
+    assert difference(reload(model, tmp_path, CAUSAL), model) == 0
+
+
+# --- requests and records ---------------------------------------------------------------------------------------------
+
+
+def test_json_and_text() -> None:
+    scheme = DyT("llm")
+    assert scheme.to_json() == {"name": "dyt", "alpha": "llm"}
+    assert Norm.from_json(scheme.to_json()) == Norm.resolve("dyt:alpha=llm") == scheme
+    assert not DyT().by_branch
+    assert DyT().at(True, WIDE) == (DyT(), None)
+
+
+@pytest.mark.parametrize("alpha", ["LLM", "", "0.5", 0.0, float("nan"), True, None])
+def test_alpha_is_a_number_or_llm(alpha: Any) -> None:
+    with pytest.raises(OptionError, match=r"DyT: alpha must be a number in \(0, inf\), not"):
+        DyT(alpha)
+
+
+@pytest.mark.parametrize("init", ["auto", "copy", "exact"])
+def test_it_is_for_training_from_scratch(init: str) -> None:
+    model = make()
+    before = fingerprint(model)
+    with pytest.raises(OptionError, match=r"takes init='reset'\. For trained weights pass a number .* calibration="):
+        patch_model(model, norm=DyT("llm"), init=init)
+    assert not changes(before, fingerprint(model))
+
+
+@pytest.mark.parametrize("family", ["vit", "convnext"])
+def test_it_is_for_language_models(family: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"isn't a language model alone .* the paper's is 0\.5"):
+        plan_patch(make(family, "AutoModel"), norm=DyT("llm"), init="reset")
+
+
+def test_nothing_left_to_do() -> None:
+    model = patch(make(), norm="dyt")
+    with pytest.raises(NothingToPatchError, match="is dyt already"):
+        plan_patch(model, norm=DyT("llm"), init="reset")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda part: part.pop("attention"), "norms of attentions are recorded for 'dyt', or missing"),
+        (lambda part: part["scheme"].update(alpha=0.5), "norms of attentions are recorded for 'dyt', or missing"),
+        (lambda part: part.update(embeddings=[3]), "attention and embeddings are lists of globs"),
+        (lambda part: part.update(attention="*"), "attention and embeddings are lists of globs"),
+        (lambda part: part["scheme"].update(alpha="big"), "alpha must be a number"),
+    ],
+)
+def test_malformed_records(change: Any, match: str) -> None:
+    stored = copy.deepcopy(getattr(start(make()).config, KEY))
+    assert Record.from_json(stored).to_json() == stored
+    change(stored["norm"][0])
+    with pytest.raises(CheckpointError, match=match):
+        Record.from_json(stored)
+
+
+def test_random_weights_keep_their_values() -> None:
+    """Only norms start afresh: the model's own initial weights are the user's."""
+    model = make("llama")
+    state = {n: v.clone() for n, v in model.state_dict().items() if "norm" not in n}
+    start(model)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
