@@ -24,6 +24,7 @@ from .errors import NotPreservedWarning, PatchError
 from .patch import patch_model, repair_report
 from .plan import plan_patch
 from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS
+from .rows import table
 
 app = typer.Typer(
     help="Architecture surgery for Hugging Face models.",
@@ -115,9 +116,7 @@ def families(
         code = [lines[0], ("---",) * len(lines[0]), *(tuple(f"`{cell}`" for cell in line) for line in lines[1:])]
         typer.echo("\n".join(f"| {' | '.join(line)} |" for line in code))
         return
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    for line in (lines[0], tuple("-" * width for width in widths), *lines[1:]):
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    typer.echo(table(lines))
     typer.echo(f"\n{len(ARCHITECTURES)} families for pos= ({', '.join(POSITIONS)}).")
     typer.echo(f"norm= ({', '.join(NORMS)}) works on every model with LayerNorm-like modules.")
     typer.echo(f"mlp= ({', '.join(MLPS)}) works on every model whose MLPs aren't gated yet or mixtures.")

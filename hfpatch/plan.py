@@ -17,7 +17,7 @@ from .norms import Norm
 from .placement import Placement
 from .positions import Position
 from .record import INITS, KEY, KINDS, Part, Record
-from .rows import Change, Row, grouped
+from .rows import Change, Row, grouped, table
 from .select import Names, as_globs, require_matches
 from .swap_batch import plan_batch_norms, settle_batch
 from .swap_branches import plan_branch_norms, settle_norm
@@ -101,15 +101,8 @@ class Plan:
             kept = "" if row.action == "keep" else "exact" if row.loss is None else "approximate"
             note = "; ".join(filter(None, (row.reason, row.loss)))
             lines.append((numbers + (f"  x{count}" if count > 1 else ""), row.now, becomes, kept, note))
-        widths = [max(len(line[i]) for line in lines) for i in range(4)]
-        text = [
-            "  ".join((*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[4])).rstrip()
-            for line in lines
-        ]
-        text.insert(1, "  ".join("-" * width for width in (*widths, 4)))
         replaced = sum(row.action == "replace" for row in self.rows)
-        text.append(f"{self.model_name}: {replaced} of {len(self.rows)} modules change.")
-        return "\n".join(text)
+        return f"{table(lines)}\n{self.model_name}: {replaced} of {len(self.rows)} modules change."
 
 
 def _alike(row: Row) -> tuple[object, ...]:

@@ -34,6 +34,7 @@ from transformers.utils import logging
 
 from ..edits import Edits
 from ..norms import AffineNorm, describe
+from ..rows import table
 from .centring import pattern_of
 from .least_squares import Affine, Ridge
 from .run import is_library_hook, quiet
@@ -102,12 +103,7 @@ class RepairReport:
             numbers = tuple("-" if value is None else f"{value:.2e}" for value in (step.before, step.after))
             undone = "" if step.kept or step.after is None else "undone: it didn't help. "
             lines.append((step.module, step.kind, *numbers, undone + step.note))
-        widths = [max(len(line[i]) for line in lines) for i in range(4)]
-        text = [
-            "  ".join((*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[4])).rstrip() for line in lines
-        ]
-        text.insert(1, "  ".join("-" * width for width in (*widths, 4)))
-        return "\n".join([*text, self.summary()])
+        return f"{table(lines)}\n{self.summary()}"
 
     def summary(self) -> str:
         judged = f"{self.held_out} held-out" if self.held_out else "the fitted (too few to hold any out)"

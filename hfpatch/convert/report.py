@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MissingPackageError, OptionError
-from ..rows import grouped
+from ..rows import grouped, table
 
 VERSION = 1
 STATES = ("converted", "runtime", "kept", "weights")
@@ -205,7 +205,7 @@ class Report:
         counts = (sum(row.state == state for row in self.modules) for state in STATES)
         words = ("converted", "with a runtime operation added", "kept", "with other weights")
         told = [f"{count} {word}" for count, word in zip(counts, words, strict=True) if count]
-        return f"{_table(lines, '<<<<<')}\n{', '.join(told)}."
+        return f"{table(lines)}\n{', '.join(told)}."
 
 
 def _alike(row: ModuleRow) -> tuple[object, ...]:
@@ -231,7 +231,7 @@ def _output_table(rows: list[OutputRow]) -> str:
         if _is_truth(row):
             cells[:2] = "truth", "truth"
         lines.append((row.role, row.dtype, *cells))
-    return _table(lines, "<<" + ">" * len(shown))
+    return table(lines, "<<" + ">" * len(shown))
 
 
 def _layer_table(rows: list[LayerRow]) -> str:
@@ -246,19 +246,7 @@ def _layer_table(rows: list[LayerRow]) -> str:
         lines.append((str(layer), *(f"{_error(c.error)} ({_error(c.centred)})" for c in cells)))
     head = "rms error layer by layer (in brackets without the mean over channels)"
     skipped = f"; {len(shown)} of {len(layers)} layers" if step > 1 else ""
-    return f"{head}{skipped}:\n{_table(lines, '<' + '>' * len(runs))}"
-
-
-def _table(lines: list[tuple[str, ...]], alignment: str) -> str:
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    if alignment.endswith("<"):
-        widths[-1] = 4  # the last column is ragged
-    text = [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, alignment, widths, strict=True)).rstrip()
-        for line in lines
-    ]
-    text.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(text)
+    return f"{head}{skipped}:\n{table(lines, '<' + '>' * len(runs))}"
 
 
 def _runs(rows: Iterable[LayerRow]) -> list[tuple[str, str]]:
