@@ -100,7 +100,7 @@ class Report:
             heads = ["norm", "start", *names, "seconds"]
             lines += [f"## {model}", "", f"| {' | '.join(heads)} |", "|---|---|" + "---:|" * (len(names) + 1)]
             for row in rows:
-                numbers = " | ".join(f"{row[name]:.4f}" for name in names)
+                numbers = " | ".join(f"{row[name]:.5f}" if " " in name else f"{row[name]:.3f}" for name in names)
                 lines.append(f"| {row['norm']} | {row['start']} | {numbers} | {row['seconds']} |")
             lines.append("")
         machine = json.loads((self.folder / "repair.json").read_text())["machine"] if self.rows else ""
