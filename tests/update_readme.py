@@ -46,13 +46,13 @@ def sweep() -> str:
 
 
 def exact() -> str:
-    totals = json.loads(EXACT.read_text())
-    count = {kind: totals.get(kind, 0) for kind in ("exact", "in part", "refused", "wrong")}
+    totals, all_types = json.loads(EXACT.read_text()), json.loads(SWEEP.read_text())["of"]
+    count = {kind: totals.get(kind, 0) for kind in ("exact", "in part", "refused", "wrong", "killed")}
     return (
-        f"Of {len(totals['types'])} model types with a LayerNorm (transformers {totals['transformers']}) "
-        f"**{count['exact']} are exact in full**, {count['in part']} in part, {count['refused']} refused, "
-        f"**{count['wrong']} wrong**; each with its error and the reasons in "
-        "[tests/sweeps/exact.md](tests/sweeps/exact.md)."
+        f"Of {all_types} model types with a LayerNorm {len(totals['types'])} were examined (transformers "
+        f"{totals['transformers']}): **{count['exact']} are exact in full**, {count['in part']} in part, "
+        f"{count['refused']} refused, {count['killed']} ran out of time, **{count['wrong']} wrong**; each with its "
+        "error and the reasons in [tests/sweeps/exact.md](tests/sweeps/exact.md)."
     )
 
 

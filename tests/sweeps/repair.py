@@ -97,11 +97,11 @@ class Report:
         for model in dict.fromkeys(row["model"] for row in self.rows):
             rows = sorted((row for row in self.rows if row["model"] == model), key=lambda row: row["norm"])
             names = [name for name in rows[0] if name not in ("model", "norm", "start", "seconds")]
-            heads = ["norm", "start", *names, "seconds"]
-            lines += [f"## {model}", "", f"| {' | '.join(heads)} |", "|---|---|" + "---:|" * (len(names) + 1)]
+            heads = ["norm", "start", *names]
+            lines += [f"## {model}", "", f"| {' | '.join(heads)} |", "|---|---|" + "---:|" * len(names)]
             for row in rows:
                 numbers = " | ".join(f"{row[name]:.5f}" if " " in name else f"{row[name]:.3f}" for name in names)
-                lines.append(f"| {row['norm']} | {row['start']} | {numbers} | {row['seconds']} |")
+                lines.append(f"| {row['norm']} | {row['start']} | {numbers} |")
             lines.append("")
         machine = json.loads((self.folder / "repair.json").read_text())["machine"] if self.rows else ""
         return "\n".join([*lines, f"{machine}.", ""])
