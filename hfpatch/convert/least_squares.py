@@ -75,11 +75,12 @@ class Ridge:
         scale = xx.diagonal().mean()
         if not scale > _SPREAD * fitted.count * mean_x.square().mean():
             return None
-        eye = torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
         before = judged.error(None, -mean_r)
         best: Fit | None = None
         for penalty in PENALTIES:
-            factor, failed = torch.linalg.cholesky_ex(xx + penalty * scale * eye)
+            penalised = xx.clone()
+            penalised.diagonal().add_(penalty * scale)
+            factor, failed = torch.linalg.cholesky_ex(penalised)
             if int(failed):
                 continue
             weight = torch.cholesky_solve(xr, factor)

@@ -46,6 +46,7 @@ _NO_REPLAY = "the block can't be run by itself: it returns more than tensors and
 _EXACTLY = 1e-2  # relative: how nearly a change of a map's output must show in the stream to be called its addend
 _NOISE = 1e-9  # a share of the variance: what is as near to the original as this isn't fitted
 _SATURATED = 0.95  # |tanh| or |erf| above this
+_AT_ONCE = 64  # rows of logits that are compared in one go
 _SEARCHED = 4096  # rows that a search of scalars looks at
 
 
@@ -567,13 +568,21 @@ def _distances(old: Any, new: Any) -> tuple[str, Tensor]:
     """Per token: KL divergence of the original's distribution over the vocabulary, or relative squared distance."""
     logits = old.get("logits")
     if isinstance(logits, Tensor) and logits.dim() >= 2 and logits.shape[-1] > 1:
-        a, b = (F.log_softmax(out["logits"].to(logits.device).float(), -1) for out in (old, new))
-        return "KL divergence", (a.exp() * (a - b)).sum(-1)
+        return "KL divergence", _divergence(logits, new["logits"])
     a, b = (
         first_tensor([v for v in out.values() if isinstance(v, Tensor) and v.is_floating_point() and v.dim()]).float()
         for out in (old, new)
     )
     return "relative squared error of the outputs", (a - b.to(a.device)).square().mean(-1) / _mean_square(a)
+
+
+def _divergence(old: Tensor, new: Tensor) -> Tensor:
+    """KL(old || new) over the last axis of logits, a few rows at a time: vocabularies are large."""
+    found = []
+    for rows in zip(old.flatten(0, -2).split(_AT_ONCE), new.flatten(0, -2).split(_AT_ONCE), strict=True):
+        a, b = (F.log_softmax(part.to(old.device).float(), -1) for part in rows)
+        found.append((a.exp() * (a - b)).sum(-1))
+    return torch.cat(found).unflatten(0, old.shape[:-1])
 
 
 def _mean_square(values: Tensor) -> Tensor:
