@@ -208,7 +208,8 @@ def test_undone_to_the_bit(family: str) -> None:
     model = make(family)
     before = fingerprint(model)
     patch(model, norm="batch", reversible=True)
-    model(**padded(model))
+    with torch.random.fork_rng(devices=[]):  # layer drop may draw
+        model(**padded(model))
     unpatch_model(model)
     assert not changes(before, fingerprint(model))
 
