@@ -158,6 +158,13 @@ def make(name: str, **options: Any) -> Any:
     return tiny(family, **{**own, **options}).double()
 
 
+def with_dropout(model: Any) -> Any:
+    """In training mode, but for layer drop: transformers 5.17 draws for it at a rate of zero too."""
+    model.train()
+    getattr(model, "decoder", model).training = False
+    return model
+
+
 def run(model: Any, **more: Any) -> Tensor:
     given = {key: x.double() if x.is_floating_point() else x for key, x in inputs(model).items()}
     return model(**given, **more).last_hidden_state

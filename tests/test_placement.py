@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import MODELS, POST, RATE, STEPS, error, every_model, make, run
+from by_hand import MODELS, POST, RATE, STEPS, error, every_model, make, run, with_dropout
 from tiny_models import changes, fingerprint, inputs, norms_of, patch, reload, tiny
 from torch import Tensor
 
@@ -138,7 +138,7 @@ def test_dropout_acts_on_the_branch_alone(name: str, placement: str) -> None:
     if placement == own(name):
         return
     rates = {"resid_pdrop": RATE, "attn_pdrop": 0.0, "embd_pdrop": 0.0} if name == "gpt2" else {"dropout": RATE}
-    model = make(name, **rates).train()
+    model = with_dropout(make(name, **rates))
     original = copy.deepcopy(model)
     patch(model, placement=placement)
     with torch.no_grad():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import MODELS, POST, RATE, STEPS, bart, deepnorm, error, every_model, make, opt, run
+from by_hand import MODELS, POST, RATE, STEPS, bart, deepnorm, error, every_model, make, opt, run, with_dropout
 from tiny_models import changes, difference, fingerprint, inputs, outputs, patch, reload, tiny
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -346,7 +346,7 @@ def test_only_some_norms(name: str) -> None:
 
 def test_dropout_of_branches_that_are_not_chosen() -> None:
     """OPT's two branches have their dropout's rate from one attribute."""
-    model = make("opt, pre-norm", dropout=RATE).train()
+    model = with_dropout(make("opt, pre-norm", dropout=RATE))
     original = copy.deepcopy(model)
     patch(model, norm=DeepNorm(alpha=ALPHA), only="*.layers.?.final_layer_norm")
     with torch.no_grad():
@@ -442,7 +442,7 @@ RATES = {
 @pytest.mark.parametrize("name", RATES)
 def test_dropout_acts_on_the_branch_alone(name: str) -> None:
     """From the same random numbers the reference drops the same channels of f, and none of LN(a x + f)."""
-    model = make(name, **RATES[name]).train()
+    model = with_dropout(make(name, **RATES[name]))
     original = copy.deepcopy(model)
     patch(model, norm=DeepNorm(alpha=ALPHA))
     with torch.no_grad():
