@@ -70,6 +70,14 @@ class Names:
         """Whether a module belongs to a head rather than to a base model."""
         return any(name.startswith(model) and not name.startswith(base) for model, base in self.headed)
 
+    def reason_to_keep(self, names: Sequence[str], only: Sequence[str], keep: Sequence[str]) -> str | None:
+        """Why a module of these names stays, going by the request's globs; None where they leave it to change."""
+        if any(self.matches(glob, names) for glob in keep):
+            return "keep"
+        if only and not any(self.matches(glob, names) for glob in only):
+            return "not in only"
+        return None
+
     def matches(self, glob: str, names: Iterable[str]) -> bool:
         return any(fnmatch.fnmatchcase(form, glob) for name in names for form in self.forms(name))
 

@@ -22,7 +22,7 @@ from .registry import NORMS
 from .residual import add_gain, add_join
 from .rows import Change, Row, refuse_private_forward
 from .select import Names
-from .swap_norms import start_afresh
+from .swap_norms import size_of, start_afresh
 
 
 def settle_norm(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None = None) -> Part:
@@ -99,11 +99,6 @@ def other_norms(model: nn.Module, sites: list[Site], kind: str = "norm") -> Iter
             yield Change(Row(kind, "keep", name, now, reason="not the norm of a residual branch"))
 
 
-def size_of(facts: NormFacts | None) -> str:
-    """As plans print it."""
-    return f"({', '.join(map(str, facts.shape))})" if facts else ""
-
-
 def reasons_to_keep(model: nn.Module, sites: list[Site], part: Part) -> dict[str, str | None]:
     """For each norm of a branch why it stays, None where it changes."""
     names = Names.of(model)
@@ -114,11 +109,8 @@ def _reason_to_keep(site: Site, part: Part, names: Names) -> str | None:
     facts = describe(site.norm)
     if facts is None:
         return "not LayerNorm's arithmetic"
-    if any(names.matches(glob, [site.norm_name]) for glob in part.keep):
-        return "keep"
-    if part.only and not any(names.matches(glob, [site.norm_name]) for glob in part.only):
-        return "not in only"
-    return part.scheme.reason_to_keep(facts) if isinstance(part.scheme, Norm) else None
+    reason = names.reason_to_keep([site.norm_name], part.only, part.keep)
+    return reason or (part.scheme.reason_to_keep(facts) if isinstance(part.scheme, Norm) else None)
 
 
 def _changes(site: Site, part: Part, reasons: dict[str, str | None], sites: list[Site]) -> list[Change]:
@@ -191,9 +183,7 @@ def join_kept(edits: Edits, site: Site, sites: list[Site], reasons: dict[str, st
 
 def _set_norm(edits: Edits, site: Site, facts: NormFacts, init: str) -> None:
     path, _, name = site.junction.norm.rpartition(".")
-    old = site.norm
-    gain = getattr(old, facts.gain) if facts.gain else None
-    shift = getattr(old, facts.shift) if facts.shift else None
+    gain, shift = facts.parameters_of(site.norm)
     like = next((v for v in (gain, shift, *site.block.parameters()) if v is not None), torch.zeros(()))
     new = NORMS[facts.kind]().build(facts, gain, shift, like)
     if init == "reset":

@@ -65,13 +65,10 @@ def _named_in_heads(sites: list[MLPSite], part: Part, names: Names) -> set[int]:
 def _reason_to_keep(site: MLPSite, part: Part, names: Names, named: set[int]) -> str | None:
     if site.reason:
         return site.reason
-    if any(names.matches(glob, _names(site)) for glob in part.keep):
-        return "keep"
-    if part.only and not any(names.matches(glob, _names(site)) for glob in part.only):
-        return "not in only"
-    if names.in_head(site.name) and id(site) not in named:
+    reason = names.reason_to_keep(_names(site), part.only, part.keep)
+    if reason is None and names.in_head(site.name) and id(site) not in named:
         return "MLP of a head: name it in only= to change it"
-    return None
+    return reason
 
 
 def _change(model: nn.Module, site: MLPSite, scheme: MLP, part: Part, reason: str | None) -> Change:

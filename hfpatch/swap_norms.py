@@ -224,13 +224,7 @@ def _reason_to_keep(site: _Site, scheme: Norm, part: Part, names: Names) -> str 
     if any(isinstance(parent, nn.TransformerEncoderLayer) for parent, _ in site.places):
         return "torch's TransformerEncoderLayer reads its weights in a fused path"
     already = scheme.reason_to_keep(site.facts)
-    if already:
-        return already
-    if any(names.matches(glob, site.names) for glob in part.keep):
-        return "keep"
-    if part.only and not any(names.matches(glob, site.names) for glob in part.only):
-        return "not in only"
-    return _special(site, names)
+    return already or names.reason_to_keep(site.names, part.only, part.keep) or _special(site, names)
 
 
 def _reason_to_leave(site: _Site, part: Part, names: Names) -> str | None:
@@ -252,7 +246,7 @@ def _take_special_norms_that_were_named(
 
 
 def _change(site: _Site, scheme: Norm, part: Part, reason: str | None, swap: _Swap | None, like: Tensor) -> Change:
-    now = site.module._get_name() + _size(site.facts)
+    now = site.module._get_name() + size_of(site.facts)
     row = Row("norm", "keep", site.names[0], now, aliases=tuple(site.names[1:]), reason=reason)
     if swap is None:
         return Change(row)
@@ -261,13 +255,14 @@ def _change(site: _Site, scheme: Norm, part: Part, reason: str | None, swap: _Sw
         return Change(row)
     refuse_private_forward(site.names[0], site.module)
     assert site.facts is not None
-    row.action, row.becomes, row.loss = "replace", scheme.label + _size(site.facts), swap.loss
+    row.action, row.becomes, row.loss = "replace", scheme.label + size_of(site.facts), swap.loss
     shared = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
     row.reason = "; ".join(filter(None, (shared, swap.note))) or None
     return Change(row, _replacer(site, site.facts, swap.scheme or scheme, part, swap, like))
 
 
-def _size(facts: NormFacts | None) -> str:
+def size_of(facts: NormFacts | None) -> str:
+    """As plans print it."""
     return f"({', '.join(map(str, facts.shape))})" if facts else ""
 
 
@@ -275,8 +270,7 @@ def _replacer(
     site: _Site, facts: NormFacts, scheme: Norm, part: Part, swap: _Swap, like: Tensor
 ) -> Callable[[Edits], None]:
     def apply(edits: Edits) -> None:
-        gain = getattr(site.module, facts.gain) if facts.gain else None
-        shift = getattr(site.module, facts.shift) if facts.shift else None
+        gain, shift = facts.parameters_of(site.module)
         like_this = gain if gain is not None else shift if shift is not None else like
         if swap.biasless and shift is not None:
             for reader, axis in swap.readers:

@@ -20,8 +20,8 @@ from .record import Part
 from .registry import NORMS
 from .residual import add_join
 from .rows import Change, Row, refuse_private_forward
-from .swap_branches import join_kept, other_norms, reasons_to_keep, size_of
-from .swap_norms import start_afresh
+from .swap_branches import join_kept, other_norms, reasons_to_keep
+from .swap_norms import size_of, start_afresh
 
 
 def settle_placement(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None = None) -> Part:
@@ -124,8 +124,7 @@ def _fresh(norm: nn.Module, facts: NormFacts) -> nn.Module:
     if isinstance(norm, AffineNorm):
         new = copy.deepcopy(norm)
     else:
-        gain = getattr(norm, facts.gain) if facts.gain else None
-        shift = getattr(norm, facts.shift) if facts.shift else None
+        gain, shift = facts.parameters_of(norm)
         like = next((value for value in (gain, shift) if value is not None), torch.zeros(()))
         new = NORMS[facts.kind]().build(facts, gain, shift, like)
     start_afresh(new)

@@ -97,11 +97,8 @@ def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names
 
 
 def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
-    if any(names.matches(glob, [name]) for glob in part.keep):
-        return "keep"
-    if part.only and not any(names.matches(glob, [name]) for glob in part.only):
-        return "not in only: sees no positions unless its table is kept"
-    return None
+    reason = names.reason_to_keep([name], part.only, part.keep)
+    return f"{reason}: sees no positions unless its table is kept" if reason == "not in only" else reason
 
 
 def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -> Change:

@@ -93,7 +93,7 @@ def compensate(
 
 def _mean_shift(norm: nn.Module) -> float:
     facts = describe(norm)
-    shift = getattr(norm, facts.shift) if facts is not None and facts.shift else None
+    shift = facts.parameters_of(norm)[1] if facts is not None else None
     return 0.0 if shift is None else float(shift.detach().double().mean())
 
 

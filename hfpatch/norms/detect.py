@@ -41,6 +41,11 @@ class NormFacts:
     gain: str | None = None
     shift: str | None = None
 
+    def parameters_of(self, module: nn.Module) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+        """Gain and shift of a module that these facts describe, None where it has none."""
+        gain, shift = (getattr(module, name) if name else None for name in (self.gain, self.shift))
+        return gain, shift
+
 
 def describe(module: nn.Module) -> NormFacts | None:
     """The facts of a norm module, None if it is nothing like LayerNorm or RMSNorm. The module isn't changed."""
