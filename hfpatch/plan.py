@@ -163,8 +163,9 @@ def make_plan(
     plan = Plan(type(model).__name__, record)
     parts = {kind: part for kind, part in parts.items() if not record.has(kind, part)}
     _require_order(parts, record)
-    for kind in parts.keys() & SETTLERS.keys():
-        parts[kind] = SETTLERS[kind](model, parts[kind], example_inputs)
+    for kind, settle in SETTLERS.items():  # in this order, so that of two refusals the same is always the first
+        if kind in parts:
+            parts[kind] = settle(model, parts[kind], example_inputs)
     planned: dict[str, list[Change]] = {}
     for kind, part in parts.items():
         options: dict[str, Any] = {}

@@ -23,8 +23,6 @@ from .rows import Change, refuse_private_forward
 from .swap_norms import plan_norms
 from .view import lens_of
 
-_WHY = "a causal stack, or out of a padding mask's reach"
-
 
 def settle_batch(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None = None) -> Part:
     """The part with the norms that must stay: those of causal stacks, and those that can't be told of padding.
@@ -109,8 +107,6 @@ def plan_batch_norms(model: nn.Module, part: Part, strict: bool = True) -> list[
     """
     changes = plan_norms(model, part, strict)
     for change in changes:
-        if change.row.reason == "not exact":
-            change.row.reason = _WHY
         if change.apply is not None:
             change.apply = _told(model, [change.row.module, *change.row.aliases], change.apply)
     return changes

@@ -228,8 +228,9 @@ def _reason_to_keep(site: _Site, scheme: Norm, part: Part, names: Names) -> str 
 
 
 def _reason_to_leave(site: _Site, part: Part, names: Names) -> str | None:
-    """Replaying a record: a norm that stayed since it wouldn't have been exact."""
-    return "not exact" if part.left and _named(part.left, site, names) else None
+    """Replaying a record: a norm that was left out, since it wouldn't have been exact, say."""
+    assert isinstance(part.scheme, Norm)
+    return part.scheme.why_left if part.left and _named(part.left, site, names) else None
 
 
 def _take_special_norms_that_were_named(

@@ -233,7 +233,9 @@ class _Repairer:
         entered = dict.fromkeys([*norms, *readers, *(point for point in writers.values() if point != segment.block)])
         theirs = {name: self._counterpart(name) for name in [*entered, *blocks]}
         for i in range(len(self.batches)):
-            seen = self.old.run(i, [theirs[name] for name in entered], [theirs[name] for name in blocks])
+            seen = self.old.run(
+                i, [theirs[name] for name in entered], [theirs[name] for name in blocks], keep=segment.block
+            )
             for name in theirs:
                 self.old.save(name, i, seen[theirs[name]])
         for name in segment.modules:
@@ -255,7 +257,6 @@ class _Repairer:
     def _leave(self, block: str, stack: str | None) -> None:
         for i in range(len(self.batches)):
             self.new.keep(block, i)
-            self.old.keep(block, i)
         if stack in self._latest:
             self.new.drop(self._latest[stack])
             self.old.drop(self._latest[stack])

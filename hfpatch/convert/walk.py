@@ -62,23 +62,27 @@ class Batches:
     def __init__(self, batches: Iterable[Any], model: PreTrainedModel, folder: Path):
         self.folder = folder
         self.main = model.main_input_name
-        self.has_decoder = bool(model.config.is_encoder_decoder)
-        self.sequences = 0
-        self._first: list[int] = []
+        self._counts: list[int] = []
+        self._masks: list[dict[str, Tensor]] = []
         takes = inspect.signature(model.forward).parameters
         self._always = {"use_cache": False} if "use_cache" in takes else {}
         if not getattr(model.config, "return_dict", True):
             self._always["return_dict"] = True
         for index, batch in enumerate(batches):
             given = calibration_inputs(batch, index, model)
-            self._first.append(self.sequences)
-            self.sequences += self.count(given)
+            self._counts.append(self.count(given))
+            masks = {name: given.get(name) for name in ("attention_mask", "decoder_attention_mask")}
+            self._masks.append({name: _alone(mask) for name, mask in masks.items() if isinstance(mask, Tensor)})
             torch.save({name: _alone(value) for name, value in given.items()}, self._path(index))
-        if not self._first:
+        if not self._counts:
             raise OptionError(_EMPTY)
 
     def __len__(self) -> int:
-        return len(self._first)
+        return len(self._counts)
+
+    @property
+    def sequences(self) -> int:
+        return sum(self._counts)
 
     def _path(self, index: int) -> Path:
         return self.folder / f"inputs-{index}.pt"
@@ -94,14 +98,13 @@ class Batches:
 
     def held_out(self, index: int) -> Tensor:
         """Which of a batch's sequences are for judging: every eighth, or one of fewer; none of a single one."""
-        places = torch.arange(self.count(self.inputs(index))) + self._first[index]
+        places = torch.arange(self._counts[index]) + sum(self._counts[:index])
         every = min(HELD_OUT, self.sequences)
         return (places % every == every - 1) & (self.sequences > 1)
 
     def mask(self, index: int, decoder: bool) -> Tensor | None:
         """1 where an input isn't padding, of the encoder's (or only) side or of the decoder's."""
-        mask = self.inputs(index).get("decoder_attention_mask" if decoder else "attention_mask")
-        return mask if isinstance(mask, Tensor) else None
+        return self._masks[index].get("decoder_attention_mask" if decoder else "attention_mask")
 
     def rows(self, index: int, shape: torch.Size, decoder: bool) -> tuple[Tensor, Tensor]:
         """For activations (B, T, ..., d): which of the flattened rows count (no padding), and which are held out.
@@ -109,7 +112,7 @@ class Batches:
         Raises:
             OptionError: activations that can't be divided among the sequences.
         """
-        rows, count = shape[:-1].numel(), self.count(self.inputs(index))
+        rows, count = shape[:-1].numel(), self._counts[index]
         if rows % count:
             raise OptionError(f"activations of shape {tuple(shape)} can't be divided among {count} sequences.")
         mask = self.mask(index, decoder)
@@ -202,7 +205,6 @@ class Walk:
         self.model, self.batches, self.folder = model, batches, folder
         self.modules = dict(model.named_modules())
         self.forms: dict[str, tuple | None] = {}
-        self._whole: dict[str, Any] = {}
         self.folder.mkdir()
 
     def forward(self, index: int, rows: Tensor | None = None) -> Any:
@@ -216,26 +218,32 @@ class Walk:
         with torch.no_grad():
             return self.model(**given)
 
-    def run(self, index: int, inputs: Iterable[str] = (), outputs: Iterable[str] = ()) -> dict[str, Tensor]:
+    def run(
+        self, index: int, inputs: Iterable[str] = (), outputs: Iterable[str] = (), keep: str | None = None
+    ) -> dict[str, Tensor]:
         """The first inputs of some modules and the outputs of others, by name, for one batch.
 
-        A module that the forward never reaches has no entry.
+        A module that the forward never reaches has no entry. `keep` names one of `outputs`, a block: from now on it
+        doesn't run for this batch, but returns what it returned here.
         """
         wanted = {("in", name) for name in inputs} | {("out", name) for name in outputs}
         seen: dict[str, Tensor] = {}
-        self._whole = {}
+        whole: dict[str, Any] = {}
 
         def note(kind: str, name: str, value: Any) -> None:
             if (kind, name) in wanted:
                 wanted.discard((kind, name))
                 seen[name] = first_tensor(value).detach()
-                if kind == "out":
-                    self._whole[name] = value
+                if kind == "out" and name == keep:
+                    whole[name] = value
                 if not wanted:
                     raise _Seen
 
         with self.hooked({name: note for _, name in wanted}), self._replaying(index), contextlib.suppress(_Seen):
             self.forward(index)
+        for block, returned in whole.items():
+            kept = _alone(returned) if isinstance(returned, Tensor) else tuple(_alone(item) for item in returned)
+            torch.save(kept, self._path(block, index))
         return seen
 
     @contextlib.contextmanager
@@ -260,10 +268,7 @@ class Walk:
 
     def keep(self, block: str, index: int) -> None:
         """From now on this block doesn't run for this batch, but returns what it returns now."""
-        self.run(index, outputs=[block])
-        whole = self._whole.pop(block)
-        kept = _alone(whole) if isinstance(whole, Tensor) else tuple(_alone(item) for item in whole)
-        torch.save(kept, self._path(block, index))
+        self.run(index, outputs=[block], keep=block)
 
     def drop(self, block: str) -> None:
         """Forget what a block returned: nothing reads it any more, and it passes its input on."""

@@ -96,6 +96,7 @@ class BatchNorm(Norm):
     momentum: float = 0.1
     label: ClassVar[str] = "BatchNorm"
     needs_padding: ClassVar[bool] = True
+    why_left: ClassVar[str] = "a causal stack, or out of a padding mask's reach"
 
     def __post_init__(self) -> None:
         require_number("BatchNorm", "momentum", self.momentum, above=0.0, at_most=1.0)

@@ -107,6 +107,7 @@ class Norm(Scheme):
     needs_padding: ClassVar[bool] = (
         False  # whether it must be told of padding, and serves no causal stack (swap_batch.py)
     )
+    why_left: ClassVar[str] = "not exact"  # why norms that a record leaves out stay
     branchwise: ClassVar[bool] = False  # whether it changes how residual branches meet their stream (swap_branches.py)
 
     def build(
