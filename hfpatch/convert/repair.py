@@ -33,11 +33,12 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from ..edits import Edits
+from ..errors import OptionError, WrappedModelError
 from ..norms import AffineNorm, describe
 from ..rows import table
 from .centring import pattern_of
 from .least_squares import Affine, Ridge
-from .run import is_library_hook, quiet
+from .run import device_of, is_library_hook, quiet
 from .sample import sample_batches
 from .walk import Batches, Segment, Walk, first_tensor, is_linear_map, require_batches, segments_of
 
@@ -125,7 +126,9 @@ def repair(
 
     Args:
         model: the patched model, in any dtype; what a fit needs runs in it, sums and solutions are float64.
-        reference: the original, on any device; it is only read. Both run in eval mode.
+        reference: the original, on any device; it is only read. Both run in eval mode. One that doesn't fit in memory
+            may be offloaded by accelerate (`device_map="auto"`, `offload_folder=`): its blocks run one after another,
+            and only the one that runs is loaded.
         calibration: batches of inputs (dictionaries, or tensors of the main input; any number, kept on disk), or
             "self": sequences sampled from the original, for models that generate.
         edits: the log that can take the repair back.
@@ -137,8 +140,10 @@ def repair(
         The report: every step's error before and after, and the whole's.
 
     Raises:
-        OptionError: no usable batch, or "self" for a model that doesn't generate.
+        OptionError: no usable batch, "self" for a model that doesn't generate, or a reference without weights.
+        WrappedModelError: the patched model itself is offloaded: its weights are written to.
     """
+    _require_weights(model, reference)
     edits = Edits() if edits is None else edits
     mark, kind = len(edits), model.device.type
     drawn = isinstance(calibration, str) and calibration == "self"
@@ -158,6 +163,17 @@ def repair(
             edits.undo(mark)
             raise
     return repairer.report
+
+
+def _require_weights(model: PreTrainedModel, reference: PreTrainedModel) -> None:
+    missing = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if missing:
+        raise WrappedModelError(
+            f"{missing} of the patched {type(model).__name__} is on the meta device (offloaded, or never loaded), and "
+            "a repair writes to weights. Load the patched model whole; only the reference may be offloaded."
+        )
+    if device_of(reference).type == "meta":
+        raise OptionError(f"the reference {type(reference).__name__} is on the meta device: it holds no weights.")
 
 
 def shadow(model: PreTrainedModel, writes: bool = False) -> PreTrainedModel:

@@ -29,7 +29,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     hooks = [(module, name, module.__dict__[name]) for module in model.modules() for name in _HOOKS + _FLAGS]
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     devices = [device] if device.type not in ("cpu", "meta", "mps") else []
     try:
         for module, name, theirs in hooks:
@@ -46,6 +46,16 @@ def quiet(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """The device that a model computes on; where accelerate offloads its weights, that isn't where they lie."""
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    execution = next((device for device in devices if device is not None), None)
+    if execution is not None:
+        return torch.device(execution)
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 def _default(device: torch.device) -> AbstractContextManager[Any]:
     """Makes new tensors there; nothing where they are anyway, since torch's context slows every operation."""
     return nullcontext() if torch.get_default_device() == device else device
@@ -60,11 +70,12 @@ def is_library_hook(hook: Any) -> bool:
 def fitting(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     """Inputs on the model's device, floats in its dtype."""
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    device = device_of(model)
 
     def fit(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.to(like.device, like.dtype if value.is_floating_point() else None)
+        return value.to(device, like.dtype if value.is_floating_point() else None)
 
     return {name: fit(value) for name, value in given.items()}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import OptionError
-from .run import quiet
+from .run import device_of, quiet
 
 SEQUENCES, LENGTH, BATCH = 256, 128, 32
 _OFFSET = 2  # rows of a position table that RoBERTa and its like don't use
@@ -51,7 +51,7 @@ def sample_batches(
         for start in range(0, sequences, BATCH):
             count = min(BATCH, sequences - start)
             if model.config.is_encoder_decoder:
-                read = torch.randint(config.vocab_size, (count, length), device=model.device)
+                read = torch.randint(config.vocab_size, (count, length), device=device_of(model))
                 read = _generate(model, input_ids=read)
                 drawn = _generate(model, input_ids=read, attention_mask=_mask(read, model))
                 batches.append(
@@ -72,8 +72,8 @@ def generates(model: PreTrainedModel) -> bool:
 def _starts(model: PreTrainedModel, config: Any, count: int) -> Tensor:
     bos = model.generation_config.bos_token_id
     if isinstance(bos, int) and 0 <= bos < config.vocab_size:
-        return torch.full((count, 1), bos, device=model.device)
-    return torch.randint(config.vocab_size, (count, 1), device=model.device)
+        return torch.full((count, 1), bos, device=device_of(model))
+    return torch.randint(config.vocab_size, (count, 1), device=device_of(model))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import OptionError
 from .batches import as_inputs
-from .run import fitting, quiet
+from .run import device_of, fitting, quiet
 
 _EMPTY = "calibration holds no batch: pass dictionaries of inputs, or tensors of input_ids."
 HELD_OUT = 8  # one of every so many sequences is held out, for judging
@@ -203,6 +203,7 @@ class Walk:
 
     def __init__(self, model: PreTrainedModel, batches: Batches, folder: Path):
         self.model, self.batches, self.folder = model, batches, folder
+        self.device = device_of(model)
         self.modules = dict(model.named_modules())
         self.forms: dict[str, tuple | None] = {}
         self.folder.mkdir()
@@ -214,7 +215,7 @@ class Walk:
         for name, value in given.items():
             if isinstance(value, Tensor):
                 chosen = value if rows is None or not value.dim() or len(value) != count else value[rows]
-                given[name] = chosen.to(self.model.device, self.model.dtype if value.is_floating_point() else None)
+                given[name] = chosen.to(self.device, self.model.dtype if value.is_floating_point() else None)
         with torch.no_grad():
             return self.model(**given)
 
@@ -285,7 +286,7 @@ class Walk:
         torch.save(_alone(value), self._path(f"value {name}", index))
 
     def saved(self, name: str, index: int) -> Tensor:
-        return torch.load(self._path(f"value {name}", index), weights_only=True).to(self.model.device)
+        return torch.load(self._path(f"value {name}", index), weights_only=True).to(self.device)
 
     def forget(self) -> None:
         """Delete all that `save` kept."""
@@ -302,7 +303,7 @@ class Walk:
             for name, form in self.forms.items():
                 path = self._path(name, index)
                 if path.exists():
-                    device = self.model.device
+                    device = self.device
                     stored = torch.load(path, weights_only=True, map_location=device) if path.stat().st_size else None
                     block = self.modules[name]
                     replaced.append((block, (block.__dict__["forward"],) if "forward" in block.__dict__ else ()))

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import hfpatch
-from hfpatch import NotPreservedWarning, OptionError, patch_model, repair, repair_report, unpatch_model
+from hfpatch import (
+    NotPreservedWarning,
+    OptionError,
+    WrappedModelError,
+    patch_model,
+    repair,
+    repair_report,
+    unpatch_model,
+)
 from hfpatch.convert import repair as engine
 from hfpatch.edits import Edits
 
@@ -140,6 +148,41 @@ def test_a_repair_with_a_reference_is_the_repair_of_the_patch() -> None:
     report = repair(outside, original, batches(original))
     assert largest(weights(inside), weights(outside)) == 0
     assert report.to_json() == repair_report(inside).to_json()
+
+
+HERE = dict.fromkeys(["transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head"], "cpu")
+
+
+@pytest.mark.parametrize("device_map", [{"": "disk"}, {**HERE, "transformer.h": "disk"}])
+def test_a_reference_that_lies_on_disk_is_loaded_block_by_block(device_map: dict[str, str], tmp_path: Path) -> None:
+    original = tiny("gpt2", LM)
+    original.save_pretrained(tmp_path)
+    offload = {"device_map": device_map, "offload_folder": tmp_path / "offload"}
+    offloaded = type(original).from_pretrained(tmp_path, **offload)
+    assert all(p.is_meta for p in offloaded.transformer.h.parameters())
+    here, there = (patch(copy.deepcopy(original), "dyt") for _ in range(2))
+    loaded = most_weights_loaded(offloaded)
+    whole, report = (repair(m, o, batches(original)) for m, o in ((here, original), (there, offloaded)))
+    assert largest(weights(here), weights(there)) == 0
+    assert whole.to_json() == report.to_json()
+    assert set(loaded) == {2}
+    assert all(p.is_meta for p in offloaded.transformer.h.parameters())
+    with pytest.raises(WrappedModelError, match="only the reference"):
+        repair(offloaded, original, batches(original))
+
+
+def most_weights_loaded(model: PreTrainedModel) -> list[int]:
+    """As an MLP's first map runs: how many Parameters of the model's blocks are in memory then."""
+    counts: list[int] = []
+    for block in model.transformer.h:
+        forward = block.mlp.c_fc._old_forward  # accelerate's name for what its hooks surround
+
+        def counted(*args: Any, forward: Callable = forward) -> Tensor:
+            counts.append(sum(not p.is_meta for p in model.transformer.h.parameters()))
+            return forward(*args)
+
+        block.mlp.c_fc._old_forward = counted
+    return counts
 
 
 def test_what_is_exact_is_left_alone() -> None:
@@ -633,6 +676,8 @@ def test_a_model_without_weights_is_refused() -> None:
         model = hfpatch_free_gpt2()
     with pytest.raises(OptionError, match="has none yet"):
         patch(model, norm="dyt", calibration=batches_like())
+    with pytest.raises(OptionError, match="holds no weights"):
+        repair(patch(tiny("gpt2", LM), "dyt"), model, batches_like())
 
 
 def hfpatch_free_gpt2() -> PreTrainedModel:
