@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from .attention import ROTARY
 from .edits import Edits
 from .errors import CheckpointError
+from .native_rope import refill
 from .norms import AffineNorm
 from .plan import PLANNERS
 from .record import KEY, Record
@@ -235,6 +236,7 @@ def _initialize_ours(model: nn.Module) -> None:
         rotary: Any = module._modules.get(ROTARY)
         if hasattr(rotary, "reset"):
             rotary.reset()
+        refill(module)
         values = module.initial_values() if isinstance(module, AffineNorm) else {}
         if SCALED in module.__dict__:
             values[SCALE] = module.__dict__[SCALED]

@@ -19,6 +19,7 @@ from .convert.walk import tried_batches
 from .edits import Edits
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
 from .mlps import MLP, GatedLinear
+from .native_rope import TOLD, tell_config
 from .norms import AffineNorm, Norm
 from .optimizer import check_optimizer, swap_parameters
 from .placement import Placement
@@ -259,6 +260,7 @@ def _give_own_config(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:
     config = copy.deepcopy(model.config, copies)
     object.__setattr__(config, "__class__", registered_config_class(host_class(type(config))))
     setattr(config, KEY, plan.record.to_json())
+    tell_config(model, config)
     for module in model.modules():
         for name, value in list(module.__dict__.items()):
             if isinstance(value, PreTrainedConfig) and id(value) in copies:
@@ -274,7 +276,9 @@ def _carry_over_config(model: nn.Module, patched: PreTrainedConfig) -> None:
     changed = {
         name: value
         for name, value in vars(patched).items()
-        if name != KEY and not isinstance(value, PreTrainedConfig) and vars(original).get(name, KEY) != value
+        if name not in (KEY, *TOLD)
+        and not isinstance(value, PreTrainedConfig)
+        and vars(original).get(name, KEY) != value
     }
     config = original
     if changed:

@@ -17,6 +17,7 @@ from .attention import ROTARY, AttentionLens
 from .edits import Edits
 from .errors import UnsupportedError
 from .limits import ZeroPositions
+from .native_rope import plan_native
 from .positions import Position
 from .record import Part
 from .registry import ARCHITECTURES
@@ -63,9 +64,11 @@ def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
     scheme = part.scheme
     assert isinstance(scheme, Position)
     names, found = Names.of(model), _find(model)
-    if not found and strict:
+    changes = [change for item in found for change in _changes(model, item, scheme, part, names)]
+    changes += plan_native(model, part, names)
+    if not changes and strict:
         raise _unsupported(model)
-    return [change for item in found for change in _changes(model, item, scheme, part, names)]
+    return changes
 
 
 def _find(model: nn.Module) -> list[_Found]:

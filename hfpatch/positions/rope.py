@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +20,8 @@ from .scheme import Position
 PAIRINGS = ("half", "interleaved")
 _ORIGINAL = "original_max_position_embeddings"
 SCALINGS = ("linear", "yarn", "llama3", "proportional")  # those whose frequencies don't depend on the input's length
+ADAPTIVE = ("dynamic", "longrope")  # those that a model with RoPE of its own updates as its inputs grow
+PAPER: dict[str, Any] = {"theta": 10_000.0, "partial": 1.0, "pairing": "half"}
 
 
 class RotaryEmbedding(nn.Module):
@@ -84,40 +86,52 @@ class RoPE(Position):
     Pairs of channels (x1, x2) become (x1 cos a - x2 sin a, x2 cos a + x1 sin a) with a = m * theta^(-2i/d), Su et al.
     2021, arXiv:2104.09864, eq. 34.
 
+    An option that is None is the model's own where it rotates already, and otherwise the value given here.
+
     Args:
-        theta: base of the frequencies.
-        scaling: transformers' `rope_parameters` without theta, such as `{"rope_type": "yarn", "factor": 4.0}`; types
-            linear, yarn, llama3 and proportional. `original_max_position_embeddings` defaults to the removed table's
-            length.
-        partial: fraction of each head's channels that is rotated, in (0, 1].
-        pairing: "half" pairs channel i with i + d/2 (GPT-NeoX, Llama), "interleaved" 2i with 2i + 1 (the paper, GPT-J).
+        theta: base of the frequencies (10,000).
+        scaling: transformers' `rope_parameters` without theta, such as `{"rope_type": "yarn", "factor": 4.0}` (no
+            scaling); types default (none), linear, yarn, llama3 and proportional, and where a model has RoPE of its own
+            dynamic and longrope too, which it updates by its own rule as inputs grow.
+            `original_max_position_embeddings` defaults to the model's own, else to the removed table's length.
+        partial: fraction of each head's channels that is rotated, in (0, 1] (1).
+        pairing: "half" pairs channel i with i + d/2 (GPT-NeoX, Llama), "interleaved" 2i with 2i + 1 (the paper, GPT-J)
+            ("half").
 
     Raises:
         OptionError: an option is outside its domain.
-        UnsupportedError: a scaling type whose frequencies depend on the input's length (dynamic, longrope).
+        UnsupportedError: a scaling type whose frequencies depend on the input's length, for a model without RoPE.
     """
 
-    theta: float = 10_000.0
+    theta: float | None = None
     scaling: dict[str, Any] | None = None
-    partial: float = 1.0
-    pairing: str = "half"
+    partial: float | None = None
+    pairing: str | None = None
     _needs: ClassVar[dict[str, tuple[str, ...]]] = {
+        "default": (),
         "linear": ("factor",),
+        "dynamic": ("factor",),
         "yarn": ("factor",),
+        "longrope": ("short_factor", "long_factor"),
         "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
         "proportional": (),
     }
     _takes: ClassVar[dict[str, tuple[str, ...]]] = {
+        "default": (),
         "linear": (),
+        "dynamic": (),
         "yarn": (_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        "longrope": (_ORIGINAL, "attention_factor", "factor"),
         "llama3": (_ORIGINAL,),
         "proportional": ("factor",),
     }
 
     def __post_init__(self) -> None:
-        require_number("RoPE", "theta", self.theta, above=0.0)
-        require_number("RoPE", "partial", self.partial, above=0.0, at_most=1.0)
-        if self.pairing not in PAIRINGS:
+        if self.theta is not None:
+            require_number("RoPE", "theta", self.theta, above=0.0)
+        if self.partial is not None:
+            require_number("RoPE", "partial", self.partial, above=0.0, at_most=1.0)
+        if self.pairing is not None and self.pairing not in PAIRINGS:
             raise OptionError(f"RoPE: pairing must be one of {', '.join(PAIRINGS)}, not {self.pairing!r}.")
         if self.scaling is not None:
             self._check_scaling(self.scaling)
@@ -125,14 +139,9 @@ class RoPE(Position):
 
     def _check_scaling(self, scaling: Any) -> None:
         kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
-        if kind in ("dynamic", "longrope"):
-            raise UnsupportedError(
-                f"RoPE: scaling type {kind!r} changes its frequencies with the input's length, which rotated caches "
-                f"can't follow; use one of {', '.join(SCALINGS)}."
-            )
-        if kind not in SCALINGS:
+        if not isinstance(kind, str) or kind not in self._needs:
             raise OptionError(
-                f"RoPE: scaling must be a dict with 'rope_type' in {', '.join(SCALINGS)}, not {scaling!r:.80}."
+                f"RoPE: scaling must be a dict with 'rope_type' in {', '.join(self._needs)}, not {scaling!r:.80}."
             )
         missing = [name for name in self._needs[kind] if name not in scaling]
         if missing:
@@ -145,47 +154,73 @@ class RoPE(Position):
                 "theta and partial are options of RoPE itself."
             )
         for name, value in scaling.items():
-            if name not in ("rope_type", "truncate"):
+            if name in ("short_factor", "long_factor"):
+                if not isinstance(value, list) or not value:
+                    raise OptionError(f"RoPE: scaling[{name!r}] must be a list of numbers, not {value!r:.40}.")
+                for number in value:
+                    require_number("RoPE", f"scaling[{name!r}]", number, above=0.0)
+            elif name not in ("rope_type", "truncate"):
                 require_number("RoPE", f"scaling[{name!r}]", value, above=0.0)
+
+    @classmethod
+    def takes(cls, kind: str, option: str) -> bool:
+        """Whether a scaling type takes an option."""
+        return option in (*cls._needs[kind], *cls._takes[kind])
+
+    @classmethod
+    def scaling_options(cls) -> set[str]:
+        """Every name that some scaling type takes."""
+        return {"rope_type"}.union(*cls._needs.values(), *cls._takes.values())
+
+    def resolved(self) -> RoPE:
+        """The same with the paper's value for every option that is None: what a model without RoPE gets."""
+        return replace(self, **{name: value for name, value in PAPER.items() if getattr(self, name) is None})
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.to_json(), sort_keys=True))  # scaling is a dict
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many channels of a head are rotated."""
-        return int(head_dim * self.partial + 1e-6)
+        return int(head_dim * (self.partial or 1.0) + 1e-6)
 
     def check(self, head_dim: int, where: str) -> None:
+        if self.scaling and self.scaling["rope_type"] in ADAPTIVE:
+            raise UnsupportedError(
+                f"{where}: RoPE's scaling type {self.scaling['rope_type']!r} changes its frequencies with the input's "
+                f"length, which rotated caches can't follow; use one of {', '.join(SCALINGS)}."
+            )
         rotary_dim = self.rotary_dim(head_dim)
         if rotary_dim < 2 or rotary_dim % 2:
             raise OptionError(
-                f"{where}: RoPE turns pairs of channels, but partial={self.partial:g} of head_dim={head_dim} is "
+                f"{where}: RoPE turns pairs of channels, but partial={self.partial or 1:g} of head_dim={head_dim} is "
                 f"{rotary_dim}; choose partial so that the product is even and at least 2"
                 + (f", such as partial={(rotary_dim - 1) / head_dim}." if rotary_dim > 2 else ".")
             )
 
     def frequencies(self, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
         """Frequencies (pairs,) in float32 on the current default device, and the factor on cos and sin."""
-        if self.scaling is None:
+        theta = PAPER["theta"] if self.theta is None else self.theta
+        if self.scaling is None or self.scaling["rope_type"] == "default":
             dim = self.rotary_dim(head_dim)
             exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(dtype=torch.float) / dim
-            return 1.0 / self.theta**exponents, 1.0
+            return 1.0 / theta**exponents, 1.0
         config = PreTrainedConfig()
         config.hidden_size, config.num_attention_heads, config.head_dim = head_dim, 1, head_dim
         config.max_position_embeddings = int(max_positions * self.scaling.get("factor", 1.0))
         config.rope_parameters = {
             _ORIGINAL: max_positions,
             **self.scaling,
-            "rope_theta": self.theta,
+            "rope_theta": theta,
             "partial_rotary_factor": (self.rotary_dim(head_dim) + 0.5) / head_dim,  # is truncated there
         }
         frequencies, factor = ROPE_INIT_FUNCTIONS[self.scaling["rope_type"]](config, None)
         return frequencies.float(), float(factor)
 
     def build(self, head_dim: int, max_positions: int) -> RotaryEmbedding:
-        return RotaryEmbedding(self, head_dim, max_positions)
+        return RotaryEmbedding(self.resolved(), head_dim, max_positions)
 
     def describe(self, head_dim: int) -> str:
-        dims = "" if self.partial == 1 else f", {self.rotary_dim(head_dim)} of {head_dim} channels"
-        scaling = f", {self.scaling['rope_type']}" if self.scaling else ""
-        return f"RoPE(theta={self.theta:g}{dims}, {self.pairing}{scaling})"
+        own = self.resolved()
+        dims = "" if own.partial == 1 else f", {self.rotary_dim(head_dim)} of {head_dim} channels"
+        kind = self.scaling["rope_type"] if self.scaling else "default"
+        return f"RoPE(theta={own.theta:g}{dims}, {own.pairing}{'' if kind == 'default' else f', {kind}'})"
