@@ -187,8 +187,8 @@ def _settings_change(model: nn.Module, rotation: Rotation, scheme: RoPE, row: Ro
         row.reason = "its own settings"
     else:
         row.loss = "queries and keys are rotated otherwise than they were trained for"
-        _require_served(rotation, old, new)
         differences = _differences(model, rotation, new)
+        _require_served(rotation, old, new, differences)
 
     def apply(edits: Edits) -> None:
         present = rotation.module
@@ -253,7 +253,7 @@ def _made(rotation: Rotation, settings: Settings, device: str = "cpu") -> nn.Mod
         return host_class(type(rotation.module))(config)
 
 
-def _require_served(rotation: Rotation, old: Settings, new: Settings) -> None:
+def _require_served(rotation: Rotation, old: Settings, new: Settings, differences: list[tuple[str, str, Any]]) -> None:
     """Refuse settings that the host's class doesn't read, can't be made with, or that its attention can't apply.
 
     Raises:
@@ -278,8 +278,14 @@ def _require_served(rotation: Rotation, old: Settings, new: Settings) -> None:
             f"{where}: {host} has {frequencies[0].numel()} frequencies, and {frequencies[1].numel()} with "
             f"rope_type={new['rope_type']!r}: its positions have several axes, so no scaling for longer text fits."
         )
-    if narrower and (same or not (_partial(old) < 1 or _applies_to_a_part(before, after, rotation.layer_type))):
-        raise UnsupportedError(f"{where}: {host} rotates whole heads, so partial={_partial(new):g} can't be had.")
+    resized = any("rot" in attribute for _, attribute, _ in differences)  # of attentions that cut heads by themselves
+    if narrower and (same or not (resized or _applies_to_a_part(before, after, rotation.layer_type))):
+        raise UnsupportedError(
+            f"{where}: {host} turns {'whole heads' if _partial(old) == 1 else 'a fixed part of each head'}, so "
+            f"partial={_partial(new):g} can't be had."
+        )
+    if new["rope_theta"] != old["rope_theta"] and isinstance(rotation.holder, nn.ModuleList):
+        raise UnsupportedError(f"{where}: the model tells its rotations apart by theta, so theta= can't change one.")
     if new["rope_theta"] != old["rope_theta"] and same and frequencies[0].numel() > 1:
         raise UnsupportedError(f"{where}: {host} doesn't read rope_theta, so theta= can't change it.")
 
@@ -326,7 +332,8 @@ def _applies_to_a_part(before: nn.Module, after: nn.Module, layer_type: str | No
     q = torch.ones(1, 1, 2, whole[0].shape[-1])
     turned = _rotate_by_host(before, q, part)
     width = part[0].shape[-1]
-    return bool(turned) and all(torch.equal(y[..., width:], q[..., width:]) for y in turned)
+    every = len(turned) == len(_rotate_by_host(before, q, whole)) > 0  # of several which one is used isn't known
+    return every and all(torch.equal(y[..., width:], q[..., width:]) for y in turned)
 
 
 def pairing_of(rotation: Rotation) -> str | None:
