@@ -212,7 +212,7 @@ def _changed(old: Settings, scheme: RoPE, config: Any) -> Settings:
     new = dict(old)
     if scheme.scaling is not None:
         kind = scheme.scaling["rope_type"]
-        for option in RoPE.scaling_options():
+        for option in RoPE.scaling_options() - {_ORIGINAL}:  # which some attentions read whatever the scaling
             new.pop(option, None)
         new.update(scheme.scaling)
         if RoPE.takes(kind, _ORIGINAL) and _ORIGINAL not in scheme.scaling:
@@ -276,7 +276,7 @@ def _require_served(rotation: Rotation, old: Settings, new: Settings, difference
     if not alike and not narrower:
         raise UnsupportedError(
             f"{where}: {host} has {frequencies[0].numel()} frequencies, and {frequencies[1].numel()} with "
-            f"rope_type={new['rope_type']!r}: its positions have several axes, so no scaling for longer text fits."
+            f"rope_type={new['rope_type']!r}, which its code can't apply."
         )
     resized = any("rot" in attribute for _, attribute, _ in differences)  # of attentions that cut heads by themselves
     if narrower and (same or not (resized or _applies_to_a_part(before, after, rotation.layer_type))):

@@ -21,6 +21,7 @@ from .native_rope import plan_native
 from .positions import Position
 from .record import Part
 from .registry import ARCHITECTURES
+from .relative import FoundBias, find_biases, remover, unremovable
 from .rows import Change, Row, refuse_private_forward
 from .select import Names
 from .view import LENS, host_class, lensed_class, with_lens
@@ -38,6 +39,7 @@ class _Found:
     name: str
     table_name: str
     attentions: dict[str, nn.Module]
+    length: int | None = None
 
     def holder(self) -> tuple[nn.Module, str]:
         """The module that holds the table, and the table's own name in it."""
@@ -65,10 +67,15 @@ def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
     assert isinstance(scheme, Position)
     names, found = Names.of(model), _find(model)
     changes = [change for item in found for change in _changes(model, item, scheme, part, names)]
+    covered = {name for item in found for name in item.attentions}
+    biases = find_biases(model)
+    for bias in biases:
+        changes += _bias_changes(model, bias, covered, part, names)
     changes += plan_native(model, part, names)
+    staying = _other_biases(model, found, biases)
     if not changes and strict:
-        raise _unsupported(model)
-    return changes
+        raise _unsupported(model, staying)
+    return changes + staying
 
 
 def _find(model: nn.Module) -> list[_Found]:
@@ -84,7 +91,9 @@ def _find(model: nn.Module) -> list[_Found]:
             for child_name, child in module.named_modules()
             if fnmatch.fnmatchcase(child_name, stack.attention)
         }
-        found.append(_Found(stack, module, name, prefix + stack.table, attentions))
+        item = _Found(stack, module, name, prefix + stack.table, attentions)
+        if item.table() is not None or REMOVED_ROWS in item.holder()[0].__dict__:  # some configs have none
+            found.append(item)
     return found
 
 
@@ -97,6 +106,70 @@ def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names
     for name, module in item.attentions.items():
         changes.append(_attention_change(model, name, module, item, scheme, reasons[name]))
     return changes
+
+
+def _bias_changes(model: nn.Module, item: FoundBias, covered: set[str], part: Part, names: Names) -> list[Change]:
+    """What happens to relative biases, and to those of their attentions that no table feeds as well."""
+    scheme, bias = part.scheme, item.bias
+    assert isinstance(scheme, Position)
+    reasons = {name: _reason_to_keep(name, part, names) for name in item.attentions}
+    by_name = any(names.matches(glob, [item.name]) for glob in part.keep)
+    why = "its attentions are kept" if all(reasons.values()) else "keep" if by_name else None
+    row = Row("position", "keep", item.name, "biases by distance", reason=why)
+    if item.removed:
+        row.now, row.reason = "no biases", "removed already"
+    changes = [Change(row)]
+    if row.reason is None:
+        if part.init == "exact":
+            raise UnsupportedError(
+                f"{item.name}: pos={scheme.name!r} isn't exact: what these biases add can't be had from it. "
+                "Use init='auto' to accept that."
+            )
+        row.action, row.becomes, row.loss = "replace", "removed", "relative biases are removed"
+        if scheme.name == "nope" and not (bias.causal or getattr(item.owner, "is_decoder", False)):
+            row.loss += "; without a causal mask the stack becomes blind to order"
+        changes = [Change(row, remover(item))]
+    left = {name: module for name, module in item.attentions.items() if name not in covered}
+    if bias.projections is None or not left:
+        return changes
+    if bias.absolute and _of(item.owner, bias.absolute) is not None:
+        raise UnsupportedError(
+            f"{item.prefix}{bias.absolute}: {type(item.owner).__name__} adds a table of absolute positions besides its "
+            "biases, for which hfpatch has no record."
+        )
+    stack = Stack(
+        *(bias.owner, bias.name, bias.attention, bias.projections),
+        head_dim=bias.head_dim,
+        cache=bias.cache,
+        layer_index=bias.layer_index,
+        causal=bias.causal,
+    )
+    length = getattr(getattr(item.owner, "config", None), bias.length, None)
+    found = _Found(stack, item.owner, item.prefix.rstrip("."), item.name, left, length or 0)
+    return changes + [
+        _attention_change(model, name, module, found, scheme, reasons[name]) for name, module in left.items()
+    ]
+
+
+def _of(owner: nn.Module, path: str) -> Any:
+    holder, _, attribute = path.rpartition(".")
+    return getattr(owner.get_submodule(holder), attribute, None)
+
+
+def _other_biases(model: nn.Module, found: list[_Found], biases: list[FoundBias]) -> list[Change]:
+    """Relative biases that stay where they are, in parts of the model that nothing else changes.
+
+    Raises:
+        UnsupportedError: they are added by attentions that would be changed, so that some positions would be left in.
+    """
+    reasons = unremovable(model, biases)
+    for name, reason in reasons.items():
+        for owner in [item.owner for item in found] + [item.owner for item in biases]:
+            if any(inner is model.get_submodule(name) for inner in owner.modules()):
+                raise UnsupportedError(f"{name}: its positions are relative biases, and they stay: {reason}.")
+    return [
+        Change(Row("position", "keep", name, "relative positions", reason=reason)) for name, reason in reasons.items()
+    ]
 
 
 def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
@@ -199,6 +272,8 @@ def _attention_change(
 
 def _max_positions(item: _Found) -> int:
     """Positions that the table holds, or held before an earlier patch removed it."""
+    if item.length is not None:
+        return item.length
     table, (holder, _) = item.table(), item.holder()
     if isinstance(table, ZeroPositions):
         rows = table.num_embeddings
@@ -207,7 +282,10 @@ def _max_positions(item: _Found) -> int:
     return rows - item.stack.reserved_rows
 
 
-def _unsupported(model: nn.Module) -> UnsupportedError:
+def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:
+    if staying:
+        row = staying[0].row
+        return UnsupportedError(f"{row.module}: its positions are relative, and they stay: {row.reason}.")
     family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     alike = [name for name, record in ARCHITECTURES.items() if any(_built_like(model, s) for s in record.stacks)]
     close = difflib.get_close_matches(family, alike or list(ARCHITECTURES), n=1, cutoff=0.0 if alike else 0.6)
@@ -221,7 +299,7 @@ def _unsupported(model: nn.Module) -> UnsupportedError:
 def _built_like(model: nn.Module, stack: Stack) -> bool:
     """Whether some module holds a table and attentions where this stack's owner does."""
     path, _, attribute = stack.table.rpartition(".")
-    wanted = vars(stack.projections).values()
+    wanted = [name for name in vars(stack.projections).values() if isinstance(name, str)]
     for owner in model.modules():
         children = dict(owner.named_modules())
         if path in children and hasattr(children[path], attribute):

@@ -28,7 +28,7 @@ LAYERS = [
     ["junctions"],
     ["record"],
     ["conversion", "from_scratch"],
-    ["native_rope"],
+    ["native_rope", "relative"],
     ["swap_norms", "swap_positions", "swap_mlps"],
     ["swap_batch", "swap_branches"],
     ["swap_placement"],
