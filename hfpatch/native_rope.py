@@ -29,7 +29,7 @@ from .view import LENS, Arguments, host_class, lens_of, lensed_class, with_lens
 
 SETTINGS_AT = "_hfpatch_rope_settings_at"  # of a rebuilt rotation: the path in the model's config of what it reads
 _ORIGINAL = "original_max_position_embeddings"
-TOLD = ("rope_parameters", _ORIGINAL)  # what a patched config says of rebuilt rotations
+TOLD = ("rope_parameters", "rope_theta", _ORIGINAL)  # what a patched config says of rebuilt rotations
 _SCALARS = (int, float, str, bool, type(None))
 
 Path = tuple[str, ...]
@@ -85,8 +85,15 @@ class Rotation:
     @property
     def settings(self) -> Settings:
         config: Any = self.module.config
-        parameters = config.rope_parameters
+        parameters = getattr(config, "rope_parameters", None)
+        if not isinstance(parameters, dict):
+            return {"rope_theta": config.rope_theta, "rope_type": "default"}
         return parameters if self.layer_type is None else parameters[self.layer_type]
+
+    @property
+    def theta_alone(self) -> bool:
+        """Whether the module reads nothing but `config.rope_theta`."""
+        return not isinstance(getattr(self.module.config, "rope_parameters", None), dict)
 
     @property
     def all_dropped(self) -> tuple[str | None, ...]:
@@ -109,17 +116,21 @@ def find_rotations(model: nn.Module) -> list[Rotation]:
     for holder_name, holder in model.named_modules():
         for attribute, module in holder._modules.items():
             config = module.__dict__.get("config") if module is not None else None
-            parameters = getattr(config, "rope_parameters", None)
-            if module is None or not isinstance(parameters, dict):
+            parameters: Any = getattr(config, "rope_parameters", None)
+            if module is None or not (isinstance(parameters, dict) or isinstance(_theta(config), int | float)):
                 continue
             path = module.__dict__.get(SETTINGS_AT, paths.get(id(config)))
             name = f"{holder_name}.{attribute}".strip(".")
             if "inv_freq" in module._buffers:
                 found.append(Rotation(name, holder, attribute, None, path))
-            for kind in parameters:
+            for kind in parameters if isinstance(parameters, dict) else ():
                 if f"{kind}_inv_freq" in module._buffers and isinstance(parameters[kind], dict):
                     found.append(Rotation(f"{name}.{kind}", holder, attribute, kind, path))
     return found
+
+
+def _theta(config: Any) -> Any:
+    return getattr(config, "rope_theta", None)
 
 
 def _paths(config: Any, path: Path = ()) -> dict[int, Path]:
@@ -141,7 +152,15 @@ def plan_native(model: nn.Module, part: Part, names: Names) -> list[Change]:
     Raises:
         UnsupportedError: the model's rotation can't take these settings; says why.
     """
-    return [_change(model, rotation, part, names) for rotation in find_rotations(model)]
+    with torch.device("cpu"):  # whatever the default device is while a model loads
+        changes = [_change(model, rotation, part, names) for rotation in find_rotations(model)]
+    for change in changes:
+        if part.init == "exact" and change.row.loss:
+            raise UnsupportedError(
+                f"{change.row.module}: pos={part.scheme.name!r} isn't exact: {change.row.loss}. Use init='auto' to "
+                "accept that."
+            )
+    return changes
 
 
 def _change(model: nn.Module, rotation: Rotation, part: Part, names: Names) -> Change:
@@ -177,6 +196,8 @@ def _settings_change(model: nn.Module, rotation: Rotation, part: Part, names: Na
     if kind == "axial" and (scheme.scaling is not None or scheme.pairing is not None):
         row.reason = "its positions have several axes, which no scaling for longer text and no pairing fits"
         return Change(row)
+    if rotation.theta_alone and not (scheme.scaling is None and scheme.partial in (None, 1)):
+        raise UnsupportedError(f"{rotation.name}: {_described(rotation)} reads theta alone: no scaling, no partial.")
     new, host = _changed(old, scheme, rotation.module.config), pairing_of(rotation)
     alike = [other for other in find_rotations(model) if other.module is rotation.module]
     if scheme.pairing is not None and any(names.reason_to_keep([o.name], part.only, part.keep) for o in alike):
@@ -276,7 +297,7 @@ def _rebuilt(rotation: Rotation, settings: Settings) -> nn.Module:
     new.training = old.training
     new._parameters.update(old._parameters)
     for name, buffer in old._buffers.items():
-        if name in new._buffers and name not in old._non_persistent_buffers_set:
+        if name in new._buffers and name not in old._non_persistent_buffers_set and not name.endswith("inv_freq"):
             new._buffers[name] = buffer
     return new
 
@@ -284,7 +305,9 @@ def _rebuilt(rotation: Rotation, settings: Settings) -> nn.Module:
 def _made(rotation: Rotation, settings: Settings, device: str = "cpu") -> nn.Module:
     """The host's class with these settings, fresh."""
     config: Any = copy.deepcopy(rotation.module.config)
-    if rotation.layer_type is None:
+    if rotation.theta_alone:
+        config.rope_theta = settings["rope_theta"]
+    elif rotation.layer_type is None:
         config.rope_parameters = copy.deepcopy(settings)
     else:
         config.rope_parameters = {**config.rope_parameters, rotation.layer_type: copy.deepcopy(settings)}
@@ -475,7 +498,9 @@ def tell(config: PreTrainedConfig, rotation: Rotation, settings: Settings) -> No
     for name in rotation.path or ():
         inner = getattr(inner, name)
     settings = copy.deepcopy(settings)
-    if rotation.layer_type is None:
+    if rotation.theta_alone:
+        inner.rope_theta = settings["rope_theta"]
+    elif rotation.layer_type is None:
         inner.rope_parameters = settings
     else:
         inner.rope_parameters = {**inner.rope_parameters, rotation.layer_type: settings}

@@ -80,7 +80,7 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
     attentions, names = _found(model, to)
-    part = Part(RoPE(pairing=to), only=names, init="exact")
+    part = Part(RoPE(pairing=to), only=names)
     changes = [change for change in plan_positions(model, part) if change.apply is not None]
     given = made_inputs(model) if example_inputs is None else example_inputs
     reference = Reference(model, fitting(model, given), [])
