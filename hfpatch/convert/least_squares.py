@@ -77,10 +77,11 @@ class Ridge:
             return None
         before = judged.error(None, -mean_r)
         best: Fit | None = None
+        diagonal = xx.diagonal().clone()
+        factor, failed = torch.empty_like(xx), torch.empty((), dtype=torch.int32, device=xx.device)
         for penalty in PENALTIES:
-            penalised = xx.clone()
-            penalised.diagonal().add_(penalty * scale)
-            factor, failed = torch.linalg.cholesky_ex(penalised)
+            xx.diagonal().copy_(diagonal + penalty * scale)
+            torch.linalg.cholesky_ex(xx, out=(factor, failed))
             if int(failed):
                 continue
             weight = torch.cholesky_solve(xr, factor)
@@ -110,10 +111,9 @@ class _Sums:
         self.r += r.double().sum(0)
 
     def moments(self, centred: bool) -> tuple[Tensor, Tensor]:
-        if not centred:
-            return self.xx, self.xr
-        n = max(self.count, 1)
-        return self.xx - torch.outer(self.x, self.x) / n, self.xr - torch.outer(self.x, self.r) / n
+        """X'X and X'R, of their own; about the means where that is asked for."""
+        share = -float(centred) / max(self.count, 1)
+        return torch.addr(self.xx, self.x, self.x, alpha=share), torch.addr(self.xr, self.x, self.r, alpha=share)
 
     def error(self, weight: Tensor | None, bias: Tensor) -> float:
         """Mean squared residual per element of R - X W - 1 b'; W is 0 where it is None."""

@@ -96,6 +96,10 @@ class Batches:
         tensors = [main, *given.values()] if isinstance(main, Tensor) else given.values()
         return next(len(value) for value in tensors if isinstance(value, Tensor) and value.dim())
 
+    def count_of(self, index: int) -> int:
+        """How many sequences a stored batch holds."""
+        return self._counts[index]
+
     def held_out(self, index: int) -> Tensor:
         """Which of a batch's sequences are for judging: every eighth, or one of fewer; none of a single one."""
         places = torch.arange(self._counts[index]) + sum(self._counts[:index])
@@ -247,6 +251,22 @@ class Walk:
             torch.save(kept, self._path(block, index))
         return seen
 
+    def call(self, index: int, name: str) -> tuple[tuple, dict[str, Any]] | None:
+        """The arguments of a module's call for one batch; None where the forward doesn't reach it."""
+        found: list[tuple[tuple, dict[str, Any]]] = []
+
+        def enter(_m: Any, args: Any, kwargs: Any) -> None:
+            found.append((args, kwargs))
+            raise _Seen
+
+        handle = self.modules[name].register_forward_pre_hook(enter, with_kwargs=True)
+        try:
+            with self._replaying(index), contextlib.suppress(_Seen):
+                self.forward(index)
+        finally:
+            handle.remove()
+        return found[0] if found else None
+
     @contextlib.contextmanager
     def hooked(self, notes: Mapping[str, Callable[[str, str, Any], None]]) -> Iterator[None]:
         """Inside, `note("in", name, arguments)` and `note("out", name, result)` are called as modules run."""
@@ -287,6 +307,9 @@ class Walk:
 
     def saved(self, name: str, index: int) -> Tensor:
         return torch.load(self._path(f"value {name}", index), weights_only=True).to(self.device)
+
+    def has(self, name: str, index: int) -> bool:
+        return self._path(f"value {name}", index).exists()
 
     def forget(self) -> None:
         """Delete all that `save` kept."""
