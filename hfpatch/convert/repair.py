@@ -590,6 +590,7 @@ class _Repairer:
             ridge = ridge or Ridge(x.shape[-1], residual.shape[-1], bias, x.device)
             ridge.add(x, residual, held_out)
             target.add(wanted)
+            del x, residual, wanted
         assert ridge is not None
         fit = ridge.solve()
         if fit is None:

@@ -158,9 +158,10 @@ def tried_batches(batches: Any, model: PreTrainedModel) -> Iterable[Any]:
     if not seen:
         raise OptionError(_EMPTY)
     checked = [calibration_inputs(batch, i, model) for i, batch in enumerate(seen)]
+    few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with quiet(model):
         try:
-            model(**fitting(model, checked[0]))
+            model(**fitting(model, checked[0]), **few)
         except Exception as error:
             raise OptionError(f"{type(model).__name__} doesn't take calibration batch 0: {error}") from error
     return batches
@@ -384,7 +385,7 @@ def segments_of(walk: Walk, norms: Iterable[str]) -> tuple[list[Segment], set[st
             returned[name] = value if isinstance(value, Tensor) else _form(value)
 
     with walk.hooked(dict.fromkeys([*blocks, *found], note)):
-        walk.run(0)
+        walk.forward(0, torch.zeros(1, dtype=torch.long))
     entered = [name for kind, name in order if kind == "in"]
     several = {name for name in found if entered.count(name) > 1}
     replayable = {name for name in returned if entered.count(name) == 1 and returned[name] is not None}
