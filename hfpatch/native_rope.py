@@ -12,7 +12,7 @@ import copy
 import inspect
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ class Unrotated:
     """
 
     layer_types: tuple[str | None, ...]
+    hfpatch_note: ClassVar[str] = "queries and keys aren't rotated"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         return {}, {}
@@ -219,6 +220,8 @@ def _settings_change(model: nn.Module, rotation: Rotation, part: Part, names: Na
         others = tuple(kind for kind in rotation.all_dropped if kind != rotation.layer_type)
         rebuilt = _rebuilt(rotation, new)
         rebuilt.__dict__[SETTINGS_AT] = rotation.path
+        if row.loss:
+            rebuilt.__dict__["hfpatch_note"] = f"rotates by {row.becomes}"
         for holder in model.modules():
             for attribute, child in list(holder._modules.items()):
                 if child is present:

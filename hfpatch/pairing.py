@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,7 @@ class HostOrder:
     layout: Any
     head_dim: int
     rotary_dim: int
+    hfpatch_note: ClassVar[str] = "queries and keys are put into the host's order of channels"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         host = "half" if self.pairing == "interleaved" else "interleaved"
