@@ -316,7 +316,7 @@ def test_a_scale_of_attention_follows() -> None:
 # --- partial ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["phi", "gpt_neox_japanese", "persimmon", "glm", "glm4", "bamba"])
+@pytest.mark.parametrize("model_type", ["phi", "persimmon", "glm", "glm4", "bamba"])
 def test_another_part_of_each_head(model_type: str) -> None:
     model, given = zoo.tiny(model_type)
     own = find_rotations(model)[0].settings.get("partial_rotary_factor", 1.0)
@@ -327,7 +327,7 @@ def test_another_part_of_each_head(model_type: str) -> None:
     assert equal(run(model, given), expected)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3", "dots3_note_text", "qwen2_vl"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3", "qwen2_vl"])
 def test_whole_heads_stay_whole(model_type: str) -> None:
     model, _ = zoo.tiny(model_type)
     with pytest.raises(UnsupportedError, match=r"turns (whole heads|a fixed part of each head), so partial=0\.25"):
