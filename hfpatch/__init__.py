@@ -27,7 +27,7 @@ from .norms import RMS, AffineNorm, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm,
 from .patch import patch_model, repair_report, unpatch_model
 from .placement import Placement
 from .plan import Plan, plan_patch
-from .positions import NoPE, Position, RoPE
+from .positions import ALiBi, Learned, NoPE, Position, RoPE, Sinusoidal
 from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
 
 __version__ = "0.1.0"
@@ -40,6 +40,7 @@ __all__ = [
     "PLACEMENTS",
     "POSITIONS",
     "RMS",
+    "ALiBi",
     "AffineNorm",
     "Architecture",
     "BatchNorm",
@@ -51,6 +52,7 @@ __all__ = [
     "GeGLU",
     "HfpatchConfig",
     "Layer",
+    "Learned",
     "MissingPackageError",
     "NoMatchError",
     "NoPE",
@@ -71,6 +73,7 @@ __all__ = [
     "RepairReport",
     "Report",
     "RoPE",
+    "Sinusoidal",
     "Stack",
     "SwiGLU",
     "UnknownNameError",

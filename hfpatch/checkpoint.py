@@ -16,13 +16,14 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from .attention import ROTARY
+from .attention import BIAS, ROTARY
 from .edits import Edits
 from .errors import CheckpointError
 from .norms import AffineNorm
 from .plan import PLANNERS
 from .record import KEY, Record
 from .registry import ARCHITECTURES
+from .tables import ComputedPositions
 from .view import SCALE, SCALED, host_class, lensed_forward, once_per_class
 from .weights import broken_file
 
@@ -232,9 +233,12 @@ def _require_same_counts(model: PreTrainedModel, name: Any) -> None:
 def _initialize_ours(model: nn.Module) -> None:
     """Values of what hfpatch put in and no checkpoint filled; transformers calls this after loading."""
     for module in model.modules():
-        rotary: Any = module._modules.get(ROTARY)
-        if hasattr(rotary, "reset"):
-            rotary.reset()
+        made: list[Any] = [module._modules.get(name) for name in (ROTARY, BIAS)]
+        if isinstance(module, ComputedPositions):
+            made.append(module)
+        for one in made:
+            if hasattr(one, "reset"):
+                one.reset()
         values = module.initial_values() if isinstance(module, AffineNorm) else {}
         if SCALED in module.__dict__:
             values[SCALE] = module.__dict__[SCALED]

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .architectures import Stack
-from .attention import ROTARY, AttentionLens
+from .attention import BIAS, ROTARY, TAKE_A_BIAS, AttentionLens, attention_implementation, no_bias
 from .edits import Edits
 from .errors import UnsupportedError
-from .limits import ZeroPositions
-from .positions import Position
+from .limits import LengthLimit, ZeroPositions
+from .positions import Learned, Position
 from .record import Part
 from .registry import ARCHITECTURES
 from .rows import Change, Row, refuse_private_forward
 from .select import Names
+from .tables import ComputedPositions, computed, resized
+from .tried_bias import why_no_bias
 from .view import LENS, host_class, lensed_class, with_lens
 
 REMOVED_ROWS = "_hfpatch_removed_rows"  # of the module that held a table which was a Parameter
@@ -93,6 +97,7 @@ def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names
     changes = [_table_change(model, item, part, why)]
     for name, module in item.attentions.items():
         changes.append(_attention_change(model, name, module, item, scheme, reasons[name]))
+    _require_bias(item, part, changes)
     return changes
 
 
@@ -104,17 +109,24 @@ def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
 def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -> Change:
     table = item.table()
     if table is None or isinstance(table, ZeroPositions):
+        if part.scheme.keeps_table and why is None:  # type: ignore[attr-defined]
+            raise UnsupportedError(
+                f"{item.table_name}: an earlier patch removed this table, and pos={part.scheme.name!r} needs it. Use "
+                "unpatch_model (after a patch with reversible=True), or start from the original checkpoint."
+            )
         return Change(Row("position", "keep", item.table_name, "no table", reason="removed already"))
     row = Row("position", "keep", item.table_name, _table_text(table), reason=why)
     if why:
         return Change(row)
-    if part.init == "exact":
+    if part.init == "exact" and not part.scheme.keeps_table:  # type: ignore[attr-defined]
         raise UnsupportedError(
             f"{item.table_name}: pos={part.scheme.name!r} isn't exact: what this table adds can't be had from it. "
             "Use init='auto' to accept that."
         )
     for path, _ in item.stack.limits:
         refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
+    if part.scheme.keeps_table:  # type: ignore[attr-defined]
+        return _kept_table_change(model, item, part, row)
     row.action, row.becomes, row.reason = "replace", "removed", "inputs of any length"
     row.loss = "absolute positions are removed"
     if part.scheme.name == "nope" and not item.stack.causal:
@@ -133,6 +145,81 @@ def _table_size(table: nn.Module | nn.Parameter) -> tuple[int, int]:
     return weight.shape[-2], weight.shape[-1]
 
 
+def _kept_table_change(model: nn.Module, item: _Found, part: Part, row: Row) -> Change:
+    """A table that stays, computed or resized; `row` is what the plan says of it so far.
+
+    Raises:
+        UnsupportedError: the table isn't one row a position.
+        OptionError: a stretched or cut table was asked to stay exact.
+    """
+    scheme, table = part.scheme, item.table()
+    assert isinstance(scheme, Position)
+    assert table is not None
+    if not isinstance(table, nn.Embedding):
+        grid = " The rows of a grid of patches have two coordinates." if isinstance(table, nn.Parameter) else ""
+        raise UnsupportedError(
+            f"{item.table_name}: {_table_text(table)} is no nn.Embedding of one row a position, which "
+            f"pos={scheme.name!r} needs.{grid} pos='rope' and pos='nope' do without it."
+        )
+    if isinstance(table, ComputedPositions) and isinstance(scheme, Learned):
+        raise UnsupportedError(
+            f"{item.table_name} is computed since an earlier patch, so it has no rows to resize. Start from the "
+            "original checkpoint."
+        )
+    first = _first_row(item)
+    old, new = table.num_embeddings - first, scheme.max_positions
+    row.action, row.becomes = "replace", scheme.describe(0)
+    if not isinstance(scheme, Learned):
+        same = _follows(table, scheme, first)
+        row.reason = "inputs of any length" + (" (the table's own rule)" if same else "")
+        row.loss = None if same else "learned positions are replaced"
+    elif new in (None, old) and not part.modules:  # a replayed part finds the table as the config built it
+        row.action, row.becomes = "keep", None
+        row.reason = f"holds {old} positions already" if new else "max_positions says how many it is to hold"
+        return Change(row)
+    else:
+        row.loss = scheme.loss(old)
+    if part.init == "exact" and row.loss:
+        raise UnsupportedError(
+            f"{item.table_name}: pos={scheme.name!r} isn't exact: {row.loss}. Use init='auto' to accept that."
+        )
+    return Change(row, _table_keeper(model, item, scheme, first))
+
+
+def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:
+    """Whether the table's rows are already those of a scheme's rule."""
+    if table.weight.is_meta:
+        return False
+    indices = torch.arange(table.num_embeddings - first, device=table.weight.device)
+    rows = scheme.rows(indices, table.embedding_dim)
+    exact = 1e-5 if table.weight.dtype in (torch.float32, torch.float64) else 1e-2
+    return rows is not None and torch.allclose(table.weight[first:].to(rows.dtype), rows, atol=exact, rtol=0)
+
+
+def _first_row(item: _Found) -> int:
+    """The row of position 0: after the padding index where the host counts from there, else after reserved rows."""
+    padding = getattr(item.table(), "padding_idx", None)
+    return item.stack.reserved_rows if padding is None else padding + 1
+
+
+def _table_keeper(model: nn.Module, item: _Found, scheme: Position, first: int) -> Callable[[Edits], None]:
+    def apply(edits: Edits) -> None:
+        holder, attribute = item.holder()
+        table = item.table()
+        assert isinstance(table, nn.Embedding)
+        if isinstance(scheme, Learned):
+            weight = resized(table, scheme, first)
+            edits.set_parameter(table, "weight", weight)
+            edits.set_attribute(table, "num_embeddings", len(weight))
+        else:
+            edits.set_module(holder, attribute, computed(table, scheme, first))
+        longest = sys.maxsize if scheme.any_length or not scheme.max_positions else scheme.max_positions
+        limits = [(path, limit.with_table(item.stack.reserved_rows)) for path, limit in item.stack.limits]
+        _lift_limits(edits, model, item, limits, longest)
+
+    return apply
+
+
 def _remover(model: nn.Module, item: _Found) -> Callable[[Edits], None]:
     def apply(edits: Edits) -> None:
         holder, attribute = item.holder()
@@ -143,14 +230,20 @@ def _remover(model: nn.Module, item: _Found) -> Callable[[Edits], None]:
         else:
             assert isinstance(table, nn.Module)
             edits.set_module(holder, attribute, ZeroPositions(*_table_size(table)))
-        for path, limit in item.stack.limits:
-            _see_through(edits, model, item.owner.get_submodule(path), limit)
-        for length in item.stack.lengths:
-            for module in model.modules():
-                if length in module.__dict__ and any(inner is item.owner for inner in module.modules()):
-                    edits.set_attribute(module, length, sys.maxsize)
+        _lift_limits(edits, model, item, item.stack.limits, sys.maxsize)
 
     return apply
+
+
+def _lift_limits(
+    edits: Edits, model: nn.Module, item: _Found, limits: Sequence[tuple[str, LengthLimit]], longest: int
+) -> None:
+    for path, limit in limits:
+        _see_through(edits, model, item.owner.get_submodule(path), limit)
+    for length in item.stack.lengths:
+        for module in model.modules():
+            if length in module.__dict__ and any(inner is item.owner for inner in module.modules()):
+                edits.set_attribute(module, length, longest)
 
 
 def _see_through(edits: Edits, model: nn.Module, module: nn.Module, lens: Any) -> None:
@@ -163,35 +256,93 @@ def _attention_change(
     model: nn.Module, name: str, module: nn.Module, item: _Found, scheme: Position, reason: str | None
 ) -> Change:
     stack = item.stack
-    rotary = module._modules.get(ROTARY)
-    row = Row("position", "keep", name, module._get_name() + (f" with {rotary}" if rotary else ""), reason=reason)
+    rotary, bias = module._modules.get(ROTARY), module._modules.get(BIAS)
+    now = module._get_name() + (f" with {rotary or bias}" if rotary or bias else "")
+    row = Row("position", "keep", name, now, reason=reason)
     if reason is not None:
         return Change(row)
     head_dim = getattr(module, stack.head_dim)
     scheme.check(head_dim, name)
     new = scheme.build(head_dim, _max_positions(item))
-    if new is None and rotary is None and stack.window is None:
+    new_bias = _checked_bias(name, module, stack, scheme)
+    if new is None and new_bias is None and rotary is None and bias is None and stack.window is None:
         row.reason = "its queries and keys carry no positions"
         return Change(row)
     refuse_private_forward(name, module)
     row.action, row.becomes = "replace", scheme.describe(head_dim)
     if new is not None:
         row.loss = "queries and keys are rotated, which they were not trained for"
-    elif rotary is None:
+    elif new_bias is not None:
+        row.loss = scheme.attends
+    elif rotary is None and bias is None:
         row.reason = "its causal mask serves any length"
-    lens = AttentionLens(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window)
+    lens = _lens(stack)
 
     def apply(edits: Edits) -> None:
-        if new is not None:
+        for child, made in ((ROTARY, new), (BIAS, new_bias)):
             parameter = next(module.parameters(), None)
-            if parameter is not None and not parameter.is_meta:  # a buffer on meta would miss its values later
-                new.to(parameter.device, parameter.dtype)
-            edits.set_module(module, ROTARY, new)
-        elif rotary is not None:
-            edits.set_module(module, ROTARY, None)
+            if made is not None:
+                if parameter is not None and not parameter.is_meta:  # a buffer on meta would miss its values later
+                    made.to(parameter.device, parameter.dtype)
+                edits.set_module(module, child, made)
+            elif child in module._modules:
+                edits.set_module(module, child, None)
         _see_through(edits, model, module, lens)
 
     return Change(row, apply)
+
+
+def _lens(stack: Stack) -> AttentionLens:
+    return AttentionLens(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window, stack.mask)
+
+
+def _checked_bias(name: str, module: nn.Module, stack: Stack, scheme: Position) -> nn.Module | None:
+    """What the scheme adds to this attention's scores, None for nothing.
+
+    Raises:
+        UnsupportedError: the attention adds no mask to its scores, or its implementation would lose the bias.
+    """
+    if scheme.attends is None:
+        return None
+    host: Any = host_class(type(module))
+    takes = inspect.signature(host.forward).parameters
+    if stack.mask is None or stack.mask not in takes:
+        raise UnsupportedError(
+            f"{name}: {module._get_name()} takes no mask of the shape (B, 1, T, S), so its scores can't be given the "
+            f"bias of pos={scheme.name!r}. pos='rope' works here."
+        )
+    kind = attention_implementation(module)
+    if kind not in TAKE_A_BIAS:
+        raise UnsupportedError(no_bias(name, kind))
+    return scheme.build_bias(_num_heads(name, module))
+
+
+def _require_bias(item: _Found, part: Part, changes: list[Change]) -> None:
+    """Refuse a bias for attentions that would ignore it: one of each class is tried.
+
+    Raises:
+        UnsupportedError: says what the attention does with a mask.
+    """
+    if part.scheme.attends is None or part.modules:  # type: ignore[attr-defined]  # modules: was tried when it was made
+        return
+    changed = {change.row.module for change in changes if change.apply}
+    kinds = {type(module): name for name, module in item.attentions.items() if name in changed}
+    for name in kinds.values():
+        why = why_no_bias(item.attentions[name], _lens(item.stack), _num_heads(name, item.attentions[name]))
+        if why is not None:
+            raise UnsupportedError(
+                f"{name}: {item.attentions[name]._get_name()} {why}, so its scores can't be given the bias of "
+                f"pos={part.scheme.name!r}. pos='rope' works here."
+            )
+
+
+def _num_heads(name: str, module: nn.Module) -> int:
+    for holder in (module, getattr(module, "config", None)):
+        for attribute in ("num_heads", "num_attention_heads", "n_heads", "n_head"):
+            number = getattr(holder, attribute, None)
+            if isinstance(number, int):
+                return number
+    raise UnsupportedError(f"{name}: {module._get_name()} doesn't say how many heads it has.")
 
 
 def _max_positions(item: _Found) -> int:

@@ -115,6 +115,7 @@ class RoPE(Position):
     }
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_number("RoPE", "theta", self.theta, above=0.0)
         require_number("RoPE", "partial", self.partial, above=0.0, at_most=1.0)
         if self.pairing not in PAIRINGS:

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
+from ..errors import OptionError
 from ..registry import POSITIONS
 from ..scheme import Scheme
 
 
 @dataclass(frozen=True)
 class Position(Scheme):
-    """A position scheme. The table of absolute positions goes; `build` makes what takes its place in each attention."""
+    """A position scheme: what becomes of the table of absolute positions, and what each attention gets.
 
+    Args:
+        max_positions: positions (tokens) that the model is to be used for. The config's length, which `generate()`,
+            recipes and evaluation harnesses go by, is set to it; scaling rules of RoPE start from the old one. None
+            leaves the config's number. Schemes that keep no table take inputs of any length either way.
+
+    Attributes:
+        any_length: whether inputs of any length fit, as far as the scheme goes.
+        keeps_table: whether a module stays where the table was, so that the host's positions still count.
+        attends: what the scheme does to attention scores, for the plan's note; None where it leaves them alone.
+    """
+
+    max_positions: int | None = field(default=None, kw_only=True)
     registry: ClassVar = POSITIONS
+    any_length: ClassVar[bool] = True
+    keeps_table: ClassVar[bool] = False
+    attends: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
+        number = self.max_positions
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+            raise OptionError(f"{type(self).__name__}: max_positions must be a positive integer, not {number!r:.40}.")
 
     def check(self, head_dim: int, where: str) -> None:
         """Refuse attention heads that the scheme can't serve.
@@ -38,6 +59,21 @@ class Position(Scheme):
             head_dim: channels per head.
             max_positions: length of the table that is removed; scaling rules start from it.
         """
+        return None
+
+    def build_bias(self, num_heads: int) -> nn.Module | None:
+        """The module whose output is added to the attention scores, None where nothing is.
+
+        It needs `forward(queries, keys)`, which takes integer positions `(B or 1, T)` and `(S,)` and returns
+        `(B or 1, H, T, S)` in float32.
+
+        Args:
+            num_heads: heads of the attention.
+        """
+        return None
+
+    def rows(self, positions: Tensor, width: int) -> Tensor | None:
+        """What a table would hold at integer positions (...): (..., width) in float32; None without such a rule."""
         return None
 
     def describe(self, head_dim: int) -> str:
