@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from .attention import BIAS, ROTARY
 from .edits import Edits
 from .errors import CheckpointError
+from .generation import without_old_length
 from .norms import AffineNorm
 from .plan import PLANNERS
 from .record import KEY, Record
@@ -113,6 +114,7 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
         "__reduce_ex__": _reduce,
         "config_class": patched_config_class(host_class(host.config_class)),
         **_named_like(host),
+        **without_old_length(host),
     }
     if _needs_lens(host):
         body["forward"] = lensed_forward(host)

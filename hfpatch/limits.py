@@ -101,12 +101,12 @@ class ZeroPositions(nn.Module):
     """Stands where a table of positions stood and adds nothing: a zero without dimensions.
 
     Args:
-        num_embeddings, embedding_dim: the removed table's size, which some hosts still ask for.
+        num_embeddings, embedding_dim, padding_idx: the removed table's, which some hosts still ask for.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int):
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None):
         super().__init__()
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
 
     @property
     def weight(self) -> Tensor:

@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from .architectures import Stack
 from .attention import BIAS, ROTARY, TAKE_A_BIAS, AttentionLens, attention_implementation, no_bias
 from .edits import Edits
-from .errors import UnsupportedError
+from .errors import OptionError, UnsupportedError
 from .limits import LengthLimit, ZeroPositions
 from .positions import Learned, Position
-from .record import Part
+from .record import KEY, Part
 from .registry import ARCHITECTURES
 from .rows import Change, Row, refuse_private_forward
 from .select import Names
@@ -70,6 +70,76 @@ def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
     if not found and strict:
         raise _unsupported(model)
     return [change for item in found for change in _changes(model, item, scheme, part, names)]
+
+
+def settle_positions(model: nn.Module, part: Part, example_inputs: Any = None) -> Part:
+    """The part with the length that the model's tables have, where another is asked for.
+
+    Raises:
+        OptionError: frequencies are scaled from that length, and the stacks have different ones.
+    """
+    scheme = part.scheme
+    assert isinstance(scheme, Position)
+    if scheme.max_positions is None or scheme.original_max_positions is not None:
+        return part
+    lengths = _recorded(model, "original_max_positions") or {_max_positions(item) for item in _affected(model, part)}
+    if len(lengths) > 1 and getattr(scheme, "scaling", None):
+        raise OptionError(
+            f"pos={scheme.name!r} scales from the old length, and the tables have {sorted(lengths)} positions. Patch "
+            "one stack at a time (only=), or give original_max_positions."
+        )
+    return replace(part, scheme=scheme.for_lengths(lengths))
+
+
+def config_lengths(model: nn.Module, part: Part) -> list[tuple[nn.Module, str, int]]:
+    """What max_positions changes in configs: (the stack's owner, the attribute of its config, the new value).
+
+    Raises:
+        UnsupportedError: a stack's config doesn't say how many positions its table holds.
+    """
+    scheme = part.scheme
+    assert isinstance(scheme, Position)
+    found: list[tuple[nn.Module, str, int]] = []
+    if scheme.max_positions is None:
+        return []
+    for item in _affected(model, part):
+        config, attribute = getattr(item.owner, "config", None), item.stack.config_length
+        number = getattr(config, attribute, None)
+        positions = {_max_positions(item), *_recorded(model, "max_positions")}
+        more = {number - p for p in positions} & {0, _first_row(item)} if isinstance(number, int) else set()
+        if not more:
+            raise UnsupportedError(
+                f"{item.table_name}: max_positions can't be told to its config, whose {attribute} is {number!r} where "
+                f"the table holds {_max_positions(item)} positions. Leave max_positions out."
+            )
+        found.append((item.owner, attribute, scheme.max_positions + min(more)))
+    return found
+
+
+def _recorded(model: nn.Module, option: str) -> set[int]:
+    """What earlier position patches of this model set an option to."""
+    stored = getattr(getattr(model, "config", None), KEY, None) or {}
+    return {part["scheme"].get(option) for part in stored.get("pos", [])} - {None}
+
+
+def takes_any_length(model: nn.Module) -> bool:
+    """Whether no table is left that would end somewhere, in a model that has or had one."""
+    found = _find(model)
+    tables = [item.table() for item in found]
+    return bool(found) and all(
+        table is None or isinstance(table, ZeroPositions | ComputedPositions) for table in tables
+    )
+
+
+def _affected(model: nn.Module, part: Part) -> list[_Found]:
+    """The stacks that a part changes."""
+    names = Names.of(model)
+    return [
+        item
+        for item in _find(model)
+        if not any(names.matches(glob, [item.table_name]) for glob in part.keep)
+        and not all(_reason_to_keep(name, part, names) for name in item.attentions)
+    ]
 
 
 def _find(model: nn.Module) -> list[_Found]:
@@ -229,7 +299,7 @@ def _remover(model: nn.Module, item: _Found) -> Callable[[Edits], None]:
             edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])
         else:
             assert isinstance(table, nn.Module)
-            edits.set_module(holder, attribute, ZeroPositions(*_table_size(table)))
+            edits.set_module(holder, attribute, ZeroPositions(*_table_size(table), getattr(table, "padding_idx", None)))
         _lift_limits(edits, model, item, item.stack.limits, sys.maxsize)
 
     return apply
@@ -352,7 +422,7 @@ def _max_positions(item: _Found) -> int:
         rows = table.num_embeddings
     else:
         rows = holder.__dict__[REMOVED_ROWS] if table is None else _table_size(table)[0]
-    return rows - item.stack.reserved_rows
+    return rows - _first_row(item)
 
 
 def _unsupported(model: nn.Module) -> UnsupportedError:

@@ -81,10 +81,11 @@ def computed_class(host: type[nn.Embedding]) -> type[ComputedPositions]:
         host_forward = host.forward
 
         def forward(self: ComputedPositions, *args: Any, **kwargs: Any) -> Tensor:
-            return host_forward(View(self, {"weight": RowsByIndex(self)}), *args, **kwargs)
+            stand_in: Any = View(self, {"weight": RowsByIndex(self)})
+            return host_forward(stand_in, *args, **kwargs)
 
         body["forward"] = forward
-    return type(host.__name__, (host, ComputedPositions), body)  # type: ignore[return-value]
+    return type(host.__name__, (host, ComputedPositions), body)
 
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple:

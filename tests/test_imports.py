@@ -31,7 +31,7 @@ LAYERS = [
     ["swap_norms", "swap_positions", "swap_mlps"],
     ["swap_batch", "swap_branches"],
     ["swap_placement"],
-    ["plan"],
+    ["plan", "generation"],
     ["checkpoint"],
     ["patch"],
     ["convert.modules", "convert.verify"],

@@ -184,7 +184,7 @@ class RoPE(Position):
         return frequencies.float(), float(factor)
 
     def build(self, head_dim: int, max_positions: int) -> RotaryEmbedding:
-        return RotaryEmbedding(self, head_dim, max_positions)
+        return RotaryEmbedding(self, head_dim, self.original_max_positions or max_positions)
 
     def describe(self, head_dim: int) -> str:
         dims = "" if self.partial == 1 else f", {self.rotary_dim(head_dim)} of {head_dim} channels"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ class Position(Scheme):
         max_positions: positions (tokens) that the model is to be used for. The config's length, which `generate()`,
             recipes and evaluation harnesses go by, is set to it; scaling rules of RoPE start from the old one. None
             leaves the config's number. Schemes that keep no table take inputs of any length either way.
+        original_max_positions: what it was before; found in the model where max_positions is given.
 
     Attributes:
         any_length: whether inputs of any length fit, as far as the scheme goes.
@@ -28,15 +29,27 @@ class Position(Scheme):
     """
 
     max_positions: int | None = field(default=None, kw_only=True)
+    original_max_positions: int | None = field(default=None, kw_only=True)
     registry: ClassVar = POSITIONS
     any_length: ClassVar[bool] = True
     keeps_table: ClassVar[bool] = False
     attends: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        number = self.max_positions
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-            raise OptionError(f"{type(self).__name__}: max_positions must be a positive integer, not {number!r:.40}.")
+        for option in ("max_positions", "original_max_positions"):
+            number = getattr(self, option)
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+                raise OptionError(f"{type(self).__name__}: {option} must be a positive integer, not {number!r:.40}.")
+
+    def for_lengths(self, lengths: set[int]) -> Position:
+        """The scheme with the length that the tables have, where it says another: what a checkpoint records.
+
+        Args:
+            lengths: positions of every table that the scheme replaces.
+        """
+        if self.max_positions is None or self.original_max_positions is not None or len(lengths) != 1:
+            return self
+        return replace(self, original_max_positions=next(iter(lengths)))
 
     def check(self, head_dim: int, where: str) -> None:
         """Refuse attention heads that the scheme can't serve.
