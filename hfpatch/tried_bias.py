@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from .attention import BIAS, ROTARY, AttentionLens, Fused
 from .view import LENS, host_class, lensed_class
 
-_TOKENS, _FAR = 3, -1e4
+_TOKENS, _FAR, _SLIGHT = 3, -1e4, 1e-4
 
 
 class _Apart(nn.Module):
-    """A bias that leaves every token alone with itself, in some of the heads."""
+    """A bias that leaves every token alone with itself, in heads whose number is one; slight where it is less."""
 
     def __init__(self, heads: Tensor):
         super().__init__()
@@ -30,7 +30,7 @@ def why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str |
     """Why this attention can't be given a bias on its scores; None where it takes one.
 
     With a bias that forbids all but a token itself, in all heads, its output must be what it is without other tokens;
-    and it mustn't be where the bias is in the first head alone.
+    and it mustn't be where such a bias is in the first head alone, or is slight.
 
     Args:
         module: an attention on any device; its weights aren't used.
@@ -45,6 +45,8 @@ def why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str |
         alone = torch.cat([_run(twin, states[:, t : t + 1], everywhere) for t in range(_TOKENS)], dim=1)
         if not torch.allclose(_run(twin, states, everywhere), alone, rtol=1e-3, atol=1e-4):
             return "doesn't add its mask to its scores"
+        if torch.allclose(_run(twin, states, everywhere * _SLIGHT), alone, rtol=1e-3, atol=1e-4):
+            return "takes its mask for yes and no"
         if num_heads > 1 and torch.allclose(_run(twin, states, first), alone, rtol=1e-3, atol=1e-4):
             return "reads a mask of one head for all"
     except Exception as error:  # whatever somebody else's forward raises about a mask that it doesn't expect
