@@ -29,6 +29,7 @@ from .tried_bias import why_no_bias
 from .view import LENS, host_class, lensed_class, with_lens
 
 REMOVED_ROWS = "_hfpatch_removed_rows"  # of the module that held a table which was a Parameter
+_ALL_KEPT = "its attentions are kept"
 _RELATIVE = re.compile(r"relative_(attention_)?(bias|position)|rel_pos|rel_embeddings|pos_bias|position_bias", re.I)
 
 
@@ -163,7 +164,7 @@ def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names
     reasons = {name: _reason_to_keep(name, part, names) for name in item.attentions}
     kept_by_name = any(names.matches(glob, [item.table_name]) for glob in part.keep)
     all_kept = all(reasons.values())
-    why = "its attentions are kept" if all_kept else "keep" if kept_by_name else None
+    why = _ALL_KEPT if all_kept else "keep" if kept_by_name else None
     changes = [_table_change(model, item, part, why)]
     for name, module in item.attentions.items():
         changes.append(_attention_change(model, name, module, item, scheme, reasons[name]))
@@ -179,7 +180,7 @@ def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
 def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -> Change:
     table = item.table()
     if table is None or isinstance(table, ZeroPositions):
-        if part.scheme.keeps_table and why is None:  # type: ignore[attr-defined]
+        if part.scheme.keeps_table and why != _ALL_KEPT:  # type: ignore[attr-defined]
             raise UnsupportedError(
                 f"{item.table_name}: an earlier patch removed this table, and pos={part.scheme.name!r} needs it. Use "
                 "unpatch_model (after a patch with reversible=True), or start from the original checkpoint."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,7 @@ def computed_class(host: type[nn.Embedding]) -> type[ComputedPositions]:
     }
     if host is nn.Embedding:
         return type(host.__name__, (ComputedPositions,), body)
-    if "__class__" not in host.forward.__code__.co_freevars:  # no super(): it takes the rows itself
+    if "__class__" not in inspect.unwrap(host.forward).__code__.co_freevars:  # no super(): it takes the rows itself
         host_forward = host.forward
 
         def forward(self: ComputedPositions, *args: Any, **kwargs: Any) -> Tensor:
