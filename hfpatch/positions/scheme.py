@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -40,6 +40,11 @@ class Position(Scheme):
             number = getattr(self, option)
             if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
                 raise OptionError(f"{type(self).__name__}: {option} must be a positive integer, not {number!r:.40}.")
+
+    def to_json(self) -> dict[str, Any]:
+        """As any scheme's; lengths are left out where none was asked for."""
+        lengths = ("max_positions", "original_max_positions")
+        return {name: value for name, value in super().to_json().items() if name not in lengths or value is not None}
 
     def for_lengths(self, lengths: set[int]) -> Position:
         """The scheme with the length that the tables have, where it says another: what a checkpoint records.
