@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from .lengths import takes_any_length
 from .record import KEY
-from .swap_positions import takes_any_length
 
 _LENGTH = "max_position_embeddings"
 

@@ -1,4 +1,4 @@
-"""What a removed table leaves behind: a module that adds nothing, and lenses that lift the old length's limits."""
+"""What a removed table leaves behind: a constant, its mean row, and lenses that lift the old length's limits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .view import Arguments, InnerView, View
+
+MEAN_ROW = "its mean row"  # what a plan and a report say of a removed table
 
 
 class LengthLimit:
@@ -58,17 +60,14 @@ class ZeroArguments(LengthLimit):
 
 @dataclass(frozen=True)
 class AnyImageSize(LengthLimit):
-    """Patch embeddings without a table take images of any size."""
+    """Patch embeddings whose table is a constant take images of any size."""
 
     table: str = "position_embeddings"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        pixels = arguments["pixel_values"]
-        zero = torch.zeros((), device=pixels.device)
         attributes = {
-            self.table: zero,
-            "image_size": tuple(pixels.shape[-2:]),
-            "interpolate_pos_encoding": lambda *args, **kwargs: zero,
+            "image_size": tuple(arguments["pixel_values"].shape[-2:]),
+            "interpolate_pos_encoding": lambda *args, **kwargs: getattr(module, self.table),
         }
         return attributes, {}
 
@@ -92,21 +91,27 @@ class AnyInputLength(LengthLimit):
         for name in self.convolutions:
             positions = positions // getattr(module, name).stride[0]
         attributes: dict[str, Any] = {"config": View(module.config, {self.setting: positions})}
-        if not isinstance(getattr(module, self.table), ZeroPositions):
+        if not isinstance(getattr(module, self.table), ConstantPositions):
             attributes[self.table] = InnerView(getattr(module, self.table), {"num_embeddings": positions})
         return attributes, {}
 
 
-class ZeroPositions(nn.Module):
-    """Stands where a table of positions stood and adds nothing: a zero without dimensions.
+class ConstantPositions(nn.Module):
+    """Stands where a table of positions stood and returns one row, whatever the positions.
+
+    The row starts as the mean of the table's: what every position had in common isn't about position.
 
     Args:
-        num_embeddings, embedding_dim, padding_idx: the removed table's, which some hosts still ask for.
+        table: the removed table (rows, width).
+        first: its first row that holds a position.
+        padding_idx: the table's.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None):
+    def __init__(self, table: Tensor, first: int = 0, padding_idx: int | None = None):
         super().__init__()
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.num_embeddings, self.embedding_dim = table.shape  # some hosts still ask for them
+        self.padding_idx = padding_idx
+        self.constant = constant_of(table, mean_row(table, first))
 
     @property
     def weight(self) -> Tensor:
@@ -114,10 +119,18 @@ class ZeroPositions(nn.Module):
         return torch.empty(self.num_embeddings, self.embedding_dim)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                return torch.zeros((), device=value.device)
-        return torch.zeros(())
+        return self.constant
 
     def extra_repr(self) -> str:
-        return f"was {self.num_embeddings} x {self.embedding_dim}"
+        return f"{self.embedding_dim}, was {self.num_embeddings} x {self.embedding_dim}"
+
+
+def constant_of(table: Tensor, row: Tensor) -> nn.Parameter:
+    """A row in the table's place: trained where the table was."""
+    trained = table.requires_grad if isinstance(table, nn.Parameter) else True
+    return nn.Parameter(row, requires_grad=trained)
+
+
+def mean_row(table: Tensor, first: int = 0) -> Tensor:
+    """The mean (..., width) of a table's rows (..., rows, width) from row `first` on."""
+    return table.detach()[..., first:, :].double().mean(-2).to(table.dtype)

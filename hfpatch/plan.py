@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from .conversion import Conversion
 from .errors import NothingToPatchError, OptionError, UnsupportedError, WrappedModelError
 from .from_scratch import settle_start
+from .lengths import config_lengths, settle_positions
 from .mlps import MLP
 from .norms import Norm
 from .placement import Placement
@@ -24,7 +25,7 @@ from .swap_branches import plan_branch_norms, settle_norm
 from .swap_mlps import plan_mlps
 from .swap_norms import plan_norms
 from .swap_placement import plan_placement, settle_placement
-from .swap_positions import config_lengths, plan_positions, settle_positions
+from .swap_positions import plan_positions
 from .view import host_class
 
 

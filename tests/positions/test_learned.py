@@ -210,6 +210,6 @@ def test_resized_twice_and_taken_back(tmp_path: Path) -> None:
 
 def test_rope_after_a_longer_table() -> None:
     model = patched(patched(make("gpt2"), pos="learned:max_positions=64"), pos="rope")
-    direct = patched(make("gpt2"), pos="rope")
+    direct = patched(make("gpt2"), pos="rope")  # the mean row is that of the rows which were tiled
     with torch.no_grad():
-        assert torch.equal(model(tokens(2, 50)).logits, direct(tokens(2, 50)).logits)
+        assert difference(model(tokens(2, 50)).logits, direct(tokens(2, 50)).logits) <= 1e-5
