@@ -20,6 +20,7 @@ from .attention import BIAS, ROTARY
 from .edits import Edits
 from .errors import CheckpointError
 from .generation import without_old_length
+from .native_rope import refill
 from .norms import AffineNorm
 from .plan import PLANNERS
 from .record import KEY, Record
@@ -241,6 +242,7 @@ def _initialize_ours(model: nn.Module) -> None:
         for one in made:
             if hasattr(one, "reset"):
                 one.reset()
+        refill(module)
         values = module.initial_values() if isinstance(module, AffineNorm) else {}
         if SCALED in module.__dict__:
             values[SCALE] = module.__dict__[SCALED]

@@ -7,10 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from .lengths import takes_any_length
+from .lengths import LENGTH, takes_any_length
 from .record import KEY
-
-_LENGTH = "max_position_embeddings"
 
 
 def without_old_length(host: type) -> dict[str, Callable[..., Any]]:
@@ -34,7 +32,7 @@ def _length(method: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(self, *args, **kwargs).arguments
         before = given["generation_config"].max_length
         generation_config = method(self, *args, **kwargs)
-        old = getattr(self.config, _LENGTH, None)
+        old = getattr(self.config, LENGTH, None)
         if old is not None and generation_config.max_length == old and given.get("has_default_max_length"):
             wanted = (before or 0) + given["input_ids_length"]
             if wanted > old and generation_config.max_new_tokens is None and _is_unlimited(self):
@@ -48,10 +46,10 @@ def _criteria(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = method(self, *args, **kwargs)
-        if any(getattr(one, _LENGTH, None) is not None for one in found) and _is_unlimited(self):
+        if any(getattr(one, LENGTH, None) is not None for one in found) and _is_unlimited(self):
             for one in found:
-                if hasattr(one, _LENGTH):
-                    setattr(one, _LENGTH, None)
+                if hasattr(one, LENGTH):
+                    setattr(one, LENGTH, None)
         return found
 
     return criteria

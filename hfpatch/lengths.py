@@ -8,10 +8,14 @@ from typing import Any
 from torch import nn
 
 from .errors import OptionError, UnsupportedError
+from .native_rope import find_rotations
 from .positions import Position
 from .record import KEY, Part
+from .select import Names
 from .swap_positions import affected_stacks, find_stacks, max_positions
 from .swap_tables import ends_somewhere, first_row
+
+LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
 
 
 def settle_positions(model: nn.Module, part: Part, example_inputs: Any = None) -> Part:
@@ -22,28 +26,41 @@ def settle_positions(model: nn.Module, part: Part, example_inputs: Any = None) -
     """
     scheme = part.scheme
     assert isinstance(scheme, Position)
-    if scheme.max_positions is None or scheme.original_max_positions is not None:
+    if scheme.max_positions is None:
         return part
-    lengths = _recorded(model, "original_max_positions") or set(map(max_positions, affected_stacks(model, part)))
+    lengths: set[int] = _recorded(model, "original_max_positions")
+    if scheme.original_max_positions is not None:
+        lengths = {scheme.original_max_positions}
+    elif not lengths:
+        lengths = set(map(max_positions, affected_stacks(model, part)))
+        lengths |= {length for config in _configs_of_rotations(model, part) if (length := getattr(config, LENGTH, 0))}
     if len(lengths) > 1 and getattr(scheme, "scaling", None):
         raise OptionError(
-            f"pos={scheme.name!r} scales from the old length, and the tables have {sorted(lengths)} positions. Patch "
-            "one stack at a time (only=), or give original_max_positions."
+            f"pos={scheme.name!r} scales from the old length, and this model has {sorted(lengths)}. Patch one stack at "
+            "a time (only=), or give original_max_positions."
         )
     return replace(part, scheme=scheme.for_lengths(lengths))
 
 
-def config_lengths(model: nn.Module, part: Part) -> list[tuple[nn.Module, str, int]]:
-    """What max_positions changes in configs: (the stack's owner, the attribute of its config, the new value).
+def config_lengths(model: nn.Module, part: Part) -> list[tuple[Any, str, int]]:
+    """What max_positions changes: (a config, its attribute, the new value).
 
     Raises:
-        UnsupportedError: a stack's config doesn't say how many positions its table holds.
+        UnsupportedError: no config says how many positions there are.
     """
     scheme = part.scheme
     assert isinstance(scheme, Position)
-    found: list[tuple[nn.Module, str, int]] = []
     if scheme.max_positions is None:
         return []
+    found = [(config, LENGTH, scheme.max_positions) for config in _configs_of_rotations(model, part)]
+    if found and (getattr(scheme, "scaling", None) or {}).get("rope_type") == "dynamic":
+        raise UnsupportedError(
+            f"dynamic scaling starts from {type(found[0][0]).__name__}.{LENGTH}, which max_positions would change. "
+            "Leave max_positions out."
+        )
+    for config, attribute, _ in found:
+        if getattr(config, attribute, None) is None:
+            raise UnsupportedError(f"{type(config).__name__} has no {attribute} to set. Leave max_positions out.")
     for item in affected_stacks(model, part):
         config, attribute = getattr(item.owner, "config", None), item.stack.config_length
         number = getattr(config, attribute, None)
@@ -54,8 +71,26 @@ def config_lengths(model: nn.Module, part: Part) -> list[tuple[nn.Module, str, i
                 f"{item.table_name}: max_positions can't be told to its config, whose {attribute} is {number!r} where "
                 f"the table holds {max_positions(item)} positions. Leave max_positions out."
             )
-        found.append((item.owner, attribute, scheme.max_positions + min(more)))
+        found.append((config, attribute, scheme.max_positions + min(more)))
+    if not found:
+        raise UnsupportedError(
+            f"{type(model).__name__}: none of its configs says how many positions there are. Leave max_positions out."
+        )
     return found
+
+
+def _configs_of_rotations(model: nn.Module, part: Part) -> list[Any]:
+    """The configs of the model's own rotations that a part changes."""
+    if part.scheme.name not in ("rope", "nope"):
+        return []
+    names, configs = Names.of(model), {}
+    for rotation in find_rotations(model):
+        if rotation.path is not None and not names.reason_to_keep([rotation.name], part.only, part.keep):
+            config: Any = model.config
+            for name in rotation.path:
+                config = getattr(config, name)
+            configs[id(config)] = config
+    return list(configs.values())
 
 
 def takes_any_length(model: nn.Module) -> bool:

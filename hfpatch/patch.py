@@ -20,6 +20,7 @@ from .convert.walk import tried_batches
 from .edits import Edits
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
 from .mlps import MLP, GatedLinear
+from .native_rope import TOLD, tell_config
 from .norms import AffineNorm, Norm
 from .optimizer import check_optimizer, swap_parameters
 from .placement import Placement
@@ -297,6 +298,7 @@ def _give_own_config(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:
     config = copy.deepcopy(model.config, copies)
     object.__setattr__(config, "__class__", registered_config_class(host_class(type(config))))
     setattr(config, KEY, plan.record.to_json())
+    tell_config(model, config)
     _set_lengths(model, plan, copies, edits)
     for module in model.modules():
         for name, value in list(module.__dict__.items()):
@@ -307,8 +309,8 @@ def _give_own_config(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:
 def _set_lengths(model: PreTrainedModel, plan: Plan, copies: dict[int, Any], edits: Edits) -> None:
     """The new length in the patched copies of configs, and in a generation config that ended at the old one."""
     generation = getattr(model, "generation_config", None)
-    for owner, attribute, value in plan.lengths:
-        config = copies[id(owner.config)]
+    for original, attribute, value in plan.lengths:
+        config = copies[id(original)]
         old = getattr(config, attribute)
         setattr(config, attribute, value)
         if generation is not None and getattr(generation, "max_length", None) == old:
@@ -327,7 +329,7 @@ def _carry_over_config(model: nn.Module, patched: PreTrainedConfig, lengths: dic
     changed = {
         name: value
         for name, value in vars(patched).items()
-        if name != KEY
+        if name not in (KEY, *TOLD)
         and not isinstance(value, PreTrainedConfig)
         and vars(original).get(name, KEY) != value
         and lengths.get(name, KEY) != value

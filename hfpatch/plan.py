@@ -67,14 +67,14 @@ class Plan:
         record: the patch record that the model will have.
         changes: every row with the change behind it.
         conversion: where norms are to be the same function: what `patch_model` must check.
-        lengths: (module, attribute of its config, value) where max_positions says another length.
+        lengths: (config, attribute, value) where max_positions says another length.
     """
 
     model_name: str
     record: Record
     changes: list[Change] = field(default_factory=list)
     conversion: Conversion | None = None
-    lengths: list[tuple[nn.Module, str, int]] = field(default_factory=list)
+    lengths: list[tuple[Any, str, int]] = field(default_factory=list)
 
     @property
     def rows(self) -> list[Row]:
@@ -89,7 +89,7 @@ class Plan:
     def lengths_in(self, config: Any) -> dict[str, int]:
         """What max_positions sets in one config, by the attributes' own names."""
         names = getattr(type(config), "attribute_map", {})
-        return {names.get(name, name): value for owner, name, value in self.lengths if owner.config is config}
+        return {names.get(name, name): value for owner, name, value in self.lengths if owner is config}
 
     def losses(self) -> list[str]:
         """What the patch doesn't preserve, each said once."""

@@ -17,9 +17,11 @@ from .attention import BIAS, ROTARY, AttentionLens
 from .edits import Edits
 from .errors import UnsupportedError
 from .limits import MEAN_ROW, ConstantPositions, LengthLimit, constant_of, mean_row
+from .native_rope import plan_native
 from .positions import Position
 from .record import Part
 from .registry import ARCHITECTURES
+from .relative import FoundBias, find_biases, remover, unremovable
 from .rows import Change, Row, refuse_private_forward
 from .select import Names
 from .swap_bias import bias_for, require_bias
@@ -39,6 +41,7 @@ class _Found:
     name: str
     table_name: str
     attentions: dict[str, nn.Module]
+    length: int | None = None
 
     def holder(self) -> tuple[nn.Module, str]:
         """The module that holds the table, and the table's own name in it."""
@@ -70,9 +73,16 @@ def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
     scheme = part.scheme
     assert isinstance(scheme, Position)
     names, found = Names.of(model), find_stacks(model)
-    if not found and strict:
-        raise _unsupported(model)
-    return [change for item in found for change in _changes(model, item, scheme, part, names)]
+    changes = [change for item in found for change in _changes(model, item, scheme, part, names)]
+    covered = {name for item in found for name in item.attentions}
+    biases = find_biases(model)
+    for bias in biases:
+        changes += _bias_changes(model, bias, covered, part, names)
+    changes += plan_native(model, part, names)
+    staying = _other_biases(model, found, biases)
+    if not changes and strict:
+        raise _unsupported(model, staying)
+    return changes + staying
 
 
 def affected_stacks(model: nn.Module, part: Part) -> list[_Found]:
@@ -100,7 +110,9 @@ def find_stacks(model: nn.Module) -> list[_Found]:
             for child_name, child in module.named_modules()
             if fnmatch.fnmatchcase(child_name, stack.attention)
         }
-        found.append(_Found(stack, module, name, prefix + stack.table, attentions))
+        item = _Found(stack, module, name, prefix + stack.table, attentions)
+        if item.table() is not None or REMOVED_ROWS in item.holder()[0].__dict__:  # some configs have none
+            found.append(item)
     return found
 
 
@@ -122,6 +134,74 @@ def _try_bias(attentions: dict[str, nn.Module], stack: Stack, part: Part, change
     assert isinstance(scheme, Position)
     if scheme.attends and not part.modules:  # what is replayed was tried when it was made
         require_bias({name: attentions[name] for name in attentions if name in changed}, _lens(stack), scheme)
+
+
+def _bias_changes(model: nn.Module, item: FoundBias, covered: set[str], part: Part, names: Names) -> list[Change]:
+    """What happens to relative biases, and to those of their attentions that no table feeds as well."""
+    scheme, bias = part.scheme, item.bias
+    assert isinstance(scheme, Position)
+    reasons = {name: _reason_to_keep(name, part, names) for name in item.attentions}
+    by_name = any(names.matches(glob, [item.name]) for glob in part.keep)
+    why = "its attentions are kept" if all(reasons.values()) else "keep" if by_name else None
+    row = Row("position", "keep", item.name, "biases by distance", reason=why)
+    if item.removed:
+        row.now, row.reason = "no biases", "removed already"
+    changes = [Change(row)]
+    if scheme.keeps_table and why != ALL_KEPT:
+        raise UnsupportedError(
+            f"{item.name}: its positions are relative biases, and pos={scheme.name!r} needs a table of absolute ones."
+        )
+    if row.reason is None:
+        if part.init == "exact":
+            raise UnsupportedError(
+                f"{item.name}: pos={scheme.name!r} isn't exact: what these biases add can't be had from it. "
+                "Use init='auto' to accept that."
+            )
+        row.action, row.becomes, row.loss = "replace", "removed", "relative biases are removed"
+        if scheme.name == "nope" and not (bias.causal or getattr(item.owner, "is_decoder", False)):
+            row.loss += "; without a causal mask the stack becomes blind to order"
+        changes = [Change(row, remover(item))]
+    left = {name: module for name, module in item.attentions.items() if name not in covered}
+    if bias.projections is None or not left:
+        return changes
+    if bias.absolute and _of(item.owner, bias.absolute) is not None:
+        raise UnsupportedError(
+            f"{item.prefix}{bias.absolute}: {type(item.owner).__name__} adds a table of absolute positions besides its "
+            "biases, for which hfpatch has no record."
+        )
+    stack = Stack(
+        *(bias.owner, bias.name, bias.attention, bias.projections),
+        head_dim=bias.head_dim,
+        cache=bias.cache,
+        layer_index=bias.layer_index,
+        causal=bias.causal,
+    )
+    length = getattr(getattr(item.owner, "config", None), bias.length, None)
+    found = _Found(stack, item.owner, item.prefix.rstrip("."), item.name, left, length or 0)
+    changes += [_attention_change(model, name, module, found, scheme, reasons[name]) for name, module in left.items()]
+    _try_bias(left, stack, part, changes)
+    return changes
+
+
+def _of(owner: nn.Module, path: str) -> Any:
+    holder, _, attribute = path.rpartition(".")
+    return getattr(owner.get_submodule(holder), attribute, None)
+
+
+def _other_biases(model: nn.Module, found: list[_Found], biases: list[FoundBias]) -> list[Change]:
+    """Relative biases that stay where they are, in parts of the model that nothing else changes.
+
+    Raises:
+        UnsupportedError: they are added by attentions that would be changed, so that some positions would be left in.
+    """
+    reasons = unremovable(model, biases)
+    for name, reason in reasons.items():
+        for owner in [item.owner for item in found] + [item.owner for item in biases]:
+            if any(inner is model.get_submodule(name) for inner in owner.modules()):
+                raise UnsupportedError(f"{name}: its positions are relative biases, and they stay: {reason}.")
+    return [
+        Change(Row("position", "keep", name, "relative positions", reason=reason)) for name, reason in reasons.items()
+    ]
 
 
 def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
@@ -259,11 +339,14 @@ def _lens(stack: Stack) -> AttentionLens:
 
 def max_positions(item: _Found) -> int:
     """Positions that the table holds, or held before an earlier patch removed it."""
-    rows = item.removed_rows() or _table_size(item.table())[0]
-    return rows - first_row(item)
+    rows = item.length if item.length is not None else item.removed_rows() or _table_size(item.table())[0]
+    return rows - (first_row(item) if item.length is None else 0)
 
 
-def _unsupported(model: nn.Module) -> UnsupportedError:
+def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:
+    if staying:
+        row = staying[0].row
+        return UnsupportedError(f"{row.module}: its positions are relative, and they stay: {row.reason}.")
     family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     alike = [name for name, record in ARCHITECTURES.items() if any(_built_like(model, s) for s in record.stacks)]
     close = difflib.get_close_matches(family, alike or list(ARCHITECTURES), n=1, cutoff=0.0 if alike else 0.6)
@@ -277,7 +360,7 @@ def _unsupported(model: nn.Module) -> UnsupportedError:
 def _built_like(model: nn.Module, stack: Stack) -> bool:
     """Whether some module holds a table and attentions where this stack's owner does."""
     path, _, attribute = stack.table.rpartition(".")
-    wanted = vars(stack.projections).values()
+    wanted = [name for name in vars(stack.projections).values() if isinstance(name, str)]
     for owner in model.modules():
         children = dict(owner.named_modules())
         if path in children and hasattr(children[path], attribute):

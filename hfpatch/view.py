@@ -173,8 +173,11 @@ def lensed_forward(host: type[nn.Module]) -> Callable[..., Any]:
         for name in chunked:
             stand_in.__dict__[name] = functools.partial(getattr(view, name), stand_in)
         if filled:
-            return host_forward(stand_in, **{**arguments, **filled})
-        return host_forward(stand_in, *args, **kwargs)
+            output = host_forward(stand_in, **{**arguments, **filled})
+        else:
+            output = host_forward(stand_in, *args, **kwargs)
+        finish = getattr(lens, "finish", None)
+        return output if finish is None else finish(output, arguments)
 
     forward.__signature__ = signature  # type: ignore[attr-defined]  # callers inspect it for the arguments to pass
     return forward

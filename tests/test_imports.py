@@ -28,6 +28,7 @@ LAYERS = [
     ["junctions"],
     ["record"],
     ["conversion", "from_scratch"],
+    ["native_rope", "relative"],
     ["swap_norms", "swap_bias", "swap_tables", "swap_positions", "swap_mlps"],
     ["lengths"],
     ["swap_batch", "swap_branches"],
