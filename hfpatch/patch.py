@@ -115,7 +115,7 @@ def patch_model(
         raise OptionError(f"fit must be one of {', '.join(map(repr, FITS))}, not {fit!r}.")
     if optimizer is not None:
         check_optimizer(optimizer, model)
-    told = _told(tokenizer, pos)
+    told, lengths = _told(tokenizer, pos), plan.lengths_in(model.config)
     if not plan.changes:
         tell_length(*told, Edits())
         return model
@@ -130,7 +130,6 @@ def patch_model(
         batches = batches or _checked_calibration(model, calibration, plan, init)
         edits, report = _transact(model, plan, optimizer, batches, fit)
     tell_length(*told, edits)
-    lengths = plan.lengths_in(model.config)
     for name, value in ((WAY_BACK, None), (REPAIR, report)):
         model.__dict__.pop(name, None)
         if value is not None:

@@ -147,6 +147,9 @@ def _bias_changes(model: nn.Module, item: FoundBias, covered: set[str], part: Pa
     if item.removed:
         row.now, row.reason = "no biases", "removed already"
     changes = [Change(row)]
+    if scheme.keeps_table and all(name in covered for name in item.attentions):
+        row.reason = row.reason or "stays beside the table"
+        return changes
     if scheme.keeps_table and why != ALL_KEPT:
         raise UnsupportedError(
             f"{item.name}: its positions are relative biases, and pos={scheme.name!r} needs a table of absolute ones."
