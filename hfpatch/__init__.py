@@ -29,6 +29,7 @@ from .placement import Placement
 from .plan import Plan, plan_patch
 from .positions import ALiBi, Learned, NoPE, Position, RoPE, Sinusoidal
 from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
+from .reorder import convert_pairing
 
 __version__ = "0.1.0"
 
@@ -80,6 +81,7 @@ __all__ = [
     "UnsupportedError",
     "VerificationError",
     "WrappedModelError",
+    "convert_pairing",
     "patch_model",
     "plan_patch",
     "repair",

@@ -20,15 +20,16 @@ from transformers import PreTrainedConfig
 
 from .edits import Edits
 from .errors import PositionError, UnsupportedError
+from .pairing import HostOrder, rotating_attentions
 from .positions import RoPE
 from .record import Part
 from .rows import Change, Row, refuse_private_forward
 from .select import Names
-from .view import LENS, Arguments, host_class, lens_of, lensed_class
+from .view import LENS, Arguments, host_class, lens_of, lensed_class, with_lens
 
 SETTINGS_AT = "_hfpatch_rope_settings_at"  # of a rebuilt rotation: the path in the model's config of what it reads
 _ORIGINAL = "original_max_position_embeddings"
-TOLD = ("rope_parameters", _ORIGINAL)  # what a patched config says of rebuilt rotations
+TOLD = ("rope_parameters", "rope_theta", _ORIGINAL)  # what a patched config says of rebuilt rotations
 _SCALARS = (int, float, str, bool, type(None))
 
 Path = tuple[str, ...]
@@ -84,8 +85,15 @@ class Rotation:
     @property
     def settings(self) -> Settings:
         config: Any = self.module.config
-        parameters = config.rope_parameters
+        parameters = getattr(config, "rope_parameters", None)
+        if not isinstance(parameters, dict):
+            return {"rope_theta": config.rope_theta, "rope_type": "default"}
         return parameters if self.layer_type is None else parameters[self.layer_type]
+
+    @property
+    def theta_alone(self) -> bool:
+        """Whether the module reads nothing but `config.rope_theta`."""
+        return not isinstance(getattr(self.module.config, "rope_parameters", None), dict)
 
     @property
     def all_dropped(self) -> tuple[str | None, ...]:
@@ -108,17 +116,21 @@ def find_rotations(model: nn.Module) -> list[Rotation]:
     for holder_name, holder in model.named_modules():
         for attribute, module in holder._modules.items():
             config = module.__dict__.get("config") if module is not None else None
-            parameters = getattr(config, "rope_parameters", None)
-            if module is None or not isinstance(parameters, dict):
+            parameters: Any = getattr(config, "rope_parameters", None)
+            if module is None or not (isinstance(parameters, dict) or isinstance(_theta(config), int | float)):
                 continue
             path = module.__dict__.get(SETTINGS_AT, paths.get(id(config)))
             name = f"{holder_name}.{attribute}".strip(".")
             if "inv_freq" in module._buffers:
                 found.append(Rotation(name, holder, attribute, None, path))
-            for kind in parameters:
+            for kind in parameters if isinstance(parameters, dict) else ():
                 if f"{kind}_inv_freq" in module._buffers and isinstance(parameters[kind], dict):
                     found.append(Rotation(f"{name}.{kind}", holder, attribute, kind, path))
     return found
+
+
+def _theta(config: Any) -> Any:
+    return getattr(config, "rope_theta", None)
 
 
 def _paths(config: Any, path: Path = ()) -> dict[int, Path]:
@@ -140,7 +152,15 @@ def plan_native(model: nn.Module, part: Part, names: Names) -> list[Change]:
     Raises:
         UnsupportedError: the model's rotation can't take these settings; says why.
     """
-    return [_change(model, rotation, part, names) for rotation in find_rotations(model)]
+    with torch.device("cpu"):  # whatever the default device is while a model loads
+        changes = [_change(model, rotation, part, names) for rotation in find_rotations(model)]
+    for change in changes:
+        if part.init == "exact" and change.row.loss:
+            raise UnsupportedError(
+                f"{change.row.module}: pos={part.scheme.name!r} isn't exact: {change.row.loss}. Use init='auto' to "
+                "accept that."
+            )
+    return changes
 
 
 def _change(model: nn.Module, rotation: Rotation, part: Part, names: Names) -> Change:
@@ -150,7 +170,7 @@ def _change(model: nn.Module, rotation: Rotation, part: Part, names: Names) -> C
         return Change(row)
     scheme = part.scheme
     if isinstance(scheme, RoPE):
-        return _settings_change(model, rotation, scheme, row)
+        return _settings_change(model, rotation, part, names, row)
     if scheme.name != "nope":
         row.reason = "the model rotates by itself: only rope and nope change that"
         return Change(row)
@@ -168,25 +188,29 @@ def _drop(edits: Edits, module: nn.Module, layer_types: tuple[str | None, ...]) 
     edits.set_class(module, lensed_class(host_class(type(module))))
 
 
-def _settings_change(model: nn.Module, rotation: Rotation, scheme: RoPE, row: Row) -> Change:
+def _settings_change(model: nn.Module, rotation: Rotation, part: Part, names: Names, row: Row) -> Change:
+    scheme = part.scheme
+    assert isinstance(scheme, RoPE)
     old = rotation.settings
     kind = old.get("rope_type", "default")
-    if scheme.scaling is not None and kind == "axial":
-        row.reason = "its positions have several axes, which no scaling for longer text fits"
+    if kind == "axial" and (scheme.scaling is not None or scheme.pairing is not None):
+        row.reason = "its positions have several axes, which no scaling for longer text and no pairing fits"
         return Change(row)
-    new, pairing = _changed(old, scheme, rotation.module.config), pairing_of(rotation)
-    if scheme.pairing is not None and scheme.pairing != pairing:
-        raise UnsupportedError(
-            f"{rotation.name}: {_described(rotation)} rotates {pairing or 'other'} pairs, and with "
-            f"pairing={scheme.pairing!r} the same weights would be another function. convert_pairing(model, "
-            f"to={scheme.pairing!r}) reorders them, so that the function stays."
-        )
+    if rotation.theta_alone and not (scheme.scaling is None and scheme.partial in (None, 1)):
+        raise UnsupportedError(f"{rotation.name}: {_described(rotation)} reads theta alone: no scaling, no partial.")
+    new, host = _changed(old, scheme, rotation.module.config), pairing_of(rotation)
+    alike = [other for other in find_rotations(model) if other.module is rotation.module]
+    if scheme.pairing is not None and any(names.reason_to_keep([o.name], part.only, part.keep) for o in alike):
+        raise UnsupportedError(f"{rotation.name}: pairing= changes all types of layers at once, and some are kept.")
+    reordered = _reordering(rotation, scheme, host)
+    pairing = scheme.pairing or _present_pairing(rotation) or host
     row.action, row.becomes = "replace", _said(new, pairing)
     differences: list[tuple[str, str, Any]] = []
-    if new == old and not rotation.dropped:
+    if new == old and not rotation.dropped and not reordered:
         row.reason = "its own settings"
     else:
         row.loss = "queries and keys are rotated otherwise than they were trained for"
+    if new != old or rotation.dropped:
         differences = _differences(model, rotation, new)
         _require_served(rotation, old, new, differences)
 
@@ -203,8 +227,46 @@ def _settings_change(model: nn.Module, rotation: Rotation, scheme: RoPE, row: Ro
             _drop(edits, rebuilt, others)
         for name, attribute, value in differences:
             edits.set_attribute(model.get_submodule(name), attribute, value)
+        for attention, lens in reordered:
+            edits.set_attribute(attention, LENS, with_lens(attention, lens) if lens else None)
+            edits.set_class(attention, lensed_class(host_class(type(attention))))
 
     return Change(row, apply)
+
+
+def _present_pairing(rotation: Rotation) -> str | None:
+    """The order of the channels of q and k, where it isn't the host's."""
+    known = rotating_attentions(rotation.module, rotation.holder).values()
+    return next((one.lens.pairing for one in known if one is not None and one.lens is not None), None)
+
+
+def _reordering(rotation: Rotation, scheme: RoPE, host: str | None) -> list[tuple[nn.Module, HostOrder | None]]:
+    """The attentions whose lens changes with the pairing, and that lens; None where the host's own order comes back.
+
+    Raises:
+        UnsupportedError: the host's pairing, or where queries and keys come from, isn't known.
+    """
+    if scheme.pairing is None or scheme.pairing == (_present_pairing(rotation) or host):
+        return []
+    attentions = rotating_attentions(rotation.module, rotation.holder)
+    where = f"{rotation.name}: pairing={scheme.pairing!r} isn't served"
+    if host is None:
+        raise UnsupportedError(f"{where}, since it isn't clear which channels the model's own code turns together.")
+    unknown = [name for name, one in attentions.items() if one is None]
+    if unknown or not attentions:
+        raise UnsupportedError(
+            f"{where}, since hfpatch doesn't know where the queries and keys of {unknown[0] if unknown else 'its'} "
+            f"{'' if unknown else 'attentions '}come from. It turns {host} pairs."
+        )
+    found: list[tuple[nn.Module, HostOrder | None]] = []
+    rotary_dim = rotary_dim_of(rotation)
+    for name, one in attentions.items():
+        assert one is not None
+        if rotary_dim > one.head_dim:
+            raise UnsupportedError(f"{where}: {name} has heads of {one.head_dim} channels, {rotary_dim} are turned.")
+        lens = HostOrder(scheme.pairing, one.last, one.head_dim, rotary_dim)
+        found.append((one.module, None if scheme.pairing == host else lens))
+    return found
 
 
 def _changed(old: Settings, scheme: RoPE, config: Any) -> Settings:
@@ -235,7 +297,7 @@ def _rebuilt(rotation: Rotation, settings: Settings) -> nn.Module:
     new.training = old.training
     new._parameters.update(old._parameters)
     for name, buffer in old._buffers.items():
-        if name in new._buffers and name not in old._non_persistent_buffers_set:
+        if name in new._buffers and name not in old._non_persistent_buffers_set and not name.endswith("inv_freq"):
             new._buffers[name] = buffer
     return new
 
@@ -243,7 +305,9 @@ def _rebuilt(rotation: Rotation, settings: Settings) -> nn.Module:
 def _made(rotation: Rotation, settings: Settings, device: str = "cpu") -> nn.Module:
     """The host's class with these settings, fresh."""
     config: Any = copy.deepcopy(rotation.module.config)
-    if rotation.layer_type is None:
+    if rotation.theta_alone:
+        config.rope_theta = settings["rope_theta"]
+    elif rotation.layer_type is None:
         config.rope_parameters = copy.deepcopy(settings)
     else:
         config.rope_parameters = {**config.rope_parameters, rotation.layer_type: copy.deepcopy(settings)}
@@ -338,23 +402,32 @@ def _applies_to_a_part(before: nn.Module, after: nn.Module, layer_type: str | No
 
 def pairing_of(rotation: Rotation) -> str | None:
     """Which channels the host's code turns together, seen from what it does with the first of them; None if unclear."""
+    return _seen(rotation)[0]
+
+
+def rotary_dim_of(rotation: Rotation) -> int:
+    """How many channels of a head the host's code turns; 0 if unclear."""
+    return _seen(rotation)[1]
+
+
+def _seen(rotation: Rotation) -> tuple[str | None, int]:
     try:
         module = _made(rotation, rotation.settings)
     except Exception:
-        return None
+        return None, 0
     phases = _trial(module, rotation.layer_type)
     if isinstance(phases, Tensor) and phases.is_complex():
-        return "interleaved"  # which is how complex numbers lie in memory
+        return "interleaved", 2 * phases.shape[-1]  # which is how complex numbers lie in memory
     if not isinstance(phases, tuple):
-        return None
-    said = set()
-    for width in (phases[0].shape[-1], 2 * phases[0].shape[-1]):
+        return None, 0
+    for width in (phases[0].shape[-1], 2 * phases[0].shape[-1]):  # as wide as cos; or cos is there once for each pair
         q = torch.zeros(1, 1, 2, width)
         q[..., 0] = 1
-        for turned in _rotate_by_host(module, q, phases):
-            partners = (turned[0, 0, 1, 1:].nonzero().flatten() + 1).tolist()
-            said.add("interleaved" if partners == [1] else "half" if partners == [width // 2] else None)
-    return said.pop() if len(said) == 1 else None
+        partners = [(y[0, 0, 1, 1:].nonzero().flatten() + 1).tolist() for y in _rotate_by_host(module, q, phases)]
+        if partners:
+            interleaved, half = ([found == [partner] for found in partners] for partner in (1, width // 2))
+            return ("interleaved" if all(interleaved) else "half" if all(half) else None), width
+    return None, 0
 
 
 def _described(rotation: Rotation) -> str:
@@ -425,7 +498,9 @@ def tell(config: PreTrainedConfig, rotation: Rotation, settings: Settings) -> No
     for name in rotation.path or ():
         inner = getattr(inner, name)
     settings = copy.deepcopy(settings)
-    if rotation.layer_type is None:
+    if rotation.theta_alone:
+        inner.rope_theta = settings["rope_theta"]
+    elif rotation.layer_type is None:
         inner.rope_parameters = settings
     else:
         inner.rope_parameters = {**inner.rope_parameters, rotation.layer_type: settings}

@@ -252,7 +252,7 @@ def _transact(
                 original = shadow(model, writes=bool(plan.conversion and plan.conversion.moved_shifts()))
             for apply in rest:
                 apply(edits)
-            _give_own_config(model, plan, edits)
+            give_own_config(model, plan, edits)
             edits.set_class(model, patched_model_class(host_class(type(model))))
             if calibration is not None and original is not None:
                 report = repair(model, original, calibration, edits, fit)
@@ -291,7 +291,7 @@ def _in_order(plan: Plan) -> tuple[list[Apply], list[Apply]]:
     return streams + exact, norms + others
 
 
-def _give_own_config(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:
+def give_own_config(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:
     """A patched copy of the config, for every module that holds it or a part of it: other models may share the old."""
     copies: dict[int, Any] = {}
     config = copy.deepcopy(model.config, copies)

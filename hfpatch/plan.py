@@ -290,7 +290,8 @@ def _require_one_patched_model(model: PreTrainedModel) -> None:
         )
     for name, module in model.named_modules():
         inner = name and isinstance(module, PreTrainedModel) and module.config is not model.config
-        if inner and getattr(module.config, KEY, None):
+        own = getattr(module.config, KEY, None) if inner else None
+        if own and own != getattr(model.config, KEY, None):  # some hosts give their stacks copies of it
             raise UnsupportedError(
                 f"{name} inside {type(model).__name__} was patched by itself, which the outer model's record couldn't "
                 "tell of. Patch the outermost model, the one that is saved; only= chooses the part."

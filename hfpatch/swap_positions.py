@@ -18,7 +18,7 @@ from .edits import Edits
 from .errors import UnsupportedError
 from .limits import MEAN_ROW, ConstantPositions, LengthLimit, constant_of, mean_row
 from .native_rope import plan_native
-from .positions import Position
+from .positions import Position, RoPE
 from .record import Part
 from .registry import ARCHITECTURES
 from .relative import FoundBias, find_biases, remover, unremovable
@@ -306,6 +306,8 @@ def _attention_change(
     if reason is not None:
         return Change(row)
     head_dim = getattr(module, stack.head_dim)
+    if isinstance(scheme, RoPE) and isinstance(getattr(rotary, "scheme", None), RoPE):
+        scheme = scheme.over(rotary.scheme)  # type: ignore[union-attr, arg-type]
     scheme.check(head_dim, name)
     new = scheme.build(head_dim, max_positions(item))
     lens = _lens(stack)

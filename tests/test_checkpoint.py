@@ -184,7 +184,7 @@ def test_the_files(tmp_path: Path) -> None:
     (norm,), (pos,) = stored["hfpatch"]["norm"], stored["hfpatch"]["pos"]
     assert norm["scheme"] == {"name": "dyt", "alpha": 0.8}
     assert norm["only"] == pos["only"] == ["*.h.*", "*.wpe"]
-    assert pos["scheme"] == {"name": "rope", "theta": 10000.0, "scaling": None, "partial": 1.0, "pairing": "half"}
+    assert pos["scheme"] == {"name": "rope", "theta": None, "scaling": None, "partial": None, "pairing": None}
     assert model.config.model_type == "gpt2"
     keys = set(load_file(tmp_path / "model.safetensors"))
     assert "transformer.wpe.weight" not in keys
@@ -583,7 +583,7 @@ MALFORMED: dict[str, Any] = {
     "option infinite": record(norm=[part(scheme={"name": "dyt", "alpha": float("inf")})]),
     "option a list": record(pos=[part(scheme={"name": "rope", "theta": [1]})]),
     "scaling unknown": record(pos=[part(scheme={"name": "rope", "scaling": {"rope_type": "x"}})]),
-    "scaling by length": record(pos=[part(scheme={"name": "rope", "scaling": {"rope_type": "dynamic", "factor": 2}})]),
+    "scaling without factors": record(pos=[part(scheme={"name": "rope", "scaling": {"rope_type": "longrope"}})]),
     "only a string": record(norm=[part(only="*")]),
     "only of numbers": record(norm=[part(only=[1])]),
     "only an empty glob": record(norm=[part(only=[""])]),

@@ -45,6 +45,11 @@ class ByHead:
             attributes[self.query_bias] = torch.zeros_like(bias)
         return attributes
 
+    @property
+    def plain(self) -> ByHead:
+        """The same, of the projection alone."""
+        return ByHead(self.name)
+
 
 @dataclass(frozen=True)
 class Clipped:
@@ -62,6 +67,11 @@ class Clipped:
     def names(self) -> tuple[str, ...]:
         """The projection that queries and keys come from."""
         return (self.name,)
+
+    @property
+    def plain(self) -> Fused:
+        """The same, of the projection alone."""
+        return Fused(self.name)
 
     def rotated(self, module: nn.Module, head_dim: int, rotate: Any) -> dict[str, Any]:
         clip = getattr(module, self.clip)
@@ -239,10 +249,8 @@ BIASES: dict[str, Bias] = {
     )
 }
 
-_PROJECTED = (
-    "its scores contain products with projected distances (Transformer-XL's kind), which aren't added as a bias"
-)
-_DISTANCES = "its scores contain products of queries with a vector for each distance, which aren't added as a bias"
+_PROJECTED = "its scores contain products with projected distances (Transformer-XL's kind), which are no added bias"
+_DISTANCES = "its scores contain products of queries with a vector for each distance, which are no added bias"
 _WINDOWS = "it attends inside windows, for whose few patches a rotation by place in the image isn't made"
 _PAGE = "its biases tell places on the page as well as distances"
 
@@ -259,10 +267,10 @@ STAYS: dict[str, str] = {
 # Name of a child, Parameter or buffer -> the same, where no record names the class.
 STAYING_PARTS: dict[str, str] = {
     **dict.fromkeys(("pos_bias_u", "bias_u", "linear_pos", "relative_k_proj", "r_w_bias", "r_r_bias"), _PROJECTED),
-    **dict.fromkeys(
-        ("rel_pos_h", "rel_pos_emb", "emb_rel_k", "distance_embedding", "rel_position_encoding"), _DISTANCES
-    ),
+    **dict.fromkeys(("rel_pos_h", "rel_pos_emb", "emb_rel_k", "distance_embedding", "rel_logits_proj"), _DISTANCES),
     **dict.fromkeys(("relative_position_bias_table", "continuous_position_bias_mlp"), _WINDOWS),
+    "relative_position_embedding": _PROJECTED,
+    "relative_attention_bias_layer": "no record says how its biases are taken out",
 }
 
 _WITH_TABLES: tuple[tuple[str, str, int, str, Any, str], ...] = (

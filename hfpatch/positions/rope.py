@@ -216,6 +216,11 @@ class RoPE(Position):
         """Every name that some scaling type takes."""
         return {"rope_type"}.union(*cls._needs.values(), *cls._takes.values())
 
+    def over(self, present: RoPE) -> RoPE:
+        """The same with another's value for every option that is None: what a model gets that rotates like that."""
+        names = ("theta", "scaling", "partial", "pairing")
+        return replace(self, **{name: getattr(present, name) for name in names if getattr(self, name) is None})
+
     def resolved(self) -> RoPE:
         """The same with the paper's value for every option that is None: what a model without RoPE gets."""
         return replace(self, **{name: value for name, value in PAPER.items() if getattr(self, name) is None})

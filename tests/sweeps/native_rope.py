@@ -55,6 +55,8 @@ def by_config(config: PretrainedConfig, settings: dict[str, Any]) -> PretrainedC
             for one in nested or [parameters]:
                 if one.get("rope_type") != "axial" or "rope_type" not in settings:
                     one.update(settings)
+        elif "rope_theta" in settings and isinstance(getattr(part, "rope_theta", None), float):
+            part.rope_theta = settings["rope_theta"]
         for value in vars(part).values():
             if isinstance(value, PretrainedConfig):
                 change(value)

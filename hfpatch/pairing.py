@@ -1,0 +1,171 @@
+"""Two orders of a head's channels: RoPE turns channels i and i + d/2 together ("half"), or 2i and 2i + 1
+("interleaved"). Reordering the rows of the query and key projections goes from one to the other.
+
+On a model that rotates by itself, in its own pairing, a lens puts the channels of queries and keys back into the host's
+order before the host turns them: scores are sums over channels, whatever their order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .architectures.relative import ByHead
+from .attention import Fused, Projections, Rotated
+from .view import Arguments, host_class, lens_of
+
+_SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("to_q", "to_k"), ("linear_q", "linear_k"))
+_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+_HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+
+
+@dataclass(frozen=True)
+class SharedFused:
+    """One projection to blocks `[q | k | v]` where k and v have fewer heads than q.
+
+    Attributes:
+        name: of the projection.
+        shared: attributes of the attention's config and of the attention that hold the number of heads of k and v.
+    """
+
+    name: str
+    shared: str = "num_key_value_heads"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The projection that queries and keys come from."""
+        return (self.name,)
+
+    def rotated(self, module: nn.Module, head_dim: int, rotate: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        heads: int = getattr(module, self.shared, None) or getattr(module.config, self.shared)
+
+        def turn(y: Tensor) -> Tensor:
+            width = y.shape[-1] - heads * head_dim
+            qk = rotate(y[..., :width].unflatten(-1, (-1, head_dim))).flatten(-2)
+            return torch.cat((qk, y[..., width:]), dim=-1)
+
+        return {self.name: Rotated(getattr(module, self.name), turn)}
+
+
+# Attentions that rotate by themselves, with queries and keys from one projection; the others are told by their names.
+FUSED: dict[str, Any] = {
+    "GPTNeoXAttention": ByHead("query_key_value"),
+    "GPTNeoXJapaneseAttention": ByHead("query_key_value"),
+    "PersimmonAttention": ByHead("query_key_value"),
+    "Phi3Attention": SharedFused("qkv_proj"),
+    "Phi4MultimodalAttention": SharedFused("qkv_proj"),
+    "ModernBertAttention": Fused("Wqkv"),
+}
+
+
+def order(rotary_dim: int, head_dim: int, to: str) -> Tensor:
+    """Which channel of a head comes to each place when it goes from the other pairing to `to`; (head_dim,)."""
+    first = torch.arange(rotary_dim)
+    turned = first.view(2, -1).T if to == "interleaved" else first.view(-1, 2).T
+    return torch.cat((turned.flatten(), torch.arange(rotary_dim, head_dim)))
+
+
+def reordered_rows(layout: Any, module: nn.Module, head_dim: int, places: Tensor) -> dict[str, Tensor]:
+    """For each projection of an attention which output channel comes to each place, (channels,)."""
+    rotated = layout.rotated(module, head_dim, lambda x: x[..., places])
+    rows = {}
+    for name, projection in rotated.items():
+        channels = torch.arange(output_channels(projection.projection))
+        rows[name] = projection.turn(channels[None, None])[0, 0]
+    return rows
+
+
+def names_of(layout: Any) -> tuple[str, ...]:
+    """The children of an attention that a layout speaks of."""
+    return (layout.query, layout.key) if isinstance(layout, Projections) else (layout.name,)
+
+
+def output_channels(projection: nn.Module) -> int:
+    """How many channels a projection makes."""
+    return projection.nf if hasattr(projection, "nf") else projection.out_features  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class HostOrder:
+    """A lens on an attention that rotates by itself: queries and keys in the other pairing reach it in its own.
+
+    Attributes:
+        pairing: the order in which the projections' rows, and the gains of norms behind them, are.
+        layout: how q and k leave the input; norms that follow are part of it.
+        head_dim, rotary_dim: channels of a head, and how many of them are turned.
+    """
+
+    pairing: str
+    layout: Any
+    head_dim: int
+    rotary_dim: int
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        host = "half" if self.pairing == "interleaved" else "interleaved"
+        places = order(self.rotary_dim, self.head_dim, host)
+
+        def put_back(x: Tensor) -> Tensor:
+            return x[..., places.to(x.device)]
+
+        return self.layout.rotated(module, self.head_dim, put_back), {}
+
+
+@dataclass(frozen=True)
+class Rotating:
+    """An attention that rotates by itself.
+
+    Attributes:
+        module: the attention.
+        layout: its projections.
+        last: what of it stands right before the rotation: the projections, or the norms behind them.
+        head_dim: channels of a head.
+    """
+
+    module: nn.Module
+    layout: Any
+    last: Any
+    head_dim: int
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Names of the norms between projection and rotation."""
+        return () if self.last is self.layout else names_of(self.last)
+
+    @property
+    def lens(self) -> HostOrder | None:
+        return lens_of(self.module, HostOrder)
+
+
+def rotating_attentions(rotary: nn.Module, holder: nn.Module) -> dict[str, Rotating | None]:
+    """The attentions below `holder` that take the phases of a rotary module; None where their layout isn't known."""
+    found: dict[str, Rotating | None] = {}
+    source = host_class(type(rotary)).__module__
+    for name, module in holder.named_modules():
+        host = host_class(type(module))
+        if "Attention" not in host.__name__ or host.__module__ != source:
+            continue
+        parameters = inspect.signature(getattr(host, "forward", host)).parameters
+        inside = any(name.startswith(f"{outer}.") for outer, known in found.items() if known is not None)
+        if "position_embeddings" in parameters and not inside:
+            found[name] = _rotating(module)
+    # a layer named "...Attention..." that hands the phases on isn't what turns
+    outer = {name for name in found for other in found if other.startswith(f"{name}.")}
+    return {name: known for name, known in found.items() if name not in outer}
+
+
+def _rotating(module: nn.Module) -> Rotating | None:
+    head_dim = next(
+        (getattr(module, name) for name in _HEAD_DIMS if isinstance(getattr(module, name, None), int)), None
+    )
+    pairs = (Projections(*names) for names in _SEPARATE if all(name in module._modules for name in names))
+    layout = FUSED.get(host_class(type(module)).__name__) or next(pairs, None)
+    if layout is None or head_dim is None or not all(name in module._modules for name in names_of(layout)):
+        return None
+    norms = (names for names in _NORMS if all(module._modules.get(name) is not None for name in names))
+    last = next((Projections(*names) for names in norms), layout)
+    return Rotating(module, layout, last, head_dim)
