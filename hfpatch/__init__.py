@@ -27,7 +27,7 @@ from .norms import RMS, AffineNorm, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm,
 from .patch import patch_model, repair_report, unpatch_model
 from .placement import Placement
 from .plan import Plan, plan_patch
-from .positions import NoPE, Position, RoPE
+from .positions import ALiBi, Learned, NoPE, Position, RoPE, Sinusoidal
 from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
 from .reorder import convert_pairing
 
@@ -41,6 +41,7 @@ __all__ = [
     "PLACEMENTS",
     "POSITIONS",
     "RMS",
+    "ALiBi",
     "AffineNorm",
     "Architecture",
     "BatchNorm",
@@ -52,6 +53,7 @@ __all__ = [
     "GeGLU",
     "HfpatchConfig",
     "Layer",
+    "Learned",
     "MissingPackageError",
     "NoMatchError",
     "NoPE",
@@ -72,6 +74,7 @@ __all__ = [
     "RepairReport",
     "Report",
     "RoPE",
+    "Sinusoidal",
     "Stack",
     "SwiGLU",
     "UnknownNameError",

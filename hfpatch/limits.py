@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .view import Arguments, View
+from .view import Arguments, InnerView, View
 
 MEAN_ROW = "its mean row"  # what a plan and a report say of a removed table
 
@@ -16,22 +16,46 @@ MEAN_ROW = "its mean row"  # what a plan and a report say of a removed table
 class LengthLimit:
     """A lens on a module that would refuse, or cut, inputs beyond the removed table's length."""
 
+    def with_table(self, reserved_rows: int) -> LengthLimit:
+        """The same for a stack in which a table stays, so that positions must be counted.
+
+        Args:
+            reserved_rows: as in `architectures.Stack`.
+        """
+        return self
+
 
 @dataclass(frozen=True)
 class ZeroArguments(LengthLimit):
-    """Fills index arguments that the host would slice from a buffer of the old length (BERT's `token_type_ids`)."""
+    """Fills index arguments that the host would slice from a buffer of the old length (BERT's `token_type_ids`).
+
+    Attributes:
+        names: the arguments.
+        counts: whether `position_ids` are counted rather than zero.
+    """
 
     names: tuple[str, ...]
+    counts: bool = False
 
-    def __init__(self, *names: str):
+    def __init__(self, *names: str, counts: bool = False):
         object.__setattr__(self, "names", names)
+        object.__setattr__(self, "counts", counts)
+
+    def with_table(self, reserved_rows: int) -> ZeroArguments:
+        """Hosts with reserved rows count from their tokens, padding left out; for others they are counted here."""
+        counted = "position_ids" in self.names and not reserved_rows
+        return ZeroArguments(*(n for n in self.names if counted or n != "position_ids"), counts=counted)
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         tokens = arguments.get("input_ids")
         if tokens is None:
             tokens = arguments["inputs_embeds"][..., 0]
         missing = [name for name in self.names if arguments.get(name) is None]
-        return {}, {name: torch.zeros_like(tokens, dtype=torch.long) for name in missing}
+        filled = {name: torch.zeros_like(tokens, dtype=torch.long) for name in missing}
+        if self.counts and "position_ids" in filled:
+            slots = torch.arange(tokens.shape[1], device=tokens.device)
+            filled["position_ids"] = slots[None] + (arguments.get("past_key_values_length") or 0)
+        return {}, filled
 
 
 @dataclass(frozen=True)
@@ -55,16 +79,21 @@ class AnyInputLength(LengthLimit):
     Attributes:
         setting: config attribute with the number of positions.
         convolutions: the convolutions whose strides lie between frames and positions.
+        table: the table, all of whose rows the encoder takes.
     """
 
     setting: str
     convolutions: tuple[str, ...]
+    table: str = "embed_positions"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         positions = arguments["input_features"].shape[-1]
         for name in self.convolutions:
             positions = positions // getattr(module, name).stride[0]
-        return {"config": View(module.config, {self.setting: positions})}, {}
+        attributes: dict[str, Any] = {"config": View(module.config, {self.setting: positions})}
+        if not isinstance(getattr(module, self.table), ConstantPositions):
+            attributes[self.table] = InnerView(getattr(module, self.table), {"num_embeddings": positions})
+        return attributes, {}
 
 
 class ConstantPositions(nn.Module):
@@ -75,11 +104,13 @@ class ConstantPositions(nn.Module):
     Args:
         table: the removed table (rows, width).
         first: its first row that holds a position.
+        padding_idx: the table's.
     """
 
-    def __init__(self, table: Tensor, first: int = 0):
+    def __init__(self, table: Tensor, first: int = 0, padding_idx: int | None = None):
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.shape  # some hosts still ask for them
+        self.padding_idx = padding_idx
         self.constant = constant_of(table, mean_row(table, first))
 
     @property

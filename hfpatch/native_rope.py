@@ -30,6 +30,7 @@ from .view import LENS, Arguments, host_class, lens_of, lensed_class, with_lens
 SETTINGS_AT = "_hfpatch_rope_settings_at"  # of a rebuilt rotation: the path in the model's config of what it reads
 _ORIGINAL = "original_max_position_embeddings"
 TOLD = ("rope_parameters", "rope_theta", _ORIGINAL)  # what a patched config says of rebuilt rotations
+OWN_STAYS = "the model rotates by itself: only rope and nope change that"
 _SCALARS = (int, float, str, bool, type(None))
 
 Path = tuple[str, ...]
@@ -173,7 +174,7 @@ def _change(model: nn.Module, rotation: Rotation, part: Part, names: Names) -> C
     if isinstance(scheme, RoPE):
         return _settings_change(model, rotation, part, names, row)
     if scheme.name != "nope":
-        row.reason = "the model rotates by itself: only rope and nope change that"
+        row.reason = OWN_STAYS
         return Change(row)
     if rotation.dropped:
         row.reason = "dropped already"

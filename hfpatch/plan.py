@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from .conversion import Conversion
 from .errors import NothingToPatchError, OptionError, UnsupportedError, WrappedModelError
 from .from_scratch import settle_start
+from .lengths import config_lengths, settle_positions
 from .mlps import MLP
 from .norms import Norm
 from .placement import Placement
@@ -53,6 +54,7 @@ PLANNERS: dict[str, Callable[..., list[Change]]] = {
 SETTLERS = {
     "norm": _settle_norms,
     "placement": settle_placement,
+    "pos": settle_positions,
 }  # what a part needs to know of the model before it is planned, and stores
 
 
@@ -65,12 +67,14 @@ class Plan:
         record: the patch record that the model will have.
         changes: every row with the change behind it.
         conversion: where norms are to be the same function: what `patch_model` must check.
+        lengths: (config, attribute, value) where max_positions says another length.
     """
 
     model_name: str
     record: Record
     changes: list[Change] = field(default_factory=list)
     conversion: Conversion | None = None
+    lengths: list[tuple[Any, str, int]] = field(default_factory=list)
 
     @property
     def rows(self) -> list[Row]:
@@ -81,6 +85,11 @@ class Plan:
     def empty(self) -> bool:
         """Whether nothing will change."""
         return not any(change.apply for change in self.changes)
+
+    def lengths_in(self, config: Any) -> dict[str, int]:
+        """What max_positions sets in one config, by the attributes' own names."""
+        names = getattr(type(config), "attribute_map", {})
+        return {names.get(name, name): value for owner, name, value in self.lengths if owner is config}
 
     def losses(self) -> list[str]:
         """What the patch doesn't preserve, each said once."""
@@ -166,6 +175,7 @@ def make_plan(
     for kind, settle in SETTLERS.items():  # in this order, so that of two refusals the same is always the first
         if kind in parts:
             parts[kind] = settle(model, parts[kind], example_inputs)
+    parts = {kind: part for kind, part in parts.items() if not record.has(kind, part)}
     planned: dict[str, list[Change]] = {}
     for kind, part in parts.items():
         options: dict[str, Any] = {}
@@ -173,6 +183,7 @@ def make_plan(
             plan.conversion = Conversion.asked_for(model, part, example_inputs, inexact)
             options["conversion"] = plan.conversion
         planned[kind] = PLANNERS[kind](model, part, **options)
+        plan.lengths += config_lengths(model, part) if kind == "pos" else []
     for kind, changes in planned.items():
         plan.changes += changes
         changing = sum(change.apply is not None and change.replayed for change in changes)

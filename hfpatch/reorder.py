@@ -108,7 +108,7 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
         raise
     way_back: WayBack | None = model.__dict__.get(WAY_BACK)
     if way_back is not None:
-        model.__dict__[WAY_BACK] = way_back.then(edits)
+        model.__dict__[WAY_BACK] = way_back.then(edits, {})
     return model
 
 

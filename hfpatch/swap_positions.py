@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +14,19 @@ from torch import Tensor, nn
 
 from .architectures import Stack
 from .architectures.rotating import OWN_ROTATIONS, OwnRotation
-from .attention import ROTARY, AttentionLens
+from .attention import BIAS, ROTARY, AttentionLens
 from .edits import Edits
 from .errors import UnsupportedError
-from .limits import MEAN_ROW, ConstantPositions, constant_of, mean_row
-from .native_rope import plan_native
+from .limits import MEAN_ROW, ConstantPositions, LengthLimit, constant_of, mean_row
+from .native_rope import OWN_STAYS, plan_native
 from .positions import Position, RoPE
 from .record import Part
 from .registry import ARCHITECTURES
 from .relative import FoundBias, Given, find_biases, remover, unremovable
 from .rows import Change, Row, refuse_private_forward
 from .select import Names
+from .swap_bias import bias_for, require_bias
+from .swap_tables import ALL_KEPT, first_row, kept_table_change
 from .view import LENS, host_class, lens_of, lensed_class, with_lens
 
 REMOVED_ROWS = "_hfpatch_removed_rows"  # of the module that held a table which was a Parameter
@@ -71,7 +73,7 @@ def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
     """
     scheme = part.scheme
     assert isinstance(scheme, Position)
-    names, found = Names.of(model), _find(model)
+    names, found = Names.of(model), find_stacks(model)
     changes = [change for item in found for change in _changes(model, item, scheme, part, names)]
     covered = {name for item in found for name in item.attentions}
     biases = find_biases(model)
@@ -86,7 +88,19 @@ def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
     return changes + staying
 
 
-def _find(model: nn.Module) -> list[_Found]:
+def affected_stacks(model: nn.Module, part: Part) -> list[_Found]:
+    """The stacks whose tables a part would change, were they there."""
+    names = Names.of(model)
+    return [
+        item
+        for item in find_stacks(model)
+        if not any(names.matches(glob, [item.table_name]) for glob in part.keep)
+        and not all(_reason_to_keep(name, part, names) for name in item.attentions)
+    ]
+
+
+def find_stacks(model: nn.Module) -> list[_Found]:
+    """Every recorded stack in the model."""
     stacks = {stack.owner: stack for record in ARCHITECTURES.values() for stack in record.stacks}
     found = []
     for name, module in model.named_modules():
@@ -109,11 +123,20 @@ def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names
     reasons = {name: _reason_to_keep(name, part, names) for name in item.attentions}
     kept_by_name = any(names.matches(glob, [item.table_name]) for glob in part.keep)
     all_kept = all(reasons.values())
-    why = "its attentions are kept" if all_kept else "keep" if kept_by_name else None
+    why = ALL_KEPT if all_kept else "keep" if kept_by_name else None
     changes = [_table_change(model, item, part, why)]
     for name, module in item.attentions.items():
         changes.append(_attention_change(model, name, module, item, scheme, reasons[name]))
+    _try_bias(item.attentions, item.stack, part, changes)
     return changes
+
+
+def _try_bias(attentions: dict[str, nn.Module], stack: Stack, part: Part, changes: list[Change]) -> None:
+    changed = {change.row.module for change in changes if change.apply}
+    scheme = part.scheme
+    assert isinstance(scheme, Position)
+    if scheme.attends and not part.modules:  # what is replayed was tried when it was made
+        require_bias({name: attentions[name] for name in attentions if name in changed}, _lens(stack), scheme)
 
 
 def _bias_changes(model: nn.Module, item: FoundBias, covered: set[str], part: Part, names: Names) -> list[Change]:
@@ -127,6 +150,13 @@ def _bias_changes(model: nn.Module, item: FoundBias, covered: set[str], part: Pa
     if item.removed:
         row.now, row.reason = "no biases", "removed already"
     changes = [Change(row)]
+    if scheme.keeps_table and all(name in covered for name in item.attentions):
+        row.reason = row.reason or "stays beside the table"
+        return changes
+    if scheme.keeps_table and why != ALL_KEPT:
+        raise UnsupportedError(
+            f"{item.name}: its positions are relative biases, and pos={scheme.name!r} needs a table of absolute ones."
+        )
     if row.reason is None:
         if part.init == "exact":
             raise UnsupportedError(
@@ -154,9 +184,9 @@ def _bias_changes(model: nn.Module, item: FoundBias, covered: set[str], part: Pa
     )
     length = getattr(getattr(item.owner, "config", None), bias.length, None)
     found = _Found(stack, item.owner, item.prefix.rstrip("."), item.name, left, length or 0)
-    return changes + [
-        _attention_change(model, name, module, found, scheme, reasons[name]) for name, module in left.items()
-    ]
+    changes += [_attention_change(model, name, module, found, scheme, reasons[name]) for name, module in left.items()]
+    _try_bias(left, stack, part, changes)
+    return changes
 
 
 def find_own_rotations(model: nn.Module) -> list[tuple[nn.Module, str, OwnRotation]]:
@@ -209,24 +239,23 @@ def _own_change(
     assert isinstance(scheme, Position)
     rotary: Any = module._modules.get(ROTARY)
     hidden = lens_of(module, Given) is not None
-    reason, described = (
-        names.reason_to_keep([path], part.only, part.keep),
-        itself.describe(getattr(module, own.head_dim)),
-    )
-    now = (
-        f"{module._get_name()} with {rotary}"
-        if rotary
-        else module._get_name() + ("" if hidden else f" with {described}")
-    )
-    if isinstance(scheme, RoPE) and not hidden and scheme.over(itself) == itself and reason is None:
+    reason = names.reason_to_keep([path], part.only, part.keep)
+    described = itself.describe(getattr(module, own.head_dim))
+    present = rotary or (None if hidden else described)
+    now = f"{module._get_name()} with {present}" if present else module._get_name()
+    if reason is None and not (isinstance(scheme, RoPE) or scheme.name == "nope"):
+        reason = OWN_STAYS
+    if reason is not None:
+        return Change(Row("position", "keep", path, now, reason=reason))
+    if isinstance(scheme, RoPE) and not hidden and scheme.over(itself) == itself:
         return Change(Row("position", "replace", path, now, described, reason="its own settings"), lambda edits: None)
-    if own.refused and getattr(module, own.refused[0]) and reason is None:
+    if own.refused and getattr(module, own.refused[0]):
         raise UnsupportedError(f"{path}: {module._get_name()} rotates already, and that stays: {own.refused[1]}.")
     if isinstance(scheme, RoPE):
         scheme = scheme.over(rotary.scheme if rotary is not None else itself)
-    change = _attention_change(model, path, module, found, scheme, reason)
+    change = _attention_change(model, path, module, found, scheme, None)
     change.row.now = now
-    if reason is None and scheme.name == "nope":
+    if scheme.name == "nope":
         if hidden and rotary is None:
             change.row.reason = "dropped already"
         else:
@@ -280,19 +309,22 @@ def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
 
 
 def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -> Change:
-    table = item.table()
-    if item.removed_rows() is not None:
+    table, scheme = item.table(), part.scheme
+    assert isinstance(scheme, Position)
+    if item.removed_rows() is not None and (why == ALL_KEPT or not scheme.keeps_table):
         return Change(Row("position", "keep", item.table_name, "a constant", reason="its table is removed already"))
     row = Row("position", "keep", item.table_name, _table_text(table), reason=why)
-    if why:
+    if why and item.removed_rows() is None:
         return Change(row)
+    for path, _ in item.stack.limits:
+        refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
+    if scheme.keeps_table:
+        return kept_table_change(item, part, row, _limits_lifter(model, item))
     if part.init == "exact":
         raise UnsupportedError(
             f"{item.table_name}: pos={part.scheme.name!r} isn't exact: what this table adds can't be had from it. "
             "Use init='auto' to accept that."
         )
-    for path, _ in item.stack.limits:
-        refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
     row.action, row.becomes, row.reason = "replace", MEAN_ROW, "inputs of any length"
     row.loss = "absolute positions are removed"
     if part.scheme.name == "nope" and not item.stack.causal:
@@ -321,19 +353,37 @@ def _remover(model: nn.Module, item: _Found, fresh: bool) -> Callable[[Edits], N
             edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])
         else:
             assert isinstance(table.weight, Tensor)
-            stand_in = ConstantPositions(table.weight, item.stack.reserved_rows)
+            stand_in = ConstantPositions(table.weight, first_row(item), getattr(table, "padding_idx", None))
             constant = stand_in.constant
             edits.set_module(holder, attribute, stand_in)
         if fresh:
             constant.data.zero_()
-        for path, limit in item.stack.limits:
-            _see_through(edits, model, item.owner.get_submodule(path), limit)
-        for length in item.stack.lengths:
-            for module in model.modules():
-                if length in module.__dict__ and any(inner is item.owner for inner in module.modules()):
-                    edits.set_attribute(module, length, sys.maxsize)
+        _lift_limits(edits, model, item, item.stack.limits, sys.maxsize)
 
     return apply
+
+
+def _limits_lifter(model: nn.Module, item: _Found) -> Callable[[Edits, Position], None]:
+    """What lifts the limits of a stack whose table stays."""
+
+    def lift(edits: Edits, scheme: Position) -> None:
+        limits = [(path, limit.with_table(item.stack.reserved_rows)) for path, limit in item.stack.limits]
+        longest = sys.maxsize if scheme.any_length else scheme.max_positions
+        assert longest is not None
+        _lift_limits(edits, model, item, limits, longest)
+
+    return lift
+
+
+def _lift_limits(
+    edits: Edits, model: nn.Module, item: _Found, limits: Sequence[tuple[str, LengthLimit]], longest: int
+) -> None:
+    for path, limit in limits:
+        _see_through(edits, model, item.owner.get_submodule(path), limit)
+    for length in item.stack.lengths:
+        for module in model.modules():
+            if length in module.__dict__ and any(inner is item.owner for inner in module.modules()):
+                edits.set_attribute(module, length, longest)
 
 
 def _see_through(edits: Edits, model: nn.Module, module: nn.Module, lens: Any) -> None:
@@ -346,45 +396,52 @@ def _attention_change(
     model: nn.Module, name: str, module: nn.Module, item: _Found, scheme: Position, reason: str | None
 ) -> Change:
     stack = item.stack
-    rotary = module._modules.get(ROTARY)
-    row = Row("position", "keep", name, module._get_name() + (f" with {rotary}" if rotary else ""), reason=reason)
+    rotary, bias = module._modules.get(ROTARY), module._modules.get(BIAS)
+    now = module._get_name() + (f" with {rotary or bias}" if rotary or bias else "")
+    row = Row("position", "keep", name, now, reason=reason)
     if reason is not None:
         return Change(row)
     head_dim = getattr(module, stack.head_dim)
     if isinstance(scheme, RoPE) and isinstance(getattr(rotary, "scheme", None), RoPE):
         scheme = scheme.over(rotary.scheme)  # type: ignore[union-attr, arg-type]
     scheme.check(head_dim, name)
-    new = scheme.build(head_dim, _max_positions(item))
-    if new is None and rotary is None and stack.window is None:
+    new = scheme.build(head_dim, max_positions(item))
+    lens = _lens(stack)
+    new_bias = bias_for(name, module, lens, scheme)
+    if all(one is None for one in (new, new_bias, rotary, bias, stack.window)):
         row.reason = "its queries and keys carry no positions"
         return Change(row)
     refuse_private_forward(name, module)
     row.action, row.becomes = "replace", scheme.describe(head_dim)
     if new is not None:
         row.loss = "queries and keys are rotated, which they were not trained for"
-    elif rotary is None:
+    elif new_bias is not None:
+        row.loss = scheme.attends
+    elif rotary is None and bias is None:
         row.reason = "its causal mask serves any length"
-    lens = AttentionLens(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window)
 
     def apply(edits: Edits) -> None:
-        if new is not None:
-            parameter = next(module.parameters(), None)
-            if parameter is not None and not parameter.is_meta:  # a buffer on meta would miss its values later
-                new.to(parameter.device, parameter.dtype)
-            edits.set_module(module, ROTARY, new)
-        elif rotary is not None:
-            edits.set_module(module, ROTARY, None)
+        parameter = next(module.parameters(), None)
+        for child, made in ((ROTARY, new), (BIAS, new_bias)):
+            if made is not None:
+                if parameter is not None and not parameter.is_meta:  # a buffer on meta would miss its values later
+                    made.to(parameter.device, parameter.dtype)
+                edits.set_module(module, child, made)
+            elif child in module._modules:
+                edits.set_module(module, child, None)
         _see_through(edits, model, module, lens)
 
     return Change(row, apply)
 
 
-def _max_positions(item: _Found) -> int:
+def _lens(stack: Stack) -> AttentionLens:
+    return AttentionLens(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window, stack.mask)
+
+
+def max_positions(item: _Found) -> int:
     """Positions that the table holds, or held before an earlier patch removed it."""
-    if item.length is not None:
-        return item.length
-    rows = item.removed_rows() or _table_size(item.table())[0]
-    return rows - item.stack.reserved_rows
+    rows = item.length if item.length is not None else item.removed_rows() or _table_size(item.table())[0]
+    return rows - (first_row(item) if item.length is None else 0)
 
 
 def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:

@@ -41,6 +41,7 @@ ARCHITECTURES.register("whisper")(
                 "layers.*.self_attn",
                 Projections("q_proj", "k_proj"),
                 limits=(("", AnyInputLength("max_source_positions", ("conv1", "conv2"))),),
+                config_length="max_source_positions",
             ),
             Stack(
                 "WhisperDecoder",
@@ -49,6 +50,7 @@ ARCHITECTURES.register("whisper")(
                 Projections("q_proj", "k_proj"),
                 lengths=("max_target_positions",),
                 causal=True,
+                config_length="max_target_positions",
             ),
         ),
         example="openai/whisper-tiny",

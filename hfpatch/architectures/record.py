@@ -31,6 +31,8 @@ class Stack:
         limits: (path, limit) of modules that refuse or cut inputs beyond the old maximum length; "" is the owner.
         lengths: attributes of the owner, or of modules around it, that hold the old maximum length as a limit.
         causal: whether a mask still shows order when positions are dropped.
+        mask: argument of the attention's forward that is added to its scores, (B, 1, T, S); None where none is.
+        config_length: attribute of the owner's config that holds the table's length.
     """
 
     owner: str
@@ -45,6 +47,8 @@ class Stack:
     limits: tuple[tuple[str, LengthLimit], ...] = ()
     lengths: tuple[str, ...] = ()
     causal: bool = False
+    mask: str | None = "attention_mask"
+    config_length: str = "max_position_embeddings"
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..errors import OptionError, UnsupportedError
+from ..errors import OptionError
 from ..registry import POSITIONS
 from ..scheme import require_number
 from .scheme import Position
 
 PAIRINGS = ("half", "interleaved")
 _ORIGINAL = "original_max_position_embeddings"
-SCALINGS = ("linear", "yarn", "llama3", "proportional")  # those whose frequencies don't depend on the input's length
-ADAPTIVE = ("dynamic", "longrope")  # those that a model with RoPE of its own updates as its inputs grow
+ADAPTIVE = ("dynamic", "longrope")  # scaling types whose frequencies go by the input's length
+FACTOR_BY_LENGTH = ("linear", "dynamic", "yarn", "longrope")  # whose factor is the new length over the old one
 PAPER: dict[str, Any] = {"theta": 10_000.0, "partial": 1.0, "pairing": "half"}
 
 
@@ -59,8 +59,12 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each (B or 1, T, 1, rotary_dim / 2) in float32, of positions (B or 1, T)."""
-        angles = (positions[..., None].float() * self.inv_freq.to(positions.device)).unsqueeze(-2)
+        angles = (positions[..., None].float() * self.frequencies_for(positions)).unsqueeze(-2)
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+    def frequencies_for(self, positions: Tensor) -> Tensor:
+        """The frequencies with which these positions are turned, on their device."""
+        return self.inv_freq.to(positions.device)
 
     def rotate(self, x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
         """x (B, T, H, head_dim) with its first rotary_dim channels turned: (x1 cos - x2 sin, x2 cos + x1 sin)."""
@@ -78,6 +82,43 @@ class RotaryEmbedding(nn.Module):
         return self.scheme.describe(self.head_dim)
 
 
+class AdaptiveRotaryEmbedding(RotaryEmbedding):
+    """A rotation whose frequencies go by the length L of the input: its largest position and one.
+
+    "dynamic" (NTK-aware) replaces theta by theta * (s L / L0 - (s - 1))^(d / (d - 2)) where L exceeds the original
+    length L0, with the factor s; "longrope" (Ding et al. 2024, arXiv:2402.13753) divides frequencies by `short_factor`
+    up to L0 and by `long_factor` beyond it. Both are transformers' rules; but nothing is remembered of earlier inputs.
+    """
+
+    long_freq: Tensor
+
+    def __init__(self, scheme: RoPE, head_dim: int, max_positions: int):
+        super().__init__(scheme, head_dim, max_positions)
+        assert scheme.scaling is not None
+        self.original = scheme.scaling.get(_ORIGINAL, max_positions)
+        self.register_buffer("long_freq", self._long_frequencies(), persistent=False)
+
+    def _long_frequencies(self) -> Tensor:
+        with torch.device("cpu"):
+            return self.scheme.frequencies(self.head_dim, self.max_positions, length=self.original + 1)[0]
+
+    def reset(self) -> None:
+        super().reset()
+        self.long_freq = self._long_frequencies().to(self.long_freq.device)
+
+    def frequencies_for(self, positions: Tensor) -> Tensor:
+        length, scheme = positions.max() + 1, self.scheme
+        assert scheme.scaling is not None
+        assert scheme.theta is not None
+        if scheme.scaling["rope_type"] == "longrope":
+            long, short = self.long_freq.to(positions.device), self.inv_freq.to(positions.device)
+            return torch.where(length > self.original, long, short)
+        factor, dim = scheme.scaling["factor"], scheme.rotary_dim(self.head_dim)
+        stretch = factor * length.clamp(min=self.original).float() / self.original - (factor - 1)
+        exponents = torch.arange(0, dim, 2, device=positions.device).float() / dim
+        return 1.0 / (scheme.theta * stretch ** (dim / (dim - 2))) ** exponents
+
+
 @POSITIONS.register("rope")
 @dataclass(frozen=True)
 class RoPE(Position):
@@ -91,16 +132,17 @@ class RoPE(Position):
     Args:
         theta: base of the frequencies (10,000).
         scaling: transformers' `rope_parameters` without theta, such as `{"rope_type": "yarn", "factor": 4.0}` (no
-            scaling); types default (none), linear, yarn, llama3 and proportional, and where a model has RoPE of its own
-            dynamic and longrope too, which it updates by its own rule as inputs grow.
-            `original_max_position_embeddings` defaults to the model's own, else to the removed table's length.
+            scaling); types default (none), linear, dynamic, yarn, longrope, llama3 and proportional.
+            `original_max_position_embeddings` defaults to the model's own, else to the removed table's length; `factor`
+            to max_positions over it, where that is given. With dynamic and longrope, frequencies change as the input
+            grows beyond the original length, and keys in a cache keep those of their time, as in transformers' own
+            models: from there on, generating with a cache isn't the function that it is without one.
         partial: fraction of each head's channels that is rotated, in (0, 1] (1).
         pairing: "half" pairs channel i with i + d/2 (GPT-NeoX, Llama), "interleaved" 2i with 2i + 1 (the paper, GPT-J)
             ("half").
 
     Raises:
         OptionError: an option is outside its domain.
-        UnsupportedError: a scaling type whose frequencies depend on the input's length, for a model without RoPE.
     """
 
     theta: float | None = None
@@ -127,6 +169,7 @@ class RoPE(Position):
     }
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.theta is not None:
             require_number("RoPE", "theta", self.theta, above=0.0)
         if self.partial is not None:
@@ -143,7 +186,8 @@ class RoPE(Position):
             raise OptionError(
                 f"RoPE: scaling must be a dict with 'rope_type' in {', '.join(self._needs)}, not {scaling!r:.80}."
             )
-        missing = [name for name in self._needs[kind] if name not in scaling]
+        follows = {"factor"} if self.max_positions is not None and kind in FACTOR_BY_LENGTH else set()
+        missing = [name for name in self._needs[kind] if name not in scaling and name not in follows]
         if missing:
             raise OptionError(f"RoPE: scaling type {kind!r} needs {', '.join(missing)}; got {scaling!r:.80}.")
         unknown = [name for name in scaling if name not in ("rope_type", *self._needs[kind], *self._takes[kind])]
@@ -189,12 +233,16 @@ class RoPE(Position):
         return int(head_dim * (self.partial or 1.0) + 1e-6)
 
     def check(self, head_dim: int, where: str) -> None:
-        if self.scaling and self.scaling["rope_type"] in ADAPTIVE:
-            raise UnsupportedError(
-                f"{where}: RoPE's scaling type {self.scaling['rope_type']!r} changes its frequencies with the input's "
-                f"length, which rotated caches can't follow; use one of {', '.join(SCALINGS)}."
-            )
         rotary_dim = self.rotary_dim(head_dim)
+        kind = self.scaling["rope_type"] if self.scaling else "default"
+        if kind == "dynamic" and rotary_dim == 2:
+            raise OptionError(f"{where}: dynamic scaling needs more than 2 rotated channels.")
+        for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+            given = len(self.scaling[name])  # type: ignore[index]
+            if given != rotary_dim // 2:
+                raise OptionError(
+                    f"{where}: scaling[{name!r}] has {given} numbers for {rotary_dim // 2} pairs of channels."
+                )
         if rotary_dim < 2 or rotary_dim % 2:
             raise OptionError(
                 f"{where}: RoPE turns pairs of channels, but partial={self.partial or 1:g} of head_dim={head_dim} is "
@@ -202,8 +250,23 @@ class RoPE(Position):
                 + (f", such as partial={(rotary_dim - 1) / head_dim}." if rotary_dim > 2 else ".")
             )
 
-    def frequencies(self, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-        """Frequencies (pairs,) in float32 on the current default device, and the factor on cos and sin."""
+    def for_lengths(self, lengths: set[int]) -> Position:
+        scheme = super().for_lengths(lengths)
+        assert isinstance(scheme, RoPE)
+        scaling, new = scheme.scaling, scheme.max_positions
+        if not scaling or new is None or "factor" in scaling or scaling["rope_type"] not in FACTOR_BY_LENGTH:
+            return scheme
+        old = scaling.get(_ORIGINAL) or scheme.original_max_positions
+        return scheme if old is None else replace(scheme, scaling={**scaling, "factor": max(new / old, 1.0)})
+
+    def frequencies(self, head_dim: int, max_positions: int, length: int | None = None) -> tuple[Tensor, float]:
+        """Frequencies (pairs,) in float32 on the current default device, and the factor on cos and sin.
+
+        Args:
+            head_dim: channels per head.
+            max_positions: length that the scaling rules start from.
+            length: of the input, for rules that go by it.
+        """
         theta = PAPER["theta"] if self.theta is None else self.theta
         if self.scaling is None or self.scaling["rope_type"] == "default":
             dim = self.rotary_dim(head_dim)
@@ -211,18 +274,21 @@ class RoPE(Position):
             return 1.0 / theta**exponents, 1.0
         config = PreTrainedConfig()
         config.hidden_size, config.num_attention_heads, config.head_dim = head_dim, 1, head_dim
-        config.max_position_embeddings = int(max_positions * self.scaling.get("factor", 1.0))
+        longer = 1.0 if self.scaling["rope_type"] == "dynamic" else self.scaling.get("factor", 1.0)
+        config.max_position_embeddings = int(max_positions * longer)
         config.rope_parameters = {
             _ORIGINAL: max_positions,
             **self.scaling,
             "rope_theta": theta,
             "partial_rotary_factor": (self.rotary_dim(head_dim) + 0.5) / head_dim,  # is truncated there
         }
-        frequencies, factor = ROPE_INIT_FUNCTIONS[self.scaling["rope_type"]](config, None)
+        frequencies, factor = ROPE_INIT_FUNCTIONS[self.scaling["rope_type"]](config, None, seq_len=length)
         return frequencies.float(), float(factor)
 
     def build(self, head_dim: int, max_positions: int) -> RotaryEmbedding:
-        return RotaryEmbedding(self.resolved(), head_dim, max_positions)
+        adaptive = self.scaling is not None and self.scaling["rope_type"] in ADAPTIVE
+        made = AdaptiveRotaryEmbedding if adaptive else RotaryEmbedding
+        return made(self.resolved(), head_dim, self.original_max_positions or max_positions)
 
     def describe(self, head_dim: int) -> str:
         own = self.resolved()
