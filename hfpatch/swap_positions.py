@@ -473,13 +473,10 @@ def _built_like(model: nn.Module, stack: Stack) -> bool:
 
 def _positions_of(model: nn.Module) -> str:
     """What kind of positions an unrecorded model has, as far as its modules tell."""
-    config = getattr(model, "config", None)
     for name, module in model.named_modules():
         owned = [*module._parameters, *module._buffers, *module._modules]
         if any(_RELATIVE.search(piece) for piece in owned):
             return f"its positions are relative biases ({name or type(module).__name__})."
-    if getattr(config, "alibi", False) or getattr(config, "model_type", "") in ("bloom", "mpt"):
-        return "its positions are ALiBi's relative biases."
     for name, module in model.named_modules():
         if "rotary" in type(module).__name__.lower() or "rotary" in name.rpartition(".")[2].lower():
             return f"it rotates queries and keys already ({name})."

@@ -24,6 +24,7 @@ from hfpatch import (
     reorder,
     unpatch_model,
 )
+from hfpatch import pairing as layouts
 from hfpatch.convert.randomness import own_randomness
 from hfpatch.convert.run import outputs_of
 from hfpatch.native_rope import find_rotations, pairing_of, rotary_dim_of
@@ -39,6 +40,7 @@ import zoo
 NATIVE = [
     *("llama", "mistral", "qwen2", "qwen3", "olmo2", "phi", "phi3", "gpt_neox", "stablelm", "cohere", "glm", "gpt_oss"),
     *("persimmon", "gemma3_text", "modernbert", "llama4_text", "qwen2_vl", "hunyuan_v1_dense"),
+    *("nanochat", "qwen3_next"),  # norms behind the rotation; gates among the queries
 ]
 OWN = ["gptj", "codegen", "roformer"]  # by tables of their own
 PATCHED = ["gpt2", "bert", "bart", "whisper", "t5", "bloom", "mpt", "deberta"]
@@ -205,8 +207,9 @@ def test_what_isnt_the_same_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert not hasattr(model.config, "hfpatch")
 
 
-def test_queries_with_gates_are_taken_back() -> None:
-    """Qwen3-Next's query projection holds gates too: the check on the model in hand finds that out."""
+def test_an_unknown_layout_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for plain projections, Qwen3-Next's queries with gates fail on the model in hand."""
+    monkeypatch.delitem(layouts.LAYOUTS, "Qwen3NextAttention")
     model, given = zoo.tiny("qwen3_next")
     weights = copy.deepcopy(model.state_dict())
     with pytest.raises(VerificationError):
