@@ -27,6 +27,11 @@ class ComputedPositions(nn.Embedding):
     scheme: Position
     first: int
 
+    @property
+    def hfpatch_note(self) -> str:
+        """What a report says of it."""
+        return f"rows computed: {self.scheme.describe(0)}"
+
     def reset(self) -> None:
         """Fill the buffer again, on the device where it is; loading and moving a model need it."""
         rows = torch.arange(self.num_embeddings, device=self.weight.device)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import BIAS, ROTARY, AttentionLens, Fused
+from .attention import BIAS, ROTARY, AttentionLens
 from .view import LENS, host_class, lensed_class
 
 _TOKENS, _FAR, _SLIGHT = 3, -1e4, 1e-4
@@ -63,7 +63,7 @@ def _twin(module: nn.Module, lens: AttentionLens) -> tuple[nn.Module, int]:
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     twin = copy.deepcopy(module, memo).to_empty(device="cpu").float().eval()
-    name = lens.projections.name if isinstance(lens.projections, Fused) else lens.projections.query
+    name = next(value for value in vars(lens.projections).values() if isinstance(value, str))
     projection = twin.get_submodule(name)
     assert isinstance(projection.weight, Tensor)
     width = getattr(projection, "in_features", None) or projection.weight.shape[0]  # transformers' Conv1D is (in, out)

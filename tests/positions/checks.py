@@ -45,13 +45,15 @@ def generator(model_type: str, pos: Any = None, **config: Any) -> tuple[Any, dic
     return model, {name: value for name, value in inputs.items() if not name.startswith("decoder") and name != "labels"}
 
 
-def served(model_type: str, pos: str) -> bool:
-    """Whether a scheme takes this family; what it doesn't, it refuses in the plan."""
-    try:
-        plan_patch(zoo.tiny(model_type)[0], pos=pos)
-    except UnsupportedError:
-        return False
-    return True
+def refused(pos: str) -> dict[str, str]:
+    """The recorded families that a scheme refuses in the plan, and why."""
+    reasons = {}
+    for model_type in RECORDED:
+        try:
+            plan_patch(zoo.tiny(model_type)[0], pos=pos)
+        except UnsupportedError as error:
+            reasons[model_type] = str(error)
+    return reasons
 
 
 def _floating(value: Any) -> bool:

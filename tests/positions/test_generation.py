@@ -146,7 +146,7 @@ def test_a_quantized_cache(name: str, pos: str, monkeypatch: pytest.MonkeyPatch)
     assert cache.layers[0].get_seq_length() > 9
 
 
-@pytest.mark.parametrize("name", ["Bert", "Roberta", "MegatronBert", "Electra"])
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra", "Data2VecText"])
 def test_encoders_that_decode(name: str) -> None:
     torch.manual_seed(0)
     config = getattr(hf, f"{name}Config")(

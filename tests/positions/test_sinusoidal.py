@@ -22,12 +22,19 @@ from hfpatch.tables import ComputedPositions
 
 sys.path.insert(0, str(Path(__file__).parent))
 import zoo
-from checks import RECORDED, TEXT, base, difference, generated, generator, owners, patched, states, tokens
+from checks import RECORDED, TEXT, base, difference, generated, generator, owners, patched, refused, states, tokens
 from families import make
 
-REFUSED = {"vit"}  # a grid of patches
+REFUSED = {"vit": "grid of patches"}
 SERVED = [name for name in RECORDED if name not in REFUSED]
 DECODERS = [name for name in SERVED if any(stack.causal for stack in ARCHITECTURES[name].stacks)]
+
+
+def test_families_without_such_a_table_are_refused() -> None:
+    for pos in ("sinusoidal", "learned:max_positions=300"):
+        reasons = refused(pos)
+        assert reasons.keys() == REFUSED.keys()
+        assert all(REFUSED[name] in reason for name, reason in reasons.items())
 
 
 # --- the formula ------------------------------------------------------------------------------------------------------
