@@ -16,6 +16,7 @@ from .architectures import Stack
 from .attention import ROTARY, AttentionLens
 from .edits import Edits
 from .errors import UnsupportedError
+from .grid import GridLens
 from .limits import ZeroPositions
 from .positions import Position
 from .record import Part
@@ -169,6 +170,7 @@ def _attention_change(
         return Change(row)
     head_dim = getattr(module, stack.head_dim)
     scheme.check(head_dim, name)
+    _require_axes(item, scheme, name)
     new = scheme.build(head_dim, _max_positions(item))
     if new is None and rotary is None and stack.window is None:
         row.reason = "its queries and keys carry no positions"
@@ -190,8 +192,29 @@ def _attention_change(
         elif rotary is not None:
             edits.set_module(module, ROTARY, None)
         _see_through(edits, model, module, lens)
+        if stack.grid is not None and new is not None:
+            paths = tuple(path.removeprefix(f"{item.name}.") for path in item.attentions)
+            _see_through(edits, model, item.owner, GridLens(stack.grid, paths))
 
     return Change(row, apply)
+
+
+def _require_axes(item: _Found, scheme: Position, where: str) -> None:
+    """Refuse positions with more axes than the stack's tokens have, or than its attentions can be told of."""
+    axes = getattr(scheme, "axes", 1)
+    if axes == 1:
+        return
+    grid = item.stack.grid
+    if grid is None:
+        raise UnsupportedError(
+            f"{where}: axes={axes} needs to know where on a grid a token lies, and {type(item.owner).__name__} has no "
+            "grid of patches, or doesn't hand it on to its attentions. Use axes=1 here; only= chooses other parts."
+        )
+    if grid.axes(item.owner) != axes:
+        raise UnsupportedError(
+            f"{where}: a position in {type(item.owner).__name__} has {grid.axes(item.owner)} axes, not {axes}. "
+            f"Use axes={grid.axes(item.owner)} or 1."
+        )
 
 
 def _max_positions(item: _Found) -> int:
