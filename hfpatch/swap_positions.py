@@ -17,7 +17,7 @@ from .attention import ROTARY, AttentionLens
 from .edits import Edits
 from .errors import UnsupportedError
 from .grid import GridLens
-from .limits import ZeroPositions
+from .limits import ConstantPositions, mean_row
 from .positions import Position
 from .record import Part
 from .registry import ARCHITECTURES
@@ -44,9 +44,14 @@ class _Found:
         path, _, attribute = self.stack.table.rpartition(".")
         return self.owner.get_submodule(path), attribute
 
-    def table(self) -> nn.Module | nn.Parameter | None:
+    def table(self) -> nn.Module | nn.Parameter:
         holder, attribute = self.holder()
         return getattr(holder, attribute)
+
+    def removed_rows(self) -> int | None:
+        """How many rows the table had that an earlier patch removed; None where it is there."""
+        table, (holder, _) = self.table(), self.holder()
+        return table.num_embeddings if isinstance(table, ConstantPositions) else holder.__dict__.get(REMOVED_ROWS)
 
 
 def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Change]:
@@ -104,8 +109,8 @@ def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
 
 def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -> Change:
     table = item.table()
-    if table is None or isinstance(table, ZeroPositions):
-        return Change(Row("position", "keep", item.table_name, "no table", reason="removed already"))
+    if item.removed_rows() is not None:
+        return Change(Row("position", "keep", item.table_name, "a constant", reason="its table is removed already"))
     row = Row("position", "keep", item.table_name, _table_text(table), reason=why)
     if why:
         return Change(row)
@@ -116,11 +121,11 @@ def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -
         )
     for path, _ in item.stack.limits:
         refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
-    row.action, row.becomes, row.reason = "replace", "removed", "inputs of any length"
+    row.action, row.becomes, row.reason = "replace", "its mean row", "inputs of any length"
     row.loss = "absolute positions are removed"
     if part.scheme.name == "nope" and not item.stack.causal:
         row.loss += "; without a causal mask the stack becomes blind to order"
-    return Change(row, _remover(model, item))
+    return Change(row, _remover(model, item, fresh=part.init == "reset"))
 
 
 def _table_text(table: nn.Module | nn.Parameter) -> str:
@@ -134,16 +139,20 @@ def _table_size(table: nn.Module | nn.Parameter) -> tuple[int, int]:
     return weight.shape[-2], weight.shape[-1]
 
 
-def _remover(model: nn.Module, item: _Found) -> Callable[[Edits], None]:
+def _remover(model: nn.Module, item: _Found, fresh: bool) -> Callable[[Edits], None]:
     def apply(edits: Edits) -> None:
         holder, attribute = item.holder()
         table = item.table()
         if isinstance(table, nn.Parameter):
-            edits.set_parameter(holder, attribute, None)
+            constant = nn.Parameter(mean_row(table)[..., None, :])
+            edits.set_parameter(holder, attribute, constant)
             edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])
         else:
-            assert isinstance(table, nn.Module)
-            edits.set_module(holder, attribute, ZeroPositions(*_table_size(table)))
+            stand_in = ConstantPositions(table.weight, item.stack.reserved_rows)
+            constant = stand_in.constant
+            edits.set_module(holder, attribute, stand_in)
+        if fresh:
+            constant.data.zero_()
         for path, limit in item.stack.limits:
             _see_through(edits, model, item.owner.get_submodule(path), limit)
         for length in item.stack.lengths:
@@ -219,11 +228,7 @@ def _require_axes(item: _Found, scheme: Position, where: str) -> None:
 
 def _max_positions(item: _Found) -> int:
     """Positions that the table holds, or held before an earlier patch removed it."""
-    table, (holder, _) = item.table(), item.holder()
-    if isinstance(table, ZeroPositions):
-        rows = table.num_embeddings
-    else:
-        rows = holder.__dict__[REMOVED_ROWS] if table is None else _table_size(table)[0]
+    rows = item.removed_rows() or _table_size(item.table())[0]
     return rows - item.stack.reserved_rows
 
 
