@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,9 @@ class Projections:
     query: str
     key: str
 
+    def query_width(self, module: nn.Module) -> int:
+        return getattr(module, self.query).weight.shape[0]
+
     def rotated(self, module: nn.Module, head_dim: int, rotate: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         def turn(y: Tensor) -> Tensor:
             return rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2)
@@ -49,6 +53,10 @@ class Fused:
 
     name: str
 
+    def query_width(self, module: nn.Module) -> int:
+        projection = getattr(module, self.name)
+        return getattr(projection, "nf", projection.weight.shape[0]) // 3  # transformers' Conv1D is transposed
+
     def rotated(self, module: nn.Module, head_dim: int, rotate: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         def turn(y: Tensor) -> Tensor:
             width = 2 * (y.shape[-1] // 3)
@@ -56,6 +64,13 @@ class Fused:
             return torch.cat((qk, y[..., width:]), dim=-1)
 
         return {self.name: Rotated(getattr(module, self.name), turn)}
+
+
+def head_size(module: nn.Module, head_dim: str, projections: Projections | Fused) -> int:
+    """Channels per head, from the attribute that holds them or (`/num_heads`) the number of heads."""
+    attribute = head_dim.removeprefix("/")
+    value: int = getattr(module, attribute)
+    return projections.query_width(module) // value if head_dim.startswith("/") else value
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,7 @@ class AttentionLens:
 
     Attributes:
         projections: how q and k leave the input.
-        head_dim, cache, layer_index, window: as in `architectures.Stack`.
+        head_dim, cache, layer_index, window, states: as in `architectures.Stack`.
     """
 
     projections: Projections | Fused
@@ -113,35 +128,45 @@ class AttentionLens:
     cache: str | None
     layer_index: str
     window: Window | None
+    states: str = "hidden_states"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        states = arguments["hidden_states"]
+        tokens = _Tokens.of(arguments[self.states])
         positions = arguments.get("position_ids")
         attributes: dict[str, Any] = {}
         rotary: Any = module._modules.get(ROTARY)
         handed_down = arguments.get(PHASES)
-        phases = (handed_down or {}).get(getattr(rotary, "key", None))
+        phases = self._handed_down(module, rotary, handed_down, tokens)
         slots = None
         if self.window is not None or (phases is None and positions is None):
-            slots = self._slots(module, states, arguments)
+            slots = self._slots(module, tokens, arguments)
         if rotary is not None:
             if phases is None:
                 self._require_line(module, rotary)
-                phases = rotary(self._checked(positions, states) if positions is not None else slots)
-            elif phases[0].shape[1] != states.shape[1]:
-                raise PositionError(
-                    f"{type(module).__name__} was given {states.shape[1]} tokens, but the input has positions for "
-                    f"{phases[0].shape[1]}: some were dropped or added on the way, and which isn't known here."
-                )
+                phases = rotary(self._checked(positions, tokens) if positions is not None else slots)
 
             def rotate(x: Tensor) -> Tensor:
-                return rotary.rotate(x, phases)
+                return tokens.as_given(rotary.rotate(tokens.in_line(x), phases))
 
-            attributes.update(self.projections.rotated(module, getattr(module, self.head_dim), rotate))
+            head_dim = head_size(module, self.head_dim, self.projections)
+            attributes.update(self.projections.rotated(module, head_dim, rotate))
         if self.window is not None:
             assert slots is not None
             attributes[self.window.buffer] = self.window.mask(module, slots)
         return attributes, {PHASES: TAKEN} if handed_down is not None else {}
+
+    @staticmethod
+    def _handed_down(module: nn.Module, rotary: Any, handed_down: Any, tokens: _Tokens) -> Any:
+        """The phases that the stack's owner made for this rotation, None if it made none."""
+        positions, phases = (handed_down or {}).get(getattr(rotary, "key", None), (None, None))
+        if positions is None:
+            return None
+        if positions.shape[1] != tokens.count:
+            raise PositionError(
+                f"{type(module).__name__} was given {tokens.count} tokens, but the input has {positions.shape[1]} "
+                "positions: some were dropped or added on the way, and which isn't known here."
+            )
+        return rotary(positions) if phases is None or has_hooks(rotary) else phases
 
     @staticmethod
     def _require_line(module: nn.Module, rotary: Any) -> None:
@@ -152,8 +177,8 @@ class AttentionLens:
                 "by another way than its model's forward. Use axes=1 for that."
             )
 
-    def _slots(self, module: nn.Module, states: Tensor, arguments: Arguments) -> Tensor:
-        slots = torch.arange(states.shape[1], device=states.device)[None]
+    def _slots(self, module: nn.Module, tokens: _Tokens, arguments: Arguments) -> Tensor:
+        slots = torch.arange(tokens.count, device=tokens.device)[None]
         cache = arguments.get(self.cache) if self.cache else None
         if cache is None:
             return slots
@@ -166,11 +191,44 @@ class AttentionLens:
         return slots + cache.get_seq_length(layer)
 
     @staticmethod
-    def _checked(positions: Tensor, states: Tensor) -> Tensor:
+    def _checked(positions: Tensor, tokens: _Tokens) -> Tensor:
         positions = positions[None] if positions.dim() == 1 else positions
-        if positions.shape[-1] != states.shape[1]:
+        if positions.shape[-1] != tokens.count:
             raise PositionError(
-                f"position_ids {tuple(positions.shape)} don't fit hidden states {tuple(states.shape)} (B, T, d); "
+                f"position_ids {tuple(positions.shape)} don't fit hidden states {tokens.shape} (B, T, d); "
                 "pass one position per token of this call."
             )
         return positions
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """How hidden states lie: (T, d), (B, T, d), or (B, rows, columns, d), whose tokens count row after row."""
+
+    shape: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, states: Tensor) -> _Tokens:
+        return cls(tuple(states.shape), states.device)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape[1:-1]) if len(self.shape) > 2 else self.shape[0]
+
+    def in_line(self, x: Tensor) -> Tensor:
+        """x (*leading, H, head_dim) as (B, T, H, head_dim)."""
+        if len(self.shape) == 3:
+            return x
+        return x.flatten(1, -3) if len(self.shape) == 4 else x[None]
+
+    def as_given(self, x: Tensor) -> Tensor:
+        """The way back."""
+        if len(self.shape) == 3:
+            return x
+        return x.unflatten(1, self.shape[1:-1]) if len(self.shape) == 4 else x[0]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something listens to a module's calls, so that no other one's result may be used for it."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)

@@ -13,12 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from .architectures import Stack
-from .attention import ROTARY, AttentionLens
+from .attention import ROTARY, AttentionLens, head_size
 from .edits import Edits
-from .errors import UnsupportedError
+from .errors import OptionError, UnsupportedError
 from .grid import GridLens
-from .limits import ConstantPositions, mean_row
+from .limits import ConstantPositions, NoPositions, mean_row
 from .positions import Position
+from .positions.rope import ORIGINAL
 from .record import Part
 from .registry import ARCHITECTURES
 from .rows import Change, Row, refuse_private_forward
@@ -39,18 +40,25 @@ class _Found:
     table_name: str
     attentions: dict[str, nn.Module]
 
-    def holder(self) -> tuple[nn.Module, str]:
-        """The module that holds the table, and the table's own name in it."""
-        path, _, attribute = self.stack.table.rpartition(".")
-        return self.owner.get_submodule(path), attribute
+    def holder(self, path: str | None = None) -> tuple[nn.Module, str]:
+        """The module that holds the table (or another at `path`), and the table's own name in it."""
+        above, _, attribute = (self.stack.table if path is None else path).rpartition(".")
+        return self.owner.get_submodule(above), attribute
 
-    def table(self) -> nn.Module | nn.Parameter:
+    def table(self) -> nn.Module | Tensor | None:
         holder, attribute = self.holder()
+        if not hasattr(holder, attribute):
+            raise UnsupportedError(
+                f"{self.table_name}: this {type(self.owner).__name__} was configured to make its positions in another "
+                "way than by a table, which pos= can't remove yet."
+            )
         return getattr(holder, attribute)
 
     def removed_rows(self) -> int | None:
         """How many rows the table had that an earlier patch removed; None where it is there."""
         table, (holder, _) = self.table(), self.holder()
+        if isinstance(table, NoPositions):
+            return 0
         return table.num_embeddings if isinstance(table, ConstantPositions) else holder.__dict__.get(REMOVED_ROWS)
 
 
@@ -111,7 +119,10 @@ def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -
     table = item.table()
     if item.removed_rows() is not None:
         return Change(Row("position", "keep", item.table_name, "a constant", reason="its table is removed already"))
-    row = Row("position", "keep", item.table_name, _table_text(table), reason=why)
+    if table is None:
+        return Change(Row("position", "keep", item.table_name, "no table", reason="this configuration has none"))
+    computed = item.stack.table in dict(item.stack.answers)
+    row = Row("position", "keep", item.table_name, _table_text(table, computed), reason=why)
     if why:
         return Change(row)
     if part.init == "exact":
@@ -121,38 +132,38 @@ def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -
         )
     for path, _ in item.stack.limits:
         refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
-    row.action, row.becomes, row.reason = "replace", "its mean row", "inputs of any length"
+    row.action, row.becomes, row.reason = "replace", "nothing" if computed else "its mean row", "inputs of any length"
     row.loss = "absolute positions are removed"
     if part.scheme.name == "nope" and not item.stack.causal:
         row.loss += "; without a causal mask the stack becomes blind to order"
     return Change(row, _remover(model, item, fresh=part.init == "reset"))
 
 
-def _table_text(table: nn.Module | nn.Parameter) -> str:
+def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
+    if computed and isinstance(table, nn.Module):
+        return table._get_name()
     rows, width = _table_size(table)
-    return f"{table._get_name() if isinstance(table, nn.Module) else 'Parameter'}({rows}, {width})"
+    return f"{type(table).__name__}({rows}, {width})"
 
 
-def _table_size(table: nn.Module | nn.Parameter) -> tuple[int, int]:
-    weight = table if isinstance(table, Tensor) else table.weight
-    assert isinstance(weight, Tensor)
-    return weight.shape[-2], weight.shape[-1]
+def _table_size(table: nn.Module | Tensor) -> tuple[int, int]:
+    weight = _rows_of(table)
+    return weight.numel() // weight.shape[-1], weight.shape[-1]
+
+
+def _rows_of(table: nn.Module | Tensor) -> Tensor:
+    """The table (..., rows, width) that this is, or that this module holds."""
+    if isinstance(table, Tensor):
+        return table
+    weight = getattr(table, "weight", None)
+    held = (*table.parameters(), *table.buffers()) if weight is None else (weight,)
+    return next(value for value in held if value.dim() > 1)
 
 
 def _remover(model: nn.Module, item: _Found, fresh: bool) -> Callable[[Edits], None]:
     def apply(edits: Edits) -> None:
-        holder, attribute = item.holder()
-        table = item.table()
-        if isinstance(table, nn.Parameter):
-            constant = nn.Parameter(mean_row(table)[..., None, :])
-            edits.set_parameter(holder, attribute, constant)
-            edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])
-        else:
-            stand_in = ConstantPositions(table.weight, item.stack.reserved_rows)
-            constant = stand_in.constant
-            edits.set_module(holder, attribute, stand_in)
-        if fresh:
-            constant.data.zero_()
+        for path in (item.stack.table, *item.stack.others):
+            _remove(edits, item, path, fresh)
         for path, limit in item.stack.limits:
             _see_through(edits, model, item.owner.get_submodule(path), limit)
         for length in item.stack.lengths:
@@ -161,6 +172,33 @@ def _remover(model: nn.Module, item: _Found, fresh: bool) -> Callable[[Edits], N
                     edits.set_attribute(module, length, sys.maxsize)
 
     return apply
+
+
+def _remove(edits: Edits, item: _Found, path: str, fresh: bool) -> None:
+    """Put a constant where the table at `path` is, or what answers as if there were no positions."""
+    holder, attribute = item.holder(path)
+    table = getattr(holder, attribute, None)
+    if table is None:  # this configuration has none
+        return
+    answer = dict(item.stack.answers).get(path)
+    if answer is not None:
+        edits.set_module(holder, attribute, NoPositions(answer))
+        return
+    if isinstance(table, nn.Module):
+        stand_in = ConstantPositions(_rows_of(table), item.stack.reserved_rows)
+        constant: Tensor = stand_in.constant
+        edits.set_module(holder, attribute, stand_in)
+    else:
+        constant = mean_row(table).reshape(*[1] * (table.dim() - 1), -1)
+        if isinstance(table, nn.Parameter):
+            constant = nn.Parameter(constant)
+            edits.set_parameter(holder, attribute, constant)
+        else:
+            edits.set_attribute(holder, attribute, constant)
+        if path == item.stack.table:
+            edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])
+    if fresh:
+        constant.data.zero_()
 
 
 def _see_through(edits: Edits, model: nn.Module, module: nn.Module, lens: Any) -> None:
@@ -177,10 +215,10 @@ def _attention_change(
     row = Row("position", "keep", name, module._get_name() + (f" with {rotary}" if rotary else ""), reason=reason)
     if reason is not None:
         return Change(row)
-    head_dim = getattr(module, stack.head_dim)
+    head_dim = head_size(module, stack.head_dim, stack.projections)
     scheme.check(head_dim, name)
     _require_axes(item, scheme, name)
-    new = scheme.build(head_dim, _max_positions(item))
+    new = scheme.build(head_dim, _max_positions(item, scheme))
     if new is None and rotary is None and stack.window is None:
         row.reason = "its queries and keys carry no positions"
         return Change(row)
@@ -190,7 +228,7 @@ def _attention_change(
         row.loss = "queries and keys are rotated, which they were not trained for"
     elif rotary is None:
         row.reason = "its causal mask serves any length"
-    lens = AttentionLens(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window)
+    lens = AttentionLens(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window, stack.states)
 
     def apply(edits: Edits) -> None:
         if new is not None:
@@ -226,10 +264,17 @@ def _require_axes(item: _Found, scheme: Position, where: str) -> None:
         )
 
 
-def _max_positions(item: _Found) -> int:
+def _max_positions(item: _Found, scheme: Position) -> int:
     """Positions that the table holds, or held before an earlier patch removed it."""
-    rows = item.removed_rows() or _table_size(item.table())[0]
-    return rows - item.stack.reserved_rows
+    table, rows = item.table(), item.removed_rows()
+    if rows is None and table is not None and item.stack.table not in dict(item.stack.answers):
+        rows = _table_size(table)[0] - item.stack.reserved_rows
+    elif rows:
+        rows -= item.stack.reserved_rows
+    scaling = getattr(scheme, "scaling", None)
+    if not rows and scaling and ORIGINAL not in scaling:
+        raise OptionError(f"{item.table_name} has no length that scaling could start from; give its {ORIGINAL!r}.")
+    return rows or 0
 
 
 def _unsupported(model: nn.Module) -> UnsupportedError:

@@ -63,7 +63,7 @@ ARCHITECTURES.register("vit")(
                 "layers.*.attention",
                 Projections("q_proj", "k_proj"),
                 cache=None,
-                limits=(("embeddings", AnyImageSize()),),
+                limits=(("embeddings", AnyImageSize(flag=True)),),
                 grid=Grid("embeddings.patch_embeddings.projection"),
             ),
         ),

@@ -21,17 +21,20 @@ class Stack:
 
     Attributes:
         owner: class name of the owner.
-        table: path of the table: a module, or a Parameter.
+        table: path of the table: a module, a Parameter or a plain tensor, or a module that computes positions.
         attention: glob of the self-attention modules. Cross-attention must not match.
         projections: how q and k leave the attention's input.
         reserved_rows: rows at the table's start that hold no position (BART's and OPT's offset of 2).
-        head_dim: attribute of the attention that holds the channels per head.
+        head_dim: attribute of the attention that holds the channels per head, or after a slash the number of heads.
         cache: name of the forward's cache argument, None for stacks that never decode.
         layer_index: attribute of the attention that holds its index in the cache.
         window: set where the attention masks by a square buffer of the old maximum length.
         limits: (path, limit) of modules that refuse or cut inputs beyond the old maximum length; "" is the owner.
         lengths: attributes of the owner, or of modules around it, that hold the old maximum length as a limit.
         causal: whether a mask still shows order when positions are dropped.
+        others: paths of further tables (of time, say) that go with the first.
+        answers: (path, answer) of tables that compute positions from hidden states, as in `limits.NoPositions`.
+        states: name of the attention's input, (T, d), (B, T, d) or (B, rows, columns, d).
         grid: where the tokens are patches of a grid, and the attentions are handed the owner's keyword arguments.
     """
 
@@ -47,6 +50,9 @@ class Stack:
     limits: tuple[tuple[str, LengthLimit], ...] = ()
     lengths: tuple[str, ...] = ()
     causal: bool = False
+    others: tuple[str, ...] = ()
+    answers: tuple[tuple[str, str], ...] = ()
+    states: str = "hidden_states"
     grid: Grid | None = None
 
 
