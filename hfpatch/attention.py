@@ -66,7 +66,7 @@ class Fused:
         return {self.name: Rotated(getattr(module, self.name), turn)}
 
 
-def head_size(module: nn.Module, head_dim: str, projections: Projections | Fused) -> int:
+def channels_per_head(module: nn.Module, head_dim: str, projections: Projections | Fused) -> int:
     """Channels per head, from the attribute that holds them or (`/num_heads`) the number of heads."""
     attribute = head_dim.removeprefix("/")
     value: int = getattr(module, attribute)
@@ -148,7 +148,7 @@ class AttentionLens:
             def rotate(x: Tensor) -> Tensor:
                 return tokens.as_given(rotary.rotate(tokens.in_line(x), phases))
 
-            head_dim = head_size(module, self.head_dim, self.projections)
+            head_dim = channels_per_head(module, self.head_dim, self.projections)
             attributes.update(self.projections.rotated(module, head_dim, rotate))
         if self.window is not None:
             assert slots is not None

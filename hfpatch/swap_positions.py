@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .architectures import Stack
-from .attention import ROTARY, AttentionLens, head_size
+from .attention import ROTARY, AttentionLens, channels_per_head
 from .edits import Edits
 from .errors import OptionError, UnsupportedError
 from .grid import GridLens
@@ -215,7 +215,7 @@ def _attention_change(
     row = Row("position", "keep", name, module._get_name() + (f" with {rotary}" if rotary else ""), reason=reason)
     if reason is not None:
         return Change(row)
-    head_dim = head_size(module, stack.head_dim, stack.projections)
+    head_dim = channels_per_head(module, stack.head_dim, stack.projections)
     scheme.check(head_dim, name)
     _require_axes(item, scheme, name)
     new = scheme.build(head_dim, _max_positions(item, scheme))
