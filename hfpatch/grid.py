@@ -141,6 +141,22 @@ class PackedGrid(Grid):
 
 
 @dataclass(frozen=True)
+class PlacedGrid(Grid):
+    """Patches in any order, each after its own row and column (Pix2Struct): (B, patches, 2 + channels)."""
+
+    projection: str = ""
+    before: tuple[int | str, ...] = ()
+    argument: str = "flattened_patches"
+
+    def axes(self, owner: nn.Module) -> int:
+        return 2
+
+    def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
+        patches = self.cut(owner, arguments)
+        return torch.arange(patches.shape[1], device=patches.device)[None] if axes == 1 else patches[..., :2].long()
+
+
+@dataclass(frozen=True)
 class GridLens:
     """On a stack's owner: makes the phases once for all attentions that are rotated alike, and hands them down.
 

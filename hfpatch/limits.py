@@ -38,7 +38,7 @@ class AnyImageSize(LengthLimit):
     """Patch embeddings whose table is a constant take images of any size and aspect ratio.
 
     Attributes:
-        table: attribute that holds the constant; None where another module adds it.
+        table: path of the constant; None where another module adds it.
         resize: methods (or children) that would fit the table to an image; they answer with the constant.
         flag: whether the forward takes `interpolate_pos_encoding`, without which it would insist on the old size.
         rows: rows of the constant, where the host takes those of patches and of other tokens apart.
@@ -52,11 +52,13 @@ class AnyImageSize(LengthLimit):
     argument: str = "pixel_values"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        attributes: dict[str, Any] = {"image_size": tuple(arguments[self.argument].shape[-2:])}
-        if self.table is not None:
-            constant = getattr(module, self.table)
+        attributes: dict[str, Any] = {}
+        if self.argument in arguments:
+            attributes["image_size"] = tuple(arguments[self.argument].shape[-2:])
+        constant = _at(module, self.table) if self.table is not None else None
+        if constant is not None:
             constant = constant if isinstance(constant, Tensor) else constant()
-            if self.rows > 1:
+            if self.rows > 1 and self.table is not None:
                 attributes[self.table] = constant = constant.expand(1, self.rows, -1)
 
             def answer(*args: Any, **kwargs: Any) -> Tensor:
@@ -73,20 +75,52 @@ class AnyInputLength(LengthLimit):
     Attributes:
         setting: config attribute with the number of positions.
         convolutions: the convolutions whose strides lie between frames and positions.
-        table: the child with the table, where the host adds all of its rows.
     """
 
     setting: str
     convolutions: tuple[str, ...]
-    table: str | None = None
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         positions = arguments["input_features"].shape[-1]
         for name in self.convolutions:
             positions = positions // getattr(module, name).stride[0]
-        attributes: dict[str, Any] = {"config": View(module.config, {self.setting: positions})}
-        if self.table is not None:
-            attributes[self.table] = Rows(getattr(module, self.table)()[None])
+        return {"config": View(module.config, {self.setting: positions})}, {}
+
+
+@dataclass(frozen=True)
+class ReadRows(LengthLimit):
+    """A host that reads the rows of the table itself, rather than ask it for positions, reads the one that is left.
+
+    Attributes:
+        table: the child that was the table.
+        attribute: what it holds them in.
+    """
+
+    table: str
+    attribute: str = "weight"
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        return {self.table: Rows(self.attribute, getattr(module, self.table)()[None])}, {}
+
+
+@dataclass(frozen=True)
+class AnyVideoSize(LengthLimit):
+    """Video embeddings that compare the rows of their tables with the patches and frames in hand (TimeSformer).
+
+    Attributes:
+        space, time: attributes that hold the constants, after a class token and without one.
+    """
+
+    space: str = "position_embeddings"
+    time: str = "time_embeddings"
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        _, frames, _, height, width = arguments["pixel_values"].shape
+        patches: Any = module.patch_embeddings
+        rows = (height // patches.patch_size[0]) * (width // patches.patch_size[1])
+        attributes = {self.space: getattr(module, self.space).expand(1, 1 + rows, -1)}
+        if hasattr(module, self.time):
+            attributes[self.time] = getattr(module, self.time).expand(1, frames, -1)
         return attributes, {}
 
 
@@ -110,10 +144,17 @@ class PositionsInOrder(LengthLimit):
 
 
 class Rows:
-    """Stands in the view of a module for the child that was a table, and whose `weight` is read."""
+    """Stands in the view of a module for the child that was a table, with its rows (1, width) in an attribute."""
 
-    def __init__(self, weight: Tensor):
-        self.weight = weight
+    def __init__(self, attribute: str, rows: Tensor):
+        setattr(self, attribute, rows)
+
+
+def _at(module: Any, path: str) -> Any:
+    """What stands at a path, None where something on the way is missing."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
 
 
 class ConstantPositions(nn.Module):
@@ -168,5 +209,14 @@ class NoPositions(nn.Module):
 
 
 def mean_row(table: Tensor, first: int = 0) -> Tensor:
-    """The mean (width,) of a table's rows (..., rows, width) from row `first` on."""
-    return table.detach()[..., first:, :].double().flatten(0, -2).mean(0).to(table.dtype)
+    """The mean (width,) of a table's rows (rows, width) from row `first` on."""
+    return table.detach()[first:].double().mean(0).to(table.dtype)
+
+
+def mean_rows(table: Tensor) -> Tensor:
+    """The mean of a table that its host adds as it is, with as many dimensions.
+
+    (rows, width) becomes (1, width), (tables, rows, width) and (tables, rows, columns, width) one row for each table.
+    """
+    axes = (0,) if table.dim() == 2 else tuple(range(1, table.dim() - 1))
+    return table.detach().double().mean(axes, keepdim=True).to(table.dtype)

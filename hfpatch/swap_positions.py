@@ -17,7 +17,7 @@ from .attention import ROTARY, AttentionLens, channels_per_head
 from .edits import Edits
 from .errors import OptionError, UnsupportedError
 from .grid import GridLens
-from .limits import ConstantPositions, NoPositions, mean_row
+from .limits import ConstantPositions, NoPositions, mean_rows
 from .positions import Position
 from .positions.rope import ORIGINAL
 from .record import Part
@@ -40,10 +40,10 @@ class _Found:
     table_name: str
     attentions: dict[str, nn.Module]
 
-    def holder(self, path: str | None = None) -> tuple[nn.Module, str]:
-        """The module that holds the table (or another at `path`), and the table's own name in it."""
-        above, _, attribute = (self.stack.table if path is None else path).rpartition(".")
-        return self.owner.get_submodule(above), attribute
+    def holder(self) -> tuple[nn.Module, str]:
+        """The module that holds the table, and the table's own name in it."""
+        path, _, attribute = self.stack.table.rpartition(".")
+        return self.owner.get_submodule(path), attribute
 
     def table(self) -> nn.Module | Tensor | None:
         holder, attribute = self.holder()
@@ -176,9 +176,10 @@ def _remover(model: nn.Module, item: _Found, fresh: bool) -> Callable[[Edits], N
 
 def _remove(edits: Edits, item: _Found, path: str, fresh: bool) -> None:
     """Put a constant where the table at `path` is, or what answers as if there were no positions."""
-    holder, attribute = item.holder(path)
+    above, _, attribute = path.rpartition(".")
+    holder = dict(item.owner.named_modules()).get(above)
     table = getattr(holder, attribute, None)
-    if table is None:  # this configuration has none
+    if holder is None or table is None:  # this configuration has none
         return
     answer = dict(item.stack.answers).get(path)
     if answer is not None:
@@ -189,7 +190,7 @@ def _remove(edits: Edits, item: _Found, path: str, fresh: bool) -> None:
         constant: Tensor = stand_in.constant
         edits.set_module(holder, attribute, stand_in)
     else:
-        constant = mean_row(table).reshape(*[1] * (table.dim() - 1), -1)
+        constant = mean_rows(table)
         if isinstance(table, nn.Parameter):
             constant = nn.Parameter(constant)
             edits.set_parameter(holder, attribute, constant)

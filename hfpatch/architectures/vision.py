@@ -6,8 +6,8 @@ Attentions are handed the owner's keyword arguments where `grid` says so: there 
 from __future__ import annotations
 
 from ..attention import Fused, Projections
-from ..grid import Grid, MaskedGrid, PackedGrid
-from ..limits import AnyImageSize, LengthLimit, PositionsInOrder
+from ..grid import Grid, MaskedGrid, PackedGrid, PlacedGrid
+from ..limits import AnyImageSize, AnyVideoSize, LengthLimit, PositionsInOrder
 from ..registry import ARCHITECTURES
 from .record import Architecture, Stack
 
@@ -278,6 +278,94 @@ _image(
     head_dim="/num_heads",
     states="hidden_state",
 )
+_image(
+    "timesformer",
+    "TimesformerModel",
+    "embeddings.position_embeddings",
+    "encoder.layer.*attention.attention",
+    Fused("qkv"),
+    "facebook/timesformer-base-finetuned-k600",
+    ("embeddings", AnyVideoSize()),
+    head_dim="/num_heads",
+    others=("embeddings.time_embeddings",),
+)
+_image(
+    "yolos",
+    "YolosModel",
+    "embeddings.position_embeddings",
+    "encoder.layer.*.attention.attention",
+    BERTISH,
+    "hustvl/yolos-base",
+    ("embeddings", AnyImageSize(resize=("interpolation",))),
+    ("encoder", AnyImageSize("interpolation.mid_position_embeddings", ("interpolation",))),
+    head_dim="attention_head_size",
+    others=("encoder.interpolation.mid_position_embeddings",),
+)
+_image(
+    "rf_detr_dinov2",
+    "RfDetrDinov2Backbone",
+    "embeddings.position_embeddings",
+    "encoder.layer.*.attention",
+    SPLIT,
+    "Roboflow/rf-detr-base",
+    ("embeddings", AnyImageSize()),
+)
+_image(
+    "lw_detr_vit",
+    "LwDetrViTBackbone",
+    "embeddings.position_embeddings",
+    "encoder.layer.*.attention",
+    SPLIT,
+    "AnnaZhang/lwdetr_small_60e_coco",
+    ("embeddings", AnyImageSize(resize=("get_absolute_positions",))),
+)
+_image(
+    "radio",
+    "RadioModel",
+    "embeddings.position_embedding",
+    "encoder.layer.*.attention",
+    SPLIT,
+    "nvidia/C-RADIOv4-H",
+    ("embeddings", AnyImageSize("position_embedding", ("_interpolate_position_embedding",))),
+)
+_image(
+    "molmo2_vision",
+    "Molmo2VisionModel",
+    "positional_embedding",
+    "layers.*.self_attn",
+    SPLIT,
+    "allenai/Molmo2-8B",
+)
+for _type, _owner, _example in (
+    ("minicpm_ocr_vision", "MiniCPMOcrVisionModel", "openbmb/MiniCPM-OCR-1.0"),
+    ("minicpmv4_6_vision", "MiniCPMV4_6VisionModel", "openbmb/MiniCPM-V-4.6"),
+    ("minicpmv4_7_vision", "MiniCPMV4_7VisionModel", "openbmb/MiniCPM-V-4.7-1B"),
+):  # images packed into one line, and the merger's windows as well
+    _image(_type, _owner, "embeddings.position_embedding", "*.self_attn", SPLIT, _example)
+_image(
+    "unlimited_ocr_vision_encoder",
+    "UnlimitedOcrVisionEncoder",
+    "embeddings.position_embedding",
+    "encoder.layers.*.self_attn",
+    SPLIT,
+    "baidu/Unlimited-OCR",
+    ("embeddings", AnyImageSize("position_embedding", argument="patch_embeds")),
+)
+for _type, _owner, _head_dim, _placed, _example in (
+    ("kosmos_2_5_vision_model", "Kosmos2_5VisionModel", "head_dim", PlacedGrid(), "microsoft/kosmos-2.5"),
+    ("pix2struct_vision_model", "Pix2StructVisionModel", "key_value_proj_dim", None, "google/pix2struct-base"),
+):
+    _image(
+        _type,
+        _owner,
+        "embeddings.row_embedder",
+        "encoder.layer.*.attention",
+        BERTISH,
+        _example,
+        head_dim=_head_dim,
+        grid=_placed,
+        others=("embeddings.column_embedder",),
+    )
 _register(
     "vit_mae",
     "facebook/vit-mae-base",

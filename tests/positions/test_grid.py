@@ -412,6 +412,6 @@ def test_control_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(RotaryEmbedding, "rotate", by_the_last_size)
     model = patched("vit")
     plain = gradients(model, False)
-    with pytest.raises((RuntimeError, AssertionError)):
-        checkpointed = gradients(model, True)
-        assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
+    assert plain
+    with pytest.raises(RuntimeError):  # shapes of the two sizes don't fit when the first is run again
+        gradients(model, True)
