@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from .errors import PositionError
 from .view import Arguments, View
 
+MEAN_ROW = "its mean row"  # what a plan and a report say of a removed table
+
 
 class LengthLimit:
     """A lens on a module that would refuse, or cut, inputs beyond the removed table's length."""
@@ -170,7 +172,7 @@ class ConstantPositions(nn.Module):
     def __init__(self, table: Tensor, first: int = 0):
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.shape  # some hosts still ask for them
-        self.constant = nn.Parameter(mean_row(table, first))
+        self.constant = constant_of(table, mean_row(table, first))
 
     @property
     def weight(self) -> Tensor:
@@ -206,6 +208,12 @@ class NoPositions(nn.Module):
 
     def extra_repr(self) -> str:
         return self.answer
+
+
+def constant_of(table: Tensor, row: Tensor) -> nn.Parameter:
+    """A row in the table's place: trained where the table was."""
+    trained = table.requires_grad if isinstance(table, nn.Parameter) else True
+    return nn.Parameter(row, requires_grad=trained)
 
 
 def mean_row(table: Tensor, first: int = 0) -> Tensor:

@@ -17,7 +17,7 @@ from .attention import ROTARY, AttentionLens, channels_per_head
 from .edits import Edits
 from .errors import OptionError, UnsupportedError
 from .grid import GridLens
-from .limits import ConstantPositions, NoPositions, mean_rows
+from .limits import MEAN_ROW, ConstantPositions, NoPositions, constant_of, mean_rows
 from .positions import Position
 from .positions.rope import ORIGINAL
 from .record import Part
@@ -132,7 +132,7 @@ def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -
         )
     for path, _ in item.stack.limits:
         refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
-    row.action, row.becomes, row.reason = "replace", "nothing" if computed else "its mean row", "inputs of any length"
+    row.action, row.becomes, row.reason = "replace", "nothing" if computed else MEAN_ROW, "inputs of any length"
     row.loss = "absolute positions are removed"
     if part.scheme.name == "nope" and not item.stack.causal:
         row.loss += "; without a causal mask the stack becomes blind to order"
@@ -192,7 +192,7 @@ def _remove(edits: Edits, item: _Found, path: str, fresh: bool) -> None:
     else:
         constant = mean_rows(table)
         if isinstance(table, nn.Parameter):
-            constant = nn.Parameter(constant)
+            constant = constant_of(table, constant)
             edits.set_parameter(holder, attribute, constant)
         else:
             edits.set_attribute(holder, attribute, constant)
