@@ -29,7 +29,7 @@ _RELATIVE = re.compile(r"relative_(attention_)?(bias|position)|rel_pos|rel_embed
 
 
 @dataclass
-class _Found:
+class FoundStack:
     """A stack in the model in hand."""
 
     stack: Stack
@@ -62,13 +62,14 @@ def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
     """
     scheme = part.scheme
     assert isinstance(scheme, Position)
-    names, found = Names.of(model), _find(model)
+    names, found = Names.of(model), find_stacks(model)
     if not found and strict:
         raise _unsupported(model)
     return [change for item in found for change in _changes(model, item, scheme, part, names)]
 
 
-def _find(model: nn.Module) -> list[_Found]:
+def find_stacks(model: nn.Module) -> list[FoundStack]:
+    """The recorded stacks of a model, patched or not, in the order of its modules."""
     stacks = {stack.owner: stack for record in ARCHITECTURES.values() for stack in record.stacks}
     found = []
     for name, module in model.named_modules():
@@ -81,11 +82,11 @@ def _find(model: nn.Module) -> list[_Found]:
             for child_name, child in module.named_modules()
             if fnmatch.fnmatchcase(child_name, stack.attention)
         }
-        found.append(_Found(stack, module, name, prefix + stack.table, attentions))
+        found.append(FoundStack(stack, module, name, prefix + stack.table, attentions))
     return found
 
 
-def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names: Names) -> list[Change]:
+def _changes(model: nn.Module, item: FoundStack, scheme: Position, part: Part, names: Names) -> list[Change]:
     reasons = {name: _reason_to_keep(name, part, names) for name in item.attentions}
     kept_by_name = any(names.matches(glob, [item.table_name]) for glob in part.keep)
     all_kept = all(reasons.values())
@@ -101,7 +102,7 @@ def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
     return f"{reason}: sees no positions unless its table is kept" if reason == "not in only" else reason
 
 
-def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -> Change:
+def _table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None) -> Change:
     table = item.table()
     if table is None or isinstance(table, ZeroPositions):
         return Change(Row("position", "keep", item.table_name, "no table", reason="removed already"))
@@ -133,7 +134,7 @@ def _table_size(table: nn.Module | nn.Parameter) -> tuple[int, int]:
     return weight.shape[-2], weight.shape[-1]
 
 
-def _remover(model: nn.Module, item: _Found) -> Callable[[Edits], None]:
+def _remover(model: nn.Module, item: FoundStack) -> Callable[[Edits], None]:
     def apply(edits: Edits) -> None:
         holder, attribute = item.holder()
         table = item.table()
@@ -160,7 +161,7 @@ def _see_through(edits: Edits, model: nn.Module, module: nn.Module, lens: Any) -
 
 
 def _attention_change(
-    model: nn.Module, name: str, module: nn.Module, item: _Found, scheme: Position, reason: str | None
+    model: nn.Module, name: str, module: nn.Module, item: FoundStack, scheme: Position, reason: str | None
 ) -> Change:
     stack = item.stack
     rotary = module._modules.get(ROTARY)
@@ -194,7 +195,7 @@ def _attention_change(
     return Change(row, apply)
 
 
-def _max_positions(item: _Found) -> int:
+def _max_positions(item: FoundStack) -> int:
     """Positions that the table holds, or held before an earlier patch removed it."""
     table, (holder, _) = item.table(), item.holder()
     if isinstance(table, ZeroPositions):
