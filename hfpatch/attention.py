@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PositionError
-from .view import Arguments
+from .view import TAKEN, Arguments
 
 ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an attention
+PHASES = "position_phases"  # keyword argument in which a stack's owner hands them down, see grid.py
 
 
 class Rotated:
@@ -116,11 +117,22 @@ class AttentionLens:
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         states = arguments["hidden_states"]
         positions = arguments.get("position_ids")
-        slots = self._slots(module, states, arguments) if positions is None or self.window else None
         attributes: dict[str, Any] = {}
         rotary: Any = module._modules.get(ROTARY)
+        handed_down = arguments.get(PHASES)
+        phases = (handed_down or {}).get(getattr(rotary, "key", None))
+        slots = None
+        if self.window is not None or (phases is None and positions is None):
+            slots = self._slots(module, states, arguments)
         if rotary is not None:
-            phases = rotary(self._checked(positions, states) if positions is not None else slots)
+            if phases is None:
+                self._require_line(module, rotary)
+                phases = rotary(self._checked(positions, states) if positions is not None else slots)
+            elif phases[0].shape[1] != states.shape[1]:
+                raise PositionError(
+                    f"{type(module).__name__} was given {states.shape[1]} tokens, but the input has positions for "
+                    f"{phases[0].shape[1]}: some were dropped or added on the way, and which isn't known here."
+                )
 
             def rotate(x: Tensor) -> Tensor:
                 return rotary.rotate(x, phases)
@@ -129,7 +141,16 @@ class AttentionLens:
         if self.window is not None:
             assert slots is not None
             attributes[self.window.buffer] = self.window.mask(module, slots)
-        return attributes, {}
+        return attributes, {PHASES: TAKEN} if handed_down is not None else {}
+
+    @staticmethod
+    def _require_line(module: nn.Module, rotary: Any) -> None:
+        axes = getattr(rotary, "axes", 1)
+        if axes > 1:
+            raise PositionError(
+                f"{type(module).__name__} wasn't told where on the {axes}-axis grid its tokens lie: it was called "
+                "by another way than its model's forward. Use axes=1 for that."
+            )
 
     def _slots(self, module: nn.Module, states: Tensor, arguments: Arguments) -> Tensor:
         slots = torch.arange(states.shape[1], device=states.device)[None]

@@ -1,4 +1,4 @@
-"""What a removed table leaves behind: a module that adds nothing, and lenses that lift the old length's limits."""
+"""What a removed table leaves behind: a constant, its mean row, and lenses that lift the old length's limits."""
 
 from __future__ import annotations
 
@@ -34,17 +34,14 @@ class ZeroArguments(LengthLimit):
 
 @dataclass(frozen=True)
 class AnyImageSize(LengthLimit):
-    """Patch embeddings without a table take images of any size."""
+    """Patch embeddings whose table is a constant take images of any size."""
 
     table: str = "position_embeddings"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        pixels = arguments["pixel_values"]
-        zero = torch.zeros((), device=pixels.device)
         attributes = {
-            self.table: zero,
-            "image_size": tuple(pixels.shape[-2:]),
-            "interpolate_pos_encoding": lambda *args, **kwargs: zero,
+            "image_size": tuple(arguments["pixel_values"].shape[-2:]),
+            "interpolate_pos_encoding": lambda *args, **kwargs: getattr(module, self.table),
         }
         return attributes, {}
 
@@ -68,16 +65,20 @@ class AnyInputLength(LengthLimit):
         return {"config": View(module.config, {self.setting: positions})}, {}
 
 
-class ZeroPositions(nn.Module):
-    """Stands where a table of positions stood and adds nothing: a zero without dimensions.
+class ConstantPositions(nn.Module):
+    """Stands where a table of positions stood and returns one row, whatever the positions.
+
+    The row starts as the mean of the table's: what every position had in common isn't about position.
 
     Args:
-        num_embeddings, embedding_dim: the removed table's size, which some hosts still ask for.
+        table: the removed table (rows, width).
+        first: its first row that holds a position.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int):
+    def __init__(self, table: Tensor, first: int = 0):
         super().__init__()
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings, self.embedding_dim = table.shape  # some hosts still ask for them
+        self.constant = nn.Parameter(mean_row(table, first))
 
     @property
     def weight(self) -> Tensor:
@@ -85,10 +86,12 @@ class ZeroPositions(nn.Module):
         return torch.empty(self.num_embeddings, self.embedding_dim)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                return torch.zeros((), device=value.device)
-        return torch.zeros(())
+        return self.constant
 
     def extra_repr(self) -> str:
-        return f"was {self.num_embeddings} x {self.embedding_dim}"
+        return f"{self.embedding_dim}, was {self.num_embeddings} x {self.embedding_dim}"
+
+
+def mean_row(table: Tensor, first: int = 0) -> Tensor:
+    """The mean (..., width) of a table's rows (..., rows, width) from row `first` on."""
+    return table.detach()[..., first:, :].double().mean(-2).to(table.dtype)

@@ -16,7 +16,8 @@ from .architectures import Stack
 from .attention import ROTARY, AttentionLens
 from .edits import Edits
 from .errors import UnsupportedError
-from .limits import ZeroPositions
+from .grid import GridLens
+from .limits import ConstantPositions, mean_row
 from .positions import Position
 from .record import Part
 from .registry import ARCHITECTURES
@@ -29,7 +30,7 @@ _RELATIVE = re.compile(r"relative_(attention_)?(bias|position)|rel_pos|rel_embed
 
 
 @dataclass
-class FoundStack:
+class _Found:
     """A stack in the model in hand."""
 
     stack: Stack
@@ -43,9 +44,14 @@ class FoundStack:
         path, _, attribute = self.stack.table.rpartition(".")
         return self.owner.get_submodule(path), attribute
 
-    def table(self) -> nn.Module | nn.Parameter | None:
+    def table(self) -> nn.Module | nn.Parameter:
         holder, attribute = self.holder()
         return getattr(holder, attribute)
+
+    def removed_rows(self) -> int | None:
+        """How many rows the table had that an earlier patch removed; None where it is there."""
+        table, (holder, _) = self.table(), self.holder()
+        return table.num_embeddings if isinstance(table, ConstantPositions) else holder.__dict__.get(REMOVED_ROWS)
 
 
 def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Change]:
@@ -68,7 +74,7 @@ def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
     return [change for item in found for change in _changes(model, item, scheme, part, names)]
 
 
-def find_stacks(model: nn.Module) -> list[FoundStack]:
+def find_stacks(model: nn.Module) -> list[_Found]:
     """The recorded stacks of a model, patched or not, in the order of its modules."""
     stacks = {stack.owner: stack for record in ARCHITECTURES.values() for stack in record.stacks}
     found = []
@@ -82,11 +88,11 @@ def find_stacks(model: nn.Module) -> list[FoundStack]:
             for child_name, child in module.named_modules()
             if fnmatch.fnmatchcase(child_name, stack.attention)
         }
-        found.append(FoundStack(stack, module, name, prefix + stack.table, attentions))
+        found.append(_Found(stack, module, name, prefix + stack.table, attentions))
     return found
 
 
-def _changes(model: nn.Module, item: FoundStack, scheme: Position, part: Part, names: Names) -> list[Change]:
+def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names: Names) -> list[Change]:
     reasons = {name: _reason_to_keep(name, part, names) for name in item.attentions}
     kept_by_name = any(names.matches(glob, [item.table_name]) for glob in part.keep)
     all_kept = all(reasons.values())
@@ -102,10 +108,10 @@ def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
     return f"{reason}: sees no positions unless its table is kept" if reason == "not in only" else reason
 
 
-def _table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None) -> Change:
+def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -> Change:
     table = item.table()
-    if table is None or isinstance(table, ZeroPositions):
-        return Change(Row("position", "keep", item.table_name, "no table", reason="removed already"))
+    if item.removed_rows() is not None:
+        return Change(Row("position", "keep", item.table_name, "a constant", reason="its table is removed already"))
     row = Row("position", "keep", item.table_name, _table_text(table), reason=why)
     if why:
         return Change(row)
@@ -116,11 +122,11 @@ def _table_change(model: nn.Module, item: FoundStack, part: Part, why: str | Non
         )
     for path, _ in item.stack.limits:
         refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
-    row.action, row.becomes, row.reason = "replace", "removed", "inputs of any length"
+    row.action, row.becomes, row.reason = "replace", "its mean row", "inputs of any length"
     row.loss = "absolute positions are removed"
     if part.scheme.name == "nope" and not item.stack.causal:
         row.loss += "; without a causal mask the stack becomes blind to order"
-    return Change(row, _remover(model, item))
+    return Change(row, _remover(model, item, fresh=part.init == "reset"))
 
 
 def _table_text(table: nn.Module | nn.Parameter) -> str:
@@ -134,16 +140,20 @@ def _table_size(table: nn.Module | nn.Parameter) -> tuple[int, int]:
     return weight.shape[-2], weight.shape[-1]
 
 
-def _remover(model: nn.Module, item: FoundStack) -> Callable[[Edits], None]:
+def _remover(model: nn.Module, item: _Found, fresh: bool) -> Callable[[Edits], None]:
     def apply(edits: Edits) -> None:
         holder, attribute = item.holder()
         table = item.table()
         if isinstance(table, nn.Parameter):
-            edits.set_parameter(holder, attribute, None)
+            constant = nn.Parameter(mean_row(table)[..., None, :])
+            edits.set_parameter(holder, attribute, constant)
             edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])
         else:
-            assert isinstance(table, nn.Module)
-            edits.set_module(holder, attribute, ZeroPositions(*_table_size(table)))
+            stand_in = ConstantPositions(table.weight, item.stack.reserved_rows)
+            constant = stand_in.constant
+            edits.set_module(holder, attribute, stand_in)
+        if fresh:
+            constant.data.zero_()
         for path, limit in item.stack.limits:
             _see_through(edits, model, item.owner.get_submodule(path), limit)
         for length in item.stack.lengths:
@@ -161,7 +171,7 @@ def _see_through(edits: Edits, model: nn.Module, module: nn.Module, lens: Any) -
 
 
 def _attention_change(
-    model: nn.Module, name: str, module: nn.Module, item: FoundStack, scheme: Position, reason: str | None
+    model: nn.Module, name: str, module: nn.Module, item: _Found, scheme: Position, reason: str | None
 ) -> Change:
     stack = item.stack
     rotary = module._modules.get(ROTARY)
@@ -170,6 +180,7 @@ def _attention_change(
         return Change(row)
     head_dim = getattr(module, stack.head_dim)
     scheme.check(head_dim, name)
+    _require_axes(item, scheme, name)
     new = scheme.build(head_dim, _max_positions(item))
     if new is None and rotary is None and stack.window is None:
         row.reason = "its queries and keys carry no positions"
@@ -191,17 +202,34 @@ def _attention_change(
         elif rotary is not None:
             edits.set_module(module, ROTARY, None)
         _see_through(edits, model, module, lens)
+        if stack.grid is not None and new is not None:
+            paths = tuple(path.removeprefix(f"{item.name}.") for path in item.attentions)
+            _see_through(edits, model, item.owner, GridLens(stack.grid, paths))
 
     return Change(row, apply)
 
 
-def _max_positions(item: FoundStack) -> int:
+def _require_axes(item: _Found, scheme: Position, where: str) -> None:
+    """Refuse positions with more axes than the stack's tokens have, or than its attentions can be told of."""
+    axes = getattr(scheme, "axes", 1)
+    if axes == 1:
+        return
+    grid = item.stack.grid
+    if grid is None:
+        raise UnsupportedError(
+            f"{where}: axes={axes} needs to know where on a grid a token lies, and {type(item.owner).__name__} has no "
+            "grid of patches, or doesn't hand it on to its attentions. Use axes=1 here; only= chooses other parts."
+        )
+    if grid.axes(item.owner) != axes:
+        raise UnsupportedError(
+            f"{where}: a position in {type(item.owner).__name__} has {grid.axes(item.owner)} axes, not {axes}. "
+            f"Use axes={grid.axes(item.owner)} or 1."
+        )
+
+
+def _max_positions(item: _Found) -> int:
     """Positions that the table holds, or held before an earlier patch removed it."""
-    table, (holder, _) = item.table(), item.holder()
-    if isinstance(table, ZeroPositions):
-        rows = table.num_embeddings
-    else:
-        rows = holder.__dict__[REMOVED_ROWS] if table is None else _table_size(table)[0]
+    rows = item.removed_rows() or _table_size(item.table())[0]
     return rows - item.stack.reserved_rows
 
 

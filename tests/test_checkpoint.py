@@ -184,7 +184,14 @@ def test_the_files(tmp_path: Path) -> None:
     (norm,), (pos,) = stored["hfpatch"]["norm"], stored["hfpatch"]["pos"]
     assert norm["scheme"] == {"name": "dyt", "alpha": 0.8}
     assert norm["only"] == pos["only"] == ["*.h.*", "*.wpe"]
-    assert pos["scheme"] == {"name": "rope", "theta": 10000.0, "scaling": None, "partial": 1.0, "pairing": "half"}
+    assert pos["scheme"] == {
+        "name": "rope",
+        "theta": 10000.0,
+        "scaling": None,
+        "partial": 1.0,
+        "pairing": "half",
+        "axes": 1,
+    }
     assert model.config.model_type == "gpt2"
     keys = set(load_file(tmp_path / "model.safetensors"))
     assert "transformer.wpe.weight" not in keys

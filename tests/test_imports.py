@@ -20,6 +20,7 @@ LAYERS = [
     ["optimizer"],
     ["norms", "positions", "mlps", "placement", "view"],
     ["attention", "limits"],
+    ["grid"],
     ["architectures", "rows", "select"],
     ["convert"],
     ["branches"],

@@ -534,7 +534,7 @@ def test_a_failure_after_a_change_restores_everything(name: str, monkeypatch: py
         ("hfpatch.patch.copy.deepcopy", MemoryError),
         ("hfpatch.norms.rms.RMSNorm.__init__", ValueError),
         ("hfpatch.record.Record.to_json", StopHereError),
-        ("hfpatch.limits.ZeroPositions.__init__", StopHereError),
+        ("hfpatch.limits.ConstantPositions.__init__", StopHereError),
         ("hfpatch.swap_positions.lensed_class", SystemExit),
     ],
 )

@@ -1,6 +1,7 @@
 """Records of encoder families (BERT-like ones also decode when their config says so)."""
 
 from ..attention import Projections
+from ..grid import Grid
 from ..limits import AnyImageSize, ZeroArguments
 from ..registry import ARCHITECTURES
 from .record import Architecture, Stack
@@ -63,6 +64,7 @@ ARCHITECTURES.register("vit")(
                 Projections("q_proj", "k_proj"),
                 cache=None,
                 limits=(("embeddings", AnyImageSize()),),
+                grid=Grid("embeddings.patch_embeddings.projection"),
             ),
         ),
         example="google/vit-base-patch16-224",

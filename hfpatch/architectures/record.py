@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..attention import Fused, Projections, Window
+from ..grid import Grid
 from ..limits import LengthLimit
 
 
@@ -31,6 +32,7 @@ class Stack:
         limits: (path, limit) of modules that refuse or cut inputs beyond the old maximum length; "" is the owner.
         lengths: attributes of the owner, or of modules around it, that hold the old maximum length as a limit.
         causal: whether a mask still shows order when positions are dropped.
+        grid: where the tokens are patches of a grid, and the attentions are handed the owner's keyword arguments.
     """
 
     owner: str
@@ -45,6 +47,7 @@ class Stack:
     limits: tuple[tuple[str, LengthLimit], ...] = ()
     lengths: tuple[str, ...] = ()
     causal: bool = False
+    grid: Grid | None = None
 
 
 @dataclass(frozen=True)

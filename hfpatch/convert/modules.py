@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..attention import ROTARY, AttentionLens
 from ..errors import PatchError
-from ..limits import LengthLimit, ZeroPositions
+from ..limits import LengthLimit, ConstantPositions
 from ..norms import NormFacts, describe
 from ..norms.detect import looks_like_norm
 from ..plan import PLANNERS
@@ -144,7 +144,7 @@ def _text(module: nn.Module, facts: Facts) -> str:
     norm = facts[module]
     if norm is not None:
         return module._get_name() + (f"({', '.join(map(str, norm.shape))})" if norm.shape else "")
-    if isinstance(module, ZeroPositions):
+    if isinstance(module, ConstantPositions):
         return "removed"
     if isinstance(module, nn.Embedding):
         return f"{module._get_name()}({module.num_embeddings}, {module.embedding_dim})"

@@ -20,10 +20,13 @@ from .scheme import Position
 PAIRINGS = ("half", "interleaved")
 _ORIGINAL = "original_max_position_embeddings"
 SCALINGS = ("linear", "yarn", "llama3", "proportional")  # those whose frequencies don't depend on the input's length
+THETA, THETA_OF_A_GRID = 10_000.0, 100.0  # Su et al. 2021 section 3.2.2; Heo et al. 2024 section 3.2
 
 
 class RotaryEmbedding(nn.Module):
     """The rotation of queries and keys by angles m * theta^(-2i/d), m the position and i the pair of channels.
+
+    With several axes the pairs are split evenly among them, the first part turning by the first coordinate.
 
     Frequencies live in a non-persistent float32 buffer, so a state dict has no key for them and half precision doesn't
     touch them.
@@ -39,6 +42,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, scheme: RoPE, head_dim: int, max_positions: int):
         super().__init__()
         self.scheme, self.head_dim, self.max_positions = scheme, head_dim, max_positions
+        self.key = f"{scheme.to_json()} {head_dim} {max_positions}"  # rotations with the same key are equal
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
 
     def _frequencies(self) -> Tensor:
@@ -55,9 +59,18 @@ class RotaryEmbedding(nn.Module):
         self.reset()
         return self
 
+    @property
+    def axes(self) -> int:
+        """How many coordinates a position has."""
+        return self.scheme.axes
+
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (B or 1, T, 1, rotary_dim / 2) in float32, of positions (B or 1, T)."""
-        angles = (positions[..., None].float() * self.inv_freq.to(positions.device)).unsqueeze(-2)
+        """cos and sin, each (B or 1, T, 1, rotary_dim / 2) in float32, of positions (B or 1, T).
+
+        With several axes positions are (B or 1, T, axes).
+        """
+        angles = positions[..., None].float() * self.inv_freq.to(positions.device)
+        angles = (angles if self.axes == 1 else angles.flatten(-2)).unsqueeze(-2)
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
     def rotate(self, x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
@@ -84,23 +97,34 @@ class RoPE(Position):
     Pairs of channels (x1, x2) become (x1 cos a - x2 sin a, x2 cos a + x1 sin a) with a = m * theta^(-2i/d), Su et al.
     2021, arXiv:2104.09864, eq. 34.
 
+    With `axes=2` the tokens of an image lie on a grid: half of a head's pairs turn by the patch's row, the other half by
+    its column, with the same frequencies theta^(-4i/d) (axial RoPE; Heo et al. 2024, arXiv:2403.13298, eq. 10 and 11).
+    Attention between two patches then depends on their distance in rows and in columns, at any resolution and aspect
+    ratio. Tokens that are no patches (class, distillation, register and detection tokens) aren't rotated: to patches
+    they stand at (0, 0), an absolute anchor, so the function is invariant to translation among patches only.
+
     Args:
-        theta: base of the frequencies.
+        theta: base of the frequencies; 10,000 by default, with several axes 100, since their positions are few (Heo et
+            al. 2024; DINOv3 likewise).
         scaling: transformers' `rope_parameters` without theta, such as `{"rope_type": "yarn", "factor": 4.0}`; types
             linear, yarn, llama3 and proportional. `original_max_position_embeddings` defaults to the removed table's
             length.
         partial: fraction of each head's channels that is rotated, in (0, 1].
         pairing: "half" pairs channel i with i + d/2 (GPT-NeoX, Llama), "interleaved" 2i with 2i + 1 (the paper, GPT-J).
+        axes: coordinates of a position: 1 for sequences (and the patches of an image one after another), 2 for (row,
+            column), 3 for (frame, row, column).
 
     Raises:
         OptionError: an option is outside its domain.
-        UnsupportedError: a scaling type whose frequencies depend on the input's length (dynamic, longrope).
+        UnsupportedError: a scaling type whose frequencies depend on the input's length (dynamic, longrope); scaling
+            with several axes.
     """
 
-    theta: float = 10_000.0
+    theta: float = None  # type: ignore[assignment]  # a number once the scheme is made
     scaling: dict[str, Any] | None = None
     partial: float = 1.0
     pairing: str = "half"
+    axes: int = 1
     _needs: ClassVar[dict[str, tuple[str, ...]]] = {
         "linear": ("factor",),
         "yarn": ("factor",),
@@ -115,12 +139,21 @@ class RoPE(Position):
     }
 
     def __post_init__(self) -> None:
+        if self.axes not in (1, 2, 3) or isinstance(self.axes, bool):
+            raise OptionError(f"RoPE: axes must be 1, 2 or 3, not {self.axes!r:.40}.")
+        if self.theta is None:
+            object.__setattr__(self, "theta", THETA if self.axes == 1 else THETA_OF_A_GRID)
         require_number("RoPE", "theta", self.theta, above=0.0)
         require_number("RoPE", "partial", self.partial, above=0.0, at_most=1.0)
         if self.pairing not in PAIRINGS:
             raise OptionError(f"RoPE: pairing must be one of {', '.join(PAIRINGS)}, not {self.pairing!r}.")
         if self.scaling is not None:
             self._check_scaling(self.scaling)
+            if self.axes > 1:
+                raise UnsupportedError(
+                    "RoPE: scaling stretches the positions of a sequence, and those of a grid have no length to stretch "
+                    f"from: leave scaling or axes={self.axes} out. theta sets the longest wavelength."
+                )
             object.__setattr__(self, "scaling", dict(self.scaling))  # the caller's own may change later
 
     def _check_scaling(self, scaling: Any) -> None:
@@ -152,11 +185,17 @@ class RoPE(Position):
         return hash(json.dumps(self.to_json(), sort_keys=True))  # scaling is a dict
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many channels of a head are rotated."""
-        return int(head_dim * self.partial + 1e-6)
+        """How many channels of a head are rotated; with several axes as many as split evenly into pairs for each."""
+        channels = int(head_dim * self.partial + 1e-6)
+        return channels if self.axes == 1 else channels - channels % (2 * self.axes)
 
     def check(self, head_dim: int, where: str) -> None:
         rotary_dim = self.rotary_dim(head_dim)
+        if self.axes > 1 and not rotary_dim:
+            raise OptionError(
+                f"{where}: RoPE with {self.axes} axes needs at least {2 * self.axes} channels to turn, and "
+                f"partial={self.partial:g} of head_dim={head_dim} is fewer; raise partial or lower axes."
+            )
         if rotary_dim < 2 or rotary_dim % 2:
             raise OptionError(
                 f"{where}: RoPE turns pairs of channels, but partial={self.partial:g} of head_dim={head_dim} is "
@@ -165,9 +204,9 @@ class RoPE(Position):
             )
 
     def frequencies(self, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-        """Frequencies (pairs,) in float32 on the current default device, and the factor on cos and sin."""
+        """Frequencies of one axis (pairs / axes,) in float32 on the default device, and the factor on cos and sin."""
         if self.scaling is None:
-            dim = self.rotary_dim(head_dim)
+            dim = self.rotary_dim(head_dim) // self.axes
             exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(dtype=torch.float) / dim
             return 1.0 / self.theta**exponents, 1.0
         config = PreTrainedConfig()
@@ -186,6 +225,8 @@ class RoPE(Position):
         return RotaryEmbedding(self, head_dim, max_positions)
 
     def describe(self, head_dim: int) -> str:
-        dims = "" if self.partial == 1 else f", {self.rotary_dim(head_dim)} of {head_dim} channels"
+        rotary_dim = self.rotary_dim(head_dim)
+        dims = "" if rotary_dim == head_dim else f", {rotary_dim} of {head_dim} channels"
+        dims += "" if self.axes == 1 else f", {self.axes} axes"
         scaling = f", {self.scaling['rope_type']}" if self.scaling else ""
         return f"RoPE(theta={self.theta:g}{dims}, {self.pairing}{scaling})"

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from hfpatch import ARCHITECTURES, NotPreservedWarning, Stack, patch_model
 from hfpatch.checkpoint import patched_model_class
 from hfpatch.proof import DIFFERENT, SAME, Outputs, decodes_alike, difference, outputs, prove_stack, reached
-from hfpatch.swap_positions import FoundStack, find_stacks
+from hfpatch.swap_positions import _Found as FoundStack
+from hfpatch.swap_positions import find_stacks
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import zoo
