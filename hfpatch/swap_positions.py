@@ -10,14 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .architectures import Stack
-from .attention import ROTARY, AttentionLens
+from .attention import ROTARY, AttentionLens, channels_per_head
 from .edits import Edits
 from .errors import UnsupportedError
 from .grid import GridLens
-from .limits import ConstantPositions, mean_row
+from .limits import NO_ROW, ConstantPositions, mean_row
 from .positions import Position
 from .record import Part
 from .registry import ARCHITECTURES
@@ -44,7 +45,7 @@ class _Found:
         path, _, attribute = self.stack.table.rpartition(".")
         return self.owner.get_submodule(path), attribute
 
-    def table(self) -> nn.Module | nn.Parameter:
+    def table(self) -> nn.Module | Tensor:
         holder, attribute = self.holder()
         return getattr(holder, attribute)
 
@@ -80,16 +81,28 @@ def find_stacks(model: nn.Module) -> list[_Found]:
     found = []
     for name, module in model.named_modules():
         stack = next((stacks[base.__name__] for base in type(module).__mro__ if base.__name__ in stacks), None)
-        if stack is None:
+        if stack is None or not _has(module, stack.table):
             continue
         prefix = f"{name}." if name else ""
         attentions = {
             prefix + child_name: child
             for child_name, child in module.named_modules()
             if fnmatch.fnmatchcase(child_name, stack.attention)
+            and child_name.count(".") == stack.attention.count(".")  # a star stands for one name
         }
         found.append(_Found(stack, module, name, prefix + stack.table, attentions))
     return found
+
+
+def _has(owner: nn.Module, table: str) -> bool:
+    """Whether this instance of a recorded class owns a table; some do by their config only."""
+    path, _, attribute = table.rpartition(".")
+    holder = owner
+    for name in filter(None, path.split(".")):
+        holder = holder._modules.get(name)  # type: ignore[assignment]
+        if holder is None:
+            return False
+    return getattr(holder, attribute, None) is not None
 
 
 def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names: Names) -> list[Change]:
@@ -97,10 +110,22 @@ def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names
     kept_by_name = any(names.matches(glob, [item.table_name]) for glob in part.keep)
     all_kept = all(reasons.values())
     why = "its attentions are kept" if all_kept else "keep" if kept_by_name else None
+    if not all_kept:
+        _require_settings(item)
     changes = [_table_change(model, item, part, why)]
     for name, module in item.attentions.items():
         changes.append(_attention_change(model, name, module, item, scheme, reasons[name]))
     return changes
+
+
+def _require_settings(item: _Found) -> None:
+    for name, value in item.stack.requires:
+        if getattr(item.owner, name) != value:
+            raise UnsupportedError(
+                f"{item.name or type(item.owner).__name__}: positions can only be changed with {name}={value!r}, not "
+                f"{getattr(item.owner, name)!r}, which exchanges attentions while the model runs. Load the model with "
+                f"from_pretrained(..., {name}={value!r}), or name other modules in only=."
+            )
 
 
 def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
@@ -129,27 +154,43 @@ def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -
     return Change(row, _remover(model, item, fresh=part.init == "reset"))
 
 
-def _table_text(table: nn.Module | nn.Parameter) -> str:
+def _table_text(table: nn.Module | Tensor) -> str:
     rows, width = _table_size(table)
-    return f"{table._get_name() if isinstance(table, nn.Module) else 'Parameter'}({rows}, {width})"
+    kind = table._get_name() if isinstance(table, nn.Module) else type(table).__name__
+    return f"{kind}({rows}, {width})"
 
 
-def _table_size(table: nn.Module | nn.Parameter) -> tuple[int, int]:
-    weight = table if isinstance(table, Tensor) else table.weight
-    assert isinstance(weight, Tensor)
+def _table_size(table: nn.Module | Tensor) -> tuple[int, int]:
+    weight = _rows_of(table)
     return weight.shape[-2], weight.shape[-1]
+
+
+def _rows_of(table: nn.Module | Tensor) -> Tensor:
+    """The rows (..., rows, width) of a table; sinusoidal ones keep them in a buffer."""
+    if isinstance(table, Tensor):
+        return table
+    stored = [value for value in (*table.parameters(), *table.buffers()) if value.dim() >= 2]
+    width: Any = getattr(table, "embed_dim", None)
+    return stored[0] if stored else torch.zeros(1, width)  # computed in the table's forward
 
 
 def _remover(model: nn.Module, item: _Found, fresh: bool) -> Callable[[Edits], None]:
     def apply(edits: Edits) -> None:
         holder, attribute = item.holder()
         table = item.table()
+        constant: Any
         if isinstance(table, nn.Parameter):
             constant = nn.Parameter(mean_row(table)[..., None, :])
             edits.set_parameter(holder, attribute, constant)
             edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])
+        elif isinstance(table, Tensor):
+            edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])  # limits.AnyRow hides it
+            constant = torch.zeros(())
+            if fresh:
+                edits.set_attribute(holder, NO_ROW, True)
         else:
-            stand_in = ConstantPositions(table.weight, item.stack.reserved_rows)
+            padding = getattr(table, "padding_idx", None)
+            stand_in = ConstantPositions(_rows_of(table), item.stack.reserved_rows, padding)
             constant = stand_in.constant
             edits.set_module(holder, attribute, stand_in)
         if fresh:
@@ -178,11 +219,11 @@ def _attention_change(
     row = Row("position", "keep", name, module._get_name() + (f" with {rotary}" if rotary else ""), reason=reason)
     if reason is not None:
         return Change(row)
-    head_dim = getattr(module, stack.head_dim)
+    head_dim = channels_per_head(module, stack.head_dim)
     scheme.check(head_dim, name)
     _require_axes(item, scheme, name)
     new = scheme.build(head_dim, _max_positions(item))
-    if new is None and rotary is None and stack.window is None:
+    if new is None and rotary is None and stack.window is None and not stack.biases:
         row.reason = "its queries and keys carry no positions"
         return Change(row)
     refuse_private_forward(name, module)
@@ -191,7 +232,12 @@ def _attention_change(
         row.loss = "queries and keys are rotated, which they were not trained for"
     elif rotary is None:
         row.reason = "its causal mask serves any length"
-    lens = AttentionLens(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window)
+    lens = AttentionLens(
+        *(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window),
+        states=stack.states,
+        time=stack.time,
+        biases=stack.biases,
+    )
 
     def apply(edits: Edits) -> None:
         if new is not None:
@@ -247,7 +293,7 @@ def _unsupported(model: nn.Module) -> UnsupportedError:
 def _built_like(model: nn.Module, stack: Stack) -> bool:
     """Whether some module holds a table and attentions where this stack's owner does."""
     path, _, attribute = stack.table.rpartition(".")
-    wanted = vars(stack.projections).values()
+    wanted = stack.projections.names
     for owner in model.modules():
         children = dict(owner.named_modules())
         if path in children and hasattr(children[path], attribute):

@@ -1,6 +1,6 @@
 """Architecture records, grouped by build. Importing this package registers those that ship with hfpatch."""
 
-from . import decoders, encoder_decoders, encoders
+from . import decoders, encoder_decoders, encoders, text_towers
 from .record import Architecture, Stack
 
-__all__ = ["Architecture", "Stack", "decoders", "encoder_decoders", "encoders"]
+__all__ = ["Architecture", "Stack", "decoders", "encoder_decoders", "encoders", "text_towers"]

@@ -25,13 +25,17 @@ class Stack:
         attention: glob of the self-attention modules. Cross-attention must not match.
         projections: how q and k leave the attention's input.
         reserved_rows: rows at the table's start that hold no position (BART's and OPT's offset of 2).
-        head_dim: attribute of the attention that holds the channels per head.
+        head_dim: attribute of the attention that holds the channels per head, or two as in "embed_dim / num_heads".
         cache: name of the forward's cache argument, None for stacks that never decode.
         layer_index: attribute of the attention that holds its index in the cache.
         window: set where the attention masks by a square buffer of the old maximum length.
         limits: (path, limit) of modules that refuse or cut inputs beyond the old maximum length; "" is the owner.
         lengths: attributes of the owner, or of modules around it, that hold the old maximum length as a limit.
         causal: whether a mask still shows order when positions are dropped.
+        states: name of the attention's argument with the hidden states.
+        time: axis of the tokens in them: 0 for (T, B, d).
+        biases: arguments or attributes of the attention that bring it a relative bias; it sees None in their place.
+        requires: (attribute of the owner, value) without which the stack is refused.
         grid: where the tokens are patches of a grid, and the attentions are handed the owner's keyword arguments.
     """
 
@@ -47,6 +51,10 @@ class Stack:
     limits: tuple[tuple[str, LengthLimit], ...] = ()
     lengths: tuple[str, ...] = ()
     causal: bool = False
+    states: str = "hidden_states"
+    time: int = 1
+    biases: tuple[str, ...] = ()
+    requires: tuple[tuple[str, object], ...] = ()
     grid: Grid | None = None
 
 
