@@ -32,45 +32,103 @@ class Rotated:
 
 @dataclass(frozen=True)
 class Projections:
-    """Separate projections of queries and keys, each (B, T, heads * head_dim)."""
+    """Separate projections of queries and keys, each (B, T, heads * head_dim).
+
+    Attributes:
+        query, key: names of the projections.
+        time: axis of the tokens in what they return: 0 for (T, B, heads * head_dim).
+        beside_keys: argument (T, T, B, head_dim) whose products with queries are added to the scores: what is at
+            [i, j] turns with query i, so that the product stays.
+    """
 
     query: str
     key: str
+    time: int = 1
+    beside_keys: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The projections that queries and keys come from."""
+        return self.query, self.key
 
     def query_width(self, module: nn.Module) -> int:
         return getattr(module, self.query).weight.shape[0]
 
     def rotated(self, module: nn.Module, head_dim: int, rotate: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         def turn(y: Tensor) -> Tensor:
-            return rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2)
+            y = y.transpose(0, 1) if self.time == 0 else y
+            y = rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2)
+            return y.transpose(0, 1) if self.time == 0 else y
 
         return {name: Rotated(getattr(module, name), turn) for name in (self.query, self.key)}
+
+    def turned(self, arguments: Arguments, rotate: Callable[[Tensor], Tensor]) -> Arguments:
+        """Arguments of the attention that turn as well."""
+        if self.beside_keys is None:
+            return {}
+        x = arguments[self.beside_keys]
+        return {self.beside_keys: rotate(x.permute(2, 0, 1, 3)).permute(1, 2, 0, 3).reshape(x.shape)}
 
 
 @dataclass(frozen=True)
 class Fused:
-    """One projection to (B, T, 3 * heads * head_dim), in blocks `[q | k | v]`."""
+    """One projection to (B, T, channels) of queries, keys and values.
+
+    Attributes:
+        name: of the projection.
+        by_head: channels are `[q k v]` of the first head, then of the next; else blocks `[q | k | v]` of all heads.
+        shared: attribute that says whether all heads share one key and one value: then blocks, k and v of one head.
+        query_bias: Parameter (heads * head_dim,) that the attention adds to the queries itself.
+    """
 
     name: str
+    by_head: bool = False
+    shared: str | None = None
+    query_bias: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The projection that queries and keys come from."""
+        return (self.name,)
 
     def query_width(self, module: nn.Module) -> int:
         projection = getattr(module, self.name)
         return getattr(projection, "nf", projection.weight.shape[0]) // 3  # transformers' Conv1D is transposed
 
     def rotated(self, module: nn.Module, head_dim: int, rotate: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        def turn(y: Tensor) -> Tensor:
-            width = 2 * (y.shape[-1] // 3)
+        shared = self.shared is not None and getattr(module, self.shared)
+        bias = getattr(module, self.query_bias) if self.query_bias else None
+
+        def turn_blocks(y: Tensor) -> Tensor:
+            width = y.shape[-1] - head_dim if shared else 2 * (y.shape[-1] // 3)
             qk = rotate(y[..., :width].unflatten(-1, (-1, head_dim))).flatten(-2)
             return torch.cat((qk, y[..., width:]), dim=-1)
 
-        return {self.name: Rotated(getattr(module, self.name), turn)}
+        def turn_heads(y: Tensor) -> Tensor:
+            heads = y.unflatten(-1, (-1, 3, head_dim))
+            if bias is not None:
+                heads = heads + nn.functional.pad(bias.view(-1, 1, head_dim), (0, 0, 0, 2))
+            qk = rotate(heads[..., :2, :].flatten(-3, -2)).unflatten(-2, (-1, 2))
+            return torch.cat((qk, heads[..., 2:, :]), dim=-2).flatten(-3)
+
+        turn = turn_heads if self.by_head and not shared else turn_blocks
+        attributes: dict[str, Any] = {self.name: Rotated(getattr(module, self.name), turn)}
+        if bias is not None:  # is added above, where it turns with the queries
+            attributes[self.query_bias] = torch.zeros_like(bias)  # type: ignore[index]
+        return attributes
+
+    def turned(self, arguments: Arguments, rotate: Callable[[Tensor], Tensor]) -> Arguments:
+        """Arguments of the attention that turn as well: none."""
+        return {}
 
 
-def channels_per_head(module: nn.Module, head_dim: str, projections: Projections | Fused) -> int:
-    """Channels per head, from the attribute that holds them or (`/num_heads`) the number of heads."""
-    attribute = head_dim.removeprefix("/")
-    value: int = getattr(module, attribute)
-    return projections.query_width(module) // value if head_dim.startswith("/") else value
+def channels_per_head(module: nn.Module, attribute: str, projections: Projections | Fused) -> int:
+    """The attention's head_dim; `attribute` names what holds it, or two as in "embed_dim / num_heads" or "/ num_heads"
+    (of the width that queries have).
+    """
+    whole, _, heads = (part.strip() for part in attribute.partition("/"))
+    channels = getattr(module, whole) if whole else projections.query_width(module)
+    return channels // (getattr(module, heads) if heads else 1)
 
 
 @dataclass(frozen=True)
@@ -79,17 +137,18 @@ class Window:
 
     Attributes:
         buffer: the buffer's name.
-        local: attribute of the attention that is "local" where the window applies.
+        local: attribute of the attention that is "local" where the window applies, None where there is none.
         size: config attribute with the window's size.
     """
 
     buffer: str
-    local: str
-    size: str
+    local: str | None = None
+    size: str = ""
 
     def mask(self, module: nn.Module, slots: Tensor) -> CausalMask:
-        local = getattr(module, self.local) == "local"
-        return CausalMask(slots, getattr(module.config, self.size) if local else None)
+        local = self.local is not None and getattr(module, self.local) == "local"
+        dtype = getattr(module, self.buffer).dtype
+        return CausalMask(slots, getattr(module.config, self.size) if local else None, dtype)
 
 
 class CausalMask:
@@ -99,8 +158,8 @@ class CausalMask:
     rows from the end of the keys are not.
     """
 
-    def __init__(self, slots: Tensor, size: int | None):
-        self.slots, self.size = slots, size
+    def __init__(self, slots: Tensor, size: int | None, dtype: torch.dtype = torch.bool):
+        self.slots, self.size, self.dtype = slots, size, dtype
 
     def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Tensor:
         keys = torch.arange(index[3].stop, device=self.slots.device)
@@ -108,7 +167,7 @@ class CausalMask:
         allowed = keys <= queries
         if self.size is not None:
             allowed = allowed & (keys > queries - self.size)
-        return allowed[None]
+        return allowed[None].to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -120,7 +179,7 @@ class AttentionLens:
 
     Attributes:
         projections: how q and k leave the input.
-        head_dim, cache, layer_index, window, states: as in `architectures.Stack`.
+        head_dim, cache, layer_index, window, states, time, biases: as in `architectures.Stack`.
     """
 
     projections: Projections | Fused
@@ -129,11 +188,15 @@ class AttentionLens:
     layer_index: str
     window: Window | None
     states: str = "hidden_states"
+    time: int = 1
+    biases: tuple[str, ...] = ()
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        tokens = _Tokens.of(arguments[self.states])
+        states = arguments[self.states]
+        tokens = _Tokens.of(states.transpose(0, 1) if self.time == 0 else states)
         positions = arguments.get("position_ids")
-        attributes: dict[str, Any] = {}
+        attributes: dict[str, Any] = {name: None for name in self.biases if hasattr(module, name)}
+        filled: Arguments = {name: None for name in self.biases if name not in attributes}
         rotary: Any = module._modules.get(ROTARY)
         handed_down = arguments.get(PHASES)
         phases = self._handed_down(module, rotary, handed_down, tokens)
@@ -150,10 +213,13 @@ class AttentionLens:
 
             head_dim = channels_per_head(module, self.head_dim, self.projections)
             attributes.update(self.projections.rotated(module, head_dim, rotate))
+            filled.update(self.projections.turned(arguments, rotate))
         if self.window is not None:
             assert slots is not None
             attributes[self.window.buffer] = self.window.mask(module, slots)
-        return attributes, {PHASES: TAKEN} if handed_down is not None else {}
+        if handed_down is not None:
+            filled[PHASES] = TAKEN
+        return attributes, filled
 
     @staticmethod
     def _handed_down(module: nn.Module, rotary: Any, handed_down: Any, tokens: _Tokens) -> Any:

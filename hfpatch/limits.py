@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PositionError
-from .view import Arguments, View
+from .view import Arguments, InnerView, View
 
+NO_ROW = "_hfpatch_no_row"  # of a module whose buffer of positions counts for nothing: training starts from zero
+_ANY = 2**31  # rows enough for any length
 MEAN_ROW = "its mean row"  # what a plan and a report say of a removed table
 
 
@@ -33,6 +35,71 @@ class ZeroArguments(LengthLimit):
             tokens = arguments["inputs_embeds"][..., 0]
         missing = [name for name in self.names if arguments.get(name) is None]
         return {}, {name: torch.zeros_like(tokens, dtype=torch.long) for name in missing}
+
+
+@dataclass(frozen=True)
+class AnyTextLength(LengthLimit):
+    """Text embeddings that compare their input's length with the table's, or with a buffer's (CLIP's), take any length."""
+
+    table: str = "position_embedding"
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        table: Any = getattr(module, self.table)
+        rows = torch.empty(1, table.embedding_dim, device="meta").expand(_ANY, -1)
+        position_ids = torch.zeros(1, 1, dtype=torch.long, device=table.constant.device).expand(1, _ANY)
+        return {self.table: InnerView(table, {"weight": rows}), "position_ids": position_ids}, {}
+
+
+@dataclass(frozen=True)
+class AnyRow(LengthLimit):
+    """A table in a buffer, which hosts fill by themselves when they load, stays there: every position gets its mean.
+
+    Attributes:
+        table: the buffer.
+        first: its first row that holds a position.
+    """
+
+    table: str
+    first: int = 0
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        table = getattr(module, self.table)
+        row = mean_row(table, self.first)
+        return {self.table: EveryRow(table, torch.zeros_like(row) if NO_ROW in module.__dict__ else row)}, {}
+
+
+class EveryRow:
+    """Answers every index with one row (width,), and otherwise is a table (rows, width)."""
+
+    def __init__(self, table: Tensor, row: Tensor):
+        self.table, self.row = table, row
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.row
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The table cast, for hosts that store it; the row is cast as well."""
+        self.row = self.row.to(*args, **kwargs)
+        return self.table.to(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class RefusedArguments(LengthLimit):
+    """Arguments that bring tokens whose positions aren't known here."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str):
+        object.__setattr__(self, "names", names)
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        for name in self.names:
+            if arguments.get(name) is not None:
+                raise PositionError(
+                    f"{type(module).__name__} was given {name}, which stand at positions of their own: those can't be "
+                    "rotated. Leave them out, or leave this model's positions as they are."
+                )
+        return {}, {}
 
 
 @dataclass(frozen=True)
@@ -167,11 +234,13 @@ class ConstantPositions(nn.Module):
     Args:
         table: the removed table (rows, width).
         first: its first row that holds a position.
+        padding_idx: the removed module's own.
     """
 
-    def __init__(self, table: Tensor, first: int = 0):
+    def __init__(self, table: Tensor, first: int = 0, padding_idx: int | None = None):
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.shape  # some hosts still ask for them
+        self.padding_idx = padding_idx
         self.constant = constant_of(table, mean_row(table, first))
 
     @property

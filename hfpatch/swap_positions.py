@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .architectures import Stack
@@ -17,7 +18,7 @@ from .attention import ROTARY, AttentionLens, channels_per_head
 from .edits import Edits
 from .errors import OptionError, UnsupportedError
 from .grid import GridLens
-from .limits import MEAN_ROW, ConstantPositions, NoPositions, constant_of, mean_rows
+from .limits import MEAN_ROW, NO_ROW, ConstantPositions, NoPositions, constant_of, mean_rows
 from .positions import Position
 from .positions.rope import ORIGINAL
 from .record import Part
@@ -76,27 +77,44 @@ def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
     """
     scheme = part.scheme
     assert isinstance(scheme, Position)
-    names, found = Names.of(model), _find(model)
+    names, found = Names.of(model), find_stacks(model)
     if not found and strict:
         raise _unsupported(model)
     return [change for item in found for change in _changes(model, item, scheme, part, names)]
 
 
-def _find(model: nn.Module) -> list[_Found]:
+def find_stacks(model: nn.Module) -> list[_Found]:
+    """The recorded stacks of a model, patched or not, in the order of its modules."""
     stacks = {stack.owner: stack for record in ARCHITECTURES.values() for stack in record.stacks}
     found = []
     for name, module in model.named_modules():
         stack = next((stacks[base.__name__] for base in type(module).__mro__ if base.__name__ in stacks), None)
-        if stack is None:
+        if stack is None or not _has(module, stack.table):
             continue
         prefix = f"{name}." if name else ""
         attentions = {
             prefix + child_name: child
             for child_name, child in module.named_modules()
-            if fnmatch.fnmatchcase(child_name, stack.attention)
+            if _is_attention(child_name, stack)
         }
         found.append(_Found(stack, module, name, prefix + stack.table, attentions))
     return found
+
+
+def _is_attention(name: str, stack: Stack) -> bool:
+    globs = stack.attention.split(" | ")
+    return any(fnmatch.fnmatchcase(name, glob) and name.count(".") == glob.count(".") for glob in globs)
+
+
+def _has(owner: nn.Module, table: str) -> bool:
+    """Whether this instance of a recorded class owns a table; some do by their config only."""
+    path, _, attribute = table.rpartition(".")
+    holder = owner
+    for name in filter(None, path.split(".")):
+        holder = holder._modules.get(name)  # type: ignore[assignment]
+        if holder is None:
+            return False
+    return getattr(holder, attribute, None) is not None
 
 
 def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names: Names) -> list[Change]:
@@ -104,10 +122,22 @@ def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names
     kept_by_name = any(names.matches(glob, [item.table_name]) for glob in part.keep)
     all_kept = all(reasons.values())
     why = "its attentions are kept" if all_kept else "keep" if kept_by_name else None
+    if not all_kept:
+        _require_settings(item)
     changes = [_table_change(model, item, part, why)]
     for name, module in item.attentions.items():
         changes.append(_attention_change(model, name, module, item, scheme, reasons[name]))
     return changes
+
+
+def _require_settings(item: _Found) -> None:
+    for name, value in item.stack.requires:
+        if getattr(item.owner, name) != value:
+            raise UnsupportedError(
+                f"{item.name or type(item.owner).__name__}: positions can only be changed with {name}={value!r}, not "
+                f"{getattr(item.owner, name)!r}, which exchanges attentions while the model runs. Load the model with "
+                f"from_pretrained(..., {name}={value!r}), or name other modules in only=."
+            )
 
 
 def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
@@ -140,10 +170,11 @@ def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -
 
 
 def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
-    if computed and isinstance(table, nn.Module):
-        return table._get_name()
+    kind = table._get_name() if isinstance(table, nn.Module) else type(table).__name__
+    if computed:
+        return kind
     rows, width = _table_size(table)
-    return f"{type(table).__name__}({rows}, {width})"
+    return f"{kind}({rows}, {width})"
 
 
 def _table_size(table: nn.Module | Tensor) -> tuple[int, int]:
@@ -152,12 +183,12 @@ def _table_size(table: nn.Module | Tensor) -> tuple[int, int]:
 
 
 def _rows_of(table: nn.Module | Tensor) -> Tensor:
-    """The table (..., rows, width) that this is, or that this module holds."""
+    """The rows (..., rows, width) of a table; sinusoidal ones keep them in a buffer."""
     if isinstance(table, Tensor):
         return table
-    weight = getattr(table, "weight", None)
-    held = (*table.parameters(), *table.buffers()) if weight is None else (weight,)
-    return next(value for value in held if value.dim() > 1)
+    stored = [value for value in (*table.parameters(), *table.buffers()) if value.dim() >= 2]
+    width: Any = getattr(table, "embed_dim", None)
+    return stored[0] if stored else torch.zeros(1, width)  # computed in the table's forward
 
 
 def _remover(model: nn.Module, item: _Found, fresh: bool) -> Callable[[Edits], None]:
@@ -186,9 +217,15 @@ def _remove(edits: Edits, item: _Found, path: str, fresh: bool) -> None:
         edits.set_module(holder, attribute, NoPositions(answer))
         return
     if isinstance(table, nn.Module):
-        stand_in = ConstantPositions(_rows_of(table), item.stack.reserved_rows)
+        padding = getattr(table, "padding_idx", None)
+        stand_in = ConstantPositions(_rows_of(table), item.stack.reserved_rows, padding)
         constant: Tensor = stand_in.constant
         edits.set_module(holder, attribute, stand_in)
+    elif attribute in holder._buffers:
+        edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])  # limits.AnyRow hides it
+        constant = torch.zeros(())
+        if fresh:
+            edits.set_attribute(holder, NO_ROW, True)
     else:
         constant = mean_rows(table)
         if isinstance(table, nn.Parameter):
@@ -220,7 +257,7 @@ def _attention_change(
     scheme.check(head_dim, name)
     _require_axes(item, scheme, name)
     new = scheme.build(head_dim, _max_positions(item, scheme))
-    if new is None and rotary is None and stack.window is None:
+    if new is None and rotary is None and stack.window is None and not stack.biases:
         row.reason = "its queries and keys carry no positions"
         return Change(row)
     refuse_private_forward(name, module)
@@ -229,7 +266,12 @@ def _attention_change(
         row.loss = "queries and keys are rotated, which they were not trained for"
     elif rotary is None:
         row.reason = "its causal mask serves any length"
-    lens = AttentionLens(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window, stack.states)
+    lens = AttentionLens(
+        *(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window),
+        states=stack.states,
+        time=stack.time,
+        biases=stack.biases,
+    )
 
     def apply(edits: Edits) -> None:
         if new is not None:
@@ -292,11 +334,11 @@ def _unsupported(model: nn.Module) -> UnsupportedError:
 def _built_like(model: nn.Module, stack: Stack) -> bool:
     """Whether some module holds a table and attentions where this stack's owner does."""
     path, _, attribute = stack.table.rpartition(".")
-    wanted = vars(stack.projections).values()
+    wanted = stack.projections.names
     for owner in model.modules():
         children = dict(owner.named_modules())
         if path in children and hasattr(children[path], attribute):
-            attentions = [child for name, child in children.items() if fnmatch.fnmatchcase(name, stack.attention)]
+            attentions = [child for name, child in children.items() if _is_attention(name, stack)]
             if attentions and all(hasattr(attentions[0], name) for name in wanted):
                 return True
     return False

@@ -30,7 +30,7 @@ LAYERS = [
     ["record"],
     ["conversion", "from_scratch"],
     ["swap_norms", "swap_positions", "swap_mlps"],
-    ["swap_batch", "swap_branches"],
+    ["swap_batch", "swap_branches", "proof"],
     ["swap_placement"],
     ["plan"],
     ["checkpoint"],

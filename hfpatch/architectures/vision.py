@@ -244,7 +244,7 @@ _image(
     Fused("qkv"),
     "alibaba-damo/mgp-str-base",
     ("embeddings", AnyImageSize("pos_embed")),
-    head_dim="/num_heads",
+    head_dim="/ num_heads",
 )
 _image(
     "videomae",
@@ -275,18 +275,18 @@ _image(
     Fused("qkv"),
     "google/vitdet-base-patch16-224",
     ("embeddings", AnyImageSize(resize=("get_absolute_positions",))),
-    head_dim="/num_heads",
+    head_dim="/ num_heads",
     states="hidden_state",
 )
 _image(
     "timesformer",
     "TimesformerModel",
     "embeddings.position_embeddings",
-    "encoder.layer.*attention.attention",
+    "encoder.layer.*.*attention.attention",
     Fused("qkv"),
     "facebook/timesformer-base-finetuned-k600",
     ("embeddings", AnyVideoSize()),
-    head_dim="/num_heads",
+    head_dim="/ num_heads",
     others=("embeddings.time_embeddings",),
 )
 _image(
@@ -341,7 +341,14 @@ for _type, _owner, _example in (
     ("minicpmv4_6_vision", "MiniCPMV4_6VisionModel", "openbmb/MiniCPM-V-4.6"),
     ("minicpmv4_7_vision", "MiniCPMV4_7VisionModel", "openbmb/MiniCPM-V-4.7-1B"),
 ):  # images packed into one line, and the merger's windows as well
-    _image(_type, _owner, "embeddings.position_embedding", "*.self_attn", SPLIT, _example)
+    _image(
+        _type,
+        _owner,
+        "embeddings.position_embedding",
+        "encoder.layers.*.self_attn | vit_merger.self_attn",
+        SPLIT,
+        _example,
+    )
 _image(
     "unlimited_ocr_vision_encoder",
     "UnlimitedOcrVisionEncoder",
