@@ -193,25 +193,6 @@ class AnyVideoSize(LengthLimit):
         return attributes, {}
 
 
-@dataclass(frozen=True)
-class PositionsInOrder(LengthLimit):
-    """Refuses inputs in which some tokens are left out, where the attentions can't be told which.
-
-    Attributes:
-        argument: the owner's argument that says which.
-    """
-
-    argument: str
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        if arguments.get(self.argument) is not None:
-            raise PositionError(
-                f"{type(module).__name__}: {self.argument} leaves tokens out, and its attentions aren't told which, so "
-                "their positions would be wrong. Run it on whole inputs."
-            )
-        return {}, {}
-
-
 class Rows:
     """Stands in the view of a module for the child that was a table, with its rows (1, width) in an attribute."""
 

@@ -17,7 +17,7 @@ from .architectures import Stack
 from .attention import ROTARY, AttentionLens, channels_per_head
 from .edits import Edits
 from .errors import OptionError, UnsupportedError
-from .grid import GridLens
+from .grid import Grid, GridLens, Relay, relays
 from .limits import MEAN_ROW, NO_ROW, ConstantPositions, NoPositions, constant_of, mean_rows
 from .positions import Position
 from .positions.rope import ORIGINAL
@@ -282,11 +282,20 @@ def _attention_change(
         elif rotary is not None:
             edits.set_module(module, ROTARY, None)
         _see_through(edits, model, module, lens)
-        if stack.grid is not None and new is not None:
-            paths = tuple(path.removeprefix(f"{item.name}.") for path in item.attentions)
-            _see_through(edits, model, item.owner, GridLens(stack.grid, paths))
+        if stack.grid is not None and stack.grid.handed_down and new is not None:
+            _hand_down(edits, model, item, stack.grid)
 
     return Change(row, apply)
+
+
+def _hand_down(edits: Edits, model: nn.Module, item: _Found, grid: Grid) -> None:
+    """Let the stack's owner make the phases for all of its attentions."""
+    paths = tuple(path.removeprefix(f"{item.name}.") for path in item.attentions)
+    ways = relays(item.owner, paths) if item.stack.relayed else {}
+    for path, children in ways.items():
+        if path:
+            _see_through(edits, model, item.owner.get_submodule(path), Relay(children))
+    _see_through(edits, model, item.owner, GridLens(grid, paths, ways.get("", ())))
 
 
 def _require_axes(item: _Found, scheme: Position, where: str) -> None:
@@ -297,8 +306,8 @@ def _require_axes(item: _Found, scheme: Position, where: str) -> None:
     grid = item.stack.grid
     if grid is None:
         raise UnsupportedError(
-            f"{where}: axes={axes} needs to know where on a grid a token lies, and {type(item.owner).__name__} has no "
-            "grid of patches, or doesn't hand it on to its attentions. Use axes=1 here; only= chooses other parts."
+            f"{where}: axes={axes} needs to know where on a grid a token lies, and that of {type(item.owner).__name__} "
+            "isn't known. Use axes=1 here; only= chooses other parts."
         )
     if grid.axes(item.owner) != axes:
         raise UnsupportedError(

@@ -39,7 +39,8 @@ class Stack:
         time: axis of the tokens in them: 0 for (T, B, d).
         biases: arguments or attributes of the attention that bring it a relative bias; it sees None in their place.
         requires: (attribute of the owner, value) without which the stack is refused.
-        grid: where the tokens are patches of a grid, and the attentions are handed the owner's keyword arguments.
+        grid: where the tokens are patches of a grid.
+        relayed: whether the hosts between owner and attentions don't hand on keyword arguments that they don't know.
     """
 
     owner: str
@@ -61,6 +62,7 @@ class Stack:
     biases: tuple[str, ...] = ()
     requires: tuple[tuple[str, object], ...] = ()
     grid: Grid | None = None
+    relayed: bool = False
 
 
 @dataclass(frozen=True)

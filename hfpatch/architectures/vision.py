@@ -1,13 +1,10 @@
-"""Records of image and video families. A row is a class; composite models follow by the classes they contain.
-
-Attentions are handed the owner's keyword arguments where `grid` says so: there positions may have several axes.
-"""
+"""Records of image and video families. A row is a class; composite models follow by the classes they contain."""
 
 from __future__ import annotations
 
 from ..attention import Fused, Projections
-from ..grid import Grid, MaskedGrid, PackedGrid, PlacedGrid
-from ..limits import AnyImageSize, AnyVideoSize, LengthLimit, PositionsInOrder
+from ..grid import Grid, KeptGrid, MaskedGrid, PackedGrid, PlacedGrid, SeenGrid
+from ..limits import AnyImageSize, AnyVideoSize, LengthLimit
 from ..registry import ARCHITECTURES
 from .record import Architecture, Stack
 
@@ -104,7 +101,7 @@ _TOWERS: tuple[tuple[str, str, bool, bool, str], ...] = (
     ("aimv2_vision_model", "Aimv2VisionModel", False, False, "apple/aimv2-large-patch14-224-lit"),
     ("ovis2_vision", "Ovis2VisionTransformer", False, False, "thisisiron/Ovis2-1B-hf"),
 )
-_NOT_HANDED_DOWN = {"granite_docling_vision", "idefics3_vision", "smolvlm_vision"}  # kwargs end at the owner
+_RELAYED = {"granite_docling_vision", "idefics3_vision", "smolvlm_vision"}
 _OTHER_NAMES = {"aimv2_vision_model": ("patch_embed", "attention"), "ovis2_vision": ("patch_embedding", "attention")}
 
 for _type, _owner, _class_token, _checks, _example in _TOWERS:
@@ -120,7 +117,8 @@ for _type, _owner, _class_token, _checks, _example in _TOWERS:
             SPLIT,
             cache=None,
             limits=(("embeddings", AnyImageSize("position_embedding", flag=True)),) if _checks else (),
-            grid=None if _type in _NOT_HANDED_DOWN else _grid,
+            grid=_grid,
+            relayed=_type in _RELAYED,
         ),
     )
 
@@ -159,6 +157,7 @@ def _image(
     grid: Grid | None = None,
     others: tuple[str, ...] = (),
     states: str = "hidden_states",
+    relayed: bool = False,
 ) -> None:
     """Register a family of one stack."""
     stack = Stack(
@@ -172,6 +171,7 @@ def _image(
         grid=grid,
         others=others,
         states=states,
+        relayed=relayed,
     )
     _register(model_type, example, stack)
 
@@ -194,6 +194,8 @@ _image(
     SPLIT,
     "OpenGVLab/InternVL3-1B-hf",
     ("embeddings", AnyImageSize()),
+    grid=Grid("embeddings.patch_embeddings.projection"),
+    relayed=True,
 )
 _image(
     "flava_image_model",
@@ -204,6 +206,8 @@ _image(
     "facebook/flava-full",
     ("embeddings", FLAG),
     head_dim="attention_head_size",
+    grid=Grid("embeddings.patch_embeddings.projection"),
+    relayed=True,
 )
 _image(
     "groupvit_vision_model",
@@ -223,6 +227,8 @@ _image(
     "Intel/dpt-large",
     ("embeddings", AnyImageSize(resize=("_resize_pos_embed",))),
     head_dim="attention_head_size",
+    grid=Grid("embeddings.patch_embeddings.projection"),
+    relayed=True,
 )
 _image(
     "vitpose_backbone",
@@ -245,6 +251,8 @@ _image(
     "alibaba-damo/mgp-str-base",
     ("embeddings", AnyImageSize("pos_embed")),
     head_dim="/ num_heads",
+    grid=Grid("embeddings.proj"),
+    relayed=True,
 )
 _image(
     "videomae",
@@ -253,9 +261,10 @@ _image(
     "encoder.layer.*.attention.attention",
     BERTISH,
     "MCG-NJU/videomae-base",
-    ("", PositionsInOrder("bool_masked_pos")),
     ("embeddings.patch_embeddings", AnyImageSize(None)),
     head_dim="attention_head_size",
+    grid=KeptGrid("embeddings.patch_embeddings.projection", before=()),
+    relayed=True,
 )
 _image(
     "xclip_vision_model",
@@ -277,6 +286,7 @@ _image(
     ("embeddings", AnyImageSize(resize=("get_absolute_positions",))),
     head_dim="/ num_heads",
     states="hidden_state",
+    grid=SeenGrid(),
 )
 _image(
     "timesformer",
@@ -300,6 +310,8 @@ _image(
     ("encoder", AnyImageSize("interpolation.mid_position_embeddings", ("interpolation",))),
     head_dim="attention_head_size",
     others=("encoder.interpolation.mid_position_embeddings",),
+    grid=Grid("embeddings.patch_embeddings.projection", after=("num_detection_tokens",)),
+    relayed=True,
 )
 _image(
     "rf_detr_dinov2",
@@ -358,9 +370,9 @@ _image(
     "baidu/Unlimited-OCR",
     ("embeddings", AnyImageSize("position_embedding", argument="patch_embeds")),
 )
-for _type, _owner, _head_dim, _placed, _example in (
-    ("kosmos_2_5_vision_model", "Kosmos2_5VisionModel", "head_dim", PlacedGrid(), "microsoft/kosmos-2.5"),
-    ("pix2struct_vision_model", "Pix2StructVisionModel", "key_value_proj_dim", None, "google/pix2struct-base"),
+for _type, _owner, _head_dim, _ends, _example in (
+    ("kosmos_2_5_vision_model", "Kosmos2_5VisionModel", "head_dim", False, "microsoft/kosmos-2.5"),
+    ("pix2struct_vision_model", "Pix2StructVisionModel", "key_value_proj_dim", True, "google/pix2struct-base"),
 ):
     _image(
         _type,
@@ -370,7 +382,8 @@ for _type, _owner, _head_dim, _placed, _example in (
         BERTISH,
         _example,
         head_dim=_head_dim,
-        grid=_placed,
+        grid=PlacedGrid(),
+        relayed=_ends,
         others=("embeddings.column_embedder",),
     )
 _register(
