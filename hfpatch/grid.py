@@ -177,7 +177,7 @@ class PlacedGrid(Grid):
 
 @dataclass(frozen=True)
 class SeenGrid(Grid):
-    """Hidden states (B, rows, columns, d), whole images or windows: the attentions see for themselves where they are."""
+    """Hidden states (B, rows, columns, d), of whole images or windows: the attentions see where they are."""
 
     projection: str = ""
     handed_down: ClassVar[bool] = False

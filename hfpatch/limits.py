@@ -193,6 +193,23 @@ class AnyVideoSize(LengthLimit):
         return attributes, {}
 
 
+@dataclass(frozen=True)
+class AnyTileSize(LengthLimit):
+    """A vision model that cuts an image into tiles (Mllama's) takes tiles of any size."""
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        convolution: Any = module.patch_embedding
+        height, width = arguments["pixel_values"].shape[-2:]
+        rows, columns = height // convolution.stride[0], width // convolution.stride[1]
+        tokens = rows * columns + 1
+        if tokens % 8 == 0:  # its mask takes "no padding" for "padding only"
+            raise PositionError(
+                f"{type(module).__name__} pads tiles to a multiple of 8 tokens and masks one that needs none altogether: "
+                f"{rows} x {columns} patches and a class token. Choose another image size."
+            )
+        return {"num_patches": tokens}, {}
+
+
 class Rows:
     """Stands in the view of a module for the child that was a table, with its rows (1, width) in an attribute."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .architectures import Stack
+from .architectures import REFUSED, Stack
 from .attention import ROTARY, AttentionLens, channels_per_head
 from .edits import Edits
 from .errors import OptionError, UnsupportedError
@@ -80,7 +80,10 @@ def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
     names, found = Names.of(model), find_stacks(model)
     if not found and strict:
         raise _unsupported(model)
-    return [change for item in found for change in _changes(model, item, scheme, part, names)]
+    changes = [change for item in found for change in _changes(model, item, scheme, part, names)]
+    return changes + [
+        Change(Row("position", "keep", name, "positions", reason=reason)) for name, reason in _refused(model).items()
+    ]
 
 
 def find_stacks(model: nn.Module) -> list[_Found]:
@@ -99,6 +102,16 @@ def find_stacks(model: nn.Module) -> list[_Found]:
         }
         found.append(_Found(stack, module, name, prefix + stack.table, attentions))
     return found
+
+
+def _refused(model: nn.Module) -> dict[str, str]:
+    """Names of modules whose positions stay, and why."""
+    reasons = {}
+    for name, module in model.named_modules():
+        reason = next((REFUSED[base.__name__] for base in type(module).__mro__ if base.__name__ in REFUSED), None)
+        if reason is not None:
+            reasons[name or type(module).__name__] = reason
+    return reasons
 
 
 def _is_attention(name: str, stack: Stack) -> bool:
@@ -331,6 +344,8 @@ def _max_positions(item: _Found, scheme: Position) -> int:
 
 def _unsupported(model: nn.Module) -> UnsupportedError:
     family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+    for name, reason in _refused(model).items():
+        return UnsupportedError(f"{family}: the positions of {name} can't be changed: {reason}. norm= works without.")
     alike = [name for name, record in ARCHITECTURES.items() if any(_built_like(model, s) for s in record.stacks)]
     close = difflib.get_close_matches(family, alike or list(ARCHITECTURES), n=1, cutoff=0.0 if alike else 0.6)
     nearest = f" Nearest supported family{', built alike' if alike else ''}: {close[0]}." if close else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..attention import Fused, Projections
 from ..grid import Grid, KeptGrid, MaskedGrid, PackedGrid, PlacedGrid, SeenGrid
-from ..limits import AnyImageSize, AnyVideoSize, LengthLimit
+from ..limits import AnyImageSize, AnyTileSize, AnyVideoSize, LengthLimit
 from ..registry import ARCHITECTURES
 from .record import Architecture, Stack
 
@@ -347,6 +347,19 @@ _image(
     "layers.*.self_attn",
     SPLIT,
     "allenai/Molmo2-8B",
+)
+_register(  # what tells tiles apart, by the image's aspect ratio, stays
+    "mllama_vision_model",
+    "meta-llama/Llama-3.2-11B-Vision",
+    Stack(
+        "MllamaVisionModel",
+        "gated_positional_embedding",
+        "transformer.layers.*.self_attn | global_transformer.layers.*.self_attn",
+        SPLIT,
+        cache=None,
+        answers=(("gated_positional_embedding", "input"),),
+        limits=(("", AnyTileSize()),),
+    ),
 )
 for _type, _owner, _example in (
     ("minicpm_ocr_vision", "MiniCPMOcrVisionModel", "openbmb/MiniCPM-OCR-1.0"),
