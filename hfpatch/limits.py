@@ -128,7 +128,7 @@ class AnyImageSize(LengthLimit):
         if constant is not None:
             constant = constant if isinstance(constant, Tensor) else constant()
             if self.rows > 1 and self.table is not None:
-                attributes[self.table] = constant = constant.expand(1, self.rows, -1)
+                attributes[self.table] = constant = constant.expand(*constant.shape[:-2], self.rows, -1)
 
             def answer(*args: Any, **kwargs: Any) -> Tensor:
                 return constant
@@ -204,7 +204,7 @@ class AnyTileSize(LengthLimit):
         tokens = rows * columns + 1
         if tokens % 8 == 0:  # its mask takes "no padding" for "padding only"
             raise PositionError(
-                f"{type(module).__name__} pads tiles to a multiple of 8 tokens and masks one that needs none altogether: "
+                f"{type(module).__name__} pads tiles to a multiple of 8 tokens, and masks all of one that needs none: "
                 f"{rows} x {columns} patches and a class token. Choose another image size."
             )
         return {"num_patches": tokens}, {}

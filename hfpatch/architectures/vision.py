@@ -348,6 +348,18 @@ _image(
     SPLIT,
     "allenai/Molmo2-8B",
 )
+_VIDEO = AnyImageSize(flag=True, argument="pixel_values_videos")
+_image(
+    "videoprism_vision_model",
+    "VideoPrismVisionModel",
+    "spatial_embeddings.position_embeddings",
+    "spatial_layers.*.attention | temporal_layers.*.attention",
+    SPLIT,
+    "google/videoprism-base-f16r288",
+    ("spatial_embeddings", _VIDEO),
+    ("temporal_embeddings", _VIDEO),
+    others=("temporal_embeddings.position_embeddings",),
+)
 _register(  # what tells tiles apart, by the image's aspect ratio, stays
     "mllama_vision_model",
     "meta-llama/Llama-3.2-11B-Vision",
