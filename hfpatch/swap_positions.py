@@ -7,7 +7,7 @@ import fnmatch
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,17 @@ class _Found:
     def table(self) -> nn.Module | Tensor:
         holder, attribute = self.holder()
         return getattr(holder, attribute)
+
+    def rows(self) -> Tensor:
+        """The table's rows (..., rows, width); of one that is computed in its forward only the shape counts."""
+        table = self.table()
+        if isinstance(table, Tensor):
+            return table
+        for stored in (*table.parameters(), *table.buffers()):
+            if stored.dim() >= 2:
+                return stored
+        config, width = getattr(self.owner, "config", None), getattr(table, "embed_dim", 1)
+        return torch.zeros(getattr(config, "max_position_embeddings", 1), width)
 
     def removed_rows(self) -> int | None:
         """How many rows the table had that an earlier patch removed; None where it is there."""
@@ -113,6 +124,10 @@ def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names
     if not all_kept:
         _require_settings(item)
     changes = [_table_change(model, item, part, why)]
+    for path in item.stack.more_tables:
+        other = replace(item, stack=replace(item.stack, table=path), table_name=f"{item.name}.{path}".strip("."))
+        if _has(item.owner, path):
+            changes.append(_table_change(model, other, part, why))
     for name, module in item.attentions.items():
         changes.append(_attention_change(model, name, module, item, scheme, reasons[name]))
     return changes
@@ -134,10 +149,9 @@ def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
 
 
 def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -> Change:
-    table = item.table()
     if item.removed_rows() is not None:
         return Change(Row("position", "keep", item.table_name, "a constant", reason="its table is removed already"))
-    row = Row("position", "keep", item.table_name, _table_text(table), reason=why)
+    row = Row("position", "keep", item.table_name, _table_text(item), reason=why)
     if why:
         return Change(row)
     if part.init == "exact":
@@ -154,24 +168,10 @@ def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -
     return Change(row, _remover(model, item, fresh=part.init == "reset"))
 
 
-def _table_text(table: nn.Module | Tensor) -> str:
-    rows, width = _table_size(table)
-    kind = table._get_name() if isinstance(table, nn.Module) else type(table).__name__
-    return f"{kind}({rows}, {width})"
-
-
-def _table_size(table: nn.Module | Tensor) -> tuple[int, int]:
-    weight = _rows_of(table)
-    return weight.shape[-2], weight.shape[-1]
-
-
-def _rows_of(table: nn.Module | Tensor) -> Tensor:
-    """The rows (..., rows, width) of a table; sinusoidal ones keep them in a buffer."""
-    if isinstance(table, Tensor):
-        return table
-    stored = [value for value in (*table.parameters(), *table.buffers()) if value.dim() >= 2]
-    width: Any = getattr(table, "embed_dim", None)
-    return stored[0] if stored else torch.zeros(1, width)  # computed in the table's forward
+def _table_text(item: _Found) -> str:
+    rows, width = item.rows().shape[-2:]
+    table = item.table()
+    return f"{table._get_name() if isinstance(table, nn.Module) else type(table).__name__}({rows}, {width})"
 
 
 def _remover(model: nn.Module, item: _Found, fresh: bool) -> Callable[[Edits], None]:
@@ -182,15 +182,15 @@ def _remover(model: nn.Module, item: _Found, fresh: bool) -> Callable[[Edits], N
         if isinstance(table, nn.Parameter):
             constant = nn.Parameter(mean_row(table)[..., None, :])
             edits.set_parameter(holder, attribute, constant)
-            edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])
+            edits.set_attribute(holder, REMOVED_ROWS, item.rows().shape[-2])
         elif isinstance(table, Tensor):
-            edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])  # limits.AnyRow hides it
+            edits.set_attribute(holder, REMOVED_ROWS, item.rows().shape[-2])  # limits.AnyRow hides it
             constant = torch.zeros(())
             if fresh:
                 edits.set_attribute(holder, NO_ROW, True)
         else:
             padding = getattr(table, "padding_idx", None)
-            stand_in = ConstantPositions(_rows_of(table), item.stack.reserved_rows, padding)
+            stand_in = ConstantPositions(item.rows(), item.stack.reserved_rows, padding, item.stack.by_token)
             constant = stand_in.constant
             edits.set_module(holder, attribute, stand_in)
         if fresh:
@@ -275,7 +275,7 @@ def _require_axes(item: _Found, scheme: Position, where: str) -> None:
 
 def _max_positions(item: _Found) -> int:
     """Positions that the table holds, or held before an earlier patch removed it."""
-    rows = item.removed_rows() or _table_size(item.table())[0]
+    rows = item.removed_rows() or item.rows().shape[-2]
     return rows - item.stack.reserved_rows
 
 

@@ -34,7 +34,9 @@ class Stack:
         causal: whether a mask still shows order when positions are dropped.
         states: name of the attention's argument with the hidden states.
         time: axis of the tokens in them: 0 for (T, B, d).
-        biases: arguments or attributes of the attention that bring it a relative bias; it sees None in their place.
+        biases: arguments or attributes of the attention that bring it a relative bias; it sees 0 in their place.
+        more_tables: paths of further tables that go with the first.
+        by_token: whether the host wants rows (B, T, d) from its table, and not one for all tokens.
         requires: (attribute of the owner, value) without which the stack is refused.
         grid: where the tokens are patches of a grid, and the attentions are handed the owner's keyword arguments.
     """
@@ -54,6 +56,8 @@ class Stack:
     states: str = "hidden_states"
     time: int = 1
     biases: tuple[str, ...] = ()
+    more_tables: tuple[str, ...] = ()
+    by_token: bool = False
     requires: tuple[tuple[str, object], ...] = ()
     grid: Grid | None = None
 

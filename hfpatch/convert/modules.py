@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..attention import ROTARY, AttentionLens
 from ..errors import PatchError
-from ..limits import LengthLimit, ConstantPositions
+from ..limits import ConstantPositions, LengthLimit
 from ..norms import NormFacts, describe
 from ..norms.detect import looks_like_norm
 from ..plan import PLANNERS
