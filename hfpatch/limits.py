@@ -14,6 +14,8 @@ from .view import Arguments, InnerView, View
 NO_ROW = "_hfpatch_no_row"  # of a module whose buffer of positions counts for nothing: training starts from zero
 _ANY = 2**31  # rows enough for any length
 
+MEAN_ROW = "its mean row"  # what a plan and a report say of a removed table
+
 
 class LengthLimit:
     """A lens on a module that would refuse, or cut, inputs beyond the removed table's length."""
@@ -168,7 +170,7 @@ class ConstantPositions(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.shape  # some hosts still ask for them
         self.padding_idx, self.by_token = padding_idx, by_token
-        self.constant = nn.Parameter(mean_row(table, first))
+        self.constant = constant_of(table, mean_row(table, first))
 
     @property
     def weight(self) -> Tensor:
@@ -183,6 +185,12 @@ class ConstantPositions(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.embedding_dim}, was {self.num_embeddings} x {self.embedding_dim}"
+
+
+def constant_of(table: Tensor, row: Tensor) -> nn.Parameter:
+    """A row in the table's place: trained where the table was."""
+    trained = table.requires_grad if isinstance(table, nn.Parameter) else True
+    return nn.Parameter(row, requires_grad=trained)
 
 
 def mean_row(table: Tensor, first: int = 0) -> Tensor:

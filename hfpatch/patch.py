@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .checkpoint import patched_model_class, registered_config_class
+from .convert.maps import FITS
 from .convert.repair import RepairReport, repair, shadow
 from .convert.sample import sample_batches
 from .convert.walk import tried_batches
@@ -63,6 +64,7 @@ def patch_model(
     example_inputs: Mapping[str, Any] | None = None,
     calibration: Iterable[Any] | str | None = None,
     placement: str | Placement | None = None,
+    fit: str = "qk",
 ) -> M:
     """Swap a model's norms, positions and MLPs, in place and as one transaction; `plan_patch` shows what would change.
 
@@ -84,6 +86,8 @@ def patch_model(
             (convert/repair.py says how): on batches of inputs (dictionaries, or tensors of the main input; any number
             of them), or on "self", sequences that a language model draws from itself. None repairs nothing.
             `repair_report(model)` tells what came of it.
+        fit: what a repair of positions fits to the original's attention maps: "qk", weights and biases of queries and
+            keys, or "bias", their biases alone.
 
     Returns:
         The same model.
@@ -103,6 +107,8 @@ def patch_model(
         raise NotReversibleError(
             "an earlier patch of this model kept no way back, so reversible=True can't restore it."
         )
+    if fit not in FITS:
+        raise OptionError(f"fit must be one of {', '.join(map(repr, FITS))}, not {fit!r}.")
     if optimizer is not None:
         check_optimizer(optimizer, model)
     if not plan.changes:
@@ -110,13 +116,13 @@ def patch_model(
     dtype = model.dtype
     batches = _checked_calibration(model, calibration, plan, init)
     try:
-        edits, report = _transact(model, plan, optimizer, batches)
+        edits, report = _transact(model, plan, optimizer, batches, fit)
     except VerificationError as error:
         if init == "exact":
             raise
         plan = make_plan(model, checked_request(asked, only, keep, init), inexact=error.measured)
         batches = batches or _checked_calibration(model, calibration, plan, init)
-        edits, report = _transact(model, plan, optimizer, batches)
+        edits, report = _transact(model, plan, optimizer, batches, fit)
     for name, value in ((WAY_BACK, None), (REPAIR, report)):
         model.__dict__.pop(name, None)
         if value is not None:
@@ -196,7 +202,7 @@ def _checked_calibration(
 
 
 def _transact(
-    model: PreTrainedModel, plan: Plan, optimizer: Any, calibration: Iterable[Any] | None
+    model: PreTrainedModel, plan: Plan, optimizer: Any, calibration: Iterable[Any] | None, fit: str
 ) -> tuple[Edits, RepairReport | None]:
     """Carry the plan out, or leave everything as it was."""
     edits, optimizer_edits = Edits(), Edits()
@@ -217,7 +223,7 @@ def _transact(
             _give_own_config(model, plan, edits)
             edits.set_class(model, patched_model_class(host_class(type(model))))
             if calibration is not None and original is not None:
-                report = repair(model, original, calibration, edits)
+                report = repair(model, original, calibration, edits, fit)
         if optimizer is not None:
             swap_parameters(model, optimizer, before, edits.replacements(), optimizer_edits)
     except BaseException:

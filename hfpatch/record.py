@@ -12,10 +12,9 @@ from .mlps import MLP
 from .norms import Norm
 from .placement import Placement
 from .positions import Position
-from .scheme import Scheme
+from .scheme import KEY, Scheme
 
 VERSION = 1
-KEY = "hfpatch"  # of the config, in memory and on disk; also the model_type on disk
 KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP, "placement": Placement}
 INITS = ("auto", "exact", "copy", "reset")
 _MOST_PARTS = 100

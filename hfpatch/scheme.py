@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from .errors import OptionError, PatchError
 from .registry import Registry
 
+KEY = "hfpatch"  # of the config, in memory and on disk: the patch record; also the model_type on disk
 S = TypeVar("S", bound="Scheme")
 
 

@@ -18,7 +18,7 @@ from .attention import ROTARY, AttentionLens, channels_per_head
 from .edits import Edits
 from .errors import UnsupportedError
 from .grid import GridLens
-from .limits import NO_ROW, ConstantPositions, mean_row
+from .limits import MEAN_ROW, NO_ROW, ConstantPositions, constant_of, mean_row
 from .positions import Position
 from .record import Part
 from .registry import ARCHITECTURES
@@ -161,7 +161,7 @@ def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -
         )
     for path, _ in item.stack.limits:
         refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
-    row.action, row.becomes, row.reason = "replace", "its mean row", "inputs of any length"
+    row.action, row.becomes, row.reason = "replace", MEAN_ROW, "inputs of any length"
     row.loss = "absolute positions are removed"
     if part.scheme.name == "nope" and not item.stack.causal:
         row.loss += "; without a causal mask the stack becomes blind to order"
@@ -180,7 +180,7 @@ def _remover(model: nn.Module, item: _Found, fresh: bool) -> Callable[[Edits], N
         table = item.table()
         constant: Any
         if isinstance(table, nn.Parameter):
-            constant = nn.Parameter(mean_row(table)[..., None, :])
+            constant = constant_of(table, mean_row(table)[..., None, :])
             edits.set_parameter(holder, attribute, constant)
             edits.set_attribute(holder, REMOVED_ROWS, item.rows().shape[-2])
         elif isinstance(table, Tensor):

@@ -151,7 +151,7 @@ def test_the_table_of_gpt2() -> None:
     assert body["transformer.ln_f"][:3] == ["LayerNorm(32)", "RMSNorm(32)", "exact"]
     assert body["transformer.h.{0-1}.mlp.c_proj"] == ["x2", "Conv1D", "centred", "exact"]
     assert body["transformer.drop"] == ["Dropout", "centred in every forward", "exact"]
-    assert body["transformer.wpe"][:3] == ["Embedding(64, 32)", "removed", "approximate"]
+    assert body["transformer.wpe"][:3] == ["Embedding(64, 32)", "its mean row", "approximate"]
     assert "absolute positions" in body["transformer.wpe"][-1]
     assert body["transformer.h.{0-1}.attn"][:3] == ["x2", "GPT2Attention", "RoPE(theta=10000, half)"]
     assert lines[-1] == "GPT2LMHeadModel: 14 of 14 modules change."
@@ -229,7 +229,7 @@ def test_names_and_counts_agree_with_the_model() -> None:
         for row in plan.rows:
             parent, _, attribute = row.module.rpartition(".")
             assert hasattr(modules[parent], attribute), row.module  # vit's table is a Parameter
-        assert sum(row.becomes == "removed" for row in plan.rows) == (2 if family in ("bart", "whisper") else 1)
+        assert sum(row.becomes == "its mean row" for row in plan.rows) == (2 if family in ("bart", "whisper") else 1)
 
 
 # Where: only and keep

@@ -6,6 +6,7 @@ data it hasn't seen follows from the sums alone, without another pass.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 _SPREAD = 1e-12  # of the squared mean: a variance below this is rounding
+_AT_ONCE = 256  # rows of X'X
 PENALTIES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0)  # of the mean diagonal of X'X
 
 
@@ -64,26 +66,29 @@ class Ridge:
             sums.add(x[rows], r[rows])
 
     def solve(self) -> Fit | None:
-        """The best fit; None where X isn't finite or has no spread."""
+        """The best fit, once: the sums are used up. None where X isn't finite or has no spread."""
         fitted, judged = self.sums
         if self.origin is None or not fitted.count:
             return None
-        if not judged.count:  # too few sequences to hold any out
-            judged = fitted
         mean_x, mean_r = (mean.double() for mean in self.origin)
-        xx, xr = fitted.moments(self.bias)
+        if not judged.count:  # too few sequences to hold any out
+            judged = copy.deepcopy(fitted)
+        xx, xr = fitted.centre() if self.bias else (fitted.xx, fitted.xr)
         scale = xx.diagonal().mean()
         if not scale > _SPREAD * fitted.count * mean_x.square().mean():
             return None
         before = judged.error(None, -mean_r)
         best: Fit | None = None
+        diagonal = xx.diagonal().clone()
+        factor, failed = torch.empty_like(xx).mT, torch.empty((), dtype=torch.int32, device=xx.device)
         for penalty in PENALTIES:
-            penalised = xx.clone()
-            penalised.diagonal().add_(penalty * scale)
-            factor, failed = torch.linalg.cholesky_ex(penalised)
+            xx.diagonal().copy_(diagonal + penalty * scale)
+            torch.linalg.cholesky_ex(xx, out=(factor, failed))
             if int(failed):
                 continue
-            weight = torch.cholesky_solve(xr, factor)
+            # column-major, as LAPACK wants it: neither the factor nor the solution needs another copy of its size
+            weight = torch.linalg.solve_triangular(factor, xr, upper=False)
+            weight = torch.linalg.solve_triangular(factor.mT, weight, upper=True)
             bias = (fitted.r - weight.T @ fitted.x) / fitted.count if self.bias else torch.zeros_like(fitted.r)
             error = judged.error(weight, bias)
             if best is not None and not error < best.after:
@@ -103,17 +108,17 @@ class _Sums:
     def add(self, x: Tensor, r: Tensor) -> None:
         # products of one batch in the data's own precision (float32 at least), their sum over batches in float64
         self.count += len(x)
-        self.xx += x.T @ x
+        for sums, columns in zip(self.xx.split(_AT_ONCE), x.T.split(_AT_ONCE), strict=True):
+            sums += columns @ x  # a sum of two precisions makes a copy
         self.xr += x.T @ r
         self.rr += r.double().square().sum()
         self.x += x.double().sum(0)
         self.r += r.double().sum(0)
 
-    def moments(self, centred: bool) -> tuple[Tensor, Tensor]:
-        if not centred:
-            return self.xx, self.xr
-        n = max(self.count, 1)
-        return self.xx - torch.outer(self.x, self.x) / n, self.xr - torch.outer(self.x, self.r) / n
+    def centre(self) -> tuple[Tensor, Tensor]:
+        """X'X and X'R about the means, in place: of a model's wide layers there is no room for two."""
+        share = -1 / max(self.count, 1)
+        return self.xx.addr_(self.x, self.x, alpha=share), self.xr.addr_(self.x, self.r, alpha=share)
 
     def error(self, weight: Tensor | None, bias: Tensor) -> float:
         """Mean squared residual per element of R - X W - 1 b'; W is 0 where it is None."""

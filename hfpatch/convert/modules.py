@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..attention import ROTARY, AttentionLens
 from ..errors import PatchError
-from ..limits import ConstantPositions, LengthLimit
+from ..limits import MEAN_ROW, ConstantPositions, LengthLimit
 from ..norms import NormFacts, describe
 from ..norms.detect import looks_like_norm
 from ..plan import PLANNERS
@@ -123,8 +123,8 @@ def _tables_that_were_parameters(
     kept = dict(model.named_parameters())
     for name, parameter in reference.named_parameters():
         if name in planned and planned[name].kind == "position":
-            gone = name not in kept
-            now = "removed" if gone else planned[name].now
+            gone = name not in kept or kept[name].shape != parameter.shape
+            now = MEAN_ROW if gone else planned[name].now
             reason = planned[name].reason
             text = f"Parameter{tuple(parameter.shape)}"
             yield ModuleRow(name, text, now if gone else text, "converted" if gone else "kept", reason)
@@ -145,7 +145,7 @@ def _text(module: nn.Module, facts: Facts) -> str:
     if norm is not None:
         return module._get_name() + (f"({', '.join(map(str, norm.shape))})" if norm.shape else "")
     if isinstance(module, ConstantPositions):
-        return "removed"
+        return MEAN_ROW
     if isinstance(module, nn.Embedding):
         return f"{module._get_name()}({module.num_embeddings}, {module.embedding_dim})"
     return module._get_name()

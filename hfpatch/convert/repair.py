@@ -5,6 +5,7 @@ forms in float64 over streamed sums:
 
 * a norm that changed: gain and shift by least squares to the original norm's output, channel by channel, and its
   scalars (alpha, s) by search;
+* queries and keys, where positions changed, by descent to the original's attention maps (convert/maps.py);
 * the maps that read one tensor x (queries, keys, values; the first layer of an MLP): W <- W + M W with the M that takes
   x nearest to the original's x (ridge);
 * the map whose output is added to the residual stream: ridge regression, around its weights, of what is missing in the
@@ -16,6 +17,7 @@ Every step is judged on sequences that it wasn't fitted to, and undone where it 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import tempfile
@@ -36,8 +38,10 @@ from ..edits import Edits
 from ..errors import OptionError, WrappedModelError
 from ..norms import AffineNorm, describe
 from ..rows import table
+from ..scheme import KEY
 from .centring import pattern_of
 from .least_squares import Affine, Ridge
+from .maps import Example, eager, fit_maps, map_in, map_of, wide
 from .run import device_of, is_library_hook, quiet
 from .sample import sample_batches
 from .walk import Batches, Segment, Walk, first_tensor, is_linear_map, require_batches, segments_of
@@ -49,6 +53,7 @@ _NOISE = 1e-9  # a share of the variance: what is as near to the original as thi
 _SATURATED = 0.95  # |tanh| or |erf| above this
 _AT_ONCE = 64  # rows of logits that are compared in one go
 _SEARCHED = 4096  # rows that a search of scalars looks at
+_MAPPED = 256  # sequences whose attention maps are fitted
 
 
 @dataclass
@@ -121,6 +126,7 @@ def repair(
     reference: PreTrainedModel,
     calibration: Iterable[Any] | str,
     edits: Edits | None = None,
+    fit: str = "qk",
 ) -> RepairReport:
     """Fit a patched model back to the original, in place. No labels, no training, no gradients.
 
@@ -132,6 +138,8 @@ def repair(
         calibration: batches of inputs (dictionaries, or tensors of the main input; any number, kept on disk), or
             "self": sequences sampled from the original, for models that generate.
         edits: the log that can take the repair back.
+        fit: what draws the original's attention maps where positions changed: "qk", weights and biases of queries and
+            keys, or "bias", their biases alone.
 
     Memory: besides the two models, the sums of one map at a time (2 (in + out) in float64 numbers) and one batch of
     activations; streams of all batches lie in a temporary folder.
@@ -156,7 +164,7 @@ def repair(
         quiet(reference),
     ):
         batches = Batches(calibration, model, Path(folder))
-        repairer = _Repairer(model, reference, batches, Path(folder), edits)
+        repairer = _Repairer(model, reference, batches, Path(folder), edits, fit)
         try:
             repairer.run()
         except BaseException:
@@ -194,9 +202,9 @@ def shadow(model: PreTrainedModel, writes: bool = False) -> PreTrainedModel:
 
 class _Repairer:
     def __init__(
-        self, model: PreTrainedModel, reference: PreTrainedModel, batches: Batches, folder: Path, edits: Edits
+        self, model: PreTrainedModel, reference: PreTrainedModel, batches: Batches, folder: Path, edits: Edits, fit: str
     ):
-        self.batches, self.edits = batches, edits
+        self.batches, self.edits, self.fit = batches, edits, fit
         self.new, self.old = Walk(model, batches, folder / "new"), Walk(reference, batches, folder / "old")
         held_out = sum(int(batches.held_out(i).sum()) for i in range(len(batches)))
         self.report = RepairReport(batches.sequences, held_out)
@@ -218,6 +226,7 @@ class _Repairer:
         for name in sorted(several & changed):
             self._skip(name, "norm", "runs several times in a forward (layers share it)")
         self.norms = changed - several
+        self.moved = _positions(self.new.model) != _positions(self.old.model)
         self.owners: dict[int, int] = {}
         for module in self.new.modules.values():
             for parameter in module.parameters(recurse=False):
@@ -248,6 +257,9 @@ class _Repairer:
         blocks = [segment.block] if segment.block else []
         entered = dict.fromkeys([*norms, *readers, *(point for point in writers.values() if point != segment.block)])
         theirs = {name: self._counterpart(name) for name in [*entered, *blocks]}
+        attentions = self._attentions(segment, writers)
+        for attention in attentions.values():
+            self._save_maps(attention)
         for i in range(len(self.batches)):
             seen = self.old.run(
                 i, [theirs[name] for name in entered], [theirs[name] for name in blocks], keep=segment.block
@@ -262,6 +274,8 @@ class _Repairer:
                 self._fit_projection(name, writers[name], writers[name] == segment.block)
             elif name in readers:
                 self._fit_readers(name, readers[name])
+            if name in attentions:
+                self._fit_maps(attentions[name])
         if segment.block and not reached:
             self._skip(segment.block, "projection", _NO_PROJECTION)
         elif norms and segment.block is None and self._is_in_block(norms[0]):
@@ -495,6 +509,65 @@ class _Repairer:
                 weight = _matrix(self.new.modules[name]).double()
                 self._add(self.new.modules[name], fit[0] @ weight, fit[1] @ weight)
 
+    def _attentions(self, segment: Segment, writers: Mapping[str, str]) -> dict[str, str]:
+        """The last map of a segment that an attention's queries, keys and values come from -> that attention."""
+        if not self.moved or segment.block is None:
+            return {}
+        inside = [name for name in self.new.modules if name.startswith(f"{segment.block}.")]
+        found: list[str] = []
+
+        def note(kind: str, name: str, value: Any) -> None:
+            if kind == "out" and map_in(value) is not None and not any(one.startswith(f"{name}.") for one in found):
+                found.append(name)
+
+        with eager(self.new.model), self.new.hooked(dict.fromkeys(inside, note)):
+            self.new.run(0, outputs=[segment.block])
+        last = {}
+        for name in segment.modules:
+            attention = next((one for one in found if name.startswith(f"{one}.")), None)
+            if attention is not None and name not in writers:
+                last[attention] = name
+        return {name: attention for attention, name in last.items()}
+
+    def _mapped(self) -> range:
+        """Batches whose maps are kept: as many as hold some number of sequences."""
+        counts = itertools.accumulate(self.batches.count_of(i) for i in range(len(self.batches)))
+        return range(sum(count <= _MAPPED for count in counts) or 1)
+
+    def _save_maps(self, name: str) -> None:
+        """The original's maps; its block isn't run again later."""
+        for i in self._mapped():
+            with eager(self.old.model):
+                call = self.old.call(i, self._counterpart(name))
+                target = None if call is None else map_of(self.old.modules[name], call)
+            if target is not None:
+                self.old.save(f"{name} map", i, target)
+
+    def _fit_maps(self, name: str) -> None:
+        module = self.new.modules[name]
+        if not self.old.has(f"{name} map", 0):
+            self._skip(name, "maps", "it returns no attention map")
+            return
+        examples = []
+        for i in self._mapped():
+            with eager(self.new.model):
+                call = self.new.call(i, name)
+            target = self.old.saved(f"{name} map", i)
+            valid, held_out = self.batches.rows(i, target[:, 0].shape, self.decoder)
+            valid, held_out = (rows.unflatten(0, target.shape[::2]).to(target.device) for rows in (valid, held_out))
+            examples.append(Example(wide(call), target, valid & ~held_out, valid & held_out))
+        own = {one for one, p in module.named_parameters() if self.owners[id(p)] == 1}
+        fit = fit_maps(module, examples.__getitem__, len(examples), self.fit, own)
+        if fit is None:
+            self._skip(name, "maps", "it has no parameter of its own that moves its maps")
+            return
+        step = Step(name, "maps", fit.before, fit.after, fit.after < fit.before, f"KL divergence; {self.fit}")
+        self.report.steps.append(step)
+        if step.kept:
+            for parameter, value in fit.values.items():
+                path, _, attribute = parameter.rpartition(".")
+                self._set(module.get_submodule(path), attribute, value)
+
     def _fit_projection(self, name: str, point: str, leaves: bool) -> None:
         def pair(i: int) -> tuple[Tensor, Tensor, Tensor]:
             inputs, outputs = ([name], [point]) if leaves else ([name, point], [])
@@ -517,6 +590,7 @@ class _Repairer:
             ridge = ridge or Ridge(x.shape[-1], residual.shape[-1], bias, x.device)
             ridge.add(x, residual, held_out)
             target.add(wanted)
+            del x, residual, wanted
         assert ridge is not None
         fit = ridge.solve()
         if fit is None:
@@ -563,6 +637,11 @@ class _Repairer:
         if mask is not None and mask[row[None]].shape == shape:
             return mask[row[None]].bool()
         return torch.ones(shape, dtype=torch.bool)
+
+
+def _positions(model: PreTrainedModel) -> Any:
+    """What a patched model's record says of its positions."""
+    return (getattr(model.config, KEY, None) or {}).get("pos") or None
 
 
 class _Variance:

@@ -96,6 +96,10 @@ class Batches:
         tensors = [main, *given.values()] if isinstance(main, Tensor) else given.values()
         return next(len(value) for value in tensors if isinstance(value, Tensor) and value.dim())
 
+    def count_of(self, index: int) -> int:
+        """How many sequences a stored batch holds."""
+        return self._counts[index]
+
     def held_out(self, index: int) -> Tensor:
         """Which of a batch's sequences are for judging: every eighth, or one of fewer; none of a single one."""
         places = torch.arange(self._counts[index]) + sum(self._counts[:index])
@@ -154,9 +158,10 @@ def tried_batches(batches: Any, model: PreTrainedModel) -> Iterable[Any]:
     if not seen:
         raise OptionError(_EMPTY)
     checked = [calibration_inputs(batch, i, model) for i, batch in enumerate(seen)]
+    few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with quiet(model):
         try:
-            model(**fitting(model, checked[0]))
+            model(**fitting(model, checked[0]), **few)
         except Exception as error:
             raise OptionError(f"{type(model).__name__} doesn't take calibration batch 0: {error}") from error
     return batches
@@ -247,6 +252,22 @@ class Walk:
             torch.save(kept, self._path(block, index))
         return seen
 
+    def call(self, index: int, name: str) -> tuple[tuple, dict[str, Any]] | None:
+        """The arguments of a module's call for one batch; None where the forward doesn't reach it."""
+        found: list[tuple[tuple, dict[str, Any]]] = []
+
+        def enter(_m: Any, args: Any, kwargs: Any) -> None:
+            found.append((args, kwargs))
+            raise _Seen
+
+        handle = self.modules[name].register_forward_pre_hook(enter, with_kwargs=True)
+        try:
+            with self._replaying(index), contextlib.suppress(_Seen):
+                self.forward(index)
+        finally:
+            handle.remove()
+        return found[0] if found else None
+
     @contextlib.contextmanager
     def hooked(self, notes: Mapping[str, Callable[[str, str, Any], None]]) -> Iterator[None]:
         """Inside, `note("in", name, arguments)` and `note("out", name, result)` are called as modules run."""
@@ -287,6 +308,9 @@ class Walk:
 
     def saved(self, name: str, index: int) -> Tensor:
         return torch.load(self._path(f"value {name}", index), weights_only=True).to(self.device)
+
+    def has(self, name: str, index: int) -> bool:
+        return self._path(f"value {name}", index).exists()
 
     def forget(self) -> None:
         """Delete all that `save` kept."""
@@ -361,7 +385,7 @@ def segments_of(walk: Walk, norms: Iterable[str]) -> tuple[list[Segment], set[st
             returned[name] = value if isinstance(value, Tensor) else _form(value)
 
     with walk.hooked(dict.fromkeys([*blocks, *found], note)):
-        walk.run(0)
+        walk.forward(0, torch.zeros(1, dtype=torch.long))
     entered = [name for kind, name in order if kind == "in"]
     several = {name for name in found if entered.count(name) > 1}
     replayable = {name for name in returned if entered.count(name) == 1 and returned[name] is not None}

@@ -289,7 +289,7 @@ def test_modules_of_a_patched_model() -> None:
     )
     assert (norm.state, norm.reference, norm.model) == ("converted", "LayerNorm(32)", "RMSNorm(32)")
     assert (kept.state, kept.reason, kept.change) == ("kept", "keep", 0.0)
-    assert (table.state, table.model) == ("converted", "removed")
+    assert (table.state, table.model) == ("converted", "its mean row")
     assert (attention.state, attention.model) == ("runtime", "GPT2Attention")
     assert attention.runtime == "queries and keys rotated: RoPE(theta=10000, half)"
     assert len(report.modules) == 4 + 2 + 1 + 1
@@ -301,7 +301,7 @@ def test_modules_of_a_patched_model() -> None:
 def test_a_table_that_is_a_parameter() -> None:
     model, reference = pair("vit", "AutoModel", {"pos": "rope"})
     report = verify(model, reference, inputs(model), dtypes=())
-    assert module(report, "embeddings.position_embeddings").model == "removed"
+    assert module(report, "embeddings.position_embeddings").model == "its mean row"
     assert module(report, "embeddings").runtime == "inputs of any length"
     assert module(report, "layernorm").state == "kept"
 

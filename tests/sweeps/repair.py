@@ -42,7 +42,7 @@ from hfpatch import NotPreservedWarning, patch_model, sample_batches
 Figures = Callable[[Any], dict[str, float]]
 
 HERE = Path(__file__).parent
-SCHEMES = ("rms", "dyt", "derf")
+SCHEMES = ("rms", "dyt", "derf", "rope", "dyt+rope")
 COUNTS = (16, 100, 320, 1000)
 
 
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--gpt2", type=Path, help="folder of a GPT-2 on molecules")
     parser.add_argument("--smiles", type=Path, help="its molecules, one a line")
     parser.add_argument("--counts", type=int, nargs="+", default=COUNTS, help="numbers of calibration sequences")
-    parser.add_argument("--schemes", nargs="+", default=SCHEMES, help="norms")
+    parser.add_argument("--schemes", nargs="+", default=SCHEMES, help="norms and positions, joined by +")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for repair.json and repair.md")
     asked = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -95,9 +95,9 @@ class Report:
     def markdown(self) -> str:
         lines = ["# What a repair gives back on real weights", "", "Written by `python tests/sweeps/repair.py`.", ""]
         for model in dict.fromkeys(row["model"] for row in self.rows):
-            rows = sorted((row for row in self.rows if row["model"] == model), key=lambda row: row["norm"])
-            names = [name for name in rows[0] if name not in ("model", "norm", "start", "seconds")]
-            heads = ["norm", "start", *names]
+            rows = sorted((row for row in self.rows if row["model"] == model), key=lambda row: row["swap"])
+            names = [name for name in rows[0] if name not in ("model", "swap", "start", "seconds")]
+            heads = ["swap", "start", *names]
             lines += [f"## {model}", "", f"| {' | '.join(heads)} |", "|---|---|" + "---:|" * len(names)]
             for row in rows:
                 numbers = " | ".join(f"{row[name]:.5f}" if " " in name else f"{row[name]:.3f}" for name in names)
@@ -173,13 +173,18 @@ def encoder_rows(report: Report, schemes: list[str], counts: list[int]) -> None:
         }
 
     for scheme in schemes:
-        requests: dict[str, dict[str, Any]] = {"copied": {"norm": scheme, "init": "copy"}}
+        requests: dict[str, dict[str, Any]] = {"copied": {**asked(scheme), "init": "copy"}}
         if scheme == "rms":
-            requests["no data"] = {"norm": scheme}
+            requests["no data"] = asked(scheme)
         for n in counts:
-            requests[f"{n} sequences"] = {"norm": scheme, "calibration": batches(texts[200 : 200 + n])}
+            requests[f"{n} sequences"] = {**asked(scheme), "calibration": batches(texts[200 : 200 + n])}
         for start, request in requests.items():
-            report.add({"model": "MiniLM-L6", "norm": scheme, "start": start}, build, request, figures)
+            report.add({"model": "MiniLM-L6", "swap": scheme, "start": start}, build, request, figures)
+
+
+def asked(scheme: str) -> dict[str, Any]:
+    """What `patch_model` is asked for by a name such as "dyt+rope"."""
+    return {"pos" if name in hfpatch.POSITIONS else "norm": name for name in scheme.split("+")}
 
 
 # --- a decoder --------------------------------------------------------------------------------------------------------
@@ -224,17 +229,17 @@ def decoder_rows(report: Report, folder: Path, smiles: Path, schemes: list[str],
     def figures(model: Any) -> dict[str, float]:
         return {"inside": round(perplexity(model, inside), 4), "outside": round(perplexity(model, own), 4)}
 
-    report.add({"model": "GPT-2 0.2M", "norm": "(original)", "start": ""}, build, None, figures)
+    report.add({"model": "GPT-2 0.2M", "swap": "(original)", "start": ""}, build, None, figures)
     for scheme in schemes:
-        requests: dict[str, dict[str, Any]] = {"copied": {"norm": scheme, "init": "copy"}}
+        requests: dict[str, dict[str, Any]] = {"copied": {**asked(scheme), "init": "copy"}}
         if scheme == "rms":  # exact: there is nothing to repair
-            requests["no data"] = {"norm": scheme}
+            requests["no data"] = asked(scheme)
         else:
-            requests["self, 256 sequences"] = {"norm": scheme, "calibration": "self"}
+            requests["self, 256 sequences"] = {**asked(scheme), "calibration": "self"}
             for n in counts:
-                requests[f"{n} sequences"] = {"norm": scheme, "calibration": batches(known[:n])}
+                requests[f"{n} sequences"] = {**asked(scheme), "calibration": batches(known[:n])}
         for start, request in requests.items():
-            report.add({"model": "GPT-2 0.2M", "norm": scheme, "start": start}, build, request, figures)
+            report.add({"model": "GPT-2 0.2M", "swap": scheme, "start": start}, build, request, figures)
 
 
 if __name__ == "__main__":

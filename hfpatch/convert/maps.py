@@ -1,0 +1,169 @@
+"""Attention maps: after a change of positions, queries and keys are fitted until they draw the original's maps.
+
+Constant vectors b_q, b_k under a rotation give b_q' R(m - n) b_k, a profile over distances: biases alone can draw the
+average map that a table of positions drew; weights fit the rest. What is minimised is KL(original map || present map),
+averaged over heads and over queries that aren't padding, by Adam on the module's own forward, whatever its layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+FITS = ("qk", "bias")
+STEPS, RATE = 200, 3e-3
+_LEAST = 1e-9  # a probability, for its logarithm
+_SUMS_TO_ONE = 1e-2
+
+Call = tuple[tuple, dict[str, Any]]
+
+
+@dataclass
+class Example:
+    """One batch at an attention: how the module is called, the original's maps (B, H, T, S), and rows by what they do.
+
+    Attributes:
+        fitted, held_out: queries (B, T) that are fitted to, and those that judge.
+    """
+
+    call: Call
+    target: Tensor
+    fitted: Tensor
+    held_out: Tensor
+
+
+@dataclass
+class MapFit:
+    """Mean KL divergence on held-out queries before and after, and the values that were fitted, by Parameter name."""
+
+    before: float
+    after: float
+    values: dict[str, Tensor]
+
+
+@contextlib.contextmanager
+def eager(model: nn.Module) -> Iterator[None]:
+    """Attention that returns its maps, and masks that it can read."""
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            configs[id(config)] = config
+    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = "eager"
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+def map_of(module: nn.Module, call: Call) -> Tensor | None:
+    """The attention map (B, H, T, S) that a module returns beside its output; None where it returns none."""
+    args, kwargs = call
+    return map_in(module(*args, **kwargs))
+
+
+def map_in(returned: Any) -> Tensor | None:
+    """The attention map among what a module returned, after its output."""
+    for item in returned[1:] if isinstance(returned, tuple | list) else ():
+        if isinstance(item, Tensor) and item.dim() == 4 and item.is_floating_point() and item.numel():
+            sums = item.detach().float().sum(-1)
+            if (sums.median() - 1).abs() <= _SUMS_TO_ONE:
+                return item
+    return None
+
+
+def wide(value: Any) -> Any:
+    """Arguments of a call with their floats in float32."""
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(map(wide, value))
+    return {name: wide(item) for name, item in value.items()} if type(value) is dict else value
+
+
+def divergence(target: Tensor, present: Tensor, rows: Tensor) -> Tensor:
+    """Mean of KL(target || present) over heads and over the chosen queries (B, T)."""
+    target, present = (maps.float().transpose(1, 2)[rows].clamp_min(_LEAST) for maps in (target, present))
+    return (target * (target.log() - present.log())).sum(-1).mean()
+
+
+def fit_maps(
+    module: nn.Module, examples: Callable[[int], Example], count: int, fit: str, own: set[str], steps: int = STEPS
+) -> MapFit | None:
+    """Fit an attention's queries and keys to the original's maps; the module itself isn't changed.
+
+    Args:
+        module: the attention; a copy in float32 is what runs.
+        examples: the i-th of `count` batches.
+        fit: "qk" for weights and biases, "bias" for biases alone.
+        own: names of Parameters that no other module shares.
+
+    Returns:
+        None where no such Parameter moves the maps.
+    """
+    work = copy.deepcopy(module).float().requires_grad_(False)
+    with eager(work):
+        return _fit(work, examples, count, fit, own, steps)
+
+
+def _fit(
+    work: nn.Module, examples: Callable[[int], Example], count: int, fit: str, own: set[str], steps: int
+) -> MapFit | None:
+    first = examples(0)
+    chosen = {name: p.requires_grad_() for name, p in work.named_parameters() if name in own and _wanted(name, p, fit)}
+    if not chosen:
+        return None
+    gradients = torch.autograd.grad(_loss(work, first), list(chosen.values()), allow_unused=True)
+    chosen = {name: p for (name, p), g in zip(chosen.items(), gradients, strict=True) if g is not None and g.any()}
+    for name, p in work.named_parameters():
+        p.requires_grad_(name in chosen)
+    if not chosen:
+        return None
+    before = _judge(work, examples, count)
+    optimizer = torch.optim.Adam(chosen.values(), lr=RATE, betas=(0.9, 0.99))
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * (1 + math.cos(math.pi * step / steps)) / 2
+        loss = _loss(work, examples(step % count))
+        if loss.isfinite():
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    after = _judge(work, examples, count)
+    return MapFit(before, after, {name: p.detach() for name, p in chosen.items()})
+
+
+def _wanted(name: str, parameter: Tensor, fit: str) -> bool:
+    return parameter.is_floating_point() and (fit == "qk" or name.rpartition(".")[2] == "bias")
+
+
+def _loss(module: nn.Module, example: Example) -> Tensor:
+    with torch.enable_grad():
+        present = map_of(module, example.call)
+        assert present is not None
+        return divergence(example.target, present, example.fitted)
+
+
+def _judge(module: nn.Module, examples: Callable[[int], Example], count: int) -> float:
+    total, rows = 0.0, 0
+    with torch.no_grad():
+        for i in range(count):
+            example = examples(i)
+            chosen = example.held_out
+            if chosen.any():
+                present = map_of(module, example.call)
+                assert present is not None
+                total += float(divergence(example.target, present, chosen)) * int(chosen.sum())
+                rows += int(chosen.sum())
+    return total / max(rows, 1)

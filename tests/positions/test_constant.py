@@ -1,0 +1,86 @@
+"""What a removed table leaves: one constant row, the mean of those that held positions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from tiny_models import changes, fingerprint, patch, reload, tiny
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hfpatch import patch_model, unpatch_model
+
+TABLES = {  # table, its first row that holds a position
+    "gpt2": ("wpe.weight", 0),
+    "roberta": ("embeddings.position_embeddings.weight", 2),
+    "opt": ("decoder.embed_positions.weight", 2),
+    "whisper": ("encoder.embed_positions.weight", 0),
+    "vit": ("embeddings.position_embeddings", 0),
+}
+
+
+def constant(model: PreTrainedModel, table: str) -> Tensor:
+    return dict(model.named_parameters())[table.replace(".weight", ".constant")]
+
+
+@pytest.mark.parametrize("family", TABLES)
+def test_the_mean_of_the_tables_rows_stays(family: str, tmp_path: Path) -> None:
+    table, first = TABLES[family]
+    model = zoo.tiny(family)[0]
+    rows = model.state_dict()[table].clone()
+    trained = dict(model.named_parameters())[table].requires_grad
+    expected = rows[..., first:, :].mean(-2)
+    assert float((rows.mean(-2) - expected).abs().max()) > 1e-3 or not first  # other rows would be seen
+    patch(model, pos="rope")
+    left = constant(model, table)
+    assert left.requires_grad is trained
+    torch.testing.assert_close(left.detach().flatten(), expected.flatten())
+    with torch.no_grad():
+        left.add_(1.0)
+    assert torch.equal(constant(reload(model, tmp_path), table), left)
+
+
+def test_it_is_added_to_every_token() -> None:
+    model, inputs = zoo.tiny("gpt2")
+    patch(model, pos="nope")
+    embedded = model.drop(model.wte(inputs["input_ids"]) + constant(model, "wpe.weight"))
+    seen: list[Tensor] = []
+    model.h[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(**inputs)
+    assert torch.equal(seen[0], embedded)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "vit"])
+def test_a_fresh_start_has_none(family: str) -> None:
+    model = zoo.tiny(family)[0]
+    patch_model(model, pos="rope", init="reset")
+    assert not constant(model, TABLES[family][0]).any()
+
+
+def test_a_second_swap_keeps_what_training_made_of_it() -> None:
+    model = patch(tiny("gpt2"), pos="rope")
+    left = next(p for name, p in model.named_parameters() if name.endswith("wpe.constant"))
+    with torch.no_grad():
+        left.mul_(2.0)
+    values = left.detach().clone()
+    patch(model, pos="nope")
+    assert torch.equal(left, values)
+    assert any(p is left for p in model.parameters())
+
+
+def test_a_frozen_tables_mean_is_frozen() -> None:
+    model = tiny("gpt2").requires_grad_(False)
+    patch(model, pos="rope")
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "vit"])
+def test_unpatching_brings_the_table_back(family: str) -> None:
+    model = zoo.tiny(family)[0]
+    before = fingerprint(model)
+    patch(model, pos="rope", reversible=True)
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
