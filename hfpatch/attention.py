@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,10 @@ class Projections:
     def names(self) -> tuple[str, ...]:
         """The projections that queries and keys come from."""
         return self.query, self.key
+
+    def query_width(self, module: nn.Module) -> int:
+        """heads * head_dim."""
+        return getattr(module, self.query).weight.shape[0]
 
     def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
         """Attributes of the attention's view: projections whose output is turned."""
@@ -126,6 +131,11 @@ class Fused:
         """The projection that queries and keys come from."""
         return (self.name,)
 
+    def query_width(self, module: nn.Module) -> int:
+        """heads * head_dim."""
+        projection = getattr(module, self.name)
+        return getattr(projection, "nf", projection.weight.shape[0]) // 3  # transformers' Conv1D is transposed
+
     def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
         """Attributes of the attention's view: the projection, whose queries and keys are turned."""
         shared = self.shared is not None and getattr(module, self.shared)
@@ -154,10 +164,13 @@ class Fused:
         return {}
 
 
-def channels_per_head(module: nn.Module, attribute: str) -> int:
-    """The attention's head_dim; `attribute` names what holds it, or two as in "embed_dim / num_heads"."""
+def channels_per_head(module: nn.Module, attribute: str, projections: Projections | Fused) -> int:
+    """The attention's head_dim; `attribute` names what holds it, or two as in "embed_dim / num_heads" or "/ num_heads"
+    (of the width that queries have).
+    """
     whole, _, heads = (part.strip() for part in attribute.partition("/"))
-    return getattr(module, whole) // (getattr(module, heads) if heads else 1)
+    channels = getattr(module, whole) if whole else projections.query_width(module)
+    return channels // (getattr(module, heads) if heads else 1)
 
 
 @dataclass(frozen=True)
@@ -222,30 +235,27 @@ class AttentionLens:
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         states = arguments[self.states]
-        states = states.transpose(0, 1) if self.time == 0 else states
+        tokens = _Tokens.of(states.transpose(0, 1) if self.time == 0 else states)
         positions = arguments.get("position_ids")
         attributes: dict[str, Any] = {name: 0 for name in self.biases if hasattr(module, name)}
         filled: Arguments = {name: 0 for name in self.biases if name not in attributes}
         rotary: Any = module._modules.get(ROTARY)
         handed_down = arguments.get(PHASES)
-        phases = (handed_down or {}).get(getattr(rotary, "key", None))
+        phases = self._handed_down(module, rotary, handed_down, tokens)
         slots = None
         if self.window is not None or (phases is None and positions is None):
-            slots = self._slots(module, states, arguments)
+            slots = self._slots(module, tokens, arguments)
         if rotary is not None:
             if phases is None:
                 self._require_line(module, rotary)
-                phases = rotary(self._checked(positions, states) if positions is not None else slots)
-            elif phases[0].shape[1] != states.shape[1]:
-                raise PositionError(
-                    f"{type(module).__name__} was given {states.shape[1]} tokens, but the input has positions for "
-                    f"{phases[0].shape[1]}: some were dropped or added on the way, and which isn't known here."
-                )
+                phases = rotary(self._checked(positions, tokens) if positions is not None else slots)
 
             def rotate(x: Tensor, at: Tensor | None = None) -> Tensor:
-                return rotary.rotate(x, phases if at is None else rotary(at))
+                if at is not None:
+                    return rotary.rotate(x, rotary(at))
+                return tokens.as_given(rotary.rotate(tokens.in_line(x), phases))
 
-            head_dim = channels_per_head(module, self.head_dim)
+            head_dim = channels_per_head(module, self.head_dim, self.projections)
             attributes.update(self.projections.rotated(module, arguments, head_dim, rotate))
             filled.update(self.projections.turned(arguments, rotate))
         if self.window is not None:
@@ -256,6 +266,19 @@ class AttentionLens:
         return attributes, filled
 
     @staticmethod
+    def _handed_down(module: nn.Module, rotary: Any, handed_down: Any, tokens: _Tokens) -> Any:
+        """The phases that the stack's owner made for this rotation, None if it made none."""
+        positions, phases = (handed_down or {}).get(getattr(rotary, "key", None), (None, None))
+        if positions is None:
+            return None
+        if positions.shape[1] != tokens.count:
+            raise PositionError(
+                f"{type(module).__name__} was given {tokens.count} tokens, but the input has {positions.shape[1]} "
+                "positions: some were dropped or added on the way, and which isn't known here."
+            )
+        return rotary(positions) if phases is None or has_hooks(rotary) else phases
+
+    @staticmethod
     def _require_line(module: nn.Module, rotary: Any) -> None:
         axes = getattr(rotary, "axes", 1)
         if axes > 1:
@@ -264,8 +287,8 @@ class AttentionLens:
                 "by another way than its model's forward. Use axes=1 for that."
             )
 
-    def _slots(self, module: nn.Module, states: Tensor, arguments: Arguments) -> Tensor:
-        slots = torch.arange(states.shape[1], device=states.device)[None]
+    def _slots(self, module: nn.Module, tokens: _Tokens, arguments: Arguments) -> Tensor:
+        slots = torch.arange(tokens.count, device=tokens.device)[None]
         cache = arguments.get(self.cache) if self.cache else None
         if cache is None:
             return slots
@@ -278,11 +301,44 @@ class AttentionLens:
         return slots + cache.get_seq_length(layer)
 
     @staticmethod
-    def _checked(positions: Tensor, states: Tensor) -> Tensor:
+    def _checked(positions: Tensor, tokens: _Tokens) -> Tensor:
         positions = positions[None] if positions.dim() == 1 else positions
-        if positions.shape[-1] != states.shape[1]:
+        if positions.shape[-1] != tokens.count:
             raise PositionError(
-                f"position_ids {tuple(positions.shape)} don't fit hidden states {tuple(states.shape)} (B, T, d); "
+                f"position_ids {tuple(positions.shape)} don't fit hidden states {tokens.shape} (B, T, d); "
                 "pass one position per token of this call."
             )
         return positions
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """How hidden states lie: (T, d), (B, T, d), or (B, rows, columns, d), whose tokens count row after row."""
+
+    shape: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, states: Tensor) -> _Tokens:
+        return cls(tuple(states.shape), states.device)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape[1:-1]) if len(self.shape) > 2 else self.shape[0]
+
+    def in_line(self, x: Tensor) -> Tensor:
+        """x (*leading, H, head_dim) as (B, T, H, head_dim)."""
+        if len(self.shape) == 3:
+            return x
+        return x.flatten(1, -3) if len(self.shape) == 4 else x[None]
+
+    def as_given(self, x: Tensor) -> Tensor:
+        """The way back."""
+        if len(self.shape) == 3:
+            return x
+        return x.unflatten(1, self.shape[1:-1]) if len(self.shape) == 4 else x[0]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something listens to a module's calls, so that no other one's result may be used for it."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import PHASES, ROTARY
+from .attention import PHASES, ROTARY, has_hooks
 from .errors import PositionError
 from .view import Arguments
 
@@ -29,28 +29,26 @@ class Grid:
         before, after: how many other tokens (class, distillation, register, detection tokens) stand before and behind
             the patches: numbers, and names of config attributes that hold one.
         argument: the owner's argument that is cut; of a video (B, frames, channels, height, width).
+        transposed: whether rows are cut from its last dimension (AST: frequencies, of (B, time, frequencies)).
     """
 
     projection: str
     before: tuple[int | str, ...] = (1,)
     after: tuple[int | str, ...] = ()
     argument: str = "pixel_values"
+    transposed: bool = False
 
     def axes(self, owner: nn.Module) -> int:
         """Coordinates of a patch."""
         return len(self._convolution(owner).kernel_size)
 
     def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
-        """Positions (1, T) of all tokens, or (1, T, axes) with those that are no patches at the origin.
+        """Positions (B or 1, T) of all tokens, or (B or 1, T, axes) with those that are no patches at the origin.
 
         Raises:
             PositionError: the input that the patches are cut from isn't there.
         """
-        pixels = arguments.get(self.argument)
-        if pixels is None:
-            raise PositionError(
-                f"{type(owner).__name__} was called without {self.argument}, which tells where its patches lie."
-            )
+        pixels = self.cut(owner, arguments)
         before, after = (self._count(owner, counts) for counts in (self.before, self.after))
         sizes = self._sizes(owner, pixels)
         if axes == 1:
@@ -59,16 +57,28 @@ class Grid:
         patches = torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1).flatten(0, -2)
         return nn.functional.pad(patches, (0, 0, before, after))[None]
 
+    def filled(self, owner: nn.Module, arguments: Arguments) -> Arguments:
+        """Arguments of the owner that must be known before its positions are."""
+        return {}
+
+    def cut(self, owner: nn.Module, arguments: Arguments) -> Tensor:
+        """The input that is cut into patches."""
+        pixels = arguments.get(self.argument)
+        if not isinstance(pixels, Tensor):
+            raise PositionError(
+                f"{type(owner).__name__} was called without {self.argument}, which tells where its patches lie."
+            )
+        return pixels
+
     def _sizes(self, owner: nn.Module, pixels: Tensor) -> list[int]:
         """Patches along each axis."""
         convolution = self._convolution(owner)
         axes = len(convolution.kernel_size)
-        pixel_sizes = [*(pixels.shape[1:2] if axes == 3 else ()), *pixels.shape[-2:]]
-        cuts = zip(pixel_sizes, convolution.kernel_size, convolution.stride, convolution.padding, strict=True)
-        return [
-            (size + 2 * (pad if isinstance(pad, int) else 0) - kernel) // stride + 1  # "valid" padding is none
-            for size, kernel, stride, pad in cuts
-        ]
+        sides = pixels.shape[-2:][::-1] if self.transposed else pixels.shape[-2:]
+        pixel_sizes = [*(pixels.shape[1:2] if axes == 3 else ()), *sides]
+        padding = (0,) * axes if convolution.padding == "valid" else convolution.padding
+        cuts = zip(pixel_sizes, convolution.kernel_size, convolution.stride, padding, strict=True)
+        return [(size + 2 * pad - kernel) // stride + 1 for size, kernel, stride, pad in cuts]
 
     def _convolution(self, owner: nn.Module) -> Any:
         return owner.get_submodule(self.projection)
@@ -79,8 +89,76 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class MaskedGrid(Grid):
+    """A grid of which a random part is kept, in random order (ViT-MAE): `noise` ranks the patches.
+
+    Attributes:
+        noise: the owner's argument with one random number a patch (B, patches); drawn here, as the host would draw it,
+            where it isn't given.
+        ratio: config attribute with the share of patches that is left out.
+    """
+
+    noise: str = "noise"
+    ratio: str = "mask_ratio"
+
+    def filled(self, owner: nn.Module, arguments: Arguments) -> Arguments:
+        if arguments.get(self.noise) is not None:
+            return {}
+        pixels = self.cut(owner, arguments)
+        return {self.noise: torch.rand(len(pixels), math.prod(self._sizes(owner, pixels)), device=pixels.device)}
+
+    def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
+        noise, everywhere = arguments[self.noise], super().positions(owner, arguments, axes)
+        leading = self._count(owner, self.before)
+        config: Any = owner.config
+        kept = torch.argsort(noise, dim=1)[:, : int(noise.shape[1] * (1 - getattr(config, self.ratio)))]
+        first = torch.arange(leading, device=kept.device).expand(len(kept), -1)
+        return everywhere[0][torch.cat((first, kept.to(first.device) + leading), dim=1)]
+
+
+@dataclass(frozen=True)
+class PackedGrid(Grid):
+    """Images of several sizes in one batch, each cut into patches already (SigLIP 2): (B, patches, channels).
+
+    Attributes:
+        shapes: the owner's argument with the rows and columns of each image (B, 2).
+    """
+
+    projection: str = ""
+    before: tuple[int | str, ...] = ()
+    shapes: str = "spatial_shapes"
+
+    def axes(self, owner: nn.Module) -> int:
+        return 2
+
+    def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
+        pixels = self.cut(owner, arguments)
+        line = torch.arange(pixels.shape[1], device=pixels.device)[None]
+        if axes == 1:
+            return line
+        columns = arguments[self.shapes][:, 1:].to(line.device)
+        return torch.stack((line // columns, line % columns), dim=-1)
+
+
+@dataclass(frozen=True)
+class PlacedGrid(Grid):
+    """Patches in any order, each after its own row and column (Pix2Struct): (B, patches, 2 + channels)."""
+
+    projection: str = ""
+    before: tuple[int | str, ...] = ()
+    argument: str = "flattened_patches"
+
+    def axes(self, owner: nn.Module) -> int:
+        return 2
+
+    def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
+        patches = self.cut(owner, arguments)
+        return torch.arange(patches.shape[1], device=patches.device)[None] if axes == 1 else patches[..., :2].long()
+
+
+@dataclass(frozen=True)
 class GridLens:
-    """On a stack's owner: turns positions into phases once for all attentions that are rotated alike, and hands them down.
+    """On a stack's owner: makes the phases once for all attentions that are rotated alike, and hands them down.
 
     Attributes:
         grid: where the positions come from.
@@ -91,10 +169,17 @@ class GridLens:
     attentions: tuple[str, ...]
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        filled = self.grid.filled(module, arguments)
+        arguments = {**arguments, **filled}
         phases: dict[str, Any] = {}
         for path in self.attentions:
             rotary: Any = module.get_submodule(path)._modules.get(ROTARY)
             key = getattr(rotary, "key", None)
-            if key is not None and key not in phases:
-                phases[key] = rotary(self.grid.positions(module, arguments, rotary.axes))
-        return {}, {PHASES: phases} if phases else {}
+            if key is None:
+                continue
+            if key not in phases:
+                phases[key] = (self.grid.positions(module, arguments, rotary.axes), None)
+            positions, made = phases[key]
+            if made is None and not has_hooks(rotary):
+                phases[key] = (positions, rotary(positions))
+        return {}, {**filled, PHASES: phases} if phases else {}

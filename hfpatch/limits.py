@@ -13,7 +13,6 @@ from .view import Arguments, InnerView, View
 
 NO_ROW = "_hfpatch_no_row"  # of a module whose buffer of positions counts for nothing: training starts from zero
 _ANY = 2**31  # rows enough for any length
-
 MEAN_ROW = "its mean row"  # what a plan and a report say of a removed table
 
 
@@ -123,16 +122,37 @@ class RefusedArguments(LengthLimit):
 
 @dataclass(frozen=True)
 class AnyImageSize(LengthLimit):
-    """Patch embeddings whose table is a constant take images of any size."""
+    """Patch embeddings whose table is a constant take images of any size and aspect ratio.
 
-    table: str = "position_embeddings"
+    Attributes:
+        table: path of the constant; None where another module adds it.
+        resize: methods (or children) that would fit the table to an image; they answer with the constant.
+        flag: whether the forward takes `interpolate_pos_encoding`, without which it would insist on the old size.
+        rows: rows of the constant, where the host takes those of patches and of other tokens apart.
+        argument: the forward's argument with the pixels.
+    """
+
+    table: str | None = "position_embeddings"
+    resize: tuple[str, ...] = ("interpolate_pos_encoding",)
+    flag: bool = False
+    rows: int = 1
+    argument: str = "pixel_values"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        attributes = {
-            "image_size": tuple(arguments["pixel_values"].shape[-2:]),
-            "interpolate_pos_encoding": lambda *args, **kwargs: getattr(module, self.table),
-        }
-        return attributes, {}
+        attributes: dict[str, Any] = {}
+        if self.argument in arguments:
+            attributes["image_size"] = tuple(arguments[self.argument].shape[-2:])
+        constant = _at(module, self.table) if self.table is not None else None
+        if constant is not None:
+            constant = constant if isinstance(constant, Tensor) else constant()
+            if self.rows > 1 and self.table is not None:
+                attributes[self.table] = constant = constant.expand(1, self.rows, -1)
+
+            def answer(*args: Any, **kwargs: Any) -> Tensor:
+                return constant
+
+            attributes |= dict.fromkeys(self.resize, answer)
+        return attributes, {"interpolate_pos_encoding": True} if self.flag else {}
 
 
 @dataclass(frozen=True)
@@ -152,6 +172,76 @@ class AnyInputLength(LengthLimit):
         for name in self.convolutions:
             positions = positions // getattr(module, name).stride[0]
         return {"config": View(module.config, {self.setting: positions})}, {}
+
+
+@dataclass(frozen=True)
+class ReadRows(LengthLimit):
+    """A host that reads the rows of the table itself, rather than ask it for positions, reads the one that is left.
+
+    Attributes:
+        table: the child that was the table.
+        attribute: what it holds them in.
+    """
+
+    table: str
+    attribute: str = "weight"
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        return {self.table: Rows(self.attribute, getattr(module, self.table)()[None])}, {}
+
+
+@dataclass(frozen=True)
+class AnyVideoSize(LengthLimit):
+    """Video embeddings that compare the rows of their tables with the patches and frames in hand (TimeSformer).
+
+    Attributes:
+        space, time: attributes that hold the constants, after a class token and without one.
+    """
+
+    space: str = "position_embeddings"
+    time: str = "time_embeddings"
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        _, frames, _, height, width = arguments["pixel_values"].shape
+        patches: Any = module.patch_embeddings
+        rows = (height // patches.patch_size[0]) * (width // patches.patch_size[1])
+        attributes = {self.space: getattr(module, self.space).expand(1, 1 + rows, -1)}
+        if hasattr(module, self.time):
+            attributes[self.time] = getattr(module, self.time).expand(1, frames, -1)
+        return attributes, {}
+
+
+@dataclass(frozen=True)
+class PositionsInOrder(LengthLimit):
+    """Refuses inputs in which some tokens are left out, where the attentions can't be told which.
+
+    Attributes:
+        argument: the owner's argument that says which.
+    """
+
+    argument: str
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        if arguments.get(self.argument) is not None:
+            raise PositionError(
+                f"{type(module).__name__}: {self.argument} leaves tokens out, and its attentions aren't told which, so "
+                "their positions would be wrong. Run it on whole inputs."
+            )
+        return {}, {}
+
+
+class Rows:
+    """Stands in the view of a module for the child that was a table, with its rows (1, width) in an attribute."""
+
+    def __init__(self, attribute: str, rows: Tensor):
+        setattr(self, attribute, rows)
+
+
+def _at(module: Any, path: str) -> Any:
+    """What stands at a path, None where something on the way is missing."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
 
 
 class ConstantPositions(nn.Module):
@@ -174,8 +264,8 @@ class ConstantPositions(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Scratch of the removed table's shape, for hosts whose `_init_weights` fills it."""
-        return torch.empty(self.num_embeddings, self.embedding_dim)
+        """The constant in each row of the removed table's shape, for hosts that read it; what fills it is lost."""
+        return self.constant.expand(self.num_embeddings, self.embedding_dim).clone()
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.by_token:
@@ -187,6 +277,30 @@ class ConstantPositions(nn.Module):
         return f"{self.embedding_dim}, was {self.num_embeddings} x {self.embedding_dim}"
 
 
+ANSWERS = ("zeros", "input", "nothing")
+
+
+class NoPositions(nn.Module):
+    """Stands where positions were computed from the hidden states, and answers as if there were none.
+
+    Args:
+        answer: "zeros" of its input's shape, its "input" itself (where the host had it add positions to that), or
+            "nothing" (None).
+    """
+
+    def __init__(self, answer: str):
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        if self.answer == "nothing":
+            return None
+        return states if self.answer == "input" else states.new_zeros(()).expand(states.shape)
+
+    def extra_repr(self) -> str:
+        return self.answer
+
+
 def constant_of(table: Tensor, row: Tensor) -> nn.Parameter:
     """A row in the table's place: trained where the table was."""
     trained = table.requires_grad if isinstance(table, nn.Parameter) else True
@@ -194,5 +308,14 @@ def constant_of(table: Tensor, row: Tensor) -> nn.Parameter:
 
 
 def mean_row(table: Tensor, first: int = 0) -> Tensor:
-    """The mean (..., width) of a table's rows (..., rows, width) from row `first` on."""
-    return table.detach()[..., first:, :].double().mean(-2).to(table.dtype)
+    """The mean (width,) of a table's rows (rows, width) from row `first` on."""
+    return table.detach()[first:].double().mean(0).to(table.dtype)
+
+
+def mean_rows(table: Tensor) -> Tensor:
+    """The mean of a table that its host adds as it is, with as many dimensions.
+
+    (rows, width) becomes (1, width), (tables, rows, width) and (tables, rows, columns, width) one row for each table.
+    """
+    axes = (0,) if table.dim() == 2 else tuple(range(1, table.dim() - 1))
+    return table.detach().double().mean(axes, keepdim=True).to(table.dtype)

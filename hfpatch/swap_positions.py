@@ -7,7 +7,7 @@ import fnmatch
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from .architectures import Stack
 from .attention import ROTARY, AttentionLens, channels_per_head
 from .edits import Edits
-from .errors import UnsupportedError
+from .errors import OptionError, UnsupportedError
 from .grid import GridLens
-from .limits import MEAN_ROW, NO_ROW, ConstantPositions, constant_of, mean_row
+from .limits import MEAN_ROW, NO_ROW, ConstantPositions, NoPositions, constant_of, mean_rows
 from .positions import Position
+from .positions.rope import ORIGINAL
 from .record import Part
 from .registry import ARCHITECTURES
 from .rows import Change, Row, refuse_private_forward
@@ -45,24 +46,20 @@ class _Found:
         path, _, attribute = self.stack.table.rpartition(".")
         return self.owner.get_submodule(path), attribute
 
-    def table(self) -> nn.Module | Tensor:
+    def table(self) -> nn.Module | Tensor | None:
         holder, attribute = self.holder()
+        if not hasattr(holder, attribute):
+            raise UnsupportedError(
+                f"{self.table_name}: this {type(self.owner).__name__} was configured to make its positions in another "
+                "way than by a table, which pos= can't remove yet."
+            )
         return getattr(holder, attribute)
-
-    def rows(self) -> Tensor:
-        """The table's rows (..., rows, width); of one that is computed in its forward only the shape counts."""
-        table = self.table()
-        if isinstance(table, Tensor):
-            return table
-        for stored in (*table.parameters(), *table.buffers()):
-            if stored.dim() >= 2:
-                return stored
-        config, width = getattr(self.owner, "config", None), getattr(table, "embed_dim", 1)
-        return torch.zeros(getattr(config, "max_position_embeddings", 1), width)
 
     def removed_rows(self) -> int | None:
         """How many rows the table had that an earlier patch removed; None where it is there."""
         table, (holder, _) = self.table(), self.holder()
+        if isinstance(table, NoPositions):
+            return 0
         return table.num_embeddings if isinstance(table, ConstantPositions) else holder.__dict__.get(REMOVED_ROWS)
 
 
@@ -98,11 +95,15 @@ def find_stacks(model: nn.Module) -> list[_Found]:
         attentions = {
             prefix + child_name: child
             for child_name, child in module.named_modules()
-            if fnmatch.fnmatchcase(child_name, stack.attention)
-            and child_name.count(".") == stack.attention.count(".")  # a star stands for one name
+            if _is_attention(child_name, stack)
         }
         found.append(_Found(stack, module, name, prefix + stack.table, attentions))
     return found
+
+
+def _is_attention(name: str, stack: Stack) -> bool:
+    globs = stack.attention.split(" | ")
+    return any(fnmatch.fnmatchcase(name, glob) and name.count(".") == glob.count(".") for glob in globs)
 
 
 def _has(owner: nn.Module, table: str) -> bool:
@@ -124,10 +125,6 @@ def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names
     if not all_kept:
         _require_settings(item)
     changes = [_table_change(model, item, part, why)]
-    for path in item.stack.more_tables:
-        other = replace(item, stack=replace(item.stack, table=path), table_name=f"{item.name}.{path}".strip("."))
-        if _has(item.owner, path):
-            changes.append(_table_change(model, other, part, why))
     for name, module in item.attentions.items():
         changes.append(_attention_change(model, name, module, item, scheme, reasons[name]))
     return changes
@@ -149,9 +146,13 @@ def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
 
 
 def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -> Change:
+    table = item.table()
     if item.removed_rows() is not None:
         return Change(Row("position", "keep", item.table_name, "a constant", reason="its table is removed already"))
-    row = Row("position", "keep", item.table_name, _table_text(item), reason=why)
+    if table is None:
+        return Change(Row("position", "keep", item.table_name, "no table", reason="this configuration has none"))
+    computed = item.stack.table in dict(item.stack.answers)
+    row = Row("position", "keep", item.table_name, _table_text(table, computed), reason=why)
     if why:
         return Change(row)
     if part.init == "exact":
@@ -161,40 +162,39 @@ def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -
         )
     for path, _ in item.stack.limits:
         refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
-    row.action, row.becomes, row.reason = "replace", MEAN_ROW, "inputs of any length"
+    row.action, row.becomes, row.reason = "replace", "nothing" if computed else MEAN_ROW, "inputs of any length"
     row.loss = "absolute positions are removed"
     if part.scheme.name == "nope" and not item.stack.causal:
         row.loss += "; without a causal mask the stack becomes blind to order"
     return Change(row, _remover(model, item, fresh=part.init == "reset"))
 
 
-def _table_text(item: _Found) -> str:
-    rows, width = item.rows().shape[-2:]
-    table = item.table()
-    return f"{table._get_name() if isinstance(table, nn.Module) else type(table).__name__}({rows}, {width})"
+def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
+    kind = table._get_name() if isinstance(table, nn.Module) else type(table).__name__
+    if computed:
+        return kind
+    rows, width = _table_size(table)
+    return f"{kind}({rows}, {width})"
+
+
+def _table_size(table: nn.Module | Tensor) -> tuple[int, int]:
+    weight = _rows_of(table)
+    return weight.numel() // weight.shape[-1], weight.shape[-1]
+
+
+def _rows_of(table: nn.Module | Tensor) -> Tensor:
+    """The rows (..., rows, width) of a table; sinusoidal ones keep them in a buffer."""
+    if isinstance(table, Tensor):
+        return table
+    stored = [value for value in (*table.parameters(), *table.buffers()) if value.dim() >= 2]
+    width: Any = getattr(table, "embed_dim", None)
+    return stored[0] if stored else torch.zeros(1, width)  # computed in the table's forward
 
 
 def _remover(model: nn.Module, item: _Found, fresh: bool) -> Callable[[Edits], None]:
     def apply(edits: Edits) -> None:
-        holder, attribute = item.holder()
-        table = item.table()
-        constant: Any
-        if isinstance(table, nn.Parameter):
-            constant = constant_of(table, mean_row(table)[..., None, :])
-            edits.set_parameter(holder, attribute, constant)
-            edits.set_attribute(holder, REMOVED_ROWS, item.rows().shape[-2])
-        elif isinstance(table, Tensor):
-            edits.set_attribute(holder, REMOVED_ROWS, item.rows().shape[-2])  # limits.AnyRow hides it
-            constant = torch.zeros(())
-            if fresh:
-                edits.set_attribute(holder, NO_ROW, True)
-        else:
-            padding = getattr(table, "padding_idx", None)
-            stand_in = ConstantPositions(item.rows(), item.stack.reserved_rows, padding, item.stack.by_token)
-            constant = stand_in.constant
-            edits.set_module(holder, attribute, stand_in)
-        if fresh:
-            constant.data.zero_()
+        for path in (item.stack.table, *item.stack.others):
+            _remove(edits, item, path, fresh)
         for path, limit in item.stack.limits:
             _see_through(edits, model, item.owner.get_submodule(path), limit)
         for length in item.stack.lengths:
@@ -203,6 +203,40 @@ def _remover(model: nn.Module, item: _Found, fresh: bool) -> Callable[[Edits], N
                     edits.set_attribute(module, length, sys.maxsize)
 
     return apply
+
+
+def _remove(edits: Edits, item: _Found, path: str, fresh: bool) -> None:
+    """Put a constant where the table at `path` is, or what answers as if there were no positions."""
+    above, _, attribute = path.rpartition(".")
+    holder = dict(item.owner.named_modules()).get(above)
+    table = getattr(holder, attribute, None)
+    if holder is None or table is None:  # this configuration has none
+        return
+    answer = dict(item.stack.answers).get(path)
+    if answer is not None:
+        edits.set_module(holder, attribute, NoPositions(answer))
+        return
+    if isinstance(table, nn.Module):
+        padding = getattr(table, "padding_idx", None)
+        stand_in = ConstantPositions(_rows_of(table), item.stack.reserved_rows, padding, item.stack.by_token)
+        constant: Tensor = stand_in.constant
+        edits.set_module(holder, attribute, stand_in)
+    elif attribute in holder._buffers:
+        edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])  # limits.AnyRow hides it
+        constant = torch.zeros(())
+        if fresh:
+            edits.set_attribute(holder, NO_ROW, True)
+    else:
+        constant = mean_rows(table)
+        if isinstance(table, nn.Parameter):
+            constant = constant_of(table, constant)
+            edits.set_parameter(holder, attribute, constant)
+        else:
+            edits.set_attribute(holder, attribute, constant)
+        if path == item.stack.table:
+            edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])
+    if fresh:
+        constant.data.zero_()
 
 
 def _see_through(edits: Edits, model: nn.Module, module: nn.Module, lens: Any) -> None:
@@ -219,10 +253,10 @@ def _attention_change(
     row = Row("position", "keep", name, module._get_name() + (f" with {rotary}" if rotary else ""), reason=reason)
     if reason is not None:
         return Change(row)
-    head_dim = channels_per_head(module, stack.head_dim)
+    head_dim = channels_per_head(module, stack.head_dim, stack.projections)
     scheme.check(head_dim, name)
     _require_axes(item, scheme, name)
-    new = scheme.build(head_dim, _max_positions(item))
+    new = scheme.build(head_dim, _max_positions(item, scheme))
     if new is None and rotary is None and stack.window is None and not stack.biases:
         row.reason = "its queries and keys carry no positions"
         return Change(row)
@@ -273,10 +307,17 @@ def _require_axes(item: _Found, scheme: Position, where: str) -> None:
         )
 
 
-def _max_positions(item: _Found) -> int:
+def _max_positions(item: _Found, scheme: Position) -> int:
     """Positions that the table holds, or held before an earlier patch removed it."""
-    rows = item.removed_rows() or item.rows().shape[-2]
-    return rows - item.stack.reserved_rows
+    table, rows = item.table(), item.removed_rows()
+    if rows is None and table is not None and item.stack.table not in dict(item.stack.answers):
+        rows = _table_size(table)[0] - item.stack.reserved_rows
+    elif rows:
+        rows -= item.stack.reserved_rows
+    scaling = getattr(scheme, "scaling", None)
+    if not rows and scaling and ORIGINAL not in scaling:
+        raise OptionError(f"{item.table_name} has no length that scaling could start from; give its {ORIGINAL!r}.")
+    return rows or 0
 
 
 def _unsupported(model: nn.Module) -> UnsupportedError:
@@ -297,7 +338,7 @@ def _built_like(model: nn.Module, stack: Stack) -> bool:
     for owner in model.modules():
         children = dict(owner.named_modules())
         if path in children and hasattr(children[path], attribute):
-            attentions = [child for name, child in children.items() if fnmatch.fnmatchcase(name, stack.attention)]
+            attentions = [child for name, child in children.items() if _is_attention(name, stack)]
             if attentions and all(hasattr(attentions[0], name) for name in wanted):
                 return True
     return False

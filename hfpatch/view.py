@@ -28,7 +28,7 @@ Arguments = dict[str, Any]
 
 
 class Lens(Protocol):
-    """What a module's forward sees differently: attributes of the view, and arguments that are filled in, or `TAKEN`."""
+    """What a module's forward sees differently: attributes of the view, and arguments filled in or `TAKEN` away."""
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]: ...
 

@@ -140,6 +140,7 @@ ARCHITECTURES.register("pegasus_x")(
                 "embed_positions",
                 "layers.*.self_attn",
                 Projections("q_proj", "k_proj"),
+                answers=(("embed_positions", "zeros"),),
                 causal=True,
             ),
         ),

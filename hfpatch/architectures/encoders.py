@@ -147,7 +147,7 @@ for _type, _owner, _example, _differs in (
         | _COUNTED_ON
         | {
             "biases": ("rel_pos",),
-            "more_tables": ("pos_embed",),  # of an image's patches, which follow the text
+            "others": ("pos_embed",),  # of an image's patches, which follow the text
             "limits": (("", AnyBufferLength("embeddings", "position_ids")), *_NO_TYPES["limits"]),
         },
     ),
@@ -155,7 +155,7 @@ for _type, _owner, _example, _differs in (
         "lilt",
         "LiltModel",
         "SCUT-DLVCLab/lilt-roberta-en-base",
-        _NO_TYPES | _NO_CACHE | _COUNTED_ON | {"more_tables": ("layout_embeddings.box_position_embeddings",)},
+        _NO_TYPES | _NO_CACHE | _COUNTED_ON | {"others": ("layout_embeddings.box_position_embeddings",)},
     ),
     # causal where their config says so, and with a cache of their own name
     ("flaubert", "FlaubertModel", "flaubert/flaubert_base_uncased", _XLM),
@@ -203,7 +203,7 @@ ARCHITECTURES.register("vit")(
                 "layers.*.attention",
                 Projections("q_proj", "k_proj"),
                 cache=None,
-                limits=(("embeddings", AnyImageSize()),),
+                limits=(("embeddings", AnyImageSize(flag=True)),),
                 grid=Grid("embeddings.patch_embeddings.projection"),
             ),
         ),

@@ -21,21 +21,23 @@ class Stack:
 
     Attributes:
         owner: class name of the owner.
-        table: path of the table: a module, or a Parameter.
-        attention: glob of the self-attention modules. Cross-attention must not match.
+        table: path of the table: a module, a Parameter or a plain tensor, or a module that computes positions.
+        attention: glob of the self-attention modules, or several joined by " | ". Cross-attention must not match.
         projections: how q and k leave the attention's input.
         reserved_rows: rows at the table's start that hold no position (BART's and OPT's offset of 2).
-        head_dim: attribute of the attention that holds the channels per head, or two as in "embed_dim / num_heads".
+        head_dim: attribute of the attention that holds the channels per head, or two as in "embed_dim / num_heads", or
+            as in "/ num_heads" the number of heads alone.
         cache: name of the forward's cache argument, None for stacks that never decode.
         layer_index: attribute of the attention that holds its index in the cache.
         window: set where the attention masks by a square buffer of the old maximum length.
         limits: (path, limit) of modules that refuse or cut inputs beyond the old maximum length; "" is the owner.
         lengths: attributes of the owner, or of modules around it, that hold the old maximum length as a limit.
         causal: whether a mask still shows order when positions are dropped.
-        states: name of the attention's argument with the hidden states.
+        others: paths of further tables (of time, say) that go with the first.
+        answers: (path, answer) of tables that compute positions from hidden states, as in `limits.NoPositions`.
+        states: name of the attention's argument with the hidden states, (T, d), (B, T, d) or (B, rows, columns, d).
         time: axis of the tokens in them: 0 for (T, B, d).
         biases: arguments or attributes of the attention that bring it a relative bias; it sees 0 in their place.
-        more_tables: paths of further tables that go with the first.
         by_token: whether the host wants rows (B, T, d) from its table, and not one for all tokens.
         requires: (attribute of the owner, value) without which the stack is refused.
         grid: where the tokens are patches of a grid, and the attentions are handed the owner's keyword arguments.
@@ -53,10 +55,11 @@ class Stack:
     limits: tuple[tuple[str, LengthLimit], ...] = ()
     lengths: tuple[str, ...] = ()
     causal: bool = False
+    others: tuple[str, ...] = ()
+    answers: tuple[tuple[str, str], ...] = ()
     states: str = "hidden_states"
     time: int = 1
     biases: tuple[str, ...] = ()
-    more_tables: tuple[str, ...] = ()
     by_token: bool = False
     requires: tuple[tuple[str, object], ...] = ()
     grid: Grid | None = None

@@ -18,9 +18,9 @@ from ..scheme import require_number
 from .scheme import Position
 
 PAIRINGS = ("half", "interleaved")
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"
 SCALINGS = ("linear", "yarn", "llama3", "proportional")  # those whose frequencies don't depend on the input's length
-THETA, THETA_OF_A_GRID = 10_000.0, 100.0  # Su et al. 2021 section 3.2.2; Heo et al. 2024 section 3.2
+THETA, THETA_OF_A_GRID = 10_000.0, 100.0  # Su et al. 2021; Heo et al. 2024 and DINOv3, as grids have few positions
 
 
 class RotaryEmbedding(nn.Module):
@@ -97,15 +97,16 @@ class RoPE(Position):
     Pairs of channels (x1, x2) become (x1 cos a - x2 sin a, x2 cos a + x1 sin a) with a = m * theta^(-2i/d), Su et al.
     2021, arXiv:2104.09864, eq. 34.
 
-    With `axes=2` the tokens of an image lie on a grid: half of a head's pairs turn by the patch's row, the other half by
-    its column, with the same frequencies theta^(-4i/d) (axial RoPE; Heo et al. 2024, arXiv:2403.13298, eq. 10 and 11).
-    Attention between two patches then depends on their distance in rows and in columns, at any resolution and aspect
-    ratio. Tokens that are no patches (class, distillation, register and detection tokens) aren't rotated: to patches
-    they stand at (0, 0), an absolute anchor, so the function is invariant to translation among patches only.
+    With `axes=2` the tokens of an image lie on a grid: half of a head's pairs turn by the patch's row, the other half
+    by its column, with the same frequencies theta^(-4i/d) (the axial frequencies of Heo et al. 2024, arXiv:2403.13298;
+    the layout of EVA-02, Qwen2-VL and MLCD, rows first). Attention between two patches then depends on their distance
+    in rows and in columns, at any resolution and aspect ratio. Tokens that are no patches (class, distillation,
+    register and detection tokens) aren't rotated: to patches they stand at (0, 0), an absolute anchor, so the function
+    is invariant to translation among patches only.
 
     Args:
-        theta: base of the frequencies; 10,000 by default, with several axes 100, since their positions are few (Heo et
-            al. 2024; DINOv3 likewise).
+        theta: base of the frequencies; 10,000 by default, with several axes 100, since a grid's positions are few (Heo
+            et al. 2024; DINOv3 likewise).
         scaling: transformers' `rope_parameters` without theta, such as `{"rope_type": "yarn", "factor": 4.0}`; types
             linear, yarn, llama3 and proportional. `original_max_position_embeddings` defaults to the removed table's
             length.
@@ -133,8 +134,8 @@ class RoPE(Position):
     }
     _takes: ClassVar[dict[str, tuple[str, ...]]] = {
         "linear": (),
-        "yarn": (_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-        "llama3": (_ORIGINAL,),
+        "yarn": (ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        "llama3": (ORIGINAL,),
         "proportional": ("factor",),
     }
 
@@ -151,8 +152,8 @@ class RoPE(Position):
             self._check_scaling(self.scaling)
             if self.axes > 1:
                 raise UnsupportedError(
-                    "RoPE: scaling stretches the positions of a sequence, and those of a grid have no length to stretch "
-                    f"from: leave scaling or axes={self.axes} out. theta sets the longest wavelength."
+                    "RoPE: scaling stretches the positions of a sequence, and a grid has no length to stretch from: "
+                    f"leave scaling or axes={self.axes} out. theta sets the longest wavelength."
                 )
             object.__setattr__(self, "scaling", dict(self.scaling))  # the caller's own may change later
 
@@ -213,7 +214,7 @@ class RoPE(Position):
         config.hidden_size, config.num_attention_heads, config.head_dim = head_dim, 1, head_dim
         config.max_position_embeddings = int(max_positions * self.scaling.get("factor", 1.0))
         config.rope_parameters = {
-            _ORIGINAL: max_positions,
+            ORIGINAL: max_positions,
             **self.scaling,
             "rope_theta": self.theta,
             "partial_rotary_factor": (self.rotary_dim(head_dim) + 0.5) / head_dim,  # is truncated there
