@@ -17,6 +17,9 @@ ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an
 PHASES = "position_phases"  # keyword argument in which a stack's owner hands them down, see grid.py
 
 
+Rotate = Callable[..., Tensor]  # of x (B, T, H, head_dim), by its tokens' positions or by others (B or 1, T)
+
+
 class Rotated:
     """A projection whose output is turned; its other attributes are the projection's."""
 
@@ -52,22 +55,59 @@ class Projections:
         return self.query, self.key
 
     def query_width(self, module: nn.Module) -> int:
+        """heads * head_dim."""
         return getattr(module, self.query).weight.shape[0]
 
-    def rotated(self, module: nn.Module, head_dim: int, rotate: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        """Attributes of the attention's view: projections whose output is turned."""
+
         def turn(y: Tensor) -> Tensor:
-            y = y.transpose(0, 1) if self.time == 0 else y
-            y = rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2)
-            return y.transpose(0, 1) if self.time == 0 else y
+            return self._turned(y, head_dim, rotate)
 
         return {name: Rotated(getattr(module, name), turn) for name in (self.query, self.key)}
 
-    def turned(self, arguments: Arguments, rotate: Callable[[Tensor], Tensor]) -> Arguments:
+    def _turned(self, y: Tensor, head_dim: int, rotate: Rotate, at: Tensor | None = None) -> Tensor:
+        if self.time == 0:
+            y = y.transpose(0, 1)
+        y = rotate(y.unflatten(-1, (-1, head_dim)), at).flatten(-2)
+        return y.transpose(0, 1).contiguous() if self.time == 0 else y
+
+    def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
         """Arguments of the attention that turn as well."""
         if self.beside_keys is None:
             return {}
         x = arguments[self.beside_keys]
         return {self.beside_keys: rotate(x.permute(2, 0, 1, 3)).permute(1, 2, 0, 3).reshape(x.shape)}
+
+
+@dataclass(frozen=True)
+class WindowProjections(Projections):
+    """Projections of an attention in windows that has others for tokens which attend to all (Longformer's).
+
+    Attributes:
+        global_query: of those tokens alone, the first of each text, then the second: (G, B, heads * head_dim).
+        global_key: of all tokens.
+        marks: argument (B, T), true for tokens that attend to all.
+    """
+
+    global_query: str = "query_global"
+    global_key: str = "key_global"
+    marks: str = "is_index_global_attn"
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        attributes = super().rotated(module, arguments, head_dim, rotate)
+
+        def turn_keys(y: Tensor) -> Tensor:
+            return self._turned(y, head_dim, rotate)
+
+        def turn_queries(y: Tensor) -> Tensor:
+            marks = arguments[self.marks].long()
+            slots = marks.sort(dim=1, descending=True, stable=True).indices[:, : y.shape[0]]  # marked ones, in order
+            return self._turned(y, head_dim, rotate, slots)
+
+        attributes[self.global_key] = Rotated(getattr(module, self.global_key), turn_keys)
+        attributes[self.global_query] = Rotated(getattr(module, self.global_query), turn_queries)
+        return attributes
 
 
 @dataclass(frozen=True)
@@ -92,10 +132,12 @@ class Fused:
         return (self.name,)
 
     def query_width(self, module: nn.Module) -> int:
+        """heads * head_dim."""
         projection = getattr(module, self.name)
         return getattr(projection, "nf", projection.weight.shape[0]) // 3  # transformers' Conv1D is transposed
 
-    def rotated(self, module: nn.Module, head_dim: int, rotate: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        """Attributes of the attention's view: the projection, whose queries and keys are turned."""
         shared = self.shared is not None and getattr(module, self.shared)
         bias = getattr(module, self.query_bias) if self.query_bias else None
 
@@ -117,7 +159,7 @@ class Fused:
             attributes[self.query_bias] = torch.zeros_like(bias)  # type: ignore[index]
         return attributes
 
-    def turned(self, arguments: Arguments, rotate: Callable[[Tensor], Tensor]) -> Arguments:
+    def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
         """Arguments of the attention that turn as well: none."""
         return {}
 
@@ -195,8 +237,8 @@ class AttentionLens:
         states = arguments[self.states]
         tokens = _Tokens.of(states.transpose(0, 1) if self.time == 0 else states)
         positions = arguments.get("position_ids")
-        attributes: dict[str, Any] = {name: None for name in self.biases if hasattr(module, name)}
-        filled: Arguments = {name: None for name in self.biases if name not in attributes}
+        attributes: dict[str, Any] = {name: 0 for name in self.biases if hasattr(module, name)}
+        filled: Arguments = {name: 0 for name in self.biases if name not in attributes}
         rotary: Any = module._modules.get(ROTARY)
         handed_down = arguments.get(PHASES)
         phases = self._handed_down(module, rotary, handed_down, tokens)
@@ -210,11 +252,13 @@ class AttentionLens:
                 self._require_line(module, rotary)
                 phases = rotary(self._checked(positions, tokens) if positions is not None else slots)
 
-            def rotate(x: Tensor) -> Tensor:
+            def rotate(x: Tensor, at: Tensor | None = None) -> Tensor:
+                if at is not None:
+                    return rotary.rotate(x, rotary(at))
                 return tokens.as_given(rotary.rotate(tokens.in_line(x), phases))
 
             head_dim = channels_per_head(module, self.head_dim, self.projections)
-            attributes.update(self.projections.rotated(module, head_dim, rotate))
+            attributes.update(self.projections.rotated(module, arguments, head_dim, rotate))
             filled.update(self.projections.turned(arguments, rotate))
         if self.window is not None:
             assert slots is not None

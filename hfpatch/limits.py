@@ -39,7 +39,7 @@ class ZeroArguments(LengthLimit):
 
 @dataclass(frozen=True)
 class AnyTextLength(LengthLimit):
-    """Text embeddings that compare their input's length with the table's, or with a buffer's (CLIP's), take any length."""
+    """Text embeddings that compare their input's length with the table's or a buffer's (CLIP's) take any length."""
 
     table: str = "position_embedding"
 
@@ -48,6 +48,24 @@ class AnyTextLength(LengthLimit):
         rows = torch.empty(1, table.embedding_dim, device="meta").expand(_ANY, -1)
         position_ids = torch.zeros(1, 1, dtype=torch.long, device=table.constant.device).expand(1, _ANY)
         return {self.table: InnerView(table, {"weight": rows}), "position_ids": position_ids}, {}
+
+
+@dataclass(frozen=True)
+class AnyBufferLength(LengthLimit):
+    """A model that cuts its positions from a buffer of a child's finds as many there as it wants.
+
+    Attributes:
+        child: name of the child.
+        buffer: the buffer (1, rows) of integers; what is in it no longer counts.
+    """
+
+    child: str
+    buffer: str
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        child = getattr(module, self.child)
+        buffer = getattr(child, self.buffer)[:, :1].expand(1, _ANY)
+        return {self.child: InnerView(child, {self.buffer: buffer})}, {}
 
 
 @dataclass(frozen=True)
@@ -233,12 +251,13 @@ class ConstantPositions(nn.Module):
         table: the removed table (rows, width).
         first: its first row that holds a position.
         padding_idx: the removed module's own.
+        by_token: give a tensor (B, T, width) that hosts may add to in place, not the row itself.
     """
 
-    def __init__(self, table: Tensor, first: int = 0, padding_idx: int | None = None):
+    def __init__(self, table: Tensor, first: int = 0, padding_idx: int | None = None, by_token: bool = False):
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.shape  # some hosts still ask for them
-        self.padding_idx = padding_idx
+        self.padding_idx, self.by_token = padding_idx, by_token
         self.constant = constant_of(table, mean_row(table, first))
 
     @property
@@ -247,6 +266,9 @@ class ConstantPositions(nn.Module):
         return self.constant.expand(self.num_embeddings, self.embedding_dim).clone()
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.by_token:
+            tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            return self.constant.expand(*tokens.shape[:2], -1).clone()
         return self.constant
 
     def extra_repr(self) -> str:

@@ -77,10 +77,25 @@ def prove_stack(model: nn.Module, inputs: Mapping[str, Any], found: FoundStack, 
     shift = difference(outputs(model, inputs, found, lambda p: p + SHIFT), expected)
     active = difference(outputs(model, inputs, found, torch.zeros_like), expected)
     idle = []
-    for name in found.attentions if each else ():
-        if difference(outputs(model, inputs, found, torch.zeros_like, only=name), expected) == 0:
-            idle.append(name)
+    for name, attention in found.attentions.items() if each else ():
+        with _unrotated(attention):
+            if difference(outputs(model, inputs, found), expected) == 0:
+                idle.append(name)
     return Proof(type(found.owner).__name__, found.name, shift, active, tuple(idle))
+
+
+@contextmanager
+def _unrotated(attention: nn.Module) -> Iterator[None]:
+    """An attention whose queries and keys stay as they are, inside."""
+    rotary: Any = attention._modules.get(ROTARY)
+    if rotary is None:
+        yield
+        return
+    rotary.__dict__["rotate"] = lambda x, phases: x
+    try:
+        yield
+    finally:
+        del rotary.__dict__["rotate"]
 
 
 def reached(model: nn.Module, inputs: Mapping[str, Any], found: FoundStack) -> bool:
@@ -100,17 +115,14 @@ def outputs(
     inputs: Mapping[str, Any],
     found: FoundStack,
     change: Change | None = None,
-    only: str | None = None,
 ) -> Outputs:
-    """All floating outputs of the model and of the stack's owner, with positions changed in the stack (or in `only` one
-    of its attentions); caches and random draws aside.
-    """
+    """All floating outputs of the model and of the stack's owner, with positions changed in the stack."""
     collected: Outputs = {}
 
     def keep(_: nn.Module, args: Any, output: Any) -> None:
-        collected.update((f"{found.name}: {name}", value.clone()) for name, value in _floating(output))
+        collected.update((f"{found.name}: {name}", value.clone()) for name, value in floating_tensors(output))
 
-    rotations = [module._modules.get(ROTARY) for name, module in found.attentions.items() if only in (None, name)]
+    rotations = [module._modules.get(ROTARY) for module in found.attentions.values()]
     hooks = [found.owner.register_forward_hook(keep)]
     hooks += [
         rotation.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
@@ -124,20 +136,21 @@ def outputs(
     finally:
         for hook in hooks:
             hook.remove()
-    return collected | dict(_floating(result))
+    return collected | dict(floating_tensors(result))
 
 
-def _floating(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
+def floating_tensors(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """The floating tensors inside an output with their names, caches aside."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.numel():
             yield name, value
     elif isinstance(value, dict):
         for key, item in value.items():
             if "past_key_values" not in str(key):
-                yield from _floating(item, f"{name}.{key}")
+                yield from floating_tensors(item, f"{name}.{key}")
     elif isinstance(value, list | tuple):
         for place, item in enumerate(value):
-            yield from _floating(item, f"{name}[{place}]")
+            yield from floating_tensors(item, f"{name}[{place}]")
 
 
 def difference(a: Outputs, b: Outputs) -> float:
@@ -149,6 +162,8 @@ def difference(a: Outputs, b: Outputs) -> float:
 
 def _difference(a: Tensor, b: Tensor) -> float:
     finite = b.isfinite()
+    if a.isnan().any() or b.isnan().any():
+        return float("inf")
     if a.shape != b.shape or not torch.equal(a.isfinite(), finite):
         return float("inf")
     if not finite.any():
@@ -179,11 +194,21 @@ def decodes_alike(model: Any, inputs: Mapping[str, Any], tokens: int = 8) -> flo
     return _difference(cached, plain)
 
 
-@contextmanager
-def in_float64(model: nn.Module) -> Iterator[nn.Module]:
-    """The model in double precision inside; its own precision is back after it."""
-    dtype = next(model.parameters()).dtype
-    try:
-        yield model.double()
-    finally:
-        model.to(dtype)
+def continues_alike(model: nn.Module, inputs: Mapping[str, Any]) -> float:
+    """Change of the outputs at the last token when the tokens before it are in a cache, against one forward of all."""
+    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    length = inputs[name].shape[1]
+    start = {**inputs, name: inputs[name][:, :-1]}
+    if name == "input_ids" and "attention_mask" in inputs:
+        start["attention_mask"] = inputs["attention_mask"][:, :-1]
+    with torch.no_grad():
+        whole = model(**copy.deepcopy(dict(inputs)), use_cache=False)
+        cache = model(**copy.deepcopy(start), use_cache=True).past_key_values
+        last = model(**{**inputs, name: inputs[name][:, -1:]}, past_key_values=cache, use_cache=True)
+    expected = {
+        n: value[:, -1:]
+        for n, value in floating_tensors(whole)
+        if value.dim() == 3 and value.shape[1] == length and "encoder_" not in n
+    }
+    shown = dict(floating_tensors(last))
+    return difference({n: shown[n] for n in expected}, expected)

@@ -9,10 +9,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch

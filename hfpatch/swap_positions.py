@@ -231,7 +231,7 @@ def _remove(edits: Edits, item: _Found, path: str, fresh: bool) -> None:
         return
     if isinstance(table, nn.Module):
         padding = getattr(table, "padding_idx", None)
-        stand_in = ConstantPositions(_rows_of(table), item.stack.reserved_rows, padding)
+        stand_in = ConstantPositions(_rows_of(table), item.stack.reserved_rows, padding, item.stack.by_token)
         constant: Tensor = stand_in.constant
         edits.set_module(holder, attribute, stand_in)
     elif attribute in holder._buffers:

@@ -71,8 +71,8 @@ ARCHITECTURES.register("gpt_neo")(
 
 def _decoder(model_type: str, owner: str, table: str, attention: str, example: str, **fields: Any) -> None:
     """Register a family of one causal stack, with q_proj and k_proj where nothing else is said."""
-    fields = {"projections": Projections("q_proj", "k_proj"), "causal": True} | fields
-    stack = Stack(owner, table, attention, **fields)
+    usual: dict[str, Any] = {"projections": Projections("q_proj", "k_proj"), "causal": True}
+    stack = Stack(owner, table, attention, **usual | fields)
     ARCHITECTURES.register(model_type)(Architecture(model_type, (stack,), example))
 
 
@@ -124,6 +124,7 @@ _decoder(
     "layers.*.self_attn",
     "microsoft/kosmos-2.5",
     reserved_rows=2,
+    by_token=True,
 )
 _decoder(
     "kosmos_2_text_model",
@@ -162,3 +163,22 @@ _decoder(
     reserved_rows=2,
 )
 _decoder("xglm", "XGLMModel", "embed_positions", "layers.*.self_attn", "facebook/xglm-564M", reserved_rows=2)
+
+ARCHITECTURES.register("bark")(
+    Architecture(
+        "bark",
+        tuple(
+            Stack(
+                owner,
+                "position_embeds_layer",
+                "layers.*.attn",
+                Fused("att_proj"),
+                window=None if owner == "BarkFineModel" else Window("bias"),
+                cache=None if owner == "BarkFineModel" else "past_key_values",
+                causal=owner != "BarkFineModel",
+            )
+            for owner in ("BarkSemanticModel", "BarkCoarseModel", "BarkFineModel")
+        ),
+        example="suno/bark",
+    )
+)

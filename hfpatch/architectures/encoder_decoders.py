@@ -1,6 +1,6 @@
 """Records of encoder-decoder families: one stack each for encoder and decoder; cross-attention isn't rotated."""
 
-from ..attention import Projections
+from ..attention import Projections, WindowProjections
 from ..limits import AnyInputLength
 from ..registry import ARCHITECTURES
 from .record import Architecture, Stack
@@ -60,5 +60,90 @@ ARCHITECTURES.register("whisper")(
             ),
         ),
         example="openai/whisper-tiny",
+    )
+)
+
+ARCHITECTURES.register("bigbird_pegasus")(
+    Architecture(
+        "bigbird_pegasus",
+        (
+            Stack(
+                "BigBirdPegasusEncoder",
+                "embed_positions",
+                "layers.*.self_attn.self",
+                Projections("query", "key"),
+                head_dim="attention_head_size",
+                cache=None,
+                requires=(("attention_type", "original_full"),),
+            ),
+            Stack(
+                "BigBirdPegasusDecoder",
+                "embed_positions",
+                "layers.*.self_attn",
+                Projections("q_proj", "k_proj"),
+                causal=True,
+            ),
+        ),
+        example="google/bigbird-pegasus-large-arxiv",
+    )
+)
+
+ARCHITECTURES.register("fsmt")(
+    Architecture(
+        "fsmt",
+        tuple(
+            Stack(
+                owner,
+                "embed_positions",
+                "layers.*.self_attn",
+                Projections("q_proj", "k_proj", time=0),
+                cache="layer_state",
+                states="query",
+                time=0,
+                causal=owner == "FSMTDecoder",
+            )
+            for owner in ("FSMTEncoder", "FSMTDecoder")
+        ),
+        example="facebook/wmt19-en-ru",
+    )
+)
+
+ARCHITECTURES.register("led")(
+    Architecture(
+        "led",
+        (
+            Stack(
+                "LEDEncoder",
+                "embed_positions",
+                "layers.*.self_attn.longformer_self_attn",
+                WindowProjections("query", "key", time=0),
+                cache=None,
+            ),
+            Stack(
+                "LEDDecoder",
+                "embed_positions",
+                "layers.*.self_attn",
+                Projections("q_proj", "k_proj"),
+                causal=True,
+            ),
+        ),
+        example="allenai/led-base-16384",
+    )
+)
+
+ARCHITECTURES.register("pegasus_x")(
+    Architecture(
+        "pegasus_x",
+        (
+            Stack(
+                "PegasusXDecoder",
+                "embed_positions",
+                "layers.*.self_attn",
+                Projections("q_proj", "k_proj"),
+                answers=(("embed_positions", "zeros"),),
+                causal=True,
+            ),
+        ),
+        example="google/pegasus-x-large",
     )
 )

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ..attention import Fused, Projections
+from ..attention import Fused, Projections, WindowProjections
 from ..grid import Grid
-from ..limits import AnyImageSize, RefusedArguments, ZeroArguments
+from ..limits import AnyBufferLength, AnyImageSize, RefusedArguments, ZeroArguments
 from ..registry import ARCHITECTURES
 from .record import Architecture, Stack
 
@@ -37,7 +37,7 @@ _XLM: dict[str, Any] = {
     "cache": "cache",
     "layer_index": "layer_id",
     "states": "input",
-    "limits": (),
+    "limits": (("", ZeroArguments("position_ids")),),
 }
 _QFORMER: dict[str, Any] = {
     "attention": "encoder.layer.*.attention.attention",
@@ -89,6 +89,14 @@ for _type, _owner, _example, _differs in (
     ("esm", "EsmModel", "facebook/esm-1b", _NO_TYPES | _NO_CACHE | _COUNTED_ON),
     ("layoutlm", "LayoutLMModel", "microsoft/layoutlm-base-uncased", _NO_TYPES | _NO_CACHE),
     (
+        "longformer",
+        "LongformerModel",
+        "allenai/longformer-base-4096",
+        _NO_CACHE
+        | _COUNTED_ON
+        | {"projections": WindowProjections("query", "key", time=0), "head_dim": "head_dim", "limits": ()},
+    ),
+    (
         "luke",
         "LukeModel",
         "studio-ousia/luke-base",
@@ -118,6 +126,37 @@ for _type, _owner, _example, _differs in (
     ("tapas", "TapasModel", "google/tapas-base-finetuned-sqa", _NO_TYPES | _NO_CACHE),
     ("visual_bert", "VisualBertModel", "uclanlp/visualbert-vqa-coco-pre", _NO_TYPES | _NO_CACHE),
     ("yoso", "YosoModel", "uw-madison/yoso-4096", _NO_CACHE | _TYPES_OUTSIDE | _COUNTED_ON),
+    (
+        "canine",
+        "CanineModel",
+        "google/canine-s",
+        _NO_CACHE
+        | {
+            "table": "char_embeddings.char_position_embeddings",
+            "attention": "*.layer.*.attention.self",  # of characters, of molecules, and of characters again
+            "states": "from_tensor",
+            "limits": (("char_embeddings", ZeroArguments("position_ids")),),
+        },
+    ),
+    (
+        "layoutlmv3",
+        "LayoutLMv3Model",
+        "microsoft/layoutlmv3-base",
+        _NO_TYPES
+        | _NO_CACHE
+        | _COUNTED_ON
+        | {
+            "biases": ("rel_pos",),
+            "others": ("pos_embed",),  # of an image's patches, which follow the text
+            "limits": (("", AnyBufferLength("embeddings", "position_ids")), *_NO_TYPES["limits"]),
+        },
+    ),
+    (
+        "lilt",
+        "LiltModel",
+        "SCUT-DLVCLab/lilt-roberta-en-base",
+        _NO_TYPES | _NO_CACHE | _COUNTED_ON | {"others": ("layout_embeddings.box_position_embeddings",)},
+    ),
     # causal where their config says so, and with a cache of their own name
     ("flaubert", "FlaubertModel", "flaubert/flaubert_base_uncased", _XLM),
     ("xlm", "XLMModel", "FacebookAI/xlm-mlm-en-2048", _XLM),

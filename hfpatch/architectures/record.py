@@ -37,7 +37,8 @@ class Stack:
         answers: (path, answer) of tables that compute positions from hidden states, as in `limits.NoPositions`.
         states: name of the attention's argument with the hidden states, (T, d), (B, T, d) or (B, rows, columns, d).
         time: axis of the tokens in them: 0 for (T, B, d).
-        biases: arguments or attributes of the attention that bring it a relative bias; it sees None in their place.
+        biases: arguments or attributes of the attention that bring it a relative bias; it sees 0 in their place.
+        by_token: whether the host wants rows (B, T, d) from its table, and not one for all tokens.
         requires: (attribute of the owner, value) without which the stack is refused.
         grid: where the tokens are patches of a grid.
         relayed: whether the hosts between owner and attentions don't hand on keyword arguments that they don't know.
@@ -60,6 +61,7 @@ class Stack:
     states: str = "hidden_states"
     time: int = 1
     biases: tuple[str, ...] = ()
+    by_token: bool = False
     requires: tuple[tuple[str, object], ...] = ()
     grid: Grid | None = None
     relayed: bool = False
