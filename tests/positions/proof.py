@@ -56,7 +56,7 @@ HEADS = (
 
 def here() -> list[str]:
     """Recorded owners whose model type this transformers has, sorted."""
-    types = {*zoo.model_types(), *PARTS}
+    types = {*zoo.model_types(), *PARTS, *VARIANTS}
     return sorted(owner for owner, home in HOMES.items() if home in types)
 
 
@@ -76,9 +76,28 @@ PARTS = {
     "BarkFineModel": "BarkFineConfig",
 }
 
+# owners that another class of the record's type contains, or another configuration: (type, class, settings)
+_STABLE = {"do_stable_layer_norm": True}
+VARIANTS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "Dinov2Backbone": ("dinov2", "AutoBackbone", {}),
+    "Dinov2WithRegistersBackbone": ("dinov2_with_registers", "AutoBackbone", {}),
+    "HubertEncoderStableLayerNorm": ("hubert", None, _STABLE),
+    "SpeechT5DecoderWithSpeechPrenet": ("speecht5", "SpeechT5ForSpeechToSpeech", {}),
+    "SpeechT5EncoderWithTextPrenet": ("speecht5", "SpeechT5ForTextToSpeech", {}),
+    "UniSpeechEncoderStableLayerNorm": ("unispeech", None, _STABLE),
+    "UniSpeechSatEncoderStableLayerNorm": ("unispeech-sat", None, _STABLE),
+    "ViTMAEDecoder": ("vit_mae", "ViTMAEForPreTraining", {}),
+    "Wav2Vec2EncoderStableLayerNorm": ("wav2vec2", None, _STABLE),
+}
+
+SPEECH = {
+    "decoder_input_values": torch.randn(2, 12, 80, generator=torch.Generator().manual_seed(0)),
+    "speaker_embeddings": torch.randn(2, 512, generator=torch.Generator().manual_seed(0)),
+}
+
 # Which stack is proved on which model type: its record's, else none.
 HOMES = {
-    stack.owner: stack.owner if stack.owner in PARTS else name
+    stack.owner: stack.owner if stack.owner in (*PARTS, *VARIANTS) else name
     for name, record in ARCHITECTURES.items()
     for stack in record.stacks
 }
@@ -90,6 +109,11 @@ STEPWISE = ("fsmt", "musicgen_decoder", "musicgen_melody_decoder", "BarkSemantic
 
 def tiny(model_type: str, auto_class: Any = None, **settings: Any) -> tuple[Any, dict[str, Any]]:
     """`zoo.tiny`, with what records ask for and with attentions that matter: some hosts start them at 0.02."""
+    more: dict[str, Any] = {}
+    if model_type in VARIANTS:
+        more = SPEECH if "ToSpeech" in (VARIANTS[model_type][1] or "") else {}
+        model_type, auto_class, changes = VARIANTS[model_type]
+        settings = changes | settings
     if model_type in PARTS:
         model, inputs = _part(model_type)
     else:
@@ -101,7 +125,7 @@ def tiny(model_type: str, auto_class: Any = None, **settings: Any) -> tuple[Any,
                 for name in found.stack.projections.names:
                     weight: Any = attention.get_submodule(name).weight
                     weight.mul_(max(1.0, 0.4 / float(weight.std())))
-    return model, inputs
+    return model, inputs | more
 
 
 def _part(class_name: str) -> tuple[Any, dict[str, Any]]:
@@ -245,7 +269,7 @@ def refused_before(owner: str) -> bool:
 
 def head_that_generates(model_type: str) -> str | type | None:
     """The Auto class under which this type generates, or the class of the zoo's own model if that does."""
-    if model_type in PARTS:
+    if model_type in PARTS or model_type in VARIANTS:
         return None
     kind = type(zoo.tiny_config(model_type))
     for name in HEADS:
