@@ -270,7 +270,7 @@ def _attention_change(
     scheme.check(head_dim, name)
     _require_axes(item, scheme, name)
     new = scheme.build(head_dim, _max_positions(item, scheme))
-    if new is None and rotary is None and stack.window is None and not stack.biases:
+    if new is None and rotary is None and stack.window is None and not stack.biases + stack.switched_off:
         row.reason = "its queries and keys carry no positions"
         return Change(row)
     refuse_private_forward(name, module)
@@ -294,6 +294,11 @@ def _attention_change(
             edits.set_module(module, ROTARY, new)
         elif rotary is not None:
             edits.set_module(module, ROTARY, None)
+        for attribute in stack.switched_off:
+            edits.set_attribute(module, attribute, False)
+        for parameter_name in stack.unused:
+            if module._parameters.get(parameter_name) is not None:
+                edits.set_parameter(module, parameter_name, None)
         _see_through(edits, model, module, lens)
         if stack.grid is not None and stack.grid.handed_down and new is not None:
             _hand_down(edits, model, item, stack.grid)

@@ -157,6 +157,7 @@ def _image(
     others: tuple[str, ...] = (),
     states: str = "hidden_states",
     relayed: bool = False,
+    switched_off: tuple[str, ...] = (),
 ) -> None:
     """Register a family of one stack."""
     stack = Stack(
@@ -171,6 +172,8 @@ def _image(
         others=others,
         states=states,
         relayed=relayed,
+        switched_off=switched_off,
+        unused=("rel_pos_h", "rel_pos_w") if switched_off == ("use_rel_pos",) else (),  # others' hosts still draw them
     )
     _register(model_type, example, stack)
 
@@ -285,6 +288,7 @@ _image(
     ("embeddings", AnyImageSize(resize=("get_absolute_positions",))),
     head_dim="/ num_heads",
     states="hidden_state",
+    switched_off=("use_relative_position_embeddings",),
     grid=SeenGrid(),
 )
 _image(
@@ -358,6 +362,41 @@ _image(
     ("spatial_embeddings", _VIDEO),
     ("temporal_embeddings", _VIDEO),
     others=("temporal_embeddings.position_embeddings",),
+)
+# built as SAM's image encoder is: windows and whole images (B, rows, columns, d), biases by rows and by columns
+for _type, _owner, _resizes, _example in (
+    ("deepseek_ocr2_sam_vision_model", "DeepseekOcr2SamVisionEncoder", True, "deepseek-community/DeepSeek-OCR-2"),
+    ("got_ocr2_vision", "GotOcr2VisionEncoder", False, "stepfun-ai/GOT-OCR-2.0-hf"),
+    ("pp_formulanet_vision", "PPFormulaNetVisionModel", False, "PaddlePaddle/PP-FormulaNet_plus-L_safetensors"),
+    ("sam_hq_vision_model", "SamHQVisionEncoder", False, "syscv-community/sam-hq-vit-base"),
+    ("sam_vision_model", "SamVisionEncoder", False, "facebook/sam-vit-huge"),
+    ("slanext_vision", "SLANeXtVisionEncoder", False, "PaddlePaddle/SLANeXt_wired_safetensors"),
+    ("unlimited_ocr_sam_vision_model", "UnlimitedOcrSamVisionEncoder", True, "baidu/Unlimited-OCR"),
+):
+    _image(
+        _type,
+        _owner,
+        "pos_embed",
+        "layers.*.attn",
+        Fused("qkv"),
+        _example,
+        ("", AnyImageSize("pos_embed")) if _resizes else ("patch_embed", AnyImageSize(None)),
+        head_dim="/ num_attention_heads",
+        grid=SeenGrid(),
+        switched_off=("use_rel_pos",),
+    )
+_image(
+    "seggpt",
+    "SegGptModel",
+    "embeddings.position_embeddings",
+    "encoder.layers.*.attention",
+    Fused("qkv"),
+    "BAAI/seggpt-vit-large",
+    ("embeddings", AnyImageSize()),
+    ("embeddings.patch_embeddings", AnyImageSize(None)),
+    head_dim="/ num_attention_heads",
+    grid=SeenGrid(),
+    switched_off=("use_relative_position_embeddings",),
 )
 _register(  # what tells tiles apart, by the image's aspect ratio, stays
     "mllama_vision_model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import proof
@@ -10,6 +11,7 @@ import torch
 from proof import DIFFERENT, EXACT, HOMES, STACKS
 from torch import Tensor, nn
 
+from hfpatch import NotPreservedWarning, patch_model
 from hfpatch.grid import Grid
 
 OWNERS = proof.here()
@@ -102,3 +104,37 @@ def test_without_positions_patches_may_change_places(owner: str) -> None:
         tokens[leading : leading + count] = leading + order
         change = proof.difference({"states": after}, {"states": before[:, tokens]})
         assert change <= EXACT if blind else change >= DIFFERENT
+
+
+RELATIVE = {"VitDetModel": {"use_relative_position_embeddings": True}}
+SAM_LIKE = [owner for owner in OWNERS if STACKS[owner].switched_off]
+
+
+@pytest.mark.parametrize("owner", SAM_LIKE)
+def test_biases_by_rows_and_columns_go_as_well(owner: str) -> None:
+    plain, _ = proof.tiny(HOMES[owner], **RELATIVE.get(owner, {}))
+    kept = plain.state_dict().keys()
+    assert any("rel_pos_h" in name for name in kept), "the control: there are biases to remove"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        model = patch_model(plain, pos="rope:axes=2")
+    if STACKS[owner].unused:
+        assert not any("rel_pos" in name for name in model.state_dict())
+    for attention in proof.stack_of(model, owner).attentions.values():
+        assert not any(getattr(attention, switch) for switch in STACKS[owner].switched_off)
+
+
+def test_a_window_of_equal_patches_is_blind_without_positions() -> None:
+    """SAM's encoder on one color: whatever told patches apart would show."""
+    for pos, blind in (("nope", True), ("keep", False)):
+        model, inputs = proof.tiny("sam_vision_model")
+        if pos == "nope":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NotPreservedWarning)
+                patch_model(model, pos=pos)
+        encoder = proof.stack_of(model, "SamVisionEncoder").owner
+        seen: list[Tensor] = []
+        encoder.layers[-1].register_forward_hook(lambda _, args, output, seen=seen: seen.append(output))  # type: ignore
+        proof.run(model, {"pixel_values": torch.ones_like(inputs["pixel_values"])})
+        states = seen[0].flatten(1, 2)
+        assert (proof.difference({"s": states}, {"s": states[:, :1].expand_as(states)}) <= EXACT) is blind
