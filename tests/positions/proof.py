@@ -84,9 +84,11 @@ VARIANTS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "HubertEncoderStableLayerNorm": ("hubert", None, _STABLE),
     "SpeechT5DecoderWithSpeechPrenet": ("speecht5", "SpeechT5ForSpeechToSpeech", {}),
     "SpeechT5EncoderWithTextPrenet": ("speecht5", "SpeechT5ForTextToSpeech", {}),
+    "Tipsv2VisionBackbone": ("tipsv2_vision_model", "AutoBackbone", {}),
     "UniSpeechEncoderStableLayerNorm": ("unispeech", None, _STABLE),
     "UniSpeechSatEncoderStableLayerNorm": ("unispeech-sat", None, _STABLE),
     "ViTMAEDecoder": ("vit_mae", "ViTMAEForPreTraining", {}),
+    "VitDetBackbone": ("vitdet", "AutoBackbone", {}),
     "Wav2Vec2EncoderStableLayerNorm": ("wav2vec2", None, _STABLE),
 }
 

@@ -83,7 +83,7 @@ def mixed(pixels: Tensor, convolution: Any, order: Tensor) -> Tensor:
 
 NOT_MIXED = (
     *("VivitModel", "ASTModel", "VitPoseBackbone"),  # videos, and patches that overlap
-    *("Dinov2Backbone", "Dinov2WithRegistersBackbone"),  # return maps
+    *("Dinov2Backbone", "Dinov2WithRegistersBackbone", "Tipsv2VisionBackbone"),  # return maps
     "Phi4MultimodalVisionModel",  # attends to earlier patches only, where it is given no mask
 )
 MIXABLE = [owner for owner in ALONE if owner not in NOT_MIXED]
