@@ -21,5 +21,6 @@ REFUSED: dict[str, str] = {
     "Sam2HieraDetModel": _POOLED,
     "TableTransformerModel": _ADDED,
     "TvpModel": "prompts of a fixed image size, text and images stand in one line, each with tables of its own",
+    "VideoMAEForPreTraining": "its decoder adds sines to tokens that it puts in another order, hidden ones last",
     "ViltModel": "it puts an image's patches in random order, and its attentions aren't told which",
 }
