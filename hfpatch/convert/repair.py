@@ -149,7 +149,8 @@ def repair(
         The report: every step's error before and after, and the whole's.
 
     Raises:
-        OptionError: no usable batch, "self" for a model that doesn't generate, a reference without weights, or an unknown `fit`.
+        OptionError: no usable batch, "self" for a model that doesn't generate, a reference without weights, or an
+            unknown `fit`.
         WrappedModelError: the patched model itself is offloaded: its weights are written to.
     """
     require_fit(fit)

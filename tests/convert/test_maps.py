@@ -142,9 +142,14 @@ def test_the_attention_implementation_is_put_back(implementation: str) -> None:
 def test_it_is_put_back_after_an_error() -> None:
     model = tiny("bert", "AutoModelForMaskedLM")
     before = model.config._attn_implementation
-    with pytest.raises(ZeroDivisionError), eager(model):
-        assert model.config._attn_implementation == "eager" != before
-        raise ZeroDivisionError
+
+    def fails() -> None:
+        with eager(model):
+            assert model.config._attn_implementation == "eager" != before
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
     assert model.config._attn_implementation == before
 
 
