@@ -29,13 +29,13 @@ from hfpatch.proof import (
     DIFFERENT,
     SAME,
     Outputs,
-    continues_alike,
     decodes_alike,
     difference,
     floating_tensors,
     outputs,
     prove_stack,
     reached,
+    steps_alike,
 )
 from hfpatch.swap_positions import _Found as FoundStack
 from hfpatch.swap_positions import _max_positions, find_stacks
@@ -56,7 +56,7 @@ HEADS = (
 
 def here() -> list[str]:
     """Recorded owners whose model type this transformers has, sorted."""
-    types = {*zoo.model_types(), *PARTS}
+    types = {*zoo.model_types(), *PARTS, *VARIANTS}
     return sorted(owner for owner, home in HOMES.items() if home in types)
 
 
@@ -69,6 +69,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "longformer": {"attention_window": [32, 32]},
     "BarkSemanticModel": {"block_size": 32},
     "BarkCoarseModel": {"block_size": 32},
+    "speecht5": {"max_speech_positions": 64, "max_text_positions": 64},
+}
+STABLE = {"do_stable_layer_norm": True}
+VARIANTS: dict[str, tuple[str, Any, dict[str, Any]]] = {  # owner: (model type, class, settings) that has it
+    "Dinov2Backbone": ("dinov2", "AutoBackbone", {}),
+    "Dinov2WithRegistersBackbone": ("dinov2_with_registers", "AutoBackbone", {}),
+    "HubertEncoderStableLayerNorm": ("hubert", None, STABLE),
+    "SpeechT5DecoderWithSpeechPrenet": ("speecht5", "AutoModelForTextToSpectrogram", {}),
+    "SpeechT5EncoderWithTextPrenet": ("speecht5", "AutoModelForTextToSpectrogram", {}),
+    "UniSpeechEncoderStableLayerNorm": ("unispeech", None, STABLE),
+    "UniSpeechSatEncoderStableLayerNorm": ("unispeech-sat", None, STABLE),
+    "ViTMAEDecoder": ("vit_mae", "AutoModelForPreTraining", {}),
+    "Wav2Vec2EncoderStableLayerNorm": ("wav2vec2", None, STABLE),
+}
+INPUTS: dict[Any, Any] = {
+    "AutoModelForTextToSpectrogram": {"decoder_input_values": torch.linspace(-1, 1, 1920).sin().view(2, 12, 80)}
 }
 PARTS = {
     "BarkSemanticModel": "BarkSemanticConfig",
@@ -78,7 +94,7 @@ PARTS = {
 
 # Which stack is proved on which model type: its record's, else none.
 HOMES = {
-    stack.owner: stack.owner if stack.owner in PARTS else name
+    stack.owner: stack.owner if stack.owner in PARTS or stack.owner in VARIANTS else name
     for name, record in ARCHITECTURES.items()
     for stack in record.stacks
 }
@@ -93,8 +109,11 @@ def tiny(model_type: str, auto_class: Any = None, **settings: Any) -> tuple[Any,
     if model_type in PARTS:
         model, inputs = _part(model_type)
     else:
+        if model_type in VARIANTS:
+            model_type, auto_class, settings = VARIANTS[model_type]
         settings = SETTINGS.get(model_type, {}) | settings
         model, inputs = zoo.tiny(model_type, auto_class=auto_class, **settings)
+        inputs |= INPUTS.get(auto_class, {})
     with torch.no_grad():
         for found in find_stacks(model):
             for attention in found.attentions.values():
@@ -245,7 +264,7 @@ def refused_before(owner: str) -> bool:
 
 def head_that_generates(model_type: str) -> str | type | None:
     """The Auto class under which this type generates, or the class of the zoo's own model if that does."""
-    if model_type in PARTS:
+    if model_type in PARTS or model_type in VARIANTS:
         return None
     kind = type(zoo.tiny_config(model_type))
     for name in HEADS:
@@ -261,7 +280,7 @@ def cached(model_type: str) -> float | None:
         model, inputs = tiny(model_type)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotPreservedWarning)
-            return continues_alike(patch_model(model, pos="rope"), inputs)
+            return steps_alike(patch_model(model, pos="rope"), inputs)
     head = head_that_generates(model_type)
     if head is None:
         return None
