@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .architectures import Stack
+from .architectures.refused import REFUSED
 from .attention import ROTARY, AttentionLens, channels_per_head
 from .edits import Edits
 from .errors import OptionError, UnsupportedError
@@ -80,7 +81,20 @@ def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
     names, found = Names.of(model), find_stacks(model)
     if not found and strict:
         raise _unsupported(model)
-    return [change for item in found for change in _changes(model, item, scheme, part, names)]
+    return _refusals(model) + [change for item in found for change in _changes(model, item, scheme, part, names)]
+
+
+def _refusals(model: nn.Module) -> list[Change]:
+    """A row for each module that owns a table and can't be served, so that a plan doesn't pass it over."""
+    return [
+        Change(Row("position", "keep", name or module._get_name(), module._get_name(), reason=reason))
+        for name, module in model.named_modules()
+        if (reason := _reason_to_refuse(module)) is not None
+    ]
+
+
+def _reason_to_refuse(module: nn.Module) -> str | None:
+    return next((REFUSED[base.__name__] for base in type(module).__mro__ if base.__name__ in REFUSED), None)
 
 
 def find_stacks(model: nn.Module) -> list[_Found]:
@@ -322,6 +336,13 @@ def _max_positions(item: _Found, scheme: Position) -> int:
 
 def _unsupported(model: nn.Module) -> UnsupportedError:
     family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+    for name, module in model.named_modules():
+        reason = _reason_to_refuse(module)
+        if reason is not None:
+            return UnsupportedError(
+                f"{family}: pos= can't change {name or type(module).__name__} ({type(module).__name__}): {reason}. "
+                "norm= works without."
+            )
     alike = [name for name, record in ARCHITECTURES.items() if any(_built_like(model, s) for s in record.stacks)]
     close = difflib.get_close_matches(family, alike or list(ARCHITECTURES), n=1, cutoff=0.0 if alike else 0.6)
     nearest = f" Nearest supported family{', built alike' if alike else ''}: {close[0]}." if close else ""

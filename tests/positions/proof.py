@@ -180,6 +180,14 @@ def text_inputs(inputs: dict[str, Any]) -> dict[str, Tensor]:
     return {}
 
 
+ORDERED = {  # encoders that tell order by other things than positions
+    "CanineModel": "strided convolutions, and attention in windows",
+    "MobileBertModel": "each token's embedding has its neighbours' in it",
+    "NystromformerModel": "means of segments, and a convolution",
+    "SpeechT5EncoderWithSpeechPrenet": "takes sound",
+}
+
+
 def blind(owner: str, pos: str = "nope") -> float | None:
     """How much more than its rows change places when the text's tokens do; None where the stack has no text.
 
