@@ -51,7 +51,6 @@ _VITS: tuple[tuple[str, str, tuple[int | str, ...], str, AnyImageSize, str], ...
 _BACKBONES = {  # the same layers under a head that returns feature maps
     "dinov2": "Dinov2Backbone",
     "dinov2_with_registers": "Dinov2WithRegistersBackbone",
-    "pixio": "PixioBackbone",
 }
 
 for _type, _owner, _before, _layers, _limit, _example in _VITS:
