@@ -245,7 +245,9 @@ class AttentionLens:
         if self.window is not None or (phases is None and positions is None):
             slots = self._slots(module, tokens, arguments)
         if rotary is not None:
-            if phases is None:
+            if phases is None and tokens.lie_on_a_grid and getattr(rotary, "axes", 1) == 2:
+                phases = rotary(tokens.places())
+            elif phases is None:
                 self._require_line(module, rotary)
                 phases = rotary(self._checked(positions, tokens) if positions is not None else slots)
 
@@ -324,6 +326,15 @@ class _Tokens:
     @property
     def count(self) -> int:
         return math.prod(self.shape[1:-1]) if len(self.shape) > 2 else self.shape[0]
+
+    @property
+    def lie_on_a_grid(self) -> bool:
+        return len(self.shape) == 4
+
+    def places(self) -> Tensor:
+        """Rows and columns (1, T, 2) of tokens on a grid."""
+        rows, columns = (torch.arange(size, device=self.device) for size in self.shape[1:3])
+        return torch.cartesian_prod(rows, columns)[None]
 
     def in_line(self, x: Tensor) -> Tensor:
         """x (*leading, H, head_dim) as (B, T, H, head_dim)."""

@@ -1,23 +1,23 @@
 """Where the patches of an image or video lie: their positions are found once a forward and handed down to attentions.
 
 A stack's owner sees the pixels, its attentions only a line of tokens. So a lens on the owner adds one keyword argument
-to its forward, which hosts hand on to their attentions as they do all they don't know; there the attention's lens takes
-it out again. No state is written anywhere: two forwards of different sizes may wait for one backward, and
-torch.compile sees plain arguments.
+to its forward, which most hosts hand on to their attentions as they do all they don't know; where they don't, each
+module on the way calls the next one with it. The attention's lens takes it out again. No state is written anywhere: two
+forwards of different sizes may wait for one backward, and torch.compile sees plain arguments.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from .attention import PHASES, ROTARY, has_hooks
 from .errors import PositionError
-from .view import Arguments
+from .view import TAKEN, Arguments, ListView, lens_of
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Grid:
     after: tuple[int | str, ...] = ()
     argument: str = "pixel_values"
     transposed: bool = False
+    handed_down: ClassVar[bool] = True
 
     def axes(self, owner: nn.Module) -> int:
         """Coordinates of a patch."""
@@ -117,6 +118,24 @@ class MaskedGrid(Grid):
 
 
 @dataclass(frozen=True)
+class KeptGrid(Grid):
+    """A grid of which the patches that a mask names are left out, the others staying in their order (VideoMAE).
+
+    Attributes:
+        mask: the owner's argument (B, patches), True for those that are left out, as many in each input.
+    """
+
+    mask: str = "bool_masked_pos"
+
+    def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
+        everywhere, mask = super().positions(owner, arguments, axes), arguments.get(self.mask)
+        if mask is None:
+            return everywhere
+        kept = (~mask.bool()).nonzero()[:, 1].reshape(len(mask), -1)
+        return everywhere[0][kept.to(everywhere.device)]
+
+
+@dataclass(frozen=True)
 class PackedGrid(Grid):
     """Images of several sizes in one batch, each cut into patches already (SigLIP 2): (B, patches, channels).
 
@@ -157,16 +176,29 @@ class PlacedGrid(Grid):
 
 
 @dataclass(frozen=True)
+class SeenGrid(Grid):
+    """Hidden states (B, rows, columns, d), of whole images or windows: the attentions see where they are."""
+
+    projection: str = ""
+    handed_down: ClassVar[bool] = False
+
+    def axes(self, owner: nn.Module) -> int:
+        return 2
+
+
+@dataclass(frozen=True)
 class GridLens:
     """On a stack's owner: makes the phases once for all attentions that are rotated alike, and hands them down.
 
     Attributes:
         grid: where the positions come from.
         attentions: paths of the stack's attentions from the owner.
+        children: paths of the owner's children to call with the phases; none where the host hands arguments on.
     """
 
     grid: Grid
     attentions: tuple[str, ...]
+    children: tuple[str, ...] = ()
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         filled = self.grid.filled(module, arguments)
@@ -182,4 +214,69 @@ class GridLens:
             positions, made = phases[key]
             if made is None and not has_hooks(rotary):
                 phases[key] = (positions, rotary(positions))
-        return {}, {**filled, PHASES: phases} if phases else {}
+        if not phases:
+            return {}, {}
+        if self.children:
+            return handing_down(module, self.children, phases), filled
+        return {}, {**filled, PHASES: phases}
+
+
+@dataclass(frozen=True)
+class Relay:
+    """On a module between a stack's owner and its attentions, whose host hands no unknown arguments on: it does here.
+
+    Attributes:
+        children: paths of the children to call with the phases, "layers.0" in a list.
+    """
+
+    children: tuple[str, ...]
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        phases = arguments.get(PHASES)
+        return ({}, {}) if phases is None else (handing_down(module, self.children, phases), {PHASES: TAKEN})
+
+
+class Handed:
+    """Stands in the view of a module for a child, which is called with the phases besides what it is given."""
+
+    def __init__(self, child: nn.Module, phases: dict[str, Any]):
+        self.child, self.phases = child, phases
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.child(*args, **kwargs, **{PHASES: self.phases})
+
+    def __getattr__(self, name: str) -> Any:
+        child = self.__dict__["child"]
+        relay = lens_of(child, Relay)  # some hosts call grandchildren themselves
+        below = handing_down(child, relay.children, self.__dict__["phases"]) if relay is not None else {}
+        return below[name] if name in below else getattr(child, name)
+
+
+def handing_down(module: nn.Module, children: tuple[str, ...], phases: dict[str, Any]) -> dict[str, Any]:
+    """Attributes of the module's view in which these children are called with the phases."""
+    attributes: dict[str, Any] = {}
+    in_lists: dict[str, dict[str, Any]] = {}
+    for path in children:
+        name, _, place = path.partition(".")
+        child: Any = module.get_submodule(path)
+        if place:
+            in_lists.setdefault(name, {})[place] = Handed(child, phases)
+        else:
+            attributes[name] = Handed(child, phases)
+    for name, elements in in_lists.items():
+        attributes[name] = ListView(module.get_submodule(name), elements)  # type: ignore[arg-type]
+    return attributes
+
+
+def relays(owner: nn.Module, attentions: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """For each module on the ways from the owner to its attentions (by path): the children that come next."""
+    found: dict[str, dict[str, None]] = {}
+    for path in attentions:
+        names, here = path.split("."), ""
+        while names:
+            step = names.pop(0)
+            if isinstance(owner.get_submodule(f"{here}.{step}".strip(".")), nn.ModuleList | nn.Sequential):
+                step = f"{step}.{names.pop(0)}"
+            found.setdefault(here, {})[step] = None
+            here = f"{here}.{step}".strip(".")
+    return {path: tuple(children) for path, children in found.items()}

@@ -146,7 +146,7 @@ class AnyImageSize(LengthLimit):
         if constant is not None:
             constant = constant if isinstance(constant, Tensor) else constant()
             if self.rows > 1 and self.table is not None:
-                attributes[self.table] = constant = constant.expand(1, self.rows, -1)
+                attributes[self.table] = constant = constant.expand(*constant.shape[:-2], self.rows, -1)
 
             def answer(*args: Any, **kwargs: Any) -> Tensor:
                 return constant
@@ -212,22 +212,20 @@ class AnyVideoSize(LengthLimit):
 
 
 @dataclass(frozen=True)
-class PositionsInOrder(LengthLimit):
-    """Refuses inputs in which some tokens are left out, where the attentions can't be told which.
-
-    Attributes:
-        argument: the owner's argument that says which.
-    """
-
-    argument: str
+class AnyTileSize(LengthLimit):
+    """A vision model that cuts an image into tiles (Mllama's) takes tiles of any size."""
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        if arguments.get(self.argument) is not None:
+        convolution: Any = module.patch_embedding
+        height, width = arguments["pixel_values"].shape[-2:]
+        rows, columns = height // convolution.stride[0], width // convolution.stride[1]
+        tokens = rows * columns + 1
+        if tokens % 8 == 0:  # its mask takes "no padding" for "padding only"
             raise PositionError(
-                f"{type(module).__name__}: {self.argument} leaves tokens out, and its attentions aren't told which, so "
-                "their positions would be wrong. Run it on whole inputs."
+                f"{type(module).__name__} pads tiles to a multiple of 8 tokens, and masks all of one that needs none: "
+                f"{rows} x {columns} patches and a class token. Choose another image size."
             )
-        return {}, {}
+        return {"num_patches": tokens}, {}
 
 
 class Rows:

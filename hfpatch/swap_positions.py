@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .architectures import Stack
-from .architectures.refused import REFUSED
+from .architectures import REFUSED, Stack
 from .attention import ROTARY, AttentionLens, channels_per_head
 from .edits import Edits
 from .errors import OptionError, UnsupportedError
-from .grid import GridLens
+from .grid import Grid, GridLens, Relay, relays
 from .limits import MEAN_ROW, NO_ROW, ConstantPositions, NoPositions, constant_of, mean_rows
 from .positions import Position
 from .positions.rope import ORIGINAL
@@ -81,20 +80,10 @@ def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
     names, found = Names.of(model), find_stacks(model)
     if not found and strict:
         raise _unsupported(model)
-    return _refusals(model) + [change for item in found for change in _changes(model, item, scheme, part, names)]
-
-
-def _refusals(model: nn.Module) -> list[Change]:
-    """A row for each module that owns a table and can't be served, so that a plan doesn't pass it over."""
-    return [
-        Change(Row("position", "keep", name or module._get_name(), module._get_name(), reason=reason))
-        for name, module in model.named_modules()
-        if (reason := _reason_to_refuse(module)) is not None
+    changes = [change for item in found for change in _changes(model, item, scheme, part, names)]
+    return changes + [
+        Change(Row("position", "keep", name, "positions", reason=reason)) for name, reason in _refused(model).items()
     ]
-
-
-def _reason_to_refuse(module: nn.Module) -> str | None:
-    return next((REFUSED[base.__name__] for base in type(module).__mro__ if base.__name__ in REFUSED), None)
 
 
 def find_stacks(model: nn.Module) -> list[_Found]:
@@ -113,6 +102,16 @@ def find_stacks(model: nn.Module) -> list[_Found]:
         }
         found.append(_Found(stack, module, name, prefix + stack.table, attentions))
     return found
+
+
+def _refused(model: nn.Module) -> dict[str, str]:
+    """Names of modules whose positions stay, and why."""
+    reasons = {}
+    for name, module in model.named_modules():
+        reason = next((REFUSED[base.__name__] for base in type(module).__mro__ if base.__name__ in REFUSED), None)
+        if reason is not None:
+            reasons[name or type(module).__name__] = reason
+    return reasons
 
 
 def _is_attention(name: str, stack: Stack) -> bool:
@@ -271,7 +270,7 @@ def _attention_change(
     scheme.check(head_dim, name)
     _require_axes(item, scheme, name)
     new = scheme.build(head_dim, _max_positions(item, scheme))
-    if new is None and rotary is None and stack.window is None and not stack.biases:
+    if new is None and rotary is None and stack.window is None and not stack.biases + stack.switched_off:
         row.reason = "its queries and keys carry no positions"
         return Change(row)
     refuse_private_forward(name, module)
@@ -295,12 +294,26 @@ def _attention_change(
             edits.set_module(module, ROTARY, new)
         elif rotary is not None:
             edits.set_module(module, ROTARY, None)
+        for attribute in stack.switched_off:
+            edits.set_attribute(module, attribute, False)
+        for parameter_name in stack.unused:
+            if module._parameters.get(parameter_name) is not None:
+                edits.set_parameter(module, parameter_name, None)
         _see_through(edits, model, module, lens)
-        if stack.grid is not None and new is not None:
-            paths = tuple(path.removeprefix(f"{item.name}.") for path in item.attentions)
-            _see_through(edits, model, item.owner, GridLens(stack.grid, paths))
+        if stack.grid is not None and stack.grid.handed_down and new is not None:
+            _hand_down(edits, model, item, stack.grid)
 
     return Change(row, apply)
+
+
+def _hand_down(edits: Edits, model: nn.Module, item: _Found, grid: Grid) -> None:
+    """Let the stack's owner make the phases for all of its attentions."""
+    paths = tuple(path.removeprefix(f"{item.name}.") for path in item.attentions)
+    ways = relays(item.owner, paths) if item.stack.relayed else {}
+    for path, children in ways.items():
+        if path:
+            _see_through(edits, model, item.owner.get_submodule(path), Relay(children))
+    _see_through(edits, model, item.owner, GridLens(grid, paths, ways.get("", ())))
 
 
 def _require_axes(item: _Found, scheme: Position, where: str) -> None:
@@ -311,8 +324,8 @@ def _require_axes(item: _Found, scheme: Position, where: str) -> None:
     grid = item.stack.grid
     if grid is None:
         raise UnsupportedError(
-            f"{where}: axes={axes} needs to know where on a grid a token lies, and {type(item.owner).__name__} has no "
-            "grid of patches, or doesn't hand it on to its attentions. Use axes=1 here; only= chooses other parts."
+            f"{where}: axes={axes} needs to know where on a grid a token lies, and that of {type(item.owner).__name__} "
+            "isn't known. Use axes=1 here; only= chooses other parts."
         )
     if grid.axes(item.owner) != axes:
         raise UnsupportedError(
@@ -336,13 +349,8 @@ def _max_positions(item: _Found, scheme: Position) -> int:
 
 def _unsupported(model: nn.Module) -> UnsupportedError:
     family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
-    for name, module in model.named_modules():
-        reason = _reason_to_refuse(module)
-        if reason is not None:
-            return UnsupportedError(
-                f"{family}: pos= can't change {name or type(module).__name__} ({type(module).__name__}): {reason}. "
-                "norm= works without."
-            )
+    for name, reason in _refused(model).items():
+        return UnsupportedError(f"{family}: the positions of {name} can't be changed: {reason}. norm= works without.")
     alike = [name for name, record in ARCHITECTURES.items() if any(_built_like(model, s) for s in record.stacks)]
     close = difflib.get_close_matches(family, alike or list(ARCHITECTURES), n=1, cutoff=0.0 if alike else 0.6)
     nearest = f" Nearest supported family{', built alike' if alike else ''}: {close[0]}." if close else ""

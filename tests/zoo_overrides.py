@@ -341,6 +341,7 @@ OVERRIDES: dict[str, Override] = {
     "minicpmv4_6_vision": Override({"insert_layer_id": 0, "initializer_range": 0.4}, STRIP),
     "minicpmv4_7_vision": Override({"insert_layer_id": 0, "initializer_range": 0.4}, STRIP),
     "mistral4": Override({"head_dim": 32}),
+    "videoprism_vision_model": Override({"num_spatial_layers": 1, "num_temporal_layers": 1}),
     "mllama_vision_model": Override(
         {"num_global_layers": 2, "intermediate_layers_indices": [0, 1], "vision_output_dim": 192},
         {

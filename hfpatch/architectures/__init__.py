@@ -2,5 +2,16 @@
 
 from . import audio, decoders, encoder_decoders, encoders, text_towers, vision
 from .record import Architecture, Stack
+from .refused import REFUSED
 
-__all__ = ["Architecture", "Stack", "audio", "decoders", "encoder_decoders", "encoders", "text_towers", "vision"]
+__all__ = [
+    "REFUSED",
+    "Architecture",
+    "Stack",
+    "audio",
+    "decoders",
+    "encoder_decoders",
+    "encoders",
+    "text_towers",
+    "vision",
+]

@@ -35,6 +35,14 @@ for _type, _owner, _example in _PACKED:
     _stack = Stack(_owner, "positional_embedding", "layers.*.self_attn", SPLIT, cache=None, limits=(_read,))
     ARCHITECTURES.register(_type)(Architecture(_type, (_stack,), _example))
 
+ARCHITECTURES.register("fun_asr_nano_encoder")(
+    Architecture(
+        "fun_asr_nano_encoder",
+        (Stack("FunAsrNanoEncoder", "position_embeddings", "layers.*.self_attn", SPLIT, cache=None),),
+        example="FunAudioLLM/Fun-ASR-Nano-2512-hf",
+    )
+)
+
 # model_type, prefix of its encoders, whether one of them normalizes before its branches, example
 _WAV2VEC2_LIKE = (
     ("data2vec-audio", "Data2VecAudio", False, "facebook/data2vec-audio-base"),

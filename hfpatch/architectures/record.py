@@ -39,8 +39,11 @@ class Stack:
         time: axis of the tokens in them: 0 for (T, B, d), 2 for (B, d, T).
         biases: arguments or attributes of the attention that bring it a relative bias; it sees 0 in their place.
         by_token: whether the host wants rows (B, T, d) from its table, and not one for all tokens.
+        switched_off: attributes that tell an attention to add relative biases; they become False.
+        unused: Parameters of the attention that are removed, since nothing uses them then.
         requires: (attribute of the owner, value) without which the stack is refused.
-        grid: where the tokens are patches of a grid, and the attentions are handed the owner's keyword arguments.
+        grid: where the tokens are patches of a grid.
+        relayed: whether the hosts between owner and attentions don't hand on keyword arguments that they don't know.
     """
 
     owner: str
@@ -61,8 +64,11 @@ class Stack:
     time: int = 1
     biases: tuple[str, ...] = ()
     by_token: bool = False
+    switched_off: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     requires: tuple[tuple[str, object], ...] = ()
     grid: Grid | None = None
+    relayed: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,10 @@
-"""Records of image and video families. A row is a class; composite models follow by the classes they contain.
-
-Attentions are handed the owner's keyword arguments where `grid` says so: there positions may have several axes.
-"""
+"""Records of image and video families. A row is a class; composite models follow by the classes they contain."""
 
 from __future__ import annotations
 
 from ..attention import Fused, Projections
-from ..grid import Grid, MaskedGrid, PackedGrid, PlacedGrid
-from ..limits import AnyImageSize, AnyVideoSize, LengthLimit, PositionsInOrder
+from ..grid import Grid, KeptGrid, MaskedGrid, PackedGrid, PlacedGrid, SeenGrid
+from ..limits import AnyImageSize, AnyTileSize, AnyVideoSize, LengthLimit
 from ..registry import ARCHITECTURES
 from .record import Architecture, Stack
 
@@ -103,7 +100,7 @@ _TOWERS: tuple[tuple[str, str, bool, bool, str], ...] = (
     ("aimv2_vision_model", "Aimv2VisionModel", False, False, "apple/aimv2-large-patch14-224-lit"),
     ("ovis2_vision", "Ovis2VisionTransformer", False, False, "thisisiron/Ovis2-1B-hf"),
 )
-_NOT_HANDED_DOWN = {"granite_docling_vision", "idefics3_vision", "smolvlm_vision"}  # kwargs end at the owner
+_RELAYED = {"granite_docling_vision", "idefics3_vision", "smolvlm_vision"}
 _OTHER_NAMES = {"aimv2_vision_model": ("patch_embed", "attention"), "ovis2_vision": ("patch_embedding", "attention")}
 
 for _type, _owner, _class_token, _checks, _example in _TOWERS:
@@ -119,7 +116,8 @@ for _type, _owner, _class_token, _checks, _example in _TOWERS:
             SPLIT,
             cache=None,
             limits=(("embeddings", AnyImageSize("position_embedding", flag=True)),) if _checks else (),
-            grid=None if _type in _NOT_HANDED_DOWN else _grid,
+            grid=_grid,
+            relayed=_type in _RELAYED,
         ),
     )
 
@@ -158,6 +156,8 @@ def _image(
     grid: Grid | None = None,
     others: tuple[str, ...] = (),
     states: str = "hidden_states",
+    relayed: bool = False,
+    switched_off: tuple[str, ...] = (),
 ) -> None:
     """Register a family of one stack."""
     stack = Stack(
@@ -171,6 +171,9 @@ def _image(
         grid=grid,
         others=others,
         states=states,
+        relayed=relayed,
+        switched_off=switched_off,
+        unused=("rel_pos_h", "rel_pos_w") if switched_off == ("use_rel_pos",) else (),  # others' hosts still draw them
     )
     _register(model_type, example, stack)
 
@@ -193,6 +196,8 @@ _image(
     SPLIT,
     "OpenGVLab/InternVL3-1B-hf",
     ("embeddings", AnyImageSize()),
+    grid=Grid("embeddings.patch_embeddings.projection"),
+    relayed=True,
 )
 _image(
     "flava_image_model",
@@ -203,6 +208,8 @@ _image(
     "facebook/flava-full",
     ("embeddings", FLAG),
     head_dim="attention_head_size",
+    grid=Grid("embeddings.patch_embeddings.projection"),
+    relayed=True,
 )
 _image(
     "groupvit_vision_model",
@@ -222,6 +229,8 @@ _image(
     "Intel/dpt-large",
     ("embeddings", AnyImageSize(resize=("_resize_pos_embed",))),
     head_dim="attention_head_size",
+    grid=Grid("embeddings.patch_embeddings.projection"),
+    relayed=True,
 )
 _image(
     "vitpose_backbone",
@@ -244,6 +253,8 @@ _image(
     "alibaba-damo/mgp-str-base",
     ("embeddings", AnyImageSize("pos_embed")),
     head_dim="/ num_heads",
+    grid=Grid("embeddings.proj"),
+    relayed=True,
 )
 _image(
     "videomae",
@@ -252,9 +263,10 @@ _image(
     "encoder.layer.*.attention.attention",
     BERTISH,
     "MCG-NJU/videomae-base",
-    ("", PositionsInOrder("bool_masked_pos")),
     ("embeddings.patch_embeddings", AnyImageSize(None)),
     head_dim="attention_head_size",
+    grid=KeptGrid("embeddings.patch_embeddings.projection", before=()),
+    relayed=True,
 )
 _image(
     "xclip_vision_model",
@@ -276,6 +288,8 @@ _image(
     ("embeddings", AnyImageSize(resize=("get_absolute_positions",))),
     head_dim="/ num_heads",
     states="hidden_state",
+    switched_off=("use_relative_position_embeddings",),
+    grid=SeenGrid(),
 )
 _image(
     "timesformer",
@@ -299,6 +313,8 @@ _image(
     ("encoder", AnyImageSize("interpolation.mid_position_embeddings", ("interpolation",))),
     head_dim="attention_head_size",
     others=("encoder.interpolation.mid_position_embeddings",),
+    grid=Grid("embeddings.patch_embeddings.projection", after=("num_detection_tokens",)),
+    relayed=True,
 )
 _image(
     "rf_detr_dinov2",
@@ -335,6 +351,66 @@ _image(
     SPLIT,
     "allenai/Molmo2-8B",
 )
+_VIDEO = AnyImageSize(flag=True, argument="pixel_values_videos")
+_image(
+    "videoprism_vision_model",
+    "VideoPrismVisionModel",
+    "spatial_embeddings.position_embeddings",
+    "spatial_layers.*.attention | temporal_layers.*.attention",
+    SPLIT,
+    "google/videoprism-base-f16r288",
+    ("spatial_embeddings", _VIDEO),
+    ("temporal_embeddings", _VIDEO),
+    others=("temporal_embeddings.position_embeddings",),
+)
+# built as SAM's image encoder is: windows and whole images (B, rows, columns, d), biases by rows and by columns
+for _type, _owner, _resizes, _example in (
+    ("deepseek_ocr2_sam_vision_model", "DeepseekOcr2SamVisionEncoder", True, "deepseek-community/DeepSeek-OCR-2"),
+    ("got_ocr2_vision", "GotOcr2VisionEncoder", False, "stepfun-ai/GOT-OCR-2.0-hf"),
+    ("pp_formulanet_vision", "PPFormulaNetVisionModel", False, "PaddlePaddle/PP-FormulaNet_plus-L_safetensors"),
+    ("sam_hq_vision_model", "SamHQVisionEncoder", False, "syscv-community/sam-hq-vit-base"),
+    ("sam_vision_model", "SamVisionEncoder", False, "facebook/sam-vit-huge"),
+    ("slanext_vision", "SLANeXtVisionEncoder", False, "PaddlePaddle/SLANeXt_wired_safetensors"),
+    ("unlimited_ocr_sam_vision_model", "UnlimitedOcrSamVisionEncoder", True, "baidu/Unlimited-OCR"),
+):
+    _image(
+        _type,
+        _owner,
+        "pos_embed",
+        "layers.*.attn",
+        Fused("qkv"),
+        _example,
+        ("", AnyImageSize("pos_embed")) if _resizes else ("patch_embed", AnyImageSize(None)),
+        head_dim="/ num_attention_heads",
+        grid=SeenGrid(),
+        switched_off=("use_rel_pos",),
+    )
+_image(
+    "seggpt",
+    "SegGptModel",
+    "embeddings.position_embeddings",
+    "encoder.layers.*.attention",
+    Fused("qkv"),
+    "BAAI/seggpt-vit-large",
+    ("embeddings", AnyImageSize()),
+    ("embeddings.patch_embeddings", AnyImageSize(None)),
+    head_dim="/ num_attention_heads",
+    grid=SeenGrid(),
+    switched_off=("use_relative_position_embeddings",),
+)
+_register(  # what tells tiles apart, by the image's aspect ratio, stays
+    "mllama_vision_model",
+    "meta-llama/Llama-3.2-11B-Vision",
+    Stack(
+        "MllamaVisionModel",
+        "gated_positional_embedding",
+        "transformer.layers.*.self_attn | global_transformer.layers.*.self_attn",
+        SPLIT,
+        cache=None,
+        answers=(("gated_positional_embedding", "input"),),
+        limits=(("", AnyTileSize()),),
+    ),
+)
 for _type, _owner, _example in (
     ("minicpm_ocr_vision", "MiniCPMOcrVisionModel", "openbmb/MiniCPM-OCR-1.0"),
     ("minicpmv4_6_vision", "MiniCPMV4_6VisionModel", "openbmb/MiniCPM-V-4.6"),
@@ -357,9 +433,9 @@ _image(
     "baidu/Unlimited-OCR",
     ("embeddings", AnyImageSize("position_embedding", argument="patch_embeds")),
 )
-for _type, _owner, _head_dim, _placed, _example in (
-    ("kosmos_2_5_vision_model", "Kosmos2_5VisionModel", "head_dim", PlacedGrid(), "microsoft/kosmos-2.5"),
-    ("pix2struct_vision_model", "Pix2StructVisionModel", "key_value_proj_dim", None, "google/pix2struct-base"),
+for _type, _owner, _head_dim, _ends, _example in (
+    ("kosmos_2_5_vision_model", "Kosmos2_5VisionModel", "head_dim", False, "microsoft/kosmos-2.5"),
+    ("pix2struct_vision_model", "Pix2StructVisionModel", "key_value_proj_dim", True, "google/pix2struct-base"),
 ):
     _image(
         _type,
@@ -369,7 +445,8 @@ for _type, _owner, _head_dim, _placed, _example in (
         BERTISH,
         _example,
         head_dim=_head_dim,
-        grid=_placed,
+        grid=PlacedGrid(),
+        relayed=_ends,
         others=("embeddings.column_embedder",),
     )
 _register(

@@ -220,6 +220,9 @@ def test_control_distance() -> None:
     assert (wide[1, 0][0] - tall[1, 0][0]).abs().max() > 1e-2
 
 
+RELAYED = [("internvl_vision", 1, 0), ("dpt", 1, 0), ("granite_docling_vision", 0, 0), ("yolos", 1, 100)]
+
+
 # --- where the patches lie --------------------------------------------------------------------------------------------
 
 
@@ -236,11 +239,13 @@ def seen_positions(model: Any, given: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "before", "after"), [("ijepa", 0, 0), ("vit", 1, 0), ("deit", 2, 0), ("dinov2_with_registers", 5, 0)]
+    ("model_type", "before", "after"),
+    [("ijepa", 0, 0), ("vit", 1, 0), ("deit", 2, 0), ("dinov2_with_registers", 5, 0), *RELAYED],
 )
 def test_patches_stand_row_after_row(model_type: str, before: int, after: int) -> None:
-    seen = seen_positions(patched(model_type), image(*WIDE))
-    assert torch.equal(seen[0, before : len(seen[0]) - after], places(*WIDE))
+    size = (4, 4) if model_type == "granite_docling_vision" else WIDE  # whose connector takes squares
+    seen = seen_positions(patched(model_type), image(*size))
+    assert torch.equal(seen[0, before : len(seen[0]) - after], places(*size))
     assert not seen[0, :before].any()
     assert not seen[0, len(seen[0]) - after :].any()
 
@@ -288,10 +293,10 @@ def test_masked_patches_keep_their_places(pos: RoPE) -> None:
 
 def test_refused_by_the_plan() -> None:
     for model_type, message in (
-        ("gpt2", "GPT2Model has no grid"),
-        ("internvl_vision", "InternVLVisionModel has no grid"),
+        ("gpt2", "GPT2Model isn't known"),
+        ("timesformer", "TimesformerModel isn't known"),
         ("vivit", "has 3 axes, not 2"),
-        ("vision-encoder-decoder", "BertModel has no grid.*only="),
+        ("vision-encoder-decoder", "BertModel isn't known.*only="),
     ):
         with pytest.raises(UnsupportedError, match=message):
             plan_patch(zoo.tiny(model_type)[0], pos=GRID)
@@ -317,11 +322,28 @@ def test_a_wrong_number_of_tokens_is_refused() -> None:
         states(model, given)
 
 
-def test_video_with_tokens_left_out_is_refused() -> None:
-    model, given = patched("videomae", LINE), zoo.tiny("videomae")[1]
-    states(model, given)
-    with pytest.raises(PositionError, match="leaves tokens out"):
-        model(**given, bool_masked_pos=torch.zeros(2, 32, dtype=torch.bool))
+@pytest.mark.parametrize("pos", [LINE, RoPE(axes=3)], ids=["line", "grid"])
+def test_video_with_tokens_left_out(pos: RoPE) -> None:
+    """Tokens of the second half, and nothing else: the same as those of a shorter video, moved in time."""
+    model = patched("videomae", pos)
+    video = torch.randn(1, 4, 3, 2 * PATCH, 2 * PATCH, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[True] * 4 + [False] * 4])
+    late = states(model, {"pixel_values": video, "bool_masked_pos": mask})
+    assert difference(late, states(model, {"pixel_values": video[:, 2:]})) <= 1e-4
+    scattered = torch.tensor([[False, True] * 4])
+    seen = seen_positions(model, {"pixel_values": video, "bool_masked_pos": scattered})
+    assert seen.tolist() == [[0, 2, 4, 6] if pos is LINE else [[0, 0, 0], [0, 1, 0], [1, 0, 0], [1, 1, 0]]]
+
+
+def test_windows_see_their_own_places() -> None:
+    model, given = patched("vitdet"), image(*WIDE)
+    assert torch.equal(seen_positions(model, given)[0], places(*WIDE))
+    moved = with_positions(model, given, lambda p: p + torch.tensor([3, 5]))
+    flat = with_positions(model, given, lambda p: p * torch.tensor([1, 0]))
+    with torch.no_grad():
+        out = model(**given).last_hidden_state
+    assert difference(moved, out) <= 1e-4
+    assert difference(flat, out) >= 1e-2
 
 
 # --- handed down ------------------------------------------------------------------------------------------------------
@@ -354,7 +376,7 @@ def test_rotations_that_differ_aren_t_shared() -> None:
     assert torch.equal(shared, alone)
 
 
-@pytest.mark.parametrize("model_type", ["vit", "vit_mae", "clip_vision_model"])
+@pytest.mark.parametrize("model_type", ["vit", "vit_mae", "clip_vision_model", "dpt"])
 def test_saved_and_loaded(model_type: str, tmp_path: Path) -> None:
     model = patched(model_type)
     given = image(*WIDE)
@@ -367,7 +389,7 @@ def test_saved_and_loaded(model_type: str, tmp_path: Path) -> None:
     assert torch.equal(states(twin, given), states(model, given))
 
 
-@pytest.mark.parametrize(("model_type", "pos"), [("vit", GRID), ("siglip_vision_model", LINE)])
+@pytest.mark.parametrize(("model_type", "pos"), [("vit", GRID), ("siglip_vision_model", LINE), ("dpt", GRID)])
 def test_compiles_without_graph_breaks(model_type: str, pos: RoPE) -> None:
     torch._dynamo.reset()
     model = patched(model_type, pos)
@@ -386,7 +408,7 @@ def gradients(model: Any, checkpointing: bool) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("model_type", ["vit", "siglip_vision_model"])
+@pytest.mark.parametrize("model_type", ["vit", "siglip_vision_model", "dpt"])
 def test_gradient_checkpointing_changes_nothing(model_type: str) -> None:
     model = patched(model_type)
     plain, checkpointed = gradients(model, False), gradients(model, True)
