@@ -28,7 +28,7 @@ from .attention import Fused, Projections, Window
 from .convert.twin import twin
 from .edits import Edits
 from .errors import UnsupportedError
-from .limits import AnyRow, AnyTextLength, ZeroArguments
+from .limits import AnyImageSize, AnyRow, AnyTextLength, ZeroArguments
 from .positions import RoPE
 from .proof import DIFFERENT, SAME, Proof, decodes_alike, floating_tensors, outputs, prove
 from .record import Part
@@ -108,7 +108,7 @@ def propose_record(model: nn.Module, example_inputs: Mapping[str, Any] | None = 
     Raises:
         UnsupportedError: no small model can be made, or it has no table of positions in front of attentions.
     """
-    small, inputs = twin(model, example_inputs)
+    small, inputs = _running(*twin(model, example_inputs))
     for module in small.modules():
         if getattr(getattr(module, "config", None), "use_cache", None):
             module.config.use_cache = False  # type: ignore[union-attr]
@@ -122,6 +122,16 @@ def propose_record(model: nn.Module, example_inputs: Mapping[str, Any] | None = 
     name = getattr(config, "model_type", type(model).__name__.lower())
     record = Architecture(name, stacks, getattr(config, "_name_or_path", "") or f"a checkpoint of {name}")
     return _proved(Proposal(record), small, inputs)
+
+
+def _running(small: nn.Module, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """In float64 where the host takes that; some name float32 in their forwards."""
+    try:
+        _run(small, inputs)
+    except RuntimeError:
+        inputs = {name: value.float() if _floating(value) else value for name, value in inputs.items()}
+        return small.float(), inputs
+    return small, inputs
 
 
 # --- what is in the model ---------------------------------------------------------------------------------------------
@@ -208,18 +218,30 @@ def _tables(model: nn.Module, calls: _Calls, others: _Calls) -> Iterator[str]:
     for name, call in calls.items():
         module = model.get_submodule(name)
         stored = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        stored = [value for value in stored if value.dim() >= 2]
         if module._modules or not stored or isinstance(call.output, tuple) or name not in others:
             continue
         a, b = _first(call.output), _first(others[name].output)
         if a is None or b is None or a.dim() < 2 or a.shape[-1] != stored[0].shape[-1] or not _same(a, b):
             continue
         rows = a if a.dim() == 2 else a[0].flatten(0, -2)
-        if not isinstance(module, nn.Linear) and len(rows) > 1 and len(rows.unique(dim=0)) == len(rows):
+        several = len(rows) > 1 and len(rows.unique(dim=0)) >= min(len(rows), 8)  # padding shares a row
+        if not isinstance(module, nn.Linear) and several and (_row_in(stored, rows[0]) is not None or "pos" in name):
             yield name
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         holder = model.get_submodule(name.rpartition(".")[0])
         if "pos" in name.rpartition(".")[2] and holder._modules and value.dim() >= 2 and _floating(value):
             yield name
+
+
+def _row_in(stored: list[Tensor], row: Tensor) -> int | None:
+    """The number of the stored row that equals `row`."""
+    for table in stored:
+        if table.dim() == 2 and table.shape[-1] == len(row):
+            equal = (table == row).all(-1).nonzero()
+            if len(equal):
+                return int(equal[0])
+    return None
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -262,6 +284,7 @@ def _attention(module: nn.Module, name: str, calls: _Calls, projections: list[st
         keys = [child for child, kind in kinds.items() if kind == "k"]
         if keys:
             queries = [child for child, kind in kinds.items() if kind == "q"]
+            queries.sort(key=lambda child: "q" not in child)  # values that a norm follows look like queries
             return _Attention(name, queries[0] if queries else "", keys[0])
     for kinds in by_input.values():
         for query, key in _NAMES:  # scores that don't go through a softmax
@@ -307,10 +330,11 @@ def _kind(module: nn.Module, call: _Call, projection: str, channels: slice, plai
     if new is None:
         return " "
     change, size = new - plain, plain.abs().max()
-    if change.abs().max() <= _NONE * size:
+    none = _NONE if new.dtype == torch.float64 else 30 * _NONE
+    if change.abs().max() <= none * size:
         return "k"
     alike = (change - change[:1, :1]).abs().max()
-    return "v" if alike <= _NONE * torch.maximum(size, change.abs().max()) else "q"
+    return "v" if alike <= none * torch.maximum(size, change.abs().max()) else "q"
 
 
 def _again(module: nn.Module, call: _Call) -> Tensor | None:
@@ -336,13 +360,14 @@ def _stacks(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[Stack]:
             by_owner.setdefault(owner, []).append(table)
     later = _calls(model, _other(inputs, last_only=True))
     claimed: set[str] = set()
+    batch = next((value.shape[0] for value in inputs.values() if isinstance(value, Tensor)), 1)
     for owner in sorted(by_owner, key=lambda name: -len(name)):  # inner owners first
         prefix = f"{owner}." if owner else ""
         own = [one for one in attentions if one.name.startswith(prefix) and one.name not in claimed]
         claimed |= {one.name for one in own}
         if own:
             paths = [table.removeprefix(prefix) for table in by_owner[owner]]
-            yield _stack(model, owner, paths, own, (calls, later))
+            yield _stack(model, owner, paths, own, (calls, later), batch)
 
 
 def _owner(table: str, attentions: list[_Attention]) -> str | None:
@@ -356,7 +381,12 @@ def _owner(table: str, attentions: list[_Attention]) -> str | None:
 
 
 def _stack(
-    model: nn.Module, owner_name: str, tables: list[str], own: list[_Attention], calls: tuple[_Calls, _Calls]
+    model: nn.Module,
+    owner_name: str,
+    tables: list[str],
+    own: list[_Attention],
+    calls: tuple[_Calls, _Calls],
+    batch: int,
 ) -> Stack:
     owner, prefix = model.get_submodule(owner_name), f"{owner_name}." if owner_name else ""
     globs = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", one.name.removeprefix(prefix)) for one in own)
@@ -365,13 +395,14 @@ def _stack(
     takes = _parameters(module)
     made = _first(seen[f"{first.name}.{first.query}"].output)
     assert made is not None
-    batch_first = _tokens_of(seen, first.name)
-    time = 1 if made.dim() != 3 or batch_first is None or made.shape[1] == batch_first[1] else 0
+    states = seen[first.name].states()
+    assert states is not None
+    time, states_time = (0 if x.dim() == 3 and x.shape[1] == batch != x.shape[0] else 1 for x in (made, states))
     head_dim, channels = _head_dim(module, first, made.shape[-1])
     cache = next((name for name in _CACHES if name in takes), None)
     layer = next((name for name in _LAYERS if isinstance(getattr(module, name, None), int)), "layer_idx")
-    states = seen[first.name]
-    handed = [*zip(takes, states.args, strict=False), *states.kwargs.items()]
+    call = seen[first.name]
+    handed = [*zip(takes, call.args, strict=False), *call.kwargs.items()]
     name_of_states = next((name for name, value in handed if _floating(value)), "hidden_states")
     table = tables[0]
     holder = owner.get_submodule(table.rpartition(".")[0])
@@ -386,22 +417,20 @@ def _stack(
         layer_index=layer if cache else "layer_idx",
         window=_window(module),
         limits=_limits(holder, table),
-        causal=_causal(calls, first),
+        causal=_causal(calls, first, states_time),
         others=tuple(tables[1:]),
         states=name_of_states,
-        biases=tuple(name for name, value in handed if _BIASES.fullmatch(name) and value is not None),
+        time=states_time,
+        biases=(
+            *(name for name, value in handed if _BIASES.fullmatch(name) and value is not None),
+            *(name for name, value in vars(module).items() if _BIASES.fullmatch(name) and isinstance(value, bool)),
+        ),
     )
 
 
 def _parameters(module: nn.Module) -> list[str]:
     host: Any = host_class(type(module))
     return list(inspect.signature(host.forward).parameters)[1:]
-
-
-def _tokens_of(calls: _Calls, name: str) -> tuple[int, int] | None:
-    """(B, T) as the attention's own hidden states have them."""
-    states = calls[name].states()
-    return (states.shape[0], states.shape[1]) if states is not None and states.dim() == 3 else None
 
 
 def _head_dim(module: nn.Module, attention: _Attention, width: int) -> tuple[str, int]:
@@ -424,7 +453,9 @@ def _projections(module: nn.Module, attention: _Attention, head_dim: int, time: 
     if len(runs) == 3 and runs[1][1] == head_dim < runs[0][1]:
         shared = next((name for name, value in vars(module).items() if value is True and "multi" in name), None)
         return Fused(attention.query, by_head=True, shared=shared)
-    return Fused(attention.query, by_head=len(runs) > 3)
+    width = attention.kinds.count("q")
+    added = [name for name, value in module.named_parameters(recurse=False) if value.shape == (width,) and "q" in name]
+    return Fused(attention.query, by_head=len(runs) > 3, query_bias=added[0] if added else None)
 
 
 def _reserved(owner: nn.Module, prefix: str, table: str, calls: _Calls) -> int:
@@ -433,11 +464,9 @@ def _reserved(owner: nn.Module, prefix: str, table: str, calls: _Calls) -> int:
     module = dict(owner.named_modules()).get(table)
     if call is None or module is None:
         return 0
-    rows, output = next(iter([*module.parameters(), *module.buffers()])), _first(call.output)
+    output = _first(call.output)
     assert output is not None
-    first = output.reshape(-1, output.shape[-1])[0]
-    equal = (rows == first).all(-1).nonzero()
-    return int(equal[0]) if len(equal) else 0
+    return _row_in([*module.parameters(), *module.buffers()], output.reshape(-1, output.shape[-1])[0]) or 0
 
 
 def _window(module: nn.Module) -> Window | None:
@@ -450,25 +479,27 @@ def _window(module: nn.Module) -> Window | None:
 
 
 def _limits(holder: nn.Module, table: str) -> tuple[tuple[str, Any], ...]:
-    """A table in a buffer is hidden; index arguments that its holder would cut from buffers of that length are filled."""
+    """A table in a buffer is hidden; index arguments that its holder would cut from such buffers are filled."""
     buffers = dict(holder.named_buffers(recurse=False))
     if table.rpartition(".")[2] in buffers:
         return ((table.rpartition(".")[0], AnyRow(table.rpartition(".")[2])),)
+    attribute = table.rpartition(".")[2]
+    if hasattr(holder, "interpolate_pos_encoding") and "pixel_values" in _parameters(holder):
+        flag = "interpolate_pos_encoding" in _parameters(holder)
+        return ((table.rpartition(".")[0], AnyImageSize(attribute, flag=flag)),)
     names = [name for name in ("position_ids", "token_type_ids") if name in buffers and name in _parameters(holder)]
     path = table.rpartition(".")[0]
     return ((path, ZeroArguments(*names)),) if names and path else ()
 
 
-def _causal(calls: tuple[_Calls, _Calls], attention: _Attention) -> bool:
+def _causal(calls: tuple[_Calls, _Calls], attention: _Attention, time: int) -> bool:
     """Whether the first attention's outputs before the last token don't depend on that token, though the last does."""
     a, b = (_first(seen[attention.name].output) for seen in calls)
-    tokens = _tokens_of(calls[0], attention.name)
-    if a is None or b is None or tokens is None or a.dim() != 3 or a.shape != b.shape:
+    if a is None or b is None or a.dim() != 3 or a.shape != b.shape:
         return False
-    axis = 1 if a.shape[1] == tokens[1] else 0
-    before = a.shape[axis] - 1
+    before = a.shape[time] - 1
     moved = (a - b).abs()
-    return bool(moved.narrow(axis, before, 1).max() > 0) and bool(moved.narrow(axis, 0, before).max() == 0)
+    return bool(moved.narrow(time, before, 1).max() > 0) and bool(moved.narrow(time, 0, before).max() == 0)
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------
@@ -550,7 +581,7 @@ def _patched(small: nn.Module) -> Any:
     for change in plan_positions(parent, Part(RoPE(), (), (), "auto")):
         if change.apply is not None:
             change.apply(Edits())
-    return parent["model"].double()
+    return parent["model"]
 
 
 @contextmanager
@@ -564,7 +595,7 @@ def _registered(record: Architecture) -> Iterator[None]:
 
 # --- as text ----------------------------------------------------------------------------------------------------------
 
-_LIMITS = {"AnyRow", "AnyTextLength", "ZeroArguments"}
+_LIMITS = {"AnyImageSize", "AnyRow", "AnyTextLength", "ZeroArguments"}
 _ELSEWHERE = _LIMITS | {"Window"}
 
 

@@ -96,6 +96,7 @@ ARCHITECTURES.register("fsmt")(
                 "embed_positions",
                 "layers.*.self_attn",
                 Projections("q_proj", "k_proj", time=0),
+                reserved_rows=2,
                 cache="layer_state",
                 states="query",
                 time=0,

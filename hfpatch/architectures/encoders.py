@@ -112,7 +112,7 @@ for _type, _owner, _example, _differs in (
         "studio-ousia/luke-base",
         _NO_CACHE | _COUNTED_ON | {"states": "word_hidden_states", "limits": (("", RefusedArguments("entity_ids")),)},
     ),
-    ("markuplm", "MarkupLMModel", "microsoft/markuplm-base", _NO_TYPES | _NO_CACHE | _COUNTED_ON),
+    ("markuplm", "MarkupLMModel", "microsoft/markuplm-base", _NO_TYPES | _NO_CACHE | {"reserved_rows": 1}),
     (
         "mobilebert",
         "MobileBertModel",
