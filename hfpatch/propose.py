@@ -560,7 +560,7 @@ def _longest(small: nn.Module, inputs: Mapping[str, Any]) -> int | str | None:
     tokens = next(iter(text.values())).shape[1]
     patched = _patched(small)
     found = find_stacks(patched)
-    rows = [item.removed_rows() or 0 for item in found]
+    rows = [(item.removed_rows() or 0) - item.stack.reserved_rows for item in found]
     length = 4 * max(rows)
     given = {
         name: value.repeat(1, -(-length // tokens), *[1] * (value.dim() - 2))[:, :length]
