@@ -224,6 +224,8 @@ def _tables(model: nn.Module, calls: _Calls, others: _Calls) -> Iterator[str]:
         a, b = _first(call.output), _first(others[name].output)
         if a is None or b is None or a.dim() < 2 or a.shape[-1] != stored[0].shape[-1] or not _same(a, b):
             continue
+        if a.dim() >= 3 and a.shape[-3] == a.shape[-2]:  # a row for each two positions
+            continue
         rows = a if a.dim() == 2 else a[0].flatten(0, -2)
         several = len(rows) > 1 and len(rows.unique(dim=0)) >= min(len(rows), 8)  # padding shares a row
         if not isinstance(module, nn.Linear) and several and (_row_in(stored, rows[0]) is not None or "pos" in name):

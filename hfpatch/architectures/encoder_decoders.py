@@ -97,6 +97,7 @@ ARCHITECTURES.register("fsmt")(
                 "layers.*.self_attn",
                 Projections("q_proj", "k_proj", time=0),
                 reserved_rows=2,
+                by_token=True,
                 cache="layer_state",
                 states="query",
                 time=0,

@@ -65,6 +65,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "canine": {"max_position_embeddings": 64},
+    "fsmt": {"use_cache": False},  # transformers 5.17 then takes the last token alone
     "led": {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64, "attention_window": [32, 32]},
     "longformer": {"attention_window": [32, 32]},
     "BarkSemanticModel": {"block_size": 32},
