@@ -106,6 +106,15 @@ def test_calibration_on_a_text_file(with_tokenizer: Path, tmp_path: Path) -> Non
     assert "there is no text file no/such.txt" in result.stderr
 
 
+def test_what_a_repair_of_positions_fits(checkpoint: Path, tmp_path: Path) -> None:
+    request = ("--pos", "rope", "--sequences", "8", "--tokens", "8", "--fit")
+    out = called("patch", str(checkpoint), str(tmp_path / "out"), *request, "bias")
+    assert "KL divergence; bias" in out
+    result = run.invoke(app, ["patch", str(checkpoint), str(tmp_path / "no"), *request, "keys"])
+    assert result.exit_code == 1
+    assert "fit must be one of 'qk', 'bias', not 'keys'" in result.stderr
+
+
 def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path) -> None:
     out = called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms")
     assert "exact" in out
