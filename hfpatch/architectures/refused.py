@@ -32,5 +32,6 @@ REFUSED: dict[str, str] = {
     "Sam2HieraDetModel": _POOLED,
     "SeamlessM4Tv2TextToUnitDecoder": "its positions are those of characters and units whose number it predicts",
     "TableTransformerModel": _ADDED,
+    "VideoMAEForPreTraining": "its decoder adds sines to tokens that it puts in another order, hidden ones last",
     "ViltModel": "it puts an image's patches in random order, and its attentions aren't told which",
 }

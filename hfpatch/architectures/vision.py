@@ -48,6 +48,7 @@ _VITS: tuple[tuple[str, str, tuple[int | str, ...], str, AnyImageSize, str], ...
 _BACKBONES = {  # the same layers under a head that returns feature maps
     "dinov2": "Dinov2Backbone",
     "dinov2_with_registers": "Dinov2WithRegistersBackbone",
+    "tipsv2_vision_model": "Tipsv2VisionBackbone",
 }
 
 for _type, _owner, _before, _layers, _limit, _example in _VITS:
@@ -278,18 +279,24 @@ _image(
     ("embeddings", AnyImageSize("position_embedding", flag=True)),
     grid=Grid("embeddings.patch_embedding", after=(1,)),
 )
-_image(
+_register(
     "vitdet",
-    "VitDetModel",
-    "embeddings.position_embeddings",
-    "encoder.layer.*.attention",
-    Fused("qkv"),
     "google/vitdet-base-patch16-224",
-    ("embeddings", AnyImageSize(resize=("get_absolute_positions",))),
-    head_dim="/ num_heads",
-    states="hidden_state",
-    switched_off=("use_relative_position_embeddings",),
-    grid=SeenGrid(),
+    *(
+        Stack(
+            owner,
+            "embeddings.position_embeddings",
+            "encoder.layer.*.attention",
+            Fused("qkv"),
+            cache=None,
+            head_dim="/ num_heads",
+            limits=(("embeddings", AnyImageSize(resize=("get_absolute_positions",))),),
+            grid=SeenGrid(),
+            states="hidden_state",
+            switched_off=("use_relative_position_embeddings",),
+        )
+        for owner in ("VitDetModel", "VitDetBackbone")
+    ),
 )
 _image(
     "timesformer",

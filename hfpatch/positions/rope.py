@@ -21,6 +21,7 @@ PAIRINGS = ("half", "interleaved")
 ORIGINAL = "original_max_position_embeddings"
 SCALINGS = ("linear", "yarn", "llama3", "proportional")  # those whose frequencies don't depend on the input's length
 THETA, THETA_OF_A_GRID = 10_000.0, 100.0  # Su et al. 2021; Heo et al. 2024 and DINOv3, as grids have few positions
+_BY_AXES: Any = object()  # the base that isn't named
 
 
 class RotaryEmbedding(nn.Module):
@@ -121,7 +122,7 @@ class RoPE(Position):
             with several axes.
     """
 
-    theta: float = None  # type: ignore[assignment]  # a number once the scheme is made
+    theta: float = _BY_AXES
     scaling: dict[str, Any] | None = None
     partial: float = 1.0
     pairing: str = "half"
@@ -142,7 +143,7 @@ class RoPE(Position):
     def __post_init__(self) -> None:
         if self.axes not in (1, 2, 3) or isinstance(self.axes, bool):
             raise OptionError(f"RoPE: axes must be 1, 2 or 3, not {self.axes!r:.40}.")
-        if self.theta is None:
+        if self.theta is _BY_AXES:
             object.__setattr__(self, "theta", THETA if self.axes == 1 else THETA_OF_A_GRID)
         require_number("RoPE", "theta", self.theta, above=0.0)
         require_number("RoPE", "partial", self.partial, above=0.0, at_most=1.0)

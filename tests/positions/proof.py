@@ -79,9 +79,11 @@ VARIANTS: dict[str, tuple[str, Any, dict[str, Any]]] = {  # owner: (model type, 
     "HubertEncoderStableLayerNorm": ("hubert", None, STABLE),
     "SpeechT5DecoderWithSpeechPrenet": ("speecht5", "AutoModelForTextToSpectrogram", {}),
     "SpeechT5EncoderWithTextPrenet": ("speecht5", "AutoModelForTextToSpectrogram", {}),
+    "Tipsv2VisionBackbone": ("tipsv2_vision_model", "AutoBackbone", {}),
     "UniSpeechEncoderStableLayerNorm": ("unispeech", None, STABLE),
     "UniSpeechSatEncoderStableLayerNorm": ("unispeech-sat", None, STABLE),
     "ViTMAEDecoder": ("vit_mae", "AutoModelForPreTraining", {}),
+    "VitDetBackbone": ("vitdet", "AutoBackbone", {}),
     "Wav2Vec2EncoderStableLayerNorm": ("wav2vec2", None, STABLE),
 }
 INPUTS: dict[Any, Any] = {

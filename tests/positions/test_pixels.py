@@ -83,7 +83,7 @@ def mixed(pixels: Tensor, convolution: Any, order: Tensor) -> Tensor:
 
 NOT_MIXED = (
     *("VivitModel", "ASTModel", "VitPoseBackbone"),  # videos, and patches that overlap
-    *("Dinov2Backbone", "Dinov2WithRegistersBackbone"),  # return maps
+    *("Dinov2Backbone", "Dinov2WithRegistersBackbone", "Tipsv2VisionBackbone"),  # return maps
     "Phi4MultimodalVisionModel",  # attends to earlier patches only, where it is given no mask
 )
 MIXABLE = [owner for owner in ALONE if owner not in NOT_MIXED]
@@ -106,7 +106,7 @@ def test_without_positions_patches_may_change_places(owner: str) -> None:
         assert change <= EXACT if blind else change >= DIFFERENT
 
 
-RELATIVE = {"VitDetModel": {"use_relative_position_embeddings": True}}
+RELATIVE = {owner: {"use_relative_position_embeddings": True} for owner in ("VitDetModel", "VitDetBackbone")}
 SAM_LIKE = [owner for owner in OWNERS if STACKS[owner].switched_off]
 
 
