@@ -28,6 +28,7 @@ from .patch import patch_model, repair_report, unpatch_model
 from .placement import Placement
 from .plan import Plan, plan_patch
 from .positions import ALiBi, Learned, NoPE, Position, RoPE, Sinusoidal
+from .propose import Proposal, propose_record
 from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
 from .reorder import convert_pairing
 
@@ -69,6 +70,7 @@ __all__ = [
     "Position",
     "PositionError",
     "Projections",
+    "Proposal",
     "ReGLU",
     "Registry",
     "RepairReport",
@@ -84,6 +86,7 @@ __all__ = [
     "convert_pairing",
     "patch_model",
     "plan_patch",
+    "propose_record",
     "repair",
     "repair_report",
     "sample_batches",

@@ -87,7 +87,7 @@ def reordered_rows(layout: Any, module: nn.Module, head_dim: int, places: Tensor
     """
     if getattr(layout, "beside_keys", None):
         raise UnsupportedError(
-            f"{module._get_name()}: its queries are multiplied with more than keys ({layout.beside_keys}), so the order "
+            f"{module._get_name()}: its queries meet more than keys ({layout.beside_keys}), so the order "
             "of their channels stays."
         )
     if isinstance(layout, Clipped):
@@ -116,8 +116,15 @@ def names_of(layout: Any) -> tuple[str, ...]:
 
 
 def output_channels(projection: nn.Module) -> int:
-    """How many channels a projection makes."""
-    return projection.nf if hasattr(projection, "nf") else projection.out_features  # type: ignore[return-value]
+    """How many channels a projection makes.
+
+    Raises:
+        UnsupportedError: it is no linear layer.
+    """
+    for name in ("nf", "out_features"):
+        if isinstance(getattr(projection, name, None), int):
+            return getattr(projection, name)
+    raise UnsupportedError(f"{projection._get_name()} isn't a linear layer, so its channels can't be reordered.")
 
 
 @dataclass(frozen=True)

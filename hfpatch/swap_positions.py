@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from .architectures import REFUSED, Stack
@@ -490,6 +491,7 @@ def _attention_change(
     row = Row("position", "keep", name, now, reason=reason)
     if reason is not None:
         return Change(row)
+    _require_build(name, module, stack)
     head_dim = channels_per_head(module, stack.head_dim, stack.projections)
     if isinstance(scheme, RoPE) and isinstance(getattr(rotary, "scheme", None), RoPE):
         scheme = scheme.over(rotary.scheme)  # type: ignore[union-attr, arg-type]
@@ -539,6 +541,17 @@ def _lens(stack: Stack) -> AttentionLens:
         time=stack.time,
         biases=stack.biases,
     )
+
+
+def _require_build(name: str, module: nn.Module, stack: Stack) -> None:
+    """Refuse an attention that this version of transformers builds otherwise than its record says."""
+    sizes = [size.strip() for size in stack.head_dim.split("/") if size.strip()]
+    missing = [part for part in (*stack.projections.names, *sizes) if not hasattr(module, part)]
+    if missing:
+        raise UnsupportedError(
+            f"{name}: {type(module).__name__} of transformers {transformers.__version__} has no {', '.join(missing)}; "
+            "hfpatch's record is of another version. Update transformers, or name other modules in only=."
+        )
 
 
 def _hand_down(edits: Edits, model: nn.Module, item: _Found, grid: Grid) -> None:

@@ -144,14 +144,15 @@ def check(config: FinetuneConfig) -> None:
 
 
 def check_numbers(config: Any, at_least: dict[str, int]) -> None:
-    """Refuse settings, or items of settings that are lists, below their bound, and a learning rate that isn't one."""
+    """Refuse settings, or items of settings that are lists, below their bound, and a learning rate that is none."""
     for name, least in at_least.items():
         value = getattr(config, name)
         for number in value if isinstance(value, list) else [value]:
             if number is not None and not number >= least:
                 raise RecipeError(f"--{name} must be at least {least}, not {number}")
-    if not config.learning_rate > 0:
-        raise RecipeError(f"--learning_rate must be positive, not {config.learning_rate}")
+    rate = getattr(config, "learning_rate", None)
+    if rate is not None and not rate > 0:
+        raise RecipeError(f"--learning_rate must be positive, not {rate}")
 
 
 def check_output_folder(path: str) -> None:

@@ -36,6 +36,20 @@ def test_families_lists_every_record() -> None:
     assert f"{len(ARCHITECTURES)} families" in out
 
 
+def test_inspect_proposes_a_record_with_its_proof() -> None:
+    out = called("inspect", "config:opt")
+    assert "'OPTDecoder'," in out
+    assert "reserved_rows=2" in out
+    assert "# OPTDecoder: shift" in out
+    assert "# text of 512 tokens runs" in out
+
+
+def test_inspect_says_where_it_finds_nothing() -> None:
+    result = run.invoke(app, ["inspect", "config:llama"])
+    assert result.exit_code == 1
+    assert "no table of positions" in result.stderr
+
+
 def test_version() -> None:
     assert __version__ in called("--version")
 
@@ -104,6 +118,15 @@ def test_calibration_on_a_text_file(with_tokenizer: Path, tmp_path: Path) -> Non
     result = run.invoke(app, refused)
     assert result.exit_code == 1
     assert "there is no text file no/such.txt" in result.stderr
+
+
+def test_what_a_repair_of_positions_fits(checkpoint: Path, tmp_path: Path) -> None:
+    request = ("--pos", "rope", "--sequences", "8", "--tokens", "8", "--fit")
+    out = called("patch", str(checkpoint), str(tmp_path / "out"), *request, "bias")
+    assert "KL divergence; bias" in out
+    result = run.invoke(app, ["patch", str(checkpoint), str(tmp_path / "no"), *request, "keys"])
+    assert result.exit_code == 1
+    assert "fit must be one of 'qk', 'bias', not 'keys'" in result.stderr
 
 
 def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ LAYERS = [
     ["swap_norms", "swap_bias", "swap_tables", "swap_positions", "swap_mlps"],
     ["lengths"],
     ["swap_batch", "swap_branches", "proof"],
+    ["propose"],
     ["swap_placement"],
     ["plan", "generation"],
     ["checkpoint"],

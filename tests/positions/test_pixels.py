@@ -106,7 +106,7 @@ def test_without_positions_patches_may_change_places(owner: str) -> None:
         assert change <= EXACT if blind else change >= DIFFERENT
 
 
-RELATIVE = dict.fromkeys(("VitDetModel", "VitDetBackbone"), {"use_relative_position_embeddings": True})
+RELATIVE = {owner: {"use_relative_position_embeddings": True} for owner in ("VitDetModel", "VitDetBackbone")}
 SAM_LIKE = [owner for owner in OWNERS if STACKS[owner].switched_off]
 
 
