@@ -18,7 +18,7 @@ from .norms import Norm
 from .placement import Placement
 from .positions import Position
 from .record import INITS, KEY, KINDS, Part, Record
-from .rows import Change, Row, grouped, table
+from .rows import SO_ALREADY, Change, Row, grouped, table
 from .select import Names, as_globs, require_matches
 from .swap_batch import plan_batch_norms, settle_batch
 from .swap_branches import plan_branch_norms, settle_norm
@@ -184,6 +184,8 @@ def make_plan(
             options["conversion"] = plan.conversion
         planned[kind] = PLANNERS[kind](model, part, **options)
         plan.lengths += config_lengths(model, part) if kind == "pos" else []
+    for kind in [kind for kind, changes in planned.items() if _is_so_already(changes)]:
+        del planned[kind], parts[kind]
     for kind, changes in planned.items():
         plan.changes += changes
         changing = sum(change.apply is not None and change.replayed for change in changes)
@@ -195,6 +197,11 @@ def make_plan(
     for kind, changes in planned.items():
         _require_change(plan, kind, parts[kind], changes)
     return plan
+
+
+def _is_so_already(changes: list[Change]) -> bool:
+    """Whether a request, in other words, asks for what the model is."""
+    return not any(change.apply for change in changes) and any(change.row.reason == SO_ALREADY for change in changes)
 
 
 def _require_order(parts: dict[str, Part], record: Record) -> None:

@@ -27,7 +27,7 @@ from .positions.rope import ORIGINAL
 from .record import Part
 from .registry import ARCHITECTURES
 from .relative import FoundBias, Given, find_biases, remover, unremovable
-from .rows import Change, Row, refuse_private_forward
+from .rows import SO_ALREADY, Change, Row, refuse_private_forward
 from .select import Names
 from .swap_bias import bias_for, require_bias
 from .swap_tables import ALL_KEPT, first_row, kept_table_change
@@ -495,6 +495,9 @@ def _attention_change(
     head_dim = channels_per_head(module, stack.head_dim, stack.projections)
     if isinstance(scheme, RoPE) and isinstance(getattr(rotary, "scheme", None), RoPE):
         scheme = scheme.over(rotary.scheme)  # type: ignore[union-attr, arg-type]
+    if isinstance(scheme, RoPE) and getattr(rotary, "scheme", None) == scheme.resolved() and bias is None:
+        row.reason = SO_ALREADY
+        return Change(row)
     scheme.check(head_dim, name)
     _require_axes(item, scheme, name)
     new = scheme.build(head_dim, _scaled_from(item, scheme))

@@ -211,7 +211,6 @@ STAYS: dict[str, str] = {
     "LayoutLMv2Encoder": _PAGE,
     "LayoutLMv3Encoder": _PAGE,
     "RelativePositionBiasAggregated": _PAGE,
-    "ProphetNetNgramSelfAttention": "its decoder predicts several tokens at once, each with biases of its own",
 }
 # Name of a child, Parameter or buffer -> the same, where no record names the class.
 STAYING_PARTS: dict[str, str] = {
