@@ -183,7 +183,8 @@ def make_plan(
             plan.conversion = Conversion.asked_for(model, part, example_inputs, inexact)
             options["conversion"] = plan.conversion
         planned[kind] = PLANNERS[kind](model, part, **options)
-        plan.lengths += config_lengths(model, part) if kind == "pos" else []
+        if kind == "pos" and any(change.apply for change in planned[kind]):
+            plan.lengths = config_lengths(model, part)
     for kind, changes in planned.items():
         plan.changes += changes
         changing = sum(change.apply is not None and change.replayed for change in changes)
