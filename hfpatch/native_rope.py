@@ -12,7 +12,7 @@ import copy
 import inspect
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from .view import LENS, Arguments, host_class, lens_of, lensed_class, with_lens
 SETTINGS_AT = "_hfpatch_rope_settings_at"  # of a rebuilt rotation: the path in the model's config of what it reads
 _ORIGINAL = "original_max_position_embeddings"
 TOLD = ("rope_parameters", "rope_theta", _ORIGINAL)  # what a patched config says of rebuilt rotations
+OWN_STAYS = "the model rotates by itself: only rope and nope change that"
 _SCALARS = (int, float, str, bool, type(None))
 
 Path = tuple[str, ...]
@@ -45,6 +46,7 @@ class Unrotated:
     """
 
     layer_types: tuple[str | None, ...]
+    hfpatch_note: ClassVar[str] = "queries and keys aren't rotated"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         return {}, {}
@@ -172,7 +174,7 @@ def _change(model: nn.Module, rotation: Rotation, part: Part, names: Names) -> C
     if isinstance(scheme, RoPE):
         return _settings_change(model, rotation, part, names, row)
     if scheme.name != "nope":
-        row.reason = "the model rotates by itself: only rope and nope change that"
+        row.reason = OWN_STAYS
         return Change(row)
     if rotation.dropped:
         row.reason = "dropped already"
@@ -219,6 +221,8 @@ def _settings_change(model: nn.Module, rotation: Rotation, part: Part, names: Na
         others = tuple(kind for kind in rotation.all_dropped if kind != rotation.layer_type)
         rebuilt = _rebuilt(rotation, new)
         rebuilt.__dict__[SETTINGS_AT] = rotation.path
+        if row.loss:
+            rebuilt.__dict__["hfpatch_note"] = f"rotates by {row.becomes}"
         for holder in model.modules():
             for attribute, child in list(holder._modules.items()):
                 if child is present:

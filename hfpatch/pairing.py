@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from .view import Arguments, host_class, lens_of
 
 _SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("to_q", "to_k"), ("linear_q", "linear_k"))
 _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+_NORMS_BEHIND = ("NanoChatAttention",)  # attentions that normalise after the rotation
 _HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 
 
@@ -52,8 +53,23 @@ class SharedFused:
         return {self.name: Rotated(getattr(module, self.name), turn)}
 
 
-# Attentions that rotate by themselves, with queries and keys from one projection; the others are told by their names.
-FUSED: dict[str, Any] = {
+@dataclass(frozen=True)
+class GatedQuery(Projections):
+    """Separate projections, of which that of the queries is to `[q gate]` of the first head, then of the next."""
+
+    def rotated(self, module: nn.Module, head_dim: int, rotate: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        attributes = Projections(self.query, self.key).rotated(module, head_dim, rotate)
+
+        def turn(y: Tensor) -> Tensor:
+            q, gate = y.unflatten(-1, (-1, 2, head_dim)).unbind(-2)
+            return torch.stack((rotate(q), gate), dim=-2).flatten(-3)
+
+        return {**attributes, self.query: Rotated(getattr(module, self.query), turn)}
+
+
+# Attentions that rotate by themselves and whose layout their children's names don't tell.
+LAYOUTS: dict[str, Any] = {
+    **dict.fromkeys(("Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"), GatedQuery("q_proj", "k_proj")),
     "GPTNeoXAttention": ByHead("query_key_value"),
     "GPTNeoXJapaneseAttention": ByHead("query_key_value"),
     "PersimmonAttention": ByHead("query_key_value"),
@@ -104,6 +120,7 @@ class HostOrder:
     layout: Any
     head_dim: int
     rotary_dim: int
+    hfpatch_note: ClassVar[str] = "queries and keys are put into the host's order of channels"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         host = "half" if self.pairing == "interleaved" else "interleaved"
@@ -163,9 +180,11 @@ def _rotating(module: nn.Module) -> Rotating | None:
         (getattr(module, name) for name in _HEAD_DIMS if isinstance(getattr(module, name, None), int)), None
     )
     pairs = (Projections(*names) for names in _SEPARATE if all(name in module._modules for name in names))
-    layout = FUSED.get(host_class(type(module)).__name__) or next(pairs, None)
+    layout = LAYOUTS.get(host_class(type(module)).__name__) or next(pairs, None)
     if layout is None or head_dim is None or not all(name in module._modules for name in names_of(layout)):
         return None
+    if host_class(type(module)).__name__ in _NORMS_BEHIND:
+        return Rotating(module, layout, layout, head_dim)
     norms = (names for names in _NORMS if all(module._modules.get(name) is not None for name in names))
     last = next((Projections(*names) for names in norms), layout)
     return Rotating(module, layout, last, head_dim)

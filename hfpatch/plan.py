@@ -138,7 +138,7 @@ def plan_patch(
         norm: a norm scheme: a name ("rms", "dyt", ...), one with options ("dyt:alpha=0.8"), or an object (`DyT(0.8)`).
         pos: a position scheme, likewise ("rope", "rope:theta=500000", `RoPE(partial=0.5)`, "nope").
         only: globs over module names; others are kept. For positions they choose attentions: the table that feeds a
-            chosen one goes.
+            chosen one goes; where a model rotates by itself they choose its rotary modules ("model.rotary_emb").
         keep: globs over module names that stay as they are, attentions and position tables included.
         init: how new parameters start: "auto" (exact where that is true, else the nearest closed form), "exact" (keep
             norms that wouldn't be, refuse where nothing is), "copy" (gains and shifts are the replaced norm's own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ class Given:
     """A lens on an attention that gets other arguments than it is handed: "zeros" stands for zeros like those."""
 
     arguments: tuple[tuple[str, Any], ...]
+    hfpatch_note: ClassVar[str] = "its own positions are hidden from it"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         filled = {}

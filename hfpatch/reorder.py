@@ -23,7 +23,8 @@ from .plan import Plan, require_bare
 from .positions import RoPE, RotaryEmbedding
 from .positions.rope import PAIRINGS
 from .record import KEY, Part, Record
-from .swap_positions import plan_positions
+from .relative import Given
+from .swap_positions import find_own_rotations, own_attentions, plan_positions
 from .view import host_class, lens_of
 
 M = TypeVar("M", bound=PreTrainedModel)
@@ -145,6 +146,14 @@ def _found(model: nn.Module, to: str) -> tuple[list[_Attention], tuple[str, ...]
         dim = rotary.head_dim
         found.append(_Attention(name, module, layout, dim, rotary.scheme.rotary_dim(dim), biases=biases))
         names.append(name)
+    for owner, name, own in find_own_rotations(model):
+        for path, (module, itself) in own_attentions(owner, name, own).items():
+            if lens_of(module, Given) is None and itself.pairing == to:
+                already += 1
+            elif lens_of(module, Given) is None:
+                dim = getattr(module, own.head_dim)
+                found.append(_Attention(path, module, own.projections, dim, itself.rotary_dim(dim)))
+                names.append(path)
     for rotation in find_rotations(model):
         if rotation.settings.get("rope_type") == "axial":
             continue

@@ -13,20 +13,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from .architectures import Stack
+from .architectures.rotating import OWN_ROTATIONS, OwnRotation
 from .attention import BIAS, ROTARY, AttentionLens
 from .edits import Edits
 from .errors import UnsupportedError
 from .limits import MEAN_ROW, ConstantPositions, LengthLimit, constant_of, mean_row
-from .native_rope import plan_native
+from .native_rope import OWN_STAYS, plan_native
 from .positions import Position, RoPE
 from .record import Part
 from .registry import ARCHITECTURES
-from .relative import FoundBias, find_biases, remover, unremovable
+from .relative import FoundBias, Given, find_biases, remover, unremovable
 from .rows import Change, Row, refuse_private_forward
 from .select import Names
 from .swap_bias import bias_for, require_bias
 from .swap_tables import ALL_KEPT, first_row, kept_table_change
-from .view import LENS, host_class, lensed_class, with_lens
+from .view import LENS, host_class, lens_of, lensed_class, with_lens
 
 REMOVED_ROWS = "_hfpatch_removed_rows"  # of the module that held a table which was a Parameter
 _RELATIVE = re.compile(r"relative_(attention_)?(bias|position)|rel_pos|rel_embeddings|pos_bias|position_bias", re.I)
@@ -79,6 +80,8 @@ def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
     for bias in biases:
         changes += _bias_changes(model, bias, covered, part, names)
     changes += plan_native(model, part, names)
+    for owner, name, own in find_own_rotations(model):
+        changes += _own_changes(model, owner, name, own, part, names)
     staying = _other_biases(model, found, biases)
     if not changes and strict:
         raise _unsupported(model, staying)
@@ -184,6 +187,99 @@ def _bias_changes(model: nn.Module, item: FoundBias, covered: set[str], part: Pa
     changes += [_attention_change(model, name, module, found, scheme, reasons[name]) for name, module in left.items()]
     _try_bias(left, stack, part, changes)
     return changes
+
+
+def find_own_rotations(model: nn.Module) -> list[tuple[nn.Module, str, OwnRotation]]:
+    """Owners of attentions that rotate by tables of their own: (owner, its name, the record)."""
+    found = []
+    for name, module in model.named_modules():
+        own = next((OWN_ROTATIONS[b.__name__] for b in type(module).__mro__ if b.__name__ in OWN_ROTATIONS), None)
+        if own is not None:
+            found.append((module, name, own))
+    return found
+
+
+def own_attentions(owner: nn.Module, name: str, own: OwnRotation) -> dict[str, tuple[nn.Module, RoPE]]:
+    """Each of their attentions, and how it turns by itself."""
+    found = {}
+    for path, module in owner.named_modules():
+        if fnmatch.fnmatchcase(path, own.attention):
+            head_dim = getattr(module, own.head_dim)
+            turned = getattr(module, own.rotary_dim) if own.rotary_dim else None
+            scheme = RoPE(partial=(turned or head_dim) / head_dim, pairing=own.pairing).resolved()
+            found[f"{name}.{path}".strip(".")] = module, scheme
+    return found
+
+
+def _own_changes(
+    model: nn.Module, owner: nn.Module, name: str, own: OwnRotation, part: Part, names: Names
+) -> list[Change]:
+    """What happens to attentions that rotate by tables of their own: other settings, or no rotation.
+
+    Raises:
+        UnsupportedError: one turns more than queries and keys.
+    """
+    stack = Stack(
+        *(own.owner, "", own.attention, own.projections),
+        head_dim=own.head_dim,
+        cache=own.cache,
+        layer_index=own.layer_index,
+    )
+    length = getattr(getattr(owner, "config", None), "max_position_embeddings", 0)
+    attentions = own_attentions(owner, name, own)
+    found = _Found(stack, owner, name, name, {path: module for path, (module, _) in attentions.items()}, length)
+    return [_own_change(model, path, own, found, itself, part, names) for path, (_, itself) in attentions.items()]
+
+
+def _own_change(
+    model: nn.Module, path: str, own: OwnRotation, found: _Found, itself: RoPE, part: Part, names: Names
+) -> Change:
+    """What happens to one of them; `itself` is how it turns by its own table."""
+    module, scheme = found.attentions[path], part.scheme
+    assert isinstance(scheme, Position)
+    rotary: Any = module._modules.get(ROTARY)
+    hidden = lens_of(module, Given) is not None
+    reason = names.reason_to_keep([path], part.only, part.keep)
+    described = itself.describe(getattr(module, own.head_dim))
+    present = rotary or (None if hidden else described)
+    now = f"{module._get_name()} with {present}" if present else module._get_name()
+    if reason is None and not (isinstance(scheme, RoPE) or scheme.name == "nope"):
+        reason = OWN_STAYS
+    if reason is not None:
+        return Change(Row("position", "keep", path, now, reason=reason))
+    if isinstance(scheme, RoPE) and not hidden and scheme.over(itself) == itself:
+        return Change(Row("position", "replace", path, now, described, reason="its own settings"), lambda edits: None)
+    if own.refused and getattr(module, own.refused[0]):
+        raise UnsupportedError(f"{path}: {module._get_name()} rotates already, and that stays: {own.refused[1]}.")
+    if isinstance(scheme, RoPE):
+        scheme = scheme.over(rotary.scheme if rotary is not None else itself)
+    change = _attention_change(model, path, module, found, scheme, None)
+    change.row.now = now
+    if scheme.name == "nope":
+        if hidden and rotary is None:
+            change.row.reason = "dropped already"
+        else:
+            change.row.action, change.row.becomes, change.row.reason = "replace", "no rotation", None
+            change.row.loss = "queries and keys are rotated no more: a causal mask alone still shows order"
+            change.apply = change.apply or (lambda edits: None)
+    if change.apply is not None:
+        change.apply = _hiding(module, own, change.apply)
+        if part.init == "exact":
+            raise UnsupportedError(
+                f"{path}: pos={scheme.name!r} isn't exact: {change.row.loss}. Use init='auto' to accept that."
+            )
+    return change
+
+
+def _hiding(module: nn.Module, own: OwnRotation, then: Callable[[Edits], None]) -> Callable[[Edits], None]:
+    """The same, once the host turns by nothing."""
+
+    def apply(edits: Edits) -> None:
+        edits.set_attribute(module, LENS, with_lens(module, Given(own.given)))
+        edits.set_class(module, lensed_class(host_class(type(module))))
+        then(edits)
+
+    return apply
 
 
 def _of(owner: nn.Module, path: str) -> Any:
@@ -377,13 +473,10 @@ def _built_like(model: nn.Module, stack: Stack) -> bool:
 
 def _positions_of(model: nn.Module) -> str:
     """What kind of positions an unrecorded model has, as far as its modules tell."""
-    config = getattr(model, "config", None)
     for name, module in model.named_modules():
         owned = [*module._parameters, *module._buffers, *module._modules]
         if any(_RELATIVE.search(piece) for piece in owned):
             return f"its positions are relative biases ({name or type(module).__name__})."
-    if getattr(config, "alibi", False) or getattr(config, "model_type", "") in ("bloom", "mpt"):
-        return "its positions are ALiBi's relative biases."
     for name, module in model.named_modules():
         if "rotary" in type(module).__name__.lower() or "rotary" in name.rpartition(".")[2].lower():
             return f"it rotates queries and keys already ({name})."

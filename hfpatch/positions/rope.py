@@ -218,7 +218,7 @@ class RoPE(Position):
 
     def over(self, present: RoPE) -> RoPE:
         """The same with another's value for every option that is None: what a model gets that rotates like that."""
-        names = ("theta", "scaling", "partial", "pairing")
+        names = ("theta", "scaling", "partial", "pairing", "original_max_positions")
         return replace(self, **{name: getattr(present, name) for name in names if getattr(self, name) is None})
 
     def resolved(self) -> RoPE:

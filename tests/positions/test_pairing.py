@@ -24,6 +24,7 @@ from hfpatch import (
     reorder,
     unpatch_model,
 )
+from hfpatch import pairing as layouts
 from hfpatch.convert.randomness import own_randomness
 from hfpatch.convert.run import outputs_of
 from hfpatch.native_rope import find_rotations, pairing_of, rotary_dim_of
@@ -39,7 +40,9 @@ import zoo
 NATIVE = [
     *("llama", "mistral", "qwen2", "qwen3", "olmo2", "phi", "phi3", "gpt_neox", "stablelm", "cohere", "glm", "gpt_oss"),
     *("persimmon", "gemma3_text", "modernbert", "llama4_text", "qwen2_vl", "hunyuan_v1_dense"),
+    *("nanochat", "qwen3_next"),  # norms behind the rotation; gates among the queries
 ]
+OWN = ["gptj", "codegen", "roformer"]  # by tables of their own
 PATCHED = ["gpt2", "bert", "bart", "whisper", "t5", "bloom", "mpt", "deberta"]
 OTHER = {"half": "interleaved", "interleaved": "half"}
 
@@ -66,7 +69,11 @@ def make(model_type: str) -> tuple[Any, dict[str, Any], str]:
     if model_type in PATCHED:
         patched(model, pos=RoPE(partial=0.5, theta=500.0))
         return model, given, "half"
+    if model_type in OWN:
+        return model, given, "interleaved"
     pairing = pairing_of(find_rotations(model)[-1])
+    if pairing is None and model_type == "qwen2_vl":
+        pytest.skip("before transformers 5.23 its attention itself put the three axes together")
     assert pairing is not None
     return model, given, pairing
 
@@ -78,7 +85,7 @@ def test_order() -> None:
         assert torch.equal(there[back], torch.arange(8))
 
 
-@pytest.mark.parametrize("model_type", [*NATIVE, *PATCHED])
+@pytest.mark.parametrize("model_type", [*NATIVE, *OWN, *PATCHED])
 def test_the_function_stays_and_weights_come_back(model_type: str) -> None:
     model, given, pairing = make(model_type)
     before, weights = run(model, given), copy.deepcopy(model.state_dict())
@@ -88,7 +95,7 @@ def test_the_function_stays_and_weights_come_back(model_type: str) -> None:
     assert difference(run(model, given), before) <= 1e-4
     convert_pairing(model, pairing, example_inputs=given)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-    assert difference(run(model, given), before) == 0
+    assert difference(run(model, given), before) <= (1e-4 if model_type in OWN else 0)  # whose turning is ours now
 
 
 @pytest.mark.parametrize("model_type", [*NATIVE, *PATCHED])
@@ -200,8 +207,9 @@ def test_what_isnt_the_same_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert not hasattr(model.config, "hfpatch")
 
 
-def test_queries_with_gates_are_taken_back() -> None:
-    """Qwen3-Next's query projection holds gates too: the check on the model in hand finds that out."""
+def test_an_unknown_layout_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for plain projections, Qwen3-Next's queries with gates fail on the model in hand."""
+    monkeypatch.delitem(layouts.LAYOUTS, "Qwen3NextAttention")
     model, given = zoo.tiny("qwen3_next")
     weights = copy.deepcopy(model.state_dict())
     with pytest.raises(VerificationError):
