@@ -368,9 +368,10 @@ def _limits_lifter(model: nn.Module, item: _Found) -> Callable[[Edits, Position]
 
     def lift(edits: Edits, scheme: Position) -> None:
         limits = [(path, limit.with_table(item.stack.reserved_rows)) for path, limit in item.stack.limits]
-        longest = sys.maxsize if scheme.any_length else scheme.max_positions
-        assert longest is not None
-        _lift_limits(edits, model, item, limits, longest)
+        if scheme.any_length or scheme.max_positions is not None:
+            longest = sys.maxsize if scheme.any_length else scheme.max_positions
+            assert longest is not None
+            _lift_limits(edits, model, item, limits, longest)
 
     return lift
 

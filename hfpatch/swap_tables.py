@@ -24,6 +24,7 @@ class FoundTable(Protocol):
     """A table of positions in the model in hand, and the stack that it feeds."""
 
     stack: Stack
+    owner: Any
     table_name: str
 
     def holder(self) -> tuple[nn.Module, str]: ...
@@ -67,6 +68,8 @@ def kept_table_change(item: FoundTable, part: Part, row: Row, lift_limits: Calla
         same = _follows(table, scheme, first)
         row.reason = "inputs of any length" + (" (the table's own rule)" if same else "")
         row.loss = None if same else "learned positions are replaced"
+    elif part.init == "reset":
+        row.loss = "its rows start afresh"
     elif new in (None, old) and not part.modules:  # a replayed part finds the table as the config built it
         row.action, row.becomes = "keep", None
         row.reason = f"holds {old} positions already" if new else "max_positions says how many it is to hold"
@@ -79,22 +82,29 @@ def kept_table_change(item: FoundTable, part: Part, row: Row, lift_limits: Calla
         )
 
     def apply(edits: Edits) -> None:
-        _keep(edits, item, scheme, first)
+        _keep(edits, item, scheme, first, fresh=part.init == "reset")
         lift_limits(edits, scheme)
 
     return Change(row, apply)
 
 
-def _keep(edits: Edits, item: FoundTable, scheme: Position, first: int) -> None:
+def _keep(edits: Edits, item: FoundTable, scheme: Position, first: int, fresh: bool) -> None:
     holder, attribute = item.holder()
     table = item.table()
     assert isinstance(table, nn.Embedding)
     if isinstance(scheme, Learned):
         weight = resized(table, scheme, first)
+        if fresh:
+            nn.init.normal_(weight.data[first:], std=_initial_spread(item.owner.config))
         edits.set_parameter(table, "weight", weight)
         edits.set_attribute(table, "num_embeddings", len(weight))
     else:
         edits.set_module(holder, attribute, computed(table, scheme, first))
+
+
+def _initial_spread(config: Any) -> float:
+    """The standard deviation with which transformers starts embeddings of this family."""
+    return getattr(config, "initializer_range", None) or getattr(config, "init_std", None) or 0.02
 
 
 def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:
