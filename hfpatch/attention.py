@@ -3,6 +3,7 @@ any length."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PositionError
-from .view import Arguments
+from .view import TAKEN, Arguments
 
 ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an attention
 BIAS = "score_bias"  # and of the one whose output is added to its scores
 TAKE_A_BIAS = ("eager", "sdpa")  # attention implementations that add a float mask (B or 1, H, T, S) to the scores
+PHASES = "position_phases"  # keyword argument in which a stack's owner hands them down, see grid.py
+
+
+Rotate = Callable[..., Tensor]  # of x (B, T, H, head_dim), by its tokens' positions or by others (B or 1, T)
 
 
 class Rotated:
@@ -33,31 +38,142 @@ class Rotated:
 
 @dataclass(frozen=True)
 class Projections:
-    """Separate projections of queries and keys, each (B, T, heads * head_dim)."""
+    """Separate projections of queries and keys, each (B, T, heads * head_dim).
+
+    Attributes:
+        query, key: names of the projections.
+        time: axis of the tokens in what they return: 0 for (T, B, heads * head_dim).
+        beside_keys: argument (T, T, B, head_dim) whose products with queries are added to the scores: what is at
+            [i, j] turns with query i, so that the product stays.
+    """
 
     query: str
     key: str
+    time: int = 1
+    beside_keys: str | None = None
 
-    def rotated(self, module: nn.Module, head_dim: int, rotate: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The projections that queries and keys come from."""
+        return self.query, self.key
+
+    def query_width(self, module: nn.Module) -> int:
+        """heads * head_dim."""
+        return getattr(module, self.query).weight.shape[0]
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        """Attributes of the attention's view: projections whose output is turned."""
+
         def turn(y: Tensor) -> Tensor:
-            return rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2)
+            return self._turned(y, head_dim, rotate)
 
         return {name: Rotated(getattr(module, name), turn) for name in (self.query, self.key)}
+
+    def _turned(self, y: Tensor, head_dim: int, rotate: Rotate, at: Tensor | None = None) -> Tensor:
+        if self.time == 0:
+            y = y.transpose(0, 1)
+        y = rotate(y.unflatten(-1, (-1, head_dim)), at).flatten(-2)
+        return y.transpose(0, 1).contiguous() if self.time == 0 else y
+
+    def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
+        """Arguments of the attention that turn as well."""
+        if self.beside_keys is None:
+            return {}
+        x = arguments[self.beside_keys]
+        return {self.beside_keys: rotate(x.permute(2, 0, 1, 3)).permute(1, 2, 0, 3).reshape(x.shape)}
+
+
+@dataclass(frozen=True)
+class WindowProjections(Projections):
+    """Projections of an attention in windows that has others for tokens which attend to all (Longformer's).
+
+    Attributes:
+        global_query: of those tokens alone, the first of each text, then the second: (G, B, heads * head_dim).
+        global_key: of all tokens.
+        marks: argument (B, T), true for tokens that attend to all.
+    """
+
+    global_query: str = "query_global"
+    global_key: str = "key_global"
+    marks: str = "is_index_global_attn"
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        attributes = super().rotated(module, arguments, head_dim, rotate)
+
+        def turn_keys(y: Tensor) -> Tensor:
+            return self._turned(y, head_dim, rotate)
+
+        def turn_queries(y: Tensor) -> Tensor:
+            marks = arguments[self.marks].long()
+            slots = marks.sort(dim=1, descending=True, stable=True).indices[:, : y.shape[0]]  # marked ones, in order
+            return self._turned(y, head_dim, rotate, slots)
+
+        attributes[self.global_key] = Rotated(getattr(module, self.global_key), turn_keys)
+        attributes[self.global_query] = Rotated(getattr(module, self.global_query), turn_queries)
+        return attributes
 
 
 @dataclass(frozen=True)
 class Fused:
-    """One projection to (B, T, 3 * heads * head_dim), in blocks `[q | k | v]`."""
+    """One projection to (B, T, channels) of queries, keys and values.
+
+    Attributes:
+        name: of the projection.
+        by_head: channels are `[q k v]` of the first head, then of the next; else blocks `[q | k | v]` of all heads.
+        shared: attribute that says whether all heads share one key and one value: then blocks, k and v of one head.
+        query_bias: Parameter (heads * head_dim,) that the attention adds to the queries itself.
+    """
 
     name: str
+    by_head: bool = False
+    shared: str | None = None
+    query_bias: str | None = None
 
-    def rotated(self, module: nn.Module, head_dim: int, rotate: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        def turn(y: Tensor) -> Tensor:
-            width = 2 * (y.shape[-1] // 3)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The projection that queries and keys come from."""
+        return (self.name,)
+
+    def query_width(self, module: nn.Module) -> int:
+        """heads * head_dim."""
+        projection = getattr(module, self.name)
+        return getattr(projection, "nf", projection.weight.shape[0]) // 3  # transformers' Conv1D is transposed
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        """Attributes of the attention's view: the projection, whose queries and keys are turned."""
+        shared = self.shared is not None and getattr(module, self.shared)
+        bias = getattr(module, self.query_bias) if self.query_bias else None
+
+        def turn_blocks(y: Tensor) -> Tensor:
+            width = y.shape[-1] - head_dim if shared else 2 * (y.shape[-1] // 3)
             qk = rotate(y[..., :width].unflatten(-1, (-1, head_dim))).flatten(-2)
             return torch.cat((qk, y[..., width:]), dim=-1)
 
-        return {self.name: Rotated(getattr(module, self.name), turn)}
+        def turn_heads(y: Tensor) -> Tensor:
+            heads = y.unflatten(-1, (-1, 3, head_dim))
+            if bias is not None:
+                heads = heads + nn.functional.pad(bias.view(-1, 1, head_dim), (0, 0, 0, 2))
+            qk = rotate(heads[..., :2, :].flatten(-3, -2)).unflatten(-2, (-1, 2))
+            return torch.cat((qk, heads[..., 2:, :]), dim=-2).flatten(-3)
+
+        turn = turn_heads if self.by_head and not shared else turn_blocks
+        attributes: dict[str, Any] = {self.name: Rotated(getattr(module, self.name), turn)}
+        if bias is not None:  # is added above, where it turns with the queries
+            attributes[self.query_bias] = torch.zeros_like(bias)  # type: ignore[index]
+        return attributes
+
+    def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
+        """Arguments of the attention that turn as well: none."""
+        return {}
+
+
+def channels_per_head(module: nn.Module, attribute: str, projections: Projections | Fused) -> int:
+    """The attention's head_dim; `attribute` names what holds it, or two as in "embed_dim / num_heads" or "/ num_heads"
+    (of the width that queries have).
+    """
+    whole, _, heads = (part.strip() for part in attribute.partition("/"))
+    channels = getattr(module, whole) if whole else projections.query_width(module)
+    return channels // (getattr(module, heads) if heads else 1)
 
 
 @dataclass(frozen=True)
@@ -66,17 +182,18 @@ class Window:
 
     Attributes:
         buffer: the buffer's name.
-        local: attribute of the attention that is "local" where the window applies.
+        local: attribute of the attention that is "local" where the window applies, None where there is none.
         size: config attribute with the window's size.
     """
 
     buffer: str
-    local: str
-    size: str
+    local: str | None = None
+    size: str = ""
 
     def mask(self, module: nn.Module, slots: Tensor) -> CausalMask:
-        local = getattr(module, self.local) == "local"
-        return CausalMask(slots, getattr(module.config, self.size) if local else None)
+        local = self.local is not None and getattr(module, self.local) == "local"
+        dtype = getattr(module, self.buffer).dtype
+        return CausalMask(slots, getattr(module.config, self.size) if local else None, dtype)
 
 
 class CausalMask:
@@ -86,8 +203,8 @@ class CausalMask:
     rows from the end of the keys are not.
     """
 
-    def __init__(self, slots: Tensor, size: int | None):
-        self.slots, self.size = slots, size
+    def __init__(self, slots: Tensor, size: int | None, dtype: torch.dtype = torch.bool):
+        self.slots, self.size, self.dtype = slots, size, dtype
 
     def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Tensor:
         keys = torch.arange(index[3].stop, device=self.slots.device)
@@ -95,7 +212,7 @@ class CausalMask:
         allowed = keys <= queries
         if self.size is not None:
             allowed = allowed & (keys > queries - self.size)
-        return allowed[None]
+        return allowed[None].to(self.dtype)
 
 
 def score_dtype(states: Tensor) -> torch.dtype:
@@ -129,7 +246,7 @@ class AttentionLens:
 
     Attributes:
         projections: how q and k leave the input.
-        head_dim, cache, layer_index, window, mask: as in `architectures.Stack`.
+        head_dim, cache, layer_index, window, mask, states, time, biases: as in `architectures.Stack`.
     """
 
     projections: Projections | Fused
@@ -138,29 +255,48 @@ class AttentionLens:
     layer_index: str
     window: Window | None
     mask: str | None = "attention_mask"
+    states: str = "hidden_states"
+    time: int = 1
+    biases: tuple[str, ...] = ()
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        states = arguments["hidden_states"]
+        states = arguments[self.states]
+        tokens = _Tokens.of(states.transpose(0, 1) if self.time == 0 else states)
         positions = arguments.get("position_ids")
         bias: Any = module._modules.get(BIAS)
-        slots = self._slots(module, states, arguments) if positions is None or self.window or bias is not None else None
-        attributes: dict[str, Any] = {}
+        attributes: dict[str, Any] = {name: 0 for name in self.biases if hasattr(module, name)}
+        filled: Arguments = {name: 0 for name in self.biases if name not in attributes}
         rotary: Any = module._modules.get(ROTARY)
+        handed_down = arguments.get(PHASES)
+        phases = self._handed_down(module, rotary, handed_down, tokens)
+        slots = None
+        if self.window is not None or bias is not None or (phases is None and positions is None):
+            slots = self._slots(module, tokens, arguments)
         if rotary is not None:
-            phases = rotary(self._checked(positions, states) if positions is not None else slots)
+            if phases is None and tokens.lie_on_a_grid and getattr(rotary, "axes", 1) == 2:
+                phases = rotary(tokens.places())
+            elif phases is None:
+                self._require_line(module, rotary)
+                phases = rotary(self._checked(positions, tokens) if positions is not None else slots)
 
-            def rotate(x: Tensor) -> Tensor:
-                return rotary.rotate(x, phases)
+            def rotate(x: Tensor, at: Tensor | None = None) -> Tensor:
+                if at is not None:
+                    return rotary.rotate(x, rotary(at))
+                return tokens.as_given(rotary.rotate(tokens.in_line(x), phases))
 
-            attributes.update(self.projections.rotated(module, getattr(module, self.head_dim), rotate))
+            head_dim = channels_per_head(module, self.head_dim, self.projections)
+            attributes.update(self.projections.rotated(module, arguments, head_dim, rotate))
+            filled.update(self.projections.turned(arguments, rotate))
         if self.window is not None:
             assert slots is not None
             attributes[self.window.buffer] = self.window.mask(module, slots)
-        if bias is None:
-            return attributes, {}
-        assert slots is not None
-        assert self.mask is not None
-        return attributes, {self.mask: self._biased(module, bias, states, slots, arguments)}
+        if bias is not None:
+            assert slots is not None
+            assert self.mask is not None
+            filled[self.mask] = self._biased(module, bias, states, slots, arguments)
+        if handed_down is not None:
+            filled[PHASES] = TAKEN
+        return attributes, filled
 
     def _biased(
         self, module: nn.Module, bias: nn.Module, states: Tensor, slots: Tensor, arguments: Arguments
@@ -195,8 +331,30 @@ class AttentionLens:
             scores = (scores + mask.to(wide)).clamp(min=lowest)
         return scores.to(dtype)
 
-    def _slots(self, module: nn.Module, states: Tensor, arguments: Arguments) -> Tensor:
-        slots = torch.arange(states.shape[1], device=states.device)[None]
+    @staticmethod
+    def _handed_down(module: nn.Module, rotary: Any, handed_down: Any, tokens: _Tokens) -> Any:
+        """The phases that the stack's owner made for this rotation, None if it made none."""
+        positions, phases = (handed_down or {}).get(getattr(rotary, "key", None), (None, None))
+        if positions is None:
+            return None
+        if positions.shape[1] != tokens.count:
+            raise PositionError(
+                f"{type(module).__name__} was given {tokens.count} tokens, but the input has {positions.shape[1]} "
+                "positions: some were dropped or added on the way, and which isn't known here."
+            )
+        return rotary(positions) if phases is None or has_hooks(rotary) else phases
+
+    @staticmethod
+    def _require_line(module: nn.Module, rotary: Any) -> None:
+        axes = getattr(rotary, "axes", 1)
+        if axes > 1:
+            raise PositionError(
+                f"{type(module).__name__} wasn't told where on the {axes}-axis grid its tokens lie: it was called "
+                "by another way than its model's forward. Use axes=1 for that."
+            )
+
+    def _slots(self, module: nn.Module, tokens: _Tokens, arguments: Arguments) -> Tensor:
+        slots = torch.arange(tokens.count, device=tokens.device)[None]
         cache = arguments.get(self.cache) if self.cache else None
         if cache is None:
             return slots
@@ -209,11 +367,53 @@ class AttentionLens:
         return slots + cache.get_seq_length(layer)
 
     @staticmethod
-    def _checked(positions: Tensor, states: Tensor) -> Tensor:
+    def _checked(positions: Tensor, tokens: _Tokens) -> Tensor:
         positions = positions[None] if positions.dim() == 1 else positions
-        if positions.shape[-1] != states.shape[1]:
+        if positions.shape[-1] != tokens.count:
             raise PositionError(
-                f"position_ids {tuple(positions.shape)} don't fit hidden states {tuple(states.shape)} (B, T, d); "
+                f"position_ids {tuple(positions.shape)} don't fit hidden states {tokens.shape} (B, T, d); "
                 "pass one position per token of this call."
             )
         return positions
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """How hidden states lie: (T, d), (B, T, d), or (B, rows, columns, d), whose tokens count row after row."""
+
+    shape: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, states: Tensor) -> _Tokens:
+        return cls(tuple(states.shape), states.device)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape[1:-1]) if len(self.shape) > 2 else self.shape[0]
+
+    @property
+    def lie_on_a_grid(self) -> bool:
+        return len(self.shape) == 4
+
+    def places(self) -> Tensor:
+        """Rows and columns (1, T, 2) of tokens on a grid."""
+        rows, columns = (torch.arange(size, device=self.device) for size in self.shape[1:3])
+        return torch.cartesian_prod(rows, columns)[None]
+
+    def in_line(self, x: Tensor) -> Tensor:
+        """x (*leading, H, head_dim) as (B, T, H, head_dim)."""
+        if len(self.shape) == 3:
+            return x
+        return x.flatten(1, -3) if len(self.shape) == 4 else x[None]
+
+    def as_given(self, x: Tensor) -> Tensor:
+        """The way back."""
+        if len(self.shape) == 3:
+            return x
+        return x.unflatten(1, self.shape[1:-1]) if len(self.shape) == 4 else x[0]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something listens to a module's calls, so that no other one's result may be used for it."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)

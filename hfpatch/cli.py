@@ -167,6 +167,13 @@ def patch(
     ] = None,
     sequences: Annotated[int, typer.Option(min=1, help="How many sequences a repair takes.")] = 256,
     tokens: Annotated[int, typer.Option(min=2, help="Where longer sequences are cut.")] = 128,
+    fit: Annotated[
+        str,
+        typer.Option(
+            help="What a repair of positions fits to the original's attention maps: 'qk', weights and biases of "
+            "queries and keys, or 'bias', their biases alone."
+        ),
+    ] = "qk",
     report: Annotated[Path | None, typer.Option(help="Save what the repair did as this .json file.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of random weights (config:FAMILY) and of samples.")] = 0,
     overwrite: Annotated[bool, typer.Option(help="Write into OUT although it isn't empty.")] = False,
@@ -188,7 +195,7 @@ def patch(
             request["calibration"] = _calibration(calibration, model, built, sequences, tokens, seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotPreservedWarning)  # said below, in the words of a command line
-            patch_model(built, **request)
+            patch_model(built, **request, fit=fit)
         repaired = repair_report(built)
         if repaired is not None:
             typer.echo(f"\n{repaired}")

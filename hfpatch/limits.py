@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .errors import PositionError
 from .view import Arguments, InnerView, View
 
+NO_ROW = "_hfpatch_no_row"  # of a module whose buffer of positions counts for nothing: training starts from zero
+_ANY = 2**31  # rows enough for any length
 MEAN_ROW = "its mean row"  # what a plan and a report say of a removed table
 
 
@@ -59,17 +62,121 @@ class ZeroArguments(LengthLimit):
 
 
 @dataclass(frozen=True)
-class AnyImageSize(LengthLimit):
-    """Patch embeddings whose table is a constant take images of any size."""
+class AnyTextLength(LengthLimit):
+    """Text embeddings that compare their input's length with the table's or a buffer's (CLIP's) take any length."""
 
-    table: str = "position_embeddings"
+    table: str = "position_embedding"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        attributes = {
-            "image_size": tuple(arguments["pixel_values"].shape[-2:]),
-            "interpolate_pos_encoding": lambda *args, **kwargs: getattr(module, self.table),
-        }
-        return attributes, {}
+        table: Any = getattr(module, self.table)
+        rows = torch.empty(1, table.embedding_dim, device="meta").expand(_ANY, -1)
+        position_ids = torch.zeros(1, 1, dtype=torch.long, device=table.constant.device).expand(1, _ANY)
+        return {self.table: InnerView(table, {"weight": rows}), "position_ids": position_ids}, {}
+
+
+@dataclass(frozen=True)
+class AnyBufferLength(LengthLimit):
+    """A model that cuts its positions from a buffer of a child's finds as many there as it wants.
+
+    Attributes:
+        child: name of the child.
+        buffer: the buffer (1, rows) of integers; what is in it no longer counts.
+    """
+
+    child: str
+    buffer: str
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        child = getattr(module, self.child)
+        buffer = getattr(child, self.buffer)[:, :1].expand(1, _ANY)
+        return {self.child: InnerView(child, {self.buffer: buffer})}, {}
+
+
+@dataclass(frozen=True)
+class AnyRow(LengthLimit):
+    """A table in a buffer, which hosts fill by themselves when they load, stays there: every position gets its mean.
+
+    Attributes:
+        table: the buffer.
+        first: its first row that holds a position.
+    """
+
+    table: str
+    first: int = 0
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        table = getattr(module, self.table)
+        row = mean_row(table, self.first)
+        return {self.table: EveryRow(table, torch.zeros_like(row) if NO_ROW in module.__dict__ else row)}, {}
+
+
+class EveryRow:
+    """Answers every index with one row (width,), and otherwise is a table (rows, width)."""
+
+    def __init__(self, table: Tensor, row: Tensor):
+        self.table, self.row = table, row
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.row
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The table cast, for hosts that store it; the row is cast as well."""
+        self.row = self.row.to(*args, **kwargs)
+        return self.table.to(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class RefusedArguments(LengthLimit):
+    """Arguments that bring tokens whose positions aren't known here."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str):
+        object.__setattr__(self, "names", names)
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        for name in self.names:
+            if arguments.get(name) is not None:
+                raise PositionError(
+                    f"{type(module).__name__} was given {name}, which stand at positions of their own: those can't be "
+                    "rotated. Leave them out, or leave this model's positions as they are."
+                )
+        return {}, {}
+
+
+@dataclass(frozen=True)
+class AnyImageSize(LengthLimit):
+    """Patch embeddings whose table is a constant take images of any size and aspect ratio.
+
+    Attributes:
+        table: path of the constant; None where another module adds it.
+        resize: methods (or children) that would fit the table to an image; they answer with the constant.
+        flag: whether the forward takes `interpolate_pos_encoding`, without which it would insist on the old size.
+        rows: rows of the constant, where the host takes those of patches and of other tokens apart.
+        argument: the forward's argument with the pixels.
+    """
+
+    table: str | None = "position_embeddings"
+    resize: tuple[str, ...] = ("interpolate_pos_encoding",)
+    flag: bool = False
+    rows: int = 1
+    argument: str = "pixel_values"
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        attributes: dict[str, Any] = {}
+        if self.argument in arguments:
+            attributes["image_size"] = tuple(arguments[self.argument].shape[-2:])
+        constant = _at(module, self.table) if self.table is not None else None
+        if constant is not None:
+            constant = constant if isinstance(constant, Tensor) else constant()
+            if self.rows > 1 and self.table is not None:
+                attributes[self.table] = constant = constant.expand(*constant.shape[:-2], self.rows, -1)
+
+            def answer(*args: Any, **kwargs: Any) -> Tensor:
+                return constant
+
+            attributes |= dict.fromkeys(self.resize, answer)
+        return attributes, {"interpolate_pos_encoding": True} if self.flag else {}
 
 
 @dataclass(frozen=True)
@@ -96,6 +203,74 @@ class AnyInputLength(LengthLimit):
         return attributes, {}
 
 
+@dataclass(frozen=True)
+class ReadRows(LengthLimit):
+    """A host that reads the rows of the table itself, rather than ask it for positions, reads the one that is left.
+
+    Attributes:
+        table: the child that was the table.
+        attribute: what it holds them in.
+    """
+
+    table: str
+    attribute: str = "weight"
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        return {self.table: Rows(self.attribute, getattr(module, self.table)()[None])}, {}
+
+
+@dataclass(frozen=True)
+class AnyVideoSize(LengthLimit):
+    """Video embeddings that compare the rows of their tables with the patches and frames in hand (TimeSformer).
+
+    Attributes:
+        space, time: attributes that hold the constants, after a class token and without one.
+    """
+
+    space: str = "position_embeddings"
+    time: str = "time_embeddings"
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        _, frames, _, height, width = arguments["pixel_values"].shape
+        patches: Any = module.patch_embeddings
+        rows = (height // patches.patch_size[0]) * (width // patches.patch_size[1])
+        attributes = {self.space: getattr(module, self.space).expand(1, 1 + rows, -1)}
+        if hasattr(module, self.time):
+            attributes[self.time] = getattr(module, self.time).expand(1, frames, -1)
+        return attributes, {}
+
+
+@dataclass(frozen=True)
+class AnyTileSize(LengthLimit):
+    """A vision model that cuts an image into tiles (Mllama's) takes tiles of any size."""
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        convolution: Any = module.patch_embedding
+        height, width = arguments["pixel_values"].shape[-2:]
+        rows, columns = height // convolution.stride[0], width // convolution.stride[1]
+        tokens = rows * columns + 1
+        if tokens % 8 == 0:  # its mask takes "no padding" for "padding only"
+            raise PositionError(
+                f"{type(module).__name__} pads tiles to a multiple of 8 tokens, and masks all of one that needs none: "
+                f"{rows} x {columns} patches and a class token. Choose another image size."
+            )
+        return {"num_patches": tokens}, {}
+
+
+class Rows:
+    """Stands in the view of a module for the child that was a table, with its rows (1, width) in an attribute."""
+
+    def __init__(self, attribute: str, rows: Tensor):
+        setattr(self, attribute, rows)
+
+
+def _at(module: Any, path: str) -> Any:
+    """What stands at a path, None where something on the way is missing."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
 class ConstantPositions(nn.Module):
     """Stands where a table of positions stood and returns one row, whatever the positions.
 
@@ -104,25 +279,53 @@ class ConstantPositions(nn.Module):
     Args:
         table: the removed table (rows, width).
         first: its first row that holds a position.
-        padding_idx: the table's.
+        padding_idx: the removed module's own.
+        by_token: give a tensor (B, T, width) that hosts may add to in place, not the row itself.
     """
 
-    def __init__(self, table: Tensor, first: int = 0, padding_idx: int | None = None):
+    def __init__(self, table: Tensor, first: int = 0, padding_idx: int | None = None, by_token: bool = False):
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.shape  # some hosts still ask for them
-        self.padding_idx = padding_idx
+        self.padding_idx, self.by_token = padding_idx, by_token
         self.constant = constant_of(table, mean_row(table, first))
 
     @property
     def weight(self) -> Tensor:
-        """Scratch of the removed table's shape, for hosts whose `_init_weights` fills it."""
-        return torch.empty(self.num_embeddings, self.embedding_dim)
+        """The constant in each row of the removed table's shape, for hosts that read it; what fills it is lost."""
+        return self.constant.expand(self.num_embeddings, self.embedding_dim).clone()
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.by_token:
+            tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            return self.constant.expand(*tokens.shape[:2], -1).clone()
         return self.constant
 
     def extra_repr(self) -> str:
         return f"{self.embedding_dim}, was {self.num_embeddings} x {self.embedding_dim}"
+
+
+ANSWERS = ("zeros", "input", "nothing")
+
+
+class NoPositions(nn.Module):
+    """Stands where positions were computed from the hidden states, and answers as if there were none.
+
+    Args:
+        answer: "zeros" of its input's shape, its "input" itself (where the host had it add positions to that), or
+            "nothing" (None).
+    """
+
+    def __init__(self, answer: str):
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        if self.answer == "nothing":
+            return None
+        return states if self.answer == "input" else states.new_zeros(()).expand(states.shape)
+
+    def extra_repr(self) -> str:
+        return self.answer
 
 
 def constant_of(table: Tensor, row: Tensor) -> nn.Parameter:
@@ -132,5 +335,14 @@ def constant_of(table: Tensor, row: Tensor) -> nn.Parameter:
 
 
 def mean_row(table: Tensor, first: int = 0) -> Tensor:
-    """The mean (..., width) of a table's rows (..., rows, width) from row `first` on."""
-    return table.detach()[..., first:, :].double().mean(-2).to(table.dtype)
+    """The mean (width,) of a table's rows (rows, width) from row `first` on."""
+    return table.detach()[first:].double().mean(0).to(table.dtype)
+
+
+def mean_rows(table: Tensor) -> Tensor:
+    """The mean of a table that its host adds as it is, with as many dimensions.
+
+    (rows, width) becomes (1, width), (tables, rows, width) and (tables, rows, columns, width) one row for each table.
+    """
+    axes = (0,) if table.dim() == 2 else tuple(range(1, table.dim() - 1))
+    return table.detach().double().mean(axes, keepdim=True).to(table.dtype)

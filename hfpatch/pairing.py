@@ -8,15 +8,15 @@ order before the host turns them: scores are sums over channels, whatever their 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from .architectures.relative import ByHead
-from .attention import Fused, Projections, Rotated
+from .architectures.relative import Clipped
+from .attention import Fused, Projections, Rotate, Rotated, WindowProjections
+from .errors import UnsupportedError
 from .view import Arguments, host_class, lens_of
 
 _SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("to_q", "to_k"), ("linear_q", "linear_k"))
@@ -26,24 +26,17 @@ _HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_di
 
 
 @dataclass(frozen=True)
-class SharedFused:
+class SharedFused(Fused):
     """One projection to blocks `[q | k | v]` where k and v have fewer heads than q.
 
     Attributes:
-        name: of the projection.
-        shared: attributes of the attention's config and of the attention that hold the number of heads of k and v.
+        heads: attribute of the attention, or of its config, that holds the number of heads of k and v.
     """
 
-    name: str
-    shared: str = "num_key_value_heads"
+    heads: str = "num_key_value_heads"
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The projection that queries and keys come from."""
-        return (self.name,)
-
-    def rotated(self, module: nn.Module, head_dim: int, rotate: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        heads: int = getattr(module, self.shared, None) or getattr(module.config, self.shared)
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        heads: int = getattr(module, self.heads, None) or getattr(module.config, self.heads)
 
         def turn(y: Tensor) -> Tensor:
             width = y.shape[-1] - heads * head_dim
@@ -57,8 +50,8 @@ class SharedFused:
 class GatedQuery(Projections):
     """Separate projections, of which that of the queries is to `[q gate]` of the first head, then of the next."""
 
-    def rotated(self, module: nn.Module, head_dim: int, rotate: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        attributes = Projections(self.query, self.key).rotated(module, head_dim, rotate)
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        attributes = super().rotated(module, arguments, head_dim, rotate)
 
         def turn(y: Tensor) -> Tensor:
             q, gate = y.unflatten(-1, (-1, 2, head_dim)).unbind(-2)
@@ -70,9 +63,9 @@ class GatedQuery(Projections):
 # Attentions that rotate by themselves and whose layout their children's names don't tell.
 LAYOUTS: dict[str, Any] = {
     **dict.fromkeys(("Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"), GatedQuery("q_proj", "k_proj")),
-    "GPTNeoXAttention": ByHead("query_key_value"),
-    "GPTNeoXJapaneseAttention": ByHead("query_key_value"),
-    "PersimmonAttention": ByHead("query_key_value"),
+    "GPTNeoXAttention": Fused("query_key_value", by_head=True),
+    "GPTNeoXJapaneseAttention": Fused("query_key_value", by_head=True),
+    "PersimmonAttention": Fused("query_key_value", by_head=True),
     "Phi3Attention": SharedFused("qkv_proj"),
     "Phi4MultimodalAttention": SharedFused("qkv_proj"),
     "ModernBertAttention": Fused("Wqkv"),
@@ -87,12 +80,33 @@ def order(rotary_dim: int, head_dim: int, to: str) -> Tensor:
 
 
 def reordered_rows(layout: Any, module: nn.Module, head_dim: int, places: Tensor) -> dict[str, Tensor]:
-    """For each projection of an attention which output channel comes to each place, (channels,)."""
-    rotated = layout.rotated(module, head_dim, lambda x: x[..., places])
+    """For each projection of an attention which output channel comes to each place, (channels,).
+
+    Raises:
+        UnsupportedError: queries meet other vectors than keys, which aren't reordered.
+    """
+    if getattr(layout, "beside_keys", None):
+        raise UnsupportedError(
+            f"{module._get_name()}: its queries are multiplied with more than keys ({layout.beside_keys}), so the order "
+            "of their channels stays."
+        )
+    if isinstance(layout, Clipped):
+        layout = Fused(layout.name)
+    if isinstance(layout, Fused) and layout.query_bias:
+        layout = replace(layout, query_bias=None)
+    if isinstance(layout, WindowProjections):
+        every = (layout.query, layout.key, layout.global_query, layout.global_key)
+        projections = {name: getattr(module, name) for name in every}
+        turns = dict.fromkeys(every, lambda y: y.unflatten(-1, (-1, head_dim))[..., places].flatten(-2))
+    else:
+        rotated = layout.rotated(module, {}, head_dim, lambda x, at=None: x[..., places])
+        rotated = {name: one for name, one in rotated.items() if isinstance(one, Rotated)}
+        projections = {name: one.projection for name, one in rotated.items()}
+        turns = {name: one.turn for name, one in rotated.items()}
     rows = {}
-    for name, projection in rotated.items():
-        channels = torch.arange(output_channels(projection.projection))
-        rows[name] = projection.turn(channels[None, None])[0, 0]
+    for name, projection in projections.items():
+        channels = torch.arange(output_channels(projection))
+        rows[name] = turns[name](channels[None, None])[0, 0]
     return rows
 
 
@@ -126,10 +140,10 @@ class HostOrder:
         host = "half" if self.pairing == "interleaved" else "interleaved"
         places = order(self.rotary_dim, self.head_dim, host)
 
-        def put_back(x: Tensor) -> Tensor:
+        def put_back(x: Tensor, at: Tensor | None = None) -> Tensor:
             return x[..., places.to(x.device)]
 
-        return self.layout.rotated(module, self.head_dim, put_back), {}
+        return self.layout.rotated(module, arguments, self.head_dim, put_back), {}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .checkpoint import patched_model_class, registered_config_class
-from .convert.maps import FITS
+from .convert.maps import require_fit
 from .convert.repair import RepairReport, repair, shadow
 from .convert.sample import sample_batches
 from .convert.walk import tried_batches
@@ -111,8 +111,7 @@ def patch_model(
         raise NotReversibleError(
             "an earlier patch of this model kept no way back, so reversible=True can't restore it."
         )
-    if fit not in FITS:
-        raise OptionError(f"fit must be one of {', '.join(map(repr, FITS))}, not {fit!r}.")
+    require_fit(fit)
     if optimizer is not None:
         check_optimizer(optimizer, model)
     told, lengths = _told(tokenizer, pos), plan.lengths_in(model.config)

@@ -140,7 +140,7 @@ def _found(model: nn.Module, to: str) -> tuple[list[_Attention], tuple[str, ...]
         if rotary.scheme.pairing == to:
             already += 1
             continue
-        layout = getattr(lens.projections, "plain", lens.projections)
+        layout = lens.projections
         bias = getattr(lens.projections, "query_bias", None)
         biases = () if bias is None else (bias,)
         dim = rotary.head_dim

@@ -10,16 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .architectures import Stack
+from .architectures import REFUSED, Stack
 from .architectures.rotating import OWN_ROTATIONS, OwnRotation
-from .attention import BIAS, ROTARY, AttentionLens
+from .attention import BIAS, ROTARY, AttentionLens, channels_per_head
 from .edits import Edits
-from .errors import UnsupportedError
-from .limits import MEAN_ROW, ConstantPositions, LengthLimit, constant_of, mean_row
+from .errors import OptionError, UnsupportedError
+from .grid import Grid, GridLens, Relay, relays
+from .limits import MEAN_ROW, NO_ROW, ConstantPositions, LengthLimit, NoPositions, constant_of, mean_rows
 from .native_rope import OWN_STAYS, plan_native
 from .positions import Position, RoPE
+from .positions.rope import ORIGINAL
 from .record import Part
 from .registry import ARCHITECTURES
 from .relative import FoundBias, Given, find_biases, remover, unremovable
@@ -49,13 +52,20 @@ class _Found:
         path, _, attribute = self.stack.table.rpartition(".")
         return self.owner.get_submodule(path), attribute
 
-    def table(self) -> nn.Module | nn.Parameter:
+    def table(self) -> nn.Module | Tensor | None:
         holder, attribute = self.holder()
+        if not hasattr(holder, attribute):
+            raise UnsupportedError(
+                f"{self.table_name}: this {type(self.owner).__name__} was configured to make its positions in another "
+                "way than by a table, which pos= can't remove yet."
+            )
         return getattr(holder, attribute)
 
     def removed_rows(self) -> int | None:
         """How many rows the table had that an earlier patch removed; None where it is there."""
         table, (holder, _) = self.table(), self.holder()
+        if isinstance(table, NoPositions):
+            return 0
         return table.num_embeddings if isinstance(table, ConstantPositions) else holder.__dict__.get(REMOVED_ROWS)
 
 
@@ -85,7 +95,8 @@ def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
     staying = _other_biases(model, found, biases)
     if not changes and strict:
         raise _unsupported(model, staying)
-    return changes + staying
+    refused = _refused(model).items()
+    return changes + staying + [Change(Row("position", "keep", name, "positions", reason=why)) for name, why in refused]
 
 
 def affected_stacks(model: nn.Module, part: Part) -> list[_Found]:
@@ -100,23 +111,47 @@ def affected_stacks(model: nn.Module, part: Part) -> list[_Found]:
 
 
 def find_stacks(model: nn.Module) -> list[_Found]:
-    """Every recorded stack in the model."""
+    """The recorded stacks of a model, patched or not, in the order of its modules."""
     stacks = {stack.owner: stack for record in ARCHITECTURES.values() for stack in record.stacks}
     found = []
     for name, module in model.named_modules():
         stack = next((stacks[base.__name__] for base in type(module).__mro__ if base.__name__ in stacks), None)
-        if stack is None:
+        if stack is None or not _has(module, stack.table):
             continue
         prefix = f"{name}." if name else ""
         attentions = {
             prefix + child_name: child
             for child_name, child in module.named_modules()
-            if fnmatch.fnmatchcase(child_name, stack.attention)
+            if _is_attention(child_name, stack)
         }
-        item = _Found(stack, module, name, prefix + stack.table, attentions)
-        if item.table() is not None or REMOVED_ROWS in item.holder()[0].__dict__:  # some configs have none
-            found.append(item)
+        found.append(_Found(stack, module, name, prefix + stack.table, attentions))
     return found
+
+
+def _refused(model: nn.Module) -> dict[str, str]:
+    """Names of modules whose positions stay, and why."""
+    reasons = {}
+    for name, module in model.named_modules():
+        reason = next((REFUSED[base.__name__] for base in type(module).__mro__ if base.__name__ in REFUSED), None)
+        if reason is not None:
+            reasons[name or type(module).__name__] = reason
+    return reasons
+
+
+def _is_attention(name: str, stack: Stack) -> bool:
+    globs = stack.attention.split(" | ")
+    return any(fnmatch.fnmatchcase(name, glob) and name.count(".") == glob.count(".") for glob in globs)
+
+
+def _has(owner: nn.Module, table: str) -> bool:
+    """Whether this instance of a recorded class owns a table; some do by their config only."""
+    path, _, attribute = table.rpartition(".")
+    holder = owner
+    for name in filter(None, path.split(".")):
+        holder = holder._modules.get(name)  # type: ignore[assignment]
+        if holder is None:
+            return False
+    return getattr(holder, attribute, None) is not None
 
 
 def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names: Names) -> list[Change]:
@@ -124,6 +159,8 @@ def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names
     kept_by_name = any(names.matches(glob, [item.table_name]) for glob in part.keep)
     all_kept = all(reasons.values())
     why = ALL_KEPT if all_kept else "keep" if kept_by_name else None
+    if not all_kept:
+        _require_settings(item)
     changes = [_table_change(model, item, part, why)]
     for name, module in item.attentions.items():
         changes.append(_attention_change(model, name, module, item, scheme, reasons[name]))
@@ -293,7 +330,11 @@ def _other_biases(model: nn.Module, found: list[_Found], biases: list[FoundBias]
     Raises:
         UnsupportedError: they are added by attentions that would be changed, so that some positions would be left in.
     """
-    reasons = unremovable(model, biases)
+    switched = [item for item in found if item.stack.biases or item.stack.switched_off]  # theirs go by the record
+    off = {id(inner) for item in switched for inner in item.owner.modules()}
+    reasons = {
+        name: reason for name, reason in unremovable(model, biases).items() if id(model.get_submodule(name)) not in off
+    }
     for name, reason in reasons.items():
         for owner in [item.owner for item in found] + [item.owner for item in biases]:
             if any(inner is model.get_submodule(name) for inner in owner.modules()):
@@ -301,6 +342,16 @@ def _other_biases(model: nn.Module, found: list[_Found], biases: list[FoundBias]
     return [
         Change(Row("position", "keep", name, "relative positions", reason=reason)) for name, reason in reasons.items()
     ]
+
+
+def _require_settings(item: _Found) -> None:
+    for name, value in item.stack.requires:
+        if getattr(item.owner, name) != value:
+            raise UnsupportedError(
+                f"{item.name or type(item.owner).__name__}: positions can only be changed with {name}={value!r}, not "
+                f"{getattr(item.owner, name)!r}, which exchanges attentions while the model runs. Load the model with "
+                f"from_pretrained(..., {name}={value!r}), or name other modules in only=."
+            )
 
 
 def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
@@ -313,7 +364,10 @@ def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -
     assert isinstance(scheme, Position)
     if item.removed_rows() is not None and (why == ALL_KEPT or not scheme.keeps_table):
         return Change(Row("position", "keep", item.table_name, "a constant", reason="its table is removed already"))
-    row = Row("position", "keep", item.table_name, _table_text(table), reason=why)
+    if table is None:
+        return Change(Row("position", "keep", item.table_name, "no table", reason="this configuration has none"))
+    computed = item.stack.table in dict(item.stack.answers)
+    row = Row("position", "keep", item.table_name, _table_text(table, computed), reason=why)
     if why and item.removed_rows() is None:
         return Change(row)
     for path, _ in item.stack.limits:
@@ -325,42 +379,77 @@ def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -
             f"{item.table_name}: pos={part.scheme.name!r} isn't exact: what this table adds can't be had from it. "
             "Use init='auto' to accept that."
         )
-    row.action, row.becomes, row.reason = "replace", MEAN_ROW, "inputs of any length"
+    row.action, row.becomes, row.reason = "replace", "nothing" if computed else MEAN_ROW, "inputs of any length"
     row.loss = "absolute positions are removed"
     if part.scheme.name == "nope" and not item.stack.causal:
         row.loss += "; without a causal mask the stack becomes blind to order"
     return Change(row, _remover(model, item, fresh=part.init == "reset"))
 
 
-def _table_text(table: nn.Module | nn.Parameter) -> str:
+def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
+    kind = table._get_name() if isinstance(table, nn.Module) else type(table).__name__
+    if computed:
+        return kind
     rows, width = _table_size(table)
-    return f"{table._get_name() if isinstance(table, nn.Module) else 'Parameter'}({rows}, {width})"
+    return f"{kind}({rows}, {width})"
 
 
-def _table_size(table: nn.Module | nn.Parameter) -> tuple[int, int]:
-    weight = table if isinstance(table, Tensor) else table.weight
-    assert isinstance(weight, Tensor)
-    return weight.shape[-2], weight.shape[-1]
+def _table_size(table: nn.Module | Tensor) -> tuple[int, int]:
+    weight = _rows_of(table)
+    return weight.numel() // weight.shape[-1], weight.shape[-1]
+
+
+def _rows_of(table: nn.Module | Tensor) -> Tensor:
+    """The rows (..., rows, width) of a table; sinusoidal ones keep them in a buffer."""
+    if isinstance(table, Tensor):
+        return table
+    stored = [value for value in (*table.parameters(), *table.buffers()) if value.dim() >= 2]
+    width: Any = getattr(table, "embed_dim", None)
+    return stored[0] if stored else torch.zeros(1, width)  # computed in the table's forward
 
 
 def _remover(model: nn.Module, item: _Found, fresh: bool) -> Callable[[Edits], None]:
     def apply(edits: Edits) -> None:
-        holder, attribute = item.holder()
-        table = item.table()
-        if isinstance(table, nn.Parameter):
-            constant = constant_of(table, mean_row(table)[..., None, :])
-            edits.set_parameter(holder, attribute, constant)
-            edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])
-        else:
-            assert isinstance(table.weight, Tensor)
-            stand_in = ConstantPositions(table.weight, first_row(item), getattr(table, "padding_idx", None))
-            constant = stand_in.constant
-            edits.set_module(holder, attribute, stand_in)
-        if fresh:
-            constant.data.zero_()
+        for path in (item.stack.table, *item.stack.others):
+            _remove(edits, item, path, fresh)
         _lift_limits(edits, model, item, item.stack.limits, sys.maxsize)
 
     return apply
+
+
+def _remove(edits: Edits, item: _Found, path: str, fresh: bool) -> None:
+    """Put a constant where the table at `path` is, or what answers as if there were no positions."""
+    above, _, attribute = path.rpartition(".")
+    holder = dict(item.owner.named_modules()).get(above)
+    table = getattr(holder, attribute, None)
+    if holder is None or table is None:  # this configuration has none
+        return
+    answer = dict(item.stack.answers).get(path)
+    if answer is not None:
+        edits.set_module(holder, attribute, NoPositions(answer))
+        return
+    if isinstance(table, nn.Module):
+        padding = getattr(table, "padding_idx", None)
+        first = first_row(item) if path == item.stack.table else item.stack.reserved_rows
+        stand_in = ConstantPositions(_rows_of(table), first, padding, item.stack.by_token)
+        constant: Tensor = stand_in.constant
+        edits.set_module(holder, attribute, stand_in)
+    elif attribute in holder._buffers:
+        edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])  # limits.AnyRow hides it
+        constant = torch.zeros(())
+        if fresh:
+            edits.set_attribute(holder, NO_ROW, True)
+    else:
+        constant = mean_rows(table)
+        if isinstance(table, nn.Parameter):
+            constant = constant_of(table, constant)
+            edits.set_parameter(holder, attribute, constant)
+        else:
+            edits.set_attribute(holder, attribute, constant)
+        if path == item.stack.table:
+            edits.set_attribute(holder, REMOVED_ROWS, _table_size(table)[0])
+    if fresh:
+        constant.data.zero_()
 
 
 def _limits_lifter(model: nn.Module, item: _Found) -> Callable[[Edits, Position], None]:
@@ -402,14 +491,16 @@ def _attention_change(
     row = Row("position", "keep", name, now, reason=reason)
     if reason is not None:
         return Change(row)
-    head_dim = getattr(module, stack.head_dim)
+    head_dim = channels_per_head(module, stack.head_dim, stack.projections)
     if isinstance(scheme, RoPE) and isinstance(getattr(rotary, "scheme", None), RoPE):
         scheme = scheme.over(rotary.scheme)  # type: ignore[union-attr, arg-type]
     scheme.check(head_dim, name)
-    new = scheme.build(head_dim, max_positions(item))
+    _require_axes(item, scheme, name)
+    new = scheme.build(head_dim, _scaled_from(item, scheme))
     lens = _lens(stack)
     new_bias = bias_for(name, module, lens, scheme)
-    if all(one is None for one in (new, new_bias, rotary, bias, stack.window)):
+    own_biases = stack.biases + stack.switched_off
+    if all(one is None for one in (new, new_bias, rotary, bias, stack.window)) and not own_biases:
         row.reason = "its queries and keys carry no positions"
         return Change(row)
     refuse_private_forward(name, module)
@@ -430,19 +521,76 @@ def _attention_change(
                 edits.set_module(module, child, made)
             elif child in module._modules:
                 edits.set_module(module, child, None)
+        for attribute in stack.switched_off:
+            edits.set_attribute(module, attribute, False)
+        for parameter_name in stack.unused:
+            if module._parameters.get(parameter_name) is not None:
+                edits.set_parameter(module, parameter_name, None)
         _see_through(edits, model, module, lens)
+        if stack.grid is not None and stack.grid.handed_down and new is not None:
+            _hand_down(edits, model, item, stack.grid)
 
     return Change(row, apply)
 
 
 def _lens(stack: Stack) -> AttentionLens:
-    return AttentionLens(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window, stack.mask)
+    return AttentionLens(
+        *(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window, stack.mask),
+        states=stack.states,
+        time=stack.time,
+        biases=stack.biases,
+    )
+
+
+def _hand_down(edits: Edits, model: nn.Module, item: _Found, grid: Grid) -> None:
+    """Let the stack's owner make the phases for all of its attentions."""
+    paths = tuple(path.removeprefix(f"{item.name}.") for path in item.attentions)
+    ways = relays(item.owner, paths) if item.stack.relayed else {}
+    for path, children in ways.items():
+        if path:
+            _see_through(edits, model, item.owner.get_submodule(path), Relay(children))
+    _see_through(edits, model, item.owner, GridLens(grid, paths, ways.get("", ())))
+
+
+def _require_axes(item: _Found, scheme: Position, where: str) -> None:
+    """Refuse positions with more axes than the stack's tokens have, or than its attentions can be told of."""
+    axes = getattr(scheme, "axes", None) or 1
+    if axes == 1:
+        return
+    grid = item.stack.grid
+    if grid is None:
+        raise UnsupportedError(
+            f"{where}: axes={axes} needs to know where on a grid a token lies, and that of {type(item.owner).__name__} "
+            "isn't known. Use axes=1 here; only= chooses other parts."
+        )
+    if grid.axes(item.owner) != axes:
+        raise UnsupportedError(
+            f"{where}: a position in {type(item.owner).__name__} has {grid.axes(item.owner)} axes, not {axes}. "
+            f"Use axes={grid.axes(item.owner)} or 1."
+        )
 
 
 def max_positions(item: _Found) -> int:
-    """Positions that the table holds, or held before an earlier patch removed it."""
-    rows = item.length if item.length is not None else item.removed_rows() or _table_size(item.table())[0]
-    return rows - (first_row(item) if item.length is None else 0)
+    """Positions that the table holds, or held before an earlier patch removed it; 0 where it has no length."""
+    if item.length is not None:
+        return item.length
+    table, rows = item.table(), item.removed_rows()
+    if rows is None and table is not None and item.stack.table not in dict(item.stack.answers):
+        rows = _table_size(table)[0]
+    return rows - first_row(item) if rows else 0
+
+
+def _scaled_from(item: _Found, scheme: Position) -> int:
+    """The length that scaling rules start from.
+
+    Raises:
+        OptionError: there is none, and one is needed.
+    """
+    length, scaling = max_positions(item), getattr(scheme, "scaling", None) or {}
+    given = ORIGINAL in scaling or scheme.original_max_positions is not None
+    if not length and scaling.get("rope_type", "default") != "default" and not given:
+        raise OptionError(f"{item.table_name} has no length that scaling could start from; give its {ORIGINAL!r}.")
+    return length
 
 
 def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:
@@ -450,6 +598,8 @@ def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:
         row = staying[0].row
         return UnsupportedError(f"{row.module}: its positions are relative, and they stay: {row.reason}.")
     family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+    for name, reason in _refused(model).items():
+        return UnsupportedError(f"{family}: the positions of {name} can't be changed: {reason}. norm= works without.")
     alike = [name for name, record in ARCHITECTURES.items() if any(_built_like(model, s) for s in record.stacks)]
     close = difflib.get_close_matches(family, alike or list(ARCHITECTURES), n=1, cutoff=0.0 if alike else 0.6)
     nearest = f" Nearest supported family{', built alike' if alike else ''}: {close[0]}." if close else ""
@@ -462,11 +612,11 @@ def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:
 def _built_like(model: nn.Module, stack: Stack) -> bool:
     """Whether some module holds a table and attentions where this stack's owner does."""
     path, _, attribute = stack.table.rpartition(".")
-    wanted = [name for name in vars(stack.projections).values() if isinstance(name, str)]
+    wanted = stack.projections.names
     for owner in model.modules():
         children = dict(owner.named_modules())
         if path in children and hasattr(children[path], attribute):
-            attentions = [child for name, child in children.items() if fnmatch.fnmatchcase(name, stack.attention)]
+            attentions = [child for name, child in children.items() if _is_attention(name, stack)]
             if attentions and all(hasattr(attentions[0], name) for name in wanted):
                 return True
     return False

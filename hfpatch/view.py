@@ -22,12 +22,13 @@ LENS = "_hfpatch_lens"  # attribute of a module that holds its lens
 CENTRED = "_hfpatch_centred"  # attribute of a module: the axis over which the mean of its output is subtracted
 SCALED = "_hfpatch_scaled"  # attribute of an embedding: the starting value of the learned scalar on its output
 SCALE = "stream_scale"  # and the name of that Parameter, of shape (1,)
+TAKEN: Any = object()  # the value of an argument that a lens takes away: the host doesn't see it
 
 Arguments = dict[str, Any]
 
 
 class Lens(Protocol):
-    """What a module's forward sees differently: attributes of the view, and arguments that are filled in."""
+    """What a module's forward sees differently: attributes of the view, and arguments filled in or `TAKEN` away."""
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]: ...
 
@@ -173,7 +174,8 @@ def lensed_forward(host: type[nn.Module]) -> Callable[..., Any]:
         for name in chunked:
             stand_in.__dict__[name] = functools.partial(getattr(view, name), stand_in)
         if filled:
-            output = host_forward(stand_in, **{**arguments, **filled})
+            seen_there = {**arguments, **filled}
+            output = host_forward(stand_in, **{name: value for name, value in seen_there.items() if value is not TAKEN})
         else:
             output = host_forward(stand_in, *args, **kwargs)
         finish = getattr(lens, "finish", None)

@@ -184,7 +184,14 @@ def test_the_files(tmp_path: Path) -> None:
     (norm,), (pos,) = stored["hfpatch"]["norm"], stored["hfpatch"]["pos"]
     assert norm["scheme"] == {"name": "dyt", "alpha": 0.8}
     assert norm["only"] == pos["only"] == ["*.h.*", "*.wpe"]
-    assert pos["scheme"] == {"name": "rope", "theta": None, "scaling": None, "partial": None, "pairing": None}
+    assert pos["scheme"] == {
+        "name": "rope",
+        "theta": None,
+        "scaling": None,
+        "partial": None,
+        "pairing": None,
+        "axes": None,
+    }
     assert model.config.model_type == "gpt2"
     keys = set(load_file(tmp_path / "model.safetensors"))
     assert "transformer.wpe.weight" not in keys

@@ -208,7 +208,7 @@ def test_scaling_errors(scaling: Any, message: str) -> None:
 
 
 def test_options_of_none_are_the_papers_without_a_model() -> None:
-    assert RoPE().resolved() == RoPE(theta=10_000.0, partial=1.0, pairing="half")
+    assert RoPE().resolved() == RoPE(theta=10_000.0, partial=1.0, pairing="half", axes=1)
     assert RoPE(theta=5.0).resolved().theta == 5.0
     assert RoPE().describe(8) == "RoPE(theta=10000, half)"
 

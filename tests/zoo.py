@@ -41,12 +41,13 @@ def model_types() -> list[str]:
 
 
 def tiny(
-    model_type: str, seed: int = 0, auto_class: type | str | None = None
+    model_type: str, seed: int = 0, auto_class: type | str | None = None, **settings: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A tiny random model of this type, in eval mode and float32, and inputs that its forward takes.
 
     Equal (model_type, seed) give equal weights and inputs, and torch's global generator is left as it was.
-    `auto_class` names another head, such as "AutoModelForCausalLM". Raises Unbuildable.
+    `auto_class` names another head, such as "AutoModelForCausalLM"; `settings` are changes of the configuration.
+    Raises Unbuildable.
     """
     override = OVERRIDES.get(model_type, Override())
     if override.reason:
@@ -54,6 +55,8 @@ def tiny(
     try:
         with own_randomness(seed):
             config = tiny_config(model_type)
+            for name, value in settings.items():
+                setattr(config, name, value)
             make = _class_of(model_type, config, auto_class)
             model = (make.from_config if hasattr(make, "from_config") else make)(config)
             model = model.float().eval()

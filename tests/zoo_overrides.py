@@ -140,7 +140,9 @@ SESSION = Override(reason="takes a video inference session rather than tensors: 
 
 OVERRIDES: dict[str, Override] = {
     "align": Override({"projection_dim": 640}),
-    "audio-spectrogram-transformer": Override(inputs={"input_values": normal(BATCH, 1024, 128)}),
+    "audio-spectrogram-transformer": Override(
+        {"max_length": 96, "num_mel_bins": 32}, {"input_values": normal(BATCH, 96, 32)}
+    ),
     "audioflamingo3_encoder": Override(inputs={"input_features_mask": ones(BATCH, 128)}),
     "autoformer": Override({**FORECAST, "label_length": 4}, SERIES),
     "bamba": Override({"attn_layer_indices": [1], "mamba_n_heads": 8}),
@@ -335,10 +337,11 @@ OVERRIDES: dict[str, Override] = {
     ),
     "mamba2": Override({"num_heads": 8, "n_groups": 2}),
     "mimi_decoder": Override(inputs={"latents": normal(BATCH, 64, 8)}),
-    "minicpm_ocr_vision": Override({"insert_layer_id": 0}, STRIP),
-    "minicpmv4_6_vision": Override({"insert_layer_id": 0}, STRIP),
-    "minicpmv4_7_vision": Override({"insert_layer_id": 0}, STRIP),
+    "minicpm_ocr_vision": Override({"insert_layer_id": 0, "initializer_range": 0.4}, STRIP),
+    "minicpmv4_6_vision": Override({"insert_layer_id": 0, "initializer_range": 0.4}, STRIP),
+    "minicpmv4_7_vision": Override({"insert_layer_id": 0, "initializer_range": 0.4}, STRIP),
     "mistral4": Override({"head_dim": 32}),
+    "videoprism_vision_model": Override({"num_spatial_layers": 1, "num_temporal_layers": 1}),
     "mllama_vision_model": Override(
         {"num_global_layers": 2, "intermediate_layers_indices": [0, 1], "vision_output_dim": 192},
         {

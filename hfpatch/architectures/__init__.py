@@ -1,6 +1,19 @@
 """Architecture records, grouped by build. Importing this package registers those that ship with hfpatch."""
 
-from . import decoders, encoder_decoders, encoders, relative, rotating
+from . import audio, decoders, encoder_decoders, encoders, relative, rotating, text_towers, vision
 from .record import Architecture, Stack
+from .refused import REFUSED
 
-__all__ = ["Architecture", "Stack", "decoders", "encoder_decoders", "encoders", "relative", "rotating"]
+__all__ = [
+    "REFUSED",
+    "Architecture",
+    "Stack",
+    "audio",
+    "decoders",
+    "encoder_decoders",
+    "encoders",
+    "relative",
+    "rotating",
+    "text_towers",
+    "vision",
+]

@@ -1,6 +1,6 @@
 """Records of encoder-decoder families: one stack each for encoder and decoder; cross-attention isn't rotated."""
 
-from ..attention import Projections
+from ..attention import Projections, WindowProjections
 from ..limits import AnyInputLength
 from ..registry import ARCHITECTURES
 from .record import Architecture, Stack
@@ -23,6 +23,14 @@ def _bart_like(model_type: str, prefix: str, example: str, reserved_rows: int = 
 
 
 _bart_like("bart", "Bart", "facebook/bart-base", reserved_rows=2)
+_bart_like("m2m_100", "M2M100", "facebook/m2m100_418M", reserved_rows=2)
+_bart_like("nllb-moe", "NllbMoe", "facebook/nllb-moe-54b", reserved_rows=2)
+_bart_like("seamless_m4t", "SeamlessM4T", "facebook/hf-seamless-m4t-medium", reserved_rows=2)
+_bart_like("seamless_m4t_v2", "SeamlessM4Tv2", "facebook/seamless-m4t-v2-large", reserved_rows=2)
+_bart_like("speech_to_text", "Speech2Text", "facebook/s2t-small-librispeech-asr", reserved_rows=2)
+_bart_like("time_series_transformer", "TimeSeriesTransformer", "huggingface/time-series-transformer-tourism-monthly")
+_bart_like("informer", "Informer", "huggingface/informer-tourism-monthly")
+_bart_like("autoformer", "Autoformer", "huggingface/autoformer-tourism-monthly")
 _bart_like("blenderbot", "Blenderbot", "facebook/blenderbot-400M-distill")
 _bart_like("blenderbot-small", "BlenderbotSmall", "facebook/blenderbot_small-90M")
 _bart_like("marian", "Marian", "Helsinki-NLP/opus-mt-en-de")
@@ -54,5 +62,90 @@ ARCHITECTURES.register("whisper")(
             ),
         ),
         example="openai/whisper-tiny",
+    )
+)
+
+ARCHITECTURES.register("bigbird_pegasus")(
+    Architecture(
+        "bigbird_pegasus",
+        (
+            Stack(
+                "BigBirdPegasusEncoder",
+                "embed_positions",
+                "layers.*.self_attn.self",
+                Projections("query", "key"),
+                head_dim="attention_head_size",
+                cache=None,
+                requires=(("attention_type", "original_full"),),
+            ),
+            Stack(
+                "BigBirdPegasusDecoder",
+                "embed_positions",
+                "layers.*.self_attn",
+                Projections("q_proj", "k_proj"),
+                causal=True,
+            ),
+        ),
+        example="google/bigbird-pegasus-large-arxiv",
+    )
+)
+
+ARCHITECTURES.register("fsmt")(
+    Architecture(
+        "fsmt",
+        tuple(
+            Stack(
+                owner,
+                "embed_positions",
+                "layers.*.self_attn",
+                Projections("q_proj", "k_proj", time=0),
+                cache="layer_state",
+                states="query",
+                time=0,
+                causal=owner == "FSMTDecoder",
+            )
+            for owner in ("FSMTEncoder", "FSMTDecoder")
+        ),
+        example="facebook/wmt19-en-ru",
+    )
+)
+
+ARCHITECTURES.register("led")(
+    Architecture(
+        "led",
+        (
+            Stack(
+                "LEDEncoder",
+                "embed_positions",
+                "layers.*.self_attn.longformer_self_attn",
+                WindowProjections("query", "key", time=0),
+                cache=None,
+            ),
+            Stack(
+                "LEDDecoder",
+                "embed_positions",
+                "layers.*.self_attn",
+                Projections("q_proj", "k_proj"),
+                causal=True,
+            ),
+        ),
+        example="allenai/led-base-16384",
+    )
+)
+
+ARCHITECTURES.register("pegasus_x")(
+    Architecture(
+        "pegasus_x",
+        (
+            Stack(
+                "PegasusXDecoder",
+                "embed_positions",
+                "layers.*.self_attn",
+                Projections("q_proj", "k_proj"),
+                answers=(("embed_positions", "zeros"),),
+                causal=True,
+            ),
+        ),
+        example="google/pegasus-x-large",
     )
 )

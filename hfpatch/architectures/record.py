@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..attention import Fused, Projections, Window
+from ..grid import Grid
 from ..limits import LengthLimit
 
 
@@ -20,11 +21,12 @@ class Stack:
 
     Attributes:
         owner: class name of the owner.
-        table: path of the table: a module, or a Parameter.
-        attention: glob of the self-attention modules. Cross-attention must not match.
+        table: path of the table: a module, a Parameter or a plain tensor, or a module that computes positions.
+        attention: glob of the self-attention modules, or several joined by " | ". Cross-attention must not match.
         projections: how q and k leave the attention's input.
         reserved_rows: rows at the table's start that hold no position (BART's and OPT's offset of 2).
-        head_dim: attribute of the attention that holds the channels per head.
+        head_dim: attribute of the attention that holds the channels per head, or two as in "embed_dim / num_heads", or
+            as in "/ num_heads" the number of heads alone.
         cache: name of the forward's cache argument, None for stacks that never decode.
         layer_index: attribute of the attention that holds its index in the cache.
         window: set where the attention masks by a square buffer of the old maximum length.
@@ -33,6 +35,17 @@ class Stack:
         causal: whether a mask still shows order when positions are dropped.
         mask: argument of the attention's forward that is added to its scores, (B, 1, T, S); None where none is.
         config_length: attribute of the owner's config that holds the table's length.
+        others: paths of further tables (of time, say) that go with the first.
+        answers: (path, answer) of tables that compute positions from hidden states, as in `limits.NoPositions`.
+        states: name of the attention's argument with the hidden states, (T, d), (B, T, d) or (B, rows, columns, d).
+        time: axis of the tokens in them: 0 for (T, B, d).
+        biases: arguments or attributes of the attention that bring it a relative bias; it sees 0 in their place.
+        by_token: whether the host wants rows (B, T, d) from its table, and not one for all tokens.
+        switched_off: attributes that tell an attention to add relative biases; they become False.
+        unused: Parameters of the attention that are removed, since nothing uses them then.
+        requires: (attribute of the owner, value) without which the stack is refused.
+        grid: where the tokens are patches of a grid.
+        relayed: whether the hosts between owner and attentions don't hand on keyword arguments that they don't know.
     """
 
     owner: str
@@ -49,6 +62,17 @@ class Stack:
     causal: bool = False
     mask: str | None = "attention_mask"
     config_length: str = "max_position_embeddings"
+    others: tuple[str, ...] = ()
+    answers: tuple[tuple[str, str], ...] = ()
+    states: str = "hidden_states"
+    time: int = 1
+    biases: tuple[str, ...] = ()
+    by_token: bool = False
+    switched_off: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    requires: tuple[tuple[str, object], ...] = ()
+    grid: Grid | None = None
+    relayed: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,82 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..attention import Fused, Projections, Rotated
-from ..limits import ZeroArguments
-from ..registry import ARCHITECTURES
-from .record import Architecture, Stack
+from ..attention import Fused, Projections, Rotate, Rotated
+from ..view import Arguments
 
 
 @dataclass(frozen=True)
-class ByHead:
-    """One projection to queries, keys and values, `[q k v]` of the first head, then of the next.
-
-    Attributes:
-        name: of the projection.
-        query_bias: Parameter of the attention, (heads * head_dim,), that the host adds to the queries later on; here
-            it is added before they are turned.
-    """
-
-    name: str
-    query_bias: str | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The projection that queries and keys come from."""
-        return (self.name,)
-
-    def rotated(self, module: nn.Module, head_dim: int, rotate: Any) -> dict[str, Any]:
-        bias: Tensor | None = getattr(module, self.query_bias) if self.query_bias else None
-
-        def turn(y: Tensor) -> Tensor:
-            q, k, v = y.unflatten(-1, (-1, 3, head_dim)).unbind(-2)
-            q = q if bias is None else q + bias.view(-1, head_dim)
-            return torch.stack((rotate(q), rotate(k), v), dim=-2).flatten(-3)
-
-        attributes: dict[str, Any] = {self.name: Rotated(getattr(module, self.name), turn)}
-        if self.query_bias and bias is not None:
-            attributes[self.query_bias] = torch.zeros_like(bias)
-        return attributes
-
-    @property
-    def plain(self) -> ByHead:
-        """The same, of the projection alone."""
-        return ByHead(self.name)
-
-
-@dataclass(frozen=True)
-class Clipped:
+class Clipped(Fused):
     """One projection to blocks `[q | k | v]` whose values the host clips to [-c, c]: here before they are turned.
 
     Attributes:
-        name: of the projection.
         clip: attribute of the attention that holds c, None or 0 for none.
     """
 
-    name: str
-    clip: str
+    clip: str = "clip_qkv"
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The projection that queries and keys come from."""
-        return (self.name,)
-
-    @property
-    def plain(self) -> Fused:
-        """The same, of the projection alone."""
-        return Fused(self.name)
-
-    def rotated(self, module: nn.Module, head_dim: int, rotate: Any) -> dict[str, Any]:
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
         clip = getattr(module, self.clip)
-        inner = Fused(self.name).rotated(module, head_dim, rotate)[self.name].turn
+        attributes = super().rotated(module, arguments, head_dim, rotate)
+        turn = attributes[self.name].turn
 
-        def turn(y: Tensor) -> Tensor:
-            return inner(y.clamp(-clip, clip) if clip else y)
+        def clipped(y: Tensor) -> Tensor:
+            return turn(y.clamp(-clip, clip) if clip else y)
 
-        return {self.name: Rotated(getattr(module, self.name), turn), self.clip: None}
+        return {**attributes, self.name: Rotated(getattr(module, self.name), clipped), self.clip: None}
 
 
 @dataclass(frozen=True)
@@ -134,7 +83,7 @@ def _t5_like(owner: str, attention: str = "block.*.layer.0.SelfAttention", **fie
 
 def _disentangled(
     owner: str,
-    projections: Projections | ByHead,
+    projections: Projections | Fused,
     *tables: str,
     path: str = "encoder",
     absolute: str | None = "embeddings.position_embeddings",
@@ -188,7 +137,7 @@ BIASES: dict[str, Bias] = {
         ),
         _disentangled(
             "DebertaModel",
-            ByHead("in_proj", query_bias="q_bias"),
+            Fused("in_proj", by_head=True, query_bias="q_bias"),
             *(f"{_SELF}.pos_proj", f"{_SELF}.pos_q_proj"),
         ),
         _disentangled("DebertaV2Model", Projections("query_proj", "key_proj"), *_NEWER),
@@ -199,7 +148,7 @@ BIASES: dict[str, Bias] = {
             "BloomModel",
             "alibi",
             "h.*.self_attention",
-            ByHead("query_key_value"),
+            Fused("query_key_value", by_head=True),
             given=(("alibi", "zeros"),),
             length="seq_length",
             cache="layer_past",
@@ -209,7 +158,7 @@ BIASES: dict[str, Bias] = {
             "MptModel",
             "alibi",
             "blocks.*.attn",
-            Clipped("Wqkv", clip="clip_qkv"),
+            Clipped("Wqkv"),
             given=(("position_bias", None),),
             length="max_seq_len",
             causal=True,
@@ -272,28 +221,3 @@ STAYING_PARTS: dict[str, str] = {
     "relative_position_embedding": _PROJECTED,
     "relative_attention_bias_layer": "no record says how its biases are taken out",
 }
-
-_WITH_TABLES: tuple[tuple[str, str, int, str, Any, str], ...] = (
-    ("mpnet", "MPNet", 2, "attn", Projections("q", "k"), "microsoft/mpnet-base"),
-    ("deberta", "Deberta", 0, "self", ByHead("in_proj", query_bias="q_bias"), "microsoft/deberta-base"),
-    ("deberta-v2", "DebertaV2", 0, "self", Projections("query_proj", "key_proj"), "microsoft/deberta-v3-base"),
-)
-for _family, _prefix, _reserved, _attention, _projections, _example in _WITH_TABLES:
-    ARCHITECTURES.register(_family)(
-        Architecture(
-            _family,
-            (
-                Stack(
-                    f"{_prefix}Model",
-                    "embeddings.position_embeddings",
-                    f"encoder.layer.*.attention.{_attention}",
-                    _projections,
-                    reserved_rows=_reserved,
-                    head_dim="attention_head_size",
-                    cache=None,
-                    limits=(("embeddings", ZeroArguments("position_ids", "token_type_ids")),),
-                ),
-            ),
-            _example,
-        )
-    )

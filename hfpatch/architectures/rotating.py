@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import Projections, Rotated
+from ..attention import Projections, Rotate, Rotated
+from ..view import Arguments
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,15 @@ class Sliced:
         """The projection that queries and keys come from."""
         return (self.name,)
 
-    def rotated(self, module: nn.Module, head_dim: int, rotate: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    def query_width(self, module: nn.Module) -> int:
+        """heads * head_dim."""
+        return getattr(module, self.name).weight.shape[0] // 3
+
+    def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
+        """Arguments of the attention that turn as well: none."""
+        return {}
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
         def turned(x: Tensor) -> Tensor:
             heads = x.unflatten(-1, (-1, head_dim))
             return rotate(heads.flatten(-3, -2)).reshape(x.shape)

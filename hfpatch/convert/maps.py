@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ..errors import OptionError
+from .walk import first_tensor
+
 FITS = ("qk", "bias")
-STEPS, RATE = 200, 3e-3
+STEPS, LOOKS = 200, 8  # and how often the held-out queries are looked at, for the best values so far
+RATE = 2.0  # of Adam, divided by the width of what is projected
 _LEAST = 1e-9  # a probability, for its logarithm
 _SUMS_TO_ONE = 1e-2
 
@@ -67,6 +70,16 @@ def eager(model: nn.Module) -> Iterator[None]:
             config._attn_implementation_internal = implementation
 
 
+def require_fit(fit: Any) -> None:
+    """Refuse what isn't one of `FITS`.
+
+    Raises:
+        OptionError: it isn't.
+    """
+    if fit not in FITS:
+        raise OptionError(f"fit must be one of {', '.join(map(repr, FITS))}, not {fit!r:.40}.")
+
+
 def map_of(module: nn.Module, call: Call) -> Tensor | None:
     """The attention map (B, H, T, S) that a module returns beside its output; None where it returns none."""
     args, kwargs = call
@@ -99,7 +112,7 @@ def divergence(target: Tensor, present: Tensor, rows: Tensor) -> Tensor:
 
 
 def fit_maps(
-    module: nn.Module, examples: Callable[[int], Example], count: int, fit: str, own: set[str], steps: int = STEPS
+    module: nn.Module, examples: Callable[[int], Example], count: int, fit: str, own: set[str]
 ) -> MapFit | None:
     """Fit an attention's queries and keys to the original's maps; the module itself isn't changed.
 
@@ -114,34 +127,38 @@ def fit_maps(
     """
     work = copy.deepcopy(module).float().requires_grad_(False)
     with eager(work):
-        return _fit(work, examples, count, fit, own, steps)
+        return _fit(work, examples, count, fit, own)
 
 
-def _fit(
-    work: nn.Module, examples: Callable[[int], Example], count: int, fit: str, own: set[str], steps: int
-) -> MapFit | None:
+def _fit(work: nn.Module, examples: Callable[[int], Example], count: int, fit: str, own: set[str]) -> MapFit | None:
     first = examples(0)
     chosen = {name: p.requires_grad_() for name, p in work.named_parameters() if name in own and _wanted(name, p, fit)}
     if not chosen:
         return None
-    gradients = torch.autograd.grad(_loss(work, first), list(chosen.values()), allow_unused=True)
-    chosen = {name: p for (name, p), g in zip(chosen.items(), gradients, strict=True) if g is not None and g.any()}
+    loss = _loss(work, first)
+    gradients = torch.autograd.grad(loss, list(chosen.values()), allow_unused=True) if loss.requires_grad else ()
+    chosen = {name: p for (name, p), g in zip(chosen.items(), gradients, strict=False) if g is not None and g.any()}
     for name, p in work.named_parameters():
         p.requires_grad_(name in chosen)
     if not chosen:
         return None
-    before = _judge(work, examples, count)
-    optimizer = torch.optim.Adam(chosen.values(), lr=RATE, betas=(0.9, 0.99))
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * (1 + math.cos(math.pi * step / steps)) / 2
+    before = after = _judge(work, examples, count)
+    best = {name: p.detach().clone() for name, p in chosen.items()}
+    width = first_tensor([*first.call[0], *first.call[1].values()]).shape[-1]
+    optimizer = torch.optim.Adam(chosen.values(), lr=RATE / width, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for step in range(STEPS):
         loss = _loss(work, examples(step % count))
         if loss.isfinite():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    after = _judge(work, examples, count)
-    return MapFit(before, after, {name: p.detach() for name, p in chosen.items()})
+        schedule.step()
+        if (step + 1) * LOOKS // STEPS > step * LOOKS // STEPS:
+            error = _judge(work, examples, count)
+            if error < after:
+                after, best = error, {name: p.detach().clone() for name, p in chosen.items()}
+    return MapFit(before, after, best)
 
 
 def _wanted(name: str, parameter: Tensor, fit: str) -> bool:

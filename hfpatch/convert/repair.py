@@ -41,7 +41,7 @@ from ..rows import table
 from ..scheme import KEY
 from .centring import pattern_of
 from .least_squares import Affine, Ridge
-from .maps import Example, eager, fit_maps, map_in, map_of, wide
+from .maps import Example, eager, fit_maps, map_in, map_of, require_fit, wide
 from .run import device_of, is_library_hook, quiet
 from .sample import sample_batches
 from .walk import Batches, Segment, Walk, first_tensor, is_linear_map, require_batches, segments_of
@@ -62,9 +62,10 @@ class Step:
 
     Attributes:
         module: its name, or that of the first of several maps that read the same tensor.
-        kind: "norm", "readers" or "projection".
+        kind: "norm", "maps", "readers" or "projection".
         before, after: mean squared distance to the original on held-out sequences, as a share of the variance of what
-            is to be matched (a norm's output, a reader's input, the stream); None where nothing could be fitted.
+            is to be matched (a norm's output, a reader's input, the stream); of attention maps their KL divergence in
+            nats, over queries and heads. None where nothing could be fitted.
         kept: whether it helped; otherwise it was undone.
         note: what was found, or the reason why nothing was fitted.
     """
@@ -148,9 +149,11 @@ def repair(
         The report: every step's error before and after, and the whole's.
 
     Raises:
-        OptionError: no usable batch, "self" for a model that doesn't generate, or a reference without weights.
+        OptionError: no usable batch, "self" for a model that doesn't generate, a reference without weights, or an
+            unknown `fit`.
         WrappedModelError: the patched model itself is offloaded: its weights are written to.
     """
+    require_fit(fit)
     _require_weights(model, reference)
     edits = Edits() if edits is None else edits
     mark, kind = len(edits), model.device.type

@@ -12,20 +12,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..errors import OptionError
+from ..errors import OptionError, UnsupportedError
 from ..registry import POSITIONS
 from ..scheme import require_number
 from .scheme import Position
 
 PAIRINGS = ("half", "interleaved")
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"
 ADAPTIVE = ("dynamic", "longrope")  # scaling types whose frequencies go by the input's length
 FACTOR_BY_LENGTH = ("linear", "dynamic", "yarn", "longrope")  # whose factor is the new length over the old one
-PAPER: dict[str, Any] = {"theta": 10_000.0, "partial": 1.0, "pairing": "half"}
+PAPER: dict[str, Any] = {"theta": 10_000.0, "partial": 1.0, "pairing": "half", "axes": 1}
+THETA_OF_A_GRID = 100.0  # Heo et al. 2024 and DINOv3, as grids have few positions
 
 
 class RotaryEmbedding(nn.Module):
     """The rotation of queries and keys by angles m * theta^(-2i/d), m the position and i the pair of channels.
+
+    With several axes the pairs are split evenly among them, the first part turning by the first coordinate.
 
     Frequencies live in a non-persistent float32 buffer, so a state dict has no key for them and half precision doesn't
     touch them.
@@ -41,6 +44,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, scheme: RoPE, head_dim: int, max_positions: int):
         super().__init__()
         self.scheme, self.head_dim, self.max_positions = scheme, head_dim, max_positions
+        self.key = f"{scheme.to_json()} {head_dim} {max_positions}"  # rotations with the same key are equal
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
 
     def _frequencies(self) -> Tensor:
@@ -57,9 +61,18 @@ class RotaryEmbedding(nn.Module):
         self.reset()
         return self
 
+    @property
+    def axes(self) -> int:
+        """How many coordinates a position has."""
+        return self.scheme.axes or 1
+
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (B or 1, T, 1, rotary_dim / 2) in float32, of positions (B or 1, T)."""
-        angles = (positions[..., None].float() * self.frequencies_for(positions)).unsqueeze(-2)
+        """cos and sin, each (B or 1, T, 1, rotary_dim / 2) in float32, of positions (B or 1, T).
+
+        With several axes positions are (B or 1, T, axes).
+        """
+        angles = positions[..., None].float() * self.frequencies_for(positions)
+        angles = (angles if self.axes == 1 else angles.flatten(-2)).unsqueeze(-2)
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
     def frequencies_for(self, positions: Tensor) -> Tensor:
@@ -95,7 +108,7 @@ class AdaptiveRotaryEmbedding(RotaryEmbedding):
     def __init__(self, scheme: RoPE, head_dim: int, max_positions: int):
         super().__init__(scheme, head_dim, max_positions)
         assert scheme.scaling is not None
-        self.original = scheme.scaling.get(_ORIGINAL, max_positions)
+        self.original = scheme.scaling.get(ORIGINAL, max_positions)
         self.register_buffer("long_freq", self._long_frequencies(), persistent=False)
 
     def _long_frequencies(self) -> Tensor:
@@ -127,10 +140,18 @@ class RoPE(Position):
     Pairs of channels (x1, x2) become (x1 cos a - x2 sin a, x2 cos a + x1 sin a) with a = m * theta^(-2i/d), Su et al.
     2021, arXiv:2104.09864, eq. 34.
 
+    With `axes=2` the tokens of an image lie on a grid: half of a head's pairs turn by the patch's row, the other half
+    by its column, with the same frequencies theta^(-4i/d) (the axial frequencies of Heo et al. 2024, arXiv:2403.13298;
+    the layout of EVA-02, Qwen2-VL and MLCD, rows first). Attention between two patches then depends on their distance
+    in rows and in columns, at any resolution and aspect ratio. Tokens that are no patches (class, distillation,
+    register and detection tokens) aren't rotated: to patches they stand at (0, 0), an absolute anchor, so the function
+    is invariant to translation among patches only.
+
     An option that is None is the model's own where it rotates already, and otherwise the value given here.
 
     Args:
-        theta: base of the frequencies (10,000).
+        theta: base of the frequencies (10,000; with several axes 100, since a grid's positions are few: Heo et al.
+            2024, DINOv3 likewise).
         scaling: transformers' `rope_parameters` without theta, such as `{"rope_type": "yarn", "factor": 4.0}` (no
             scaling); types default (none), linear, dynamic, yarn, longrope, llama3 and proportional.
             `original_max_position_embeddings` defaults to the model's own, else to the removed table's length; `factor`
@@ -140,15 +161,19 @@ class RoPE(Position):
         partial: fraction of each head's channels that is rotated, in (0, 1] (1).
         pairing: "half" pairs channel i with i + d/2 (GPT-NeoX, Llama), "interleaved" 2i with 2i + 1 (the paper, GPT-J)
             ("half").
+        axes: coordinates of a position: 1 for sequences (and the patches of an image one after another), 2 for (row,
+            column), 3 for (frame, row, column) (1).
 
     Raises:
         OptionError: an option is outside its domain.
+        UnsupportedError: scaling with several axes.
     """
 
     theta: float | None = None
     scaling: dict[str, Any] | None = None
     partial: float | None = None
     pairing: str | None = None
+    axes: int | None = None
     _needs: ClassVar[dict[str, tuple[str, ...]]] = {
         "default": (),
         "linear": ("factor",),
@@ -162,14 +187,16 @@ class RoPE(Position):
         "default": (),
         "linear": (),
         "dynamic": (),
-        "yarn": (_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-        "longrope": (_ORIGINAL, "attention_factor", "factor"),
-        "llama3": (_ORIGINAL,),
+        "yarn": (ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        "longrope": (ORIGINAL, "attention_factor", "factor"),
+        "llama3": (ORIGINAL,),
         "proportional": ("factor",),
     }
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.axes is not None and (self.axes not in (1, 2, 3) or isinstance(self.axes, bool)):
+            raise OptionError(f"RoPE: axes must be 1, 2 or 3, not {self.axes!r:.40}.")
         if self.theta is not None:
             require_number("RoPE", "theta", self.theta, above=0.0)
         if self.partial is not None:
@@ -178,6 +205,11 @@ class RoPE(Position):
             raise OptionError(f"RoPE: pairing must be one of {', '.join(PAIRINGS)}, not {self.pairing!r}.")
         if self.scaling is not None:
             self._check_scaling(self.scaling)
+            if (self.axes or 1) > 1 and self.scaling["rope_type"] != "default":
+                raise UnsupportedError(
+                    "RoPE: scaling stretches the positions of a sequence, and a grid has no length to stretch from: "
+                    f"leave scaling or axes={self.axes} out. theta sets the longest wavelength."
+                )
             object.__setattr__(self, "scaling", dict(self.scaling))  # the caller's own may change later
 
     def _check_scaling(self, scaling: Any) -> None:
@@ -218,22 +250,31 @@ class RoPE(Position):
 
     def over(self, present: RoPE) -> RoPE:
         """The same with another's value for every option that is None: what a model gets that rotates like that."""
-        names = ("theta", "scaling", "partial", "pairing", "original_max_positions")
+        names = ["scaling", "partial", "pairing", "axes", "original_max_positions"]
+        if self.axes in (None, present.axes):  # other axes have frequencies of their own
+            names.append("theta")
         return replace(self, **{name: getattr(present, name) for name in names if getattr(self, name) is None})
 
     def resolved(self) -> RoPE:
         """The same with the paper's value for every option that is None: what a model without RoPE gets."""
-        return replace(self, **{name: value for name, value in PAPER.items() if getattr(self, name) is None})
+        paper = {**PAPER, "theta": PAPER["theta"] if (self.axes or 1) == 1 else THETA_OF_A_GRID}
+        return replace(self, **{name: value for name, value in paper.items() if getattr(self, name) is None})
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.to_json(), sort_keys=True))  # scaling is a dict
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many channels of a head are rotated."""
-        return int(head_dim * (self.partial or 1.0) + 1e-6)
+        """How many channels of a head are rotated; with several axes as many as split evenly into pairs for each."""
+        channels, axes = int(head_dim * (self.partial or 1.0) + 1e-6), self.axes or 1
+        return channels if axes == 1 else channels - channels % (2 * axes)
 
     def check(self, head_dim: int, where: str) -> None:
-        rotary_dim = self.rotary_dim(head_dim)
+        rotary_dim, axes = self.rotary_dim(head_dim), self.axes or 1
+        if axes > 1 and not rotary_dim:
+            raise OptionError(
+                f"{where}: RoPE with {axes} axes needs at least {2 * axes} channels to turn, and "
+                f"partial={self.partial or 1:g} of head_dim={head_dim} is fewer; raise partial or lower axes."
+            )
         kind = self.scaling["rope_type"] if self.scaling else "default"
         if kind == "dynamic" and rotary_dim == 2:
             raise OptionError(f"{where}: dynamic scaling needs more than 2 rotated channels.")
@@ -256,20 +297,21 @@ class RoPE(Position):
         scaling, new = scheme.scaling, scheme.max_positions
         if not scaling or new is None or "factor" in scaling or scaling["rope_type"] not in FACTOR_BY_LENGTH:
             return scheme
-        old = scaling.get(_ORIGINAL) or scheme.original_max_positions
+        old = scaling.get(ORIGINAL) or scheme.original_max_positions
         return scheme if old is None else replace(scheme, scaling={**scaling, "factor": max(new / old, 1.0)})
 
     def frequencies(self, head_dim: int, max_positions: int, length: int | None = None) -> tuple[Tensor, float]:
-        """Frequencies (pairs,) in float32 on the current default device, and the factor on cos and sin.
+        """Frequencies of one axis (pairs / axes,) in float32 on the default device, and the factor on cos and sin.
 
         Args:
             head_dim: channels per head.
             max_positions: length that the scaling rules start from.
             length: of the input, for rules that go by it.
         """
-        theta = PAPER["theta"] if self.theta is None else self.theta
+        own = self.resolved()
+        theta: float = own.theta  # type: ignore[assignment]
         if self.scaling is None or self.scaling["rope_type"] == "default":
-            dim = self.rotary_dim(head_dim)
+            dim = self.rotary_dim(head_dim) // (self.axes or 1)
             exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(dtype=torch.float) / dim
             return 1.0 / theta**exponents, 1.0
         config = PreTrainedConfig()
@@ -277,7 +319,7 @@ class RoPE(Position):
         longer = 1.0 if self.scaling["rope_type"] == "dynamic" else self.scaling.get("factor", 1.0)
         config.max_position_embeddings = int(max_positions * longer)
         config.rope_parameters = {
-            _ORIGINAL: max_positions,
+            ORIGINAL: max_positions,
             **self.scaling,
             "rope_theta": theta,
             "partial_rotary_factor": (self.rotary_dim(head_dim) + 0.5) / head_dim,  # is truncated there
@@ -291,7 +333,8 @@ class RoPE(Position):
         return made(self.resolved(), head_dim, self.original_max_positions or max_positions)
 
     def describe(self, head_dim: int) -> str:
-        own = self.resolved()
-        dims = "" if own.partial == 1 else f", {self.rotary_dim(head_dim)} of {head_dim} channels"
+        own, rotary_dim = self.resolved(), self.rotary_dim(head_dim)
+        dims = "" if rotary_dim == head_dim else f", {rotary_dim} of {head_dim} channels"
+        dims += "" if own.axes == 1 else f", {own.axes} axes"
         kind = self.scaling["rope_type"] if self.scaling else "default"
         return f"RoPE(theta={own.theta:g}{dims}, {own.pairing}{'' if kind == 'default' else f', {kind}'})"

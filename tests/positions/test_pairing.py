@@ -127,7 +127,7 @@ def test_scores_by_hand(model_type: str) -> None:
         phases = rotary(positions)
         out: list[torch.Tensor] = []
         # with a lens that only records the heads, whatever the layout
-        seen = one.layout.rotated(one.module, one.head_dim, lambda y: out.append(y) or y)
+        seen = one.layout.rotated(one.module, {}, one.head_dim, lambda y, at=None: out.append(y) or y)
         with torch.no_grad():
             for projection in seen.values():
                 projection(x)
@@ -173,7 +173,7 @@ def test_settings_of_an_earlier_patch_are_kept() -> None:
     model, given, _ = make("gpt2")
     convert_pairing(model, "interleaved", example_inputs=given)
     schemes = {module.scheme for module in model.modules() if isinstance(module, RotaryEmbedding)}
-    assert schemes == {RoPE(theta=500.0, partial=0.5, pairing="interleaved")}
+    assert schemes == {RoPE(theta=500.0, partial=0.5, pairing="interleaved", axes=1)}
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])

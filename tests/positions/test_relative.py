@@ -297,7 +297,6 @@ def test_biases_can_be_kept() -> None:
         ("xlnet", "products with projected distances"),
         ("parakeet_ctc", "products with projected distances"),
         ("wav2vec2-bert", "a vector for each distance"),
-        ("layoutlmv3", "places on the page"),
         ("udop", "places on the page"),
         ("cpmant", "tell segments apart"),
     ],

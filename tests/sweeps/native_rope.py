@@ -54,6 +54,9 @@ def by_config(config: PretrainedConfig, settings: dict[str, Any]) -> PretrainedC
             nested = [value for value in parameters.values() if isinstance(value, dict)]
             for one in nested or [parameters]:
                 if one.get("rope_type") != "axial" or "rope_type" not in settings:
+                    if "rope_type" in settings:  # options of another type would count for some attentions
+                        for option in RoPE.scaling_options() - {"original_max_position_embeddings"}:
+                            one.pop(option, None)
                     one.update(settings)
         elif "rope_theta" in settings and isinstance(getattr(part, "rope_theta", None), float):
             part.rope_theta = settings["rope_theta"]

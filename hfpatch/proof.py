@@ -1,0 +1,214 @@
+"""What a rotary swap must do to a model in hand, measured on its outputs: no knowledge of the family goes in.
+
+Each figure is the largest change of any floating output, of the model or of the stack's owner, in units of that
+output's spread. Positions are changed where the rotations read them, one stack at a time, everything else running as
+always.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import ROTARY
+from .errors import UnsupportedError
+from .swap_positions import _Found as FoundStack
+from .swap_positions import find_stacks
+
+SHIFT = 10  # positions by which a whole stack is moved
+SAME, DIFFERENT = 1e-4, 1e-2  # at most, and at least, what outputs change by; angles are in float32
+
+Outputs = dict[str, Tensor]
+Change = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was measured on one stack.
+
+    Attributes:
+        owner: the class that owned the table.
+        name: where it stands in the model ("" for the model itself).
+        shift: change of the outputs when all positions of the stack move by a constant; rotation is relative, so none.
+        active: change when all positions of the stack are zero; none would mean that nothing is rotated.
+        idle: attentions of the stack whose own rotation no output depends on.
+    """
+
+    owner: str
+    name: str
+    shift: float
+    active: float
+    idle: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        return self.shift <= SAME and self.active >= DIFFERENT and not self.idle
+
+
+def prove(model: nn.Module, inputs: Mapping[str, Any], each: bool = False) -> list[Proof]:
+    """Measure every rotated stack of a patched model that these inputs reach.
+
+    Args:
+        model: patched with pos="rope"; best in float64, where only the rotations' own rounding is left.
+        inputs: keyword arguments of its forward.
+        each: also zero the positions of each attention by itself.
+
+    Raises:
+        UnsupportedError: no rotation is reached.
+    """
+    proofs = []
+    for found in find_stacks(model):
+        if reached(model, inputs, found):
+            proofs.append(prove_stack(model, inputs, found, each))
+    if not proofs:
+        raise UnsupportedError(f"{type(model).__name__}: these inputs reach no rotated attention.")
+    return proofs
+
+
+def prove_stack(model: nn.Module, inputs: Mapping[str, Any], found: FoundStack, each: bool = False) -> Proof:
+    """The proof of one stack; `find_stacks` finds it."""
+    expected = outputs(model, inputs, found)
+    shift = difference(outputs(model, inputs, found, lambda p: p + SHIFT), expected)
+    active = difference(outputs(model, inputs, found, torch.zeros_like), expected)
+    idle = []
+    for name, attention in found.attentions.items() if each else ():
+        with _unrotated(attention):
+            if difference(outputs(model, inputs, found), expected) == 0:
+                idle.append(name)
+    return Proof(type(found.owner).__name__, found.name, shift, active, tuple(idle))
+
+
+@contextmanager
+def _unrotated(attention: nn.Module) -> Iterator[None]:
+    """An attention whose queries and keys stay as they are, inside."""
+    rotary: Any = attention._modules.get(ROTARY)
+    if rotary is None:
+        yield
+        return
+    rotary.__dict__["rotate"] = lambda x, phases: x
+    try:
+        yield
+    finally:
+        del rotary.__dict__["rotate"]
+
+
+def reached(model: nn.Module, inputs: Mapping[str, Any], found: FoundStack) -> bool:
+    """Whether a forward on these inputs rotates anything in the stack."""
+    calls: list[Tensor] = []
+
+    def seen(positions: Tensor) -> Tensor:
+        calls.append(positions)
+        return positions
+
+    outputs(model, inputs, found, seen)
+    return bool(calls)
+
+
+def outputs(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    found: FoundStack,
+    change: Change | None = None,
+) -> Outputs:
+    """All floating outputs of the model and of the stack's owner, with positions changed in the stack."""
+    collected: Outputs = {}
+
+    def keep(_: nn.Module, args: Any, output: Any) -> None:
+        collected.update((f"{found.name}: {name}", value.clone()) for name, value in floating_tensors(output))
+
+    rotations = [module._modules.get(ROTARY) for module in found.attentions.values()]
+    hooks = [found.owner.register_forward_hook(keep)]
+    hooks += [
+        rotation.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
+        for rotation in rotations
+        if rotation is not None and change is not None
+    ]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            result = model(**copy.deepcopy(dict(inputs)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return collected | dict(floating_tensors(result))
+
+
+def floating_tensors(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """The floating tensors inside an output with their names, caches aside."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if "past_key_values" not in str(key):
+                yield from floating_tensors(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from floating_tensors(item, f"{name}[{place}]")
+
+
+def difference(a: Outputs, b: Outputs) -> float:
+    """Largest change from b to a in units of b's spread; infinite where names, shapes or finite places differ."""
+    if a.keys() != b.keys():
+        return float("inf")
+    return max((_difference(a[name], b[name]) for name in b), default=0.0)
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    finite = b.isfinite()
+    if a.isnan().any() or b.isnan().any():
+        return float("inf")
+    if a.shape != b.shape or not torch.equal(a.isfinite(), finite):
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    a, b = a[finite].double(), b[finite].double()
+    spread = b.std() if b.numel() > 1 else b.abs().max()
+    return float((a - b).abs().max() / spread.clamp_min(1e-12))
+
+
+GREEDY = {
+    "do_sample": False,
+    "num_beams": 1,
+    "output_logits": True,
+    "return_dict_in_generate": True,
+    "forced_eos_token_id": None,
+    "forced_bos_token_id": None,
+}
+
+
+def decodes_alike(model: Any, inputs: Mapping[str, Any], tokens: int = 8) -> float:
+    """Change of the logits of greedy decoding when a cache is used, against decoding without one."""
+    settings: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, **GREEDY}
+    with torch.no_grad():
+        cached, plain = (
+            torch.stack(model.generate(**copy.deepcopy(dict(inputs)), **settings, use_cache=use).logits)
+            for use in (True, False)
+        )
+    return _difference(cached, plain)
+
+
+def continues_alike(model: nn.Module, inputs: Mapping[str, Any]) -> float:
+    """Change of the outputs at the last token when the tokens before it are in a cache, against one forward of all."""
+    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    length = inputs[name].shape[1]
+    start = {**inputs, name: inputs[name][:, :-1]}
+    if name == "input_ids" and "attention_mask" in inputs:
+        start["attention_mask"] = inputs["attention_mask"][:, :-1]
+    with torch.no_grad():
+        whole = model(**copy.deepcopy(dict(inputs)), use_cache=False)
+        cache = model(**copy.deepcopy(start), use_cache=True).past_key_values
+        last = model(**{**inputs, name: inputs[name][:, -1:]}, past_key_values=cache, use_cache=True)
+    expected = {
+        n: value[:, -1:]
+        for n, value in floating_tensors(whole)
+        if value.dim() == 3 and value.shape[1] == length and "encoder_" not in n
+    }
+    shown = dict(floating_tensors(last))
+    return difference({n: shown[n] for n in expected}, expected)

@@ -1,0 +1,209 @@
+"""Queries and keys are fitted to the original's attention maps, and nothing else of an attention is touched."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from tiny_models import patch, tiny
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hfpatch import OptionError, RoPE, patch_model, repair, repair_report
+from hfpatch.convert import maps
+from hfpatch.convert.maps import Example, eager, fit_maps, map_in, map_of
+from hfpatch.convert.repair import RepairReport
+
+LM = "AutoModelForCausalLM"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maps, "STEPS", 60)
+
+
+def batches(original: PreTrainedModel, count: int = 4, sequences: int = 32) -> list[dict[str, Tensor]]:
+    drawn = torch.Generator().manual_seed(1)
+    vocabulary = original.config.get_text_config().vocab_size
+    return [{"input_ids": torch.randint(5, vocabulary, (sequences, 10), generator=drawn)} for _ in range(count)]
+
+
+def repaired(original: PreTrainedModel, **request: Any) -> tuple[PreTrainedModel, RepairReport]:
+    model = patch_model(copy.deepcopy(original), calibration=batches(original), **request)
+    report = repair_report(model)
+    assert report is not None
+    return model, report
+
+
+def fitted(report: RepairReport) -> list[tuple[float, float]]:
+    return [(step.before, step.after) for step in report.steps if step.kind == "maps" and step.kept]
+
+
+# separate, fused, grouped queries, local windows, post-norm
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bert", "distilbert", "biogpt", "roberta-prelayernorm"])
+def test_maps_come_nearer_in_every_attention(family: str) -> None:
+    original = zoo.tiny(family)[0]
+    model, report = repaired(original, pos="rope")
+    found = fitted(report)
+    attentions = [name for name, module in model.named_modules() if "rotary_emb" in module._modules]
+    assert [step.module for step in report.steps if step.kind == "maps"] == attentions
+    assert len(found) == len(attentions) > 1
+    assert all(after < 0.8 * before for before, after in found)
+
+
+def test_the_reported_divergence_is_that_of_the_models_maps() -> None:
+    """Of the first attention, whose input no other step changes."""
+    original = tiny("gpt2", LM)
+    data = batches(original, 1, 32)
+    model = patch_model(copy.deepcopy(original), pos="rope", calibration=data)
+    step = next(step for step in repair_report(model).steps if step.kind == "maps")
+    # every eighth sequence is held out
+    kept = {"input_ids": data[0]["input_ids"][7::8]}
+    attention: list[Tensor] = []
+    for one in (original, model):
+        one.set_attn_implementation("eager")
+        attention.append(one(**kept, output_attentions=True).attentions[0])
+    old, new = (maps.detach() for maps in attention)
+    expected = (old * (old.clamp_min(1e-9).log() - new.clamp_min(1e-9).log())).sum(-1).mean()
+    assert step.after == pytest.approx(float(expected), rel=1e-3)
+
+
+def test_only_what_moves_the_maps_is_fitted() -> None:
+    """Of a fused projection the values' third keeps its bits, but for what the readers' step did."""
+    original = tiny("gpt2", LM)
+    model = patch(copy.deepcopy(original), pos="rope")
+    attention, width = model.transformer.h[0].attn, model.config.hidden_size
+    states = torch.randn(4, 10, width, generator=torch.Generator().manual_seed(0))
+    with eager(original), torch.no_grad():
+        target = map_of(original.transformer.h[0].attn, ((states,), {}))
+    rows = torch.ones(4, 10, dtype=torch.bool)
+    example = Example(((states,), {}), target, rows, rows)
+    own = {name for name, _ in attention.named_parameters()}
+    before = {name: value.clone() for name, value in attention.state_dict().items()}
+    found = fit_maps(attention, [example].__getitem__, 1, "qk", own)
+    assert found.after < found.before
+    assert set(found.values) == {"c_attn.weight", "c_attn.bias"}
+    for name, value in found.values.items():
+        assert torch.equal(value[..., 2 * width :], before[name][..., 2 * width :])
+        assert not torch.equal(value[..., : 2 * width], before[name][..., : 2 * width])
+    assert all(torch.equal(value, before[name]) for name, value in attention.state_dict().items())
+    only = fit_maps(attention, [example].__getitem__, 1, "bias", own)
+    assert set(only.values) == {"c_attn.bias"}
+    assert fit_maps(attention, [example].__getitem__, 1, "bias", own - {"c_attn.bias"}) is None
+
+
+def test_biases_alone() -> None:
+    original = tiny("opt", LM)
+    _, weights = repaired(original, pos="rope")
+    _, biases = repaired(original, pos="rope", fit="bias")
+    assert len(fitted(biases)) == len(fitted(weights)) > 1
+    assert fitted(weights)[0][1] < fitted(biases)[0][1] < fitted(biases)[0][0]
+
+
+def test_cross_attention_is_fitted_too() -> None:
+    original = tiny("bart", "AutoModelForSeq2SeqLM")
+    data = [{**batch, "decoder_input_ids": batch["input_ids"].flip(0)} for batch in batches(original)]
+    model = patch_model(copy.deepcopy(original), pos="rope", calibration=data)
+    names = [step.module for step in repair_report(model).steps if step.kind == "maps"]
+    assert any(name.endswith("encoder_attn") for name in names)
+    assert sum(name.endswith("self_attn") for name in names) == sum(
+        "rotary_emb" in module._modules for module in model.modules()
+    )
+
+
+def test_padding_makes_no_difference() -> None:
+    original = tiny("gpt2", LM)
+    data = batches(original)
+    models = []
+    for filler in (3, 9):
+        padded = []
+        for batch in data:
+            ids = torch.cat([torch.full((32, 4), filler), batch["input_ids"]], 1)
+            padded.append({"input_ids": ids, "attention_mask": (torch.arange(14) > 3).long().expand(32, 14)})
+        models.append(patch_model(copy.deepcopy(original), pos="rope", calibration=padded))
+    a, b = (dict(model.named_parameters()) for model in models)
+    assert fitted(repair_report(models[0]))
+    assert max(float((a[name] - b[name]).detach().abs().max()) for name in a) < 1e-3
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_attention_implementation_is_put_back(implementation: str) -> None:
+    original = tiny("bert", "AutoModelForMaskedLM")
+    original.set_attn_implementation(implementation)
+    model = patch(copy.deepcopy(original), pos="rope")
+    repair(model, original, batches(original))
+    for one in (model, original):
+        assert {m.config._attn_implementation for m in one.modules() if hasattr(m, "config")} == {implementation}
+
+
+def test_it_is_put_back_after_an_error() -> None:
+    model = tiny("bert", "AutoModelForMaskedLM")
+    before = model.config._attn_implementation
+
+    def fails() -> None:
+        with eager(model):
+            assert model.config._attn_implementation == "eager" != before
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert model.config._attn_implementation == before
+
+
+def test_a_norm_alone_leaves_maps_to_the_readers() -> None:
+    _, report = repaired(tiny("gpt2", LM), norm="dyt")
+    assert not any(step.kind == "maps" for step in report.steps)
+
+
+def test_another_models_maps_dont_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: what is fitted to are the original's maps."""
+    original, stranger = tiny("gpt2", LM), tiny("gpt2", LM, seed=5)
+    right, wrong = (patch(copy.deepcopy(original), pos="rope") for _ in range(2))
+    by_right, by_wrong = repair(right, original, batches(original)), repair(wrong, stranger, batches(original))
+    assert by_right.after < 0.5 * by_wrong.after
+
+
+def test_in_half_precision() -> None:
+    original = tiny("gpt2", LM).to(torch.bfloat16)
+    model, report = repaired(original, pos="rope")
+    assert all(after < before for before, after in fitted(report))
+    assert len(fitted(report)) > 1
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_what_is_a_map() -> None:
+    probabilities = torch.rand(2, 3, 4, 5).softmax(-1)
+    assert map_in((torch.zeros(2, 4, 8), probabilities)) is probabilities
+    assert map_in((torch.zeros(2, 4, 8), torch.rand(2, 3, 4, 5))) is None
+    assert map_in((torch.zeros(2, 4, 8), None)) is None
+    assert map_in(probabilities) is None
+
+
+def test_an_attention_that_shows_no_map_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = maps.map_in
+    monkeypatch.setattr("hfpatch.convert.repair.map_of", lambda module, call: None)
+    original = tiny("gpt2", LM)
+    model = patch_model(copy.deepcopy(original), pos="rope", calibration=batches(original))
+    told = [step for step in repair_report(model).steps if step.kind == "maps"]
+    assert told
+    assert all(step.note == "it returns no attention map" and not step.kept for step in told)
+    assert seen is maps.map_in
+
+
+@pytest.mark.parametrize("fit", ["q", "", None, 3])
+def test_an_unknown_fit_is_refused_before_anything_changes(fit: Any) -> None:
+    model = tiny("gpt2", LM)
+    with pytest.raises(OptionError, match="fit must be one of 'qk', 'bias'"):
+        patch_model(model, pos="rope", calibration=batches(model), fit=fit)
+    with pytest.raises(OptionError, match="fit must be one of 'qk', 'bias'"):
+        repair(model, model, batches(model), fit=fit)
+    assert isinstance(model.transformer.wpe, nn.Embedding)
+
+
+def test_other_thetas_and_partial_rotation() -> None:
+    _, report = repaired(tiny("gpt2", LM), pos=RoPE(theta=100.0, partial=0.5, pairing="interleaved"))
+    assert all(after < 0.8 * before for before, after in fitted(report))
+    assert len(fitted(report)) > 1

@@ -1,0 +1,316 @@
+"""What every architecture record has to pass, for each class that owns a table, on the tiny models of tests/zoo.py.
+
+    model, inputs = patched("clip")          # in float64; angles stay in float32
+    for proof in prove(model, inputs): ...   # shift and active, measured on each stack that the inputs reach
+
+Figures are changes of outputs in units of their spread: at most SAME, or at least DIFFERENT.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from hfpatch import ARCHITECTURES, NotPreservedWarning, RoPE, Stack, patch_model
+from hfpatch.checkpoint import patched_model_class
+from hfpatch.convert.inputs import make_inputs
+from hfpatch.convert.randomness import own_randomness, randomise
+from hfpatch.convert.shrink import shrunk
+from hfpatch.proof import (
+    DIFFERENT,
+    SAME,
+    Outputs,
+    continues_alike,
+    decodes_alike,
+    difference,
+    floating_tensors,
+    outputs,
+    prove_stack,
+    reached,
+)
+from hfpatch.swap_positions import _Found as FoundStack
+from hfpatch.swap_positions import _max_positions, find_stacks
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import zoo
+
+__all__ = ["DIFFERENT", "EXACT", "SAME", "prove_stack", "reached"]
+
+EXACT = 1e-5  # change where no rotation is left; some hosts take their softmax in float32
+HEADS = (
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+)
+
+
+def here() -> list[str]:
+    """Recorded owners whose model type this transformers has, sorted."""
+    types = {*zoo.model_types(), *PARTS, *VARIANTS}
+    return sorted(owner for owner, home in HOMES.items() if home in types)
+
+
+# what a record asks of a configuration, and models whose configuration is no type of its own
+SETTINGS: dict[str, dict[str, Any]] = {
+    "big_bird": {"attention_type": "original_full"},
+    "bigbird_pegasus": {"attention_type": "original_full"},
+    "canine": {"max_position_embeddings": 64},
+    "led": {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64, "attention_window": [32, 32]},
+    "longformer": {"attention_window": [32, 32]},
+    "BarkSemanticModel": {"block_size": 32},
+    "BarkCoarseModel": {"block_size": 32},
+}
+PARTS = {
+    "BarkSemanticModel": "BarkSemanticConfig",
+    "BarkCoarseModel": "BarkCoarseConfig",
+    "BarkFineModel": "BarkFineConfig",
+}
+
+# owners that another class of the record's type contains, or another configuration: (type, class, settings)
+_STABLE = {"do_stable_layer_norm": True}
+VARIANTS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "Dinov2Backbone": ("dinov2", "AutoBackbone", {}),
+    "Dinov2WithRegistersBackbone": ("dinov2_with_registers", "AutoBackbone", {}),
+    "HubertEncoderStableLayerNorm": ("hubert", None, _STABLE),
+    "SpeechT5DecoderWithSpeechPrenet": ("speecht5", "SpeechT5ForSpeechToSpeech", {}),
+    "SpeechT5EncoderWithTextPrenet": ("speecht5", "SpeechT5ForTextToSpeech", {}),
+    "Tipsv2VisionBackbone": ("tipsv2_vision_model", "AutoBackbone", {}),
+    "UniSpeechEncoderStableLayerNorm": ("unispeech", None, _STABLE),
+    "UniSpeechSatEncoderStableLayerNorm": ("unispeech-sat", None, _STABLE),
+    "ViTMAEDecoder": ("vit_mae", "ViTMAEForPreTraining", {}),
+    "VitDetBackbone": ("vitdet", "AutoBackbone", {}),
+    "Wav2Vec2EncoderStableLayerNorm": ("wav2vec2", None, _STABLE),
+}
+
+SPEECH = {
+    "decoder_input_values": torch.randn(2, 12, 80, generator=torch.Generator().manual_seed(0)),
+    "speaker_embeddings": torch.randn(2, 512, generator=torch.Generator().manual_seed(0)),
+}
+
+# Which stack is proved on which model type: its record's, else none.
+HOMES = {
+    stack.owner: stack.owner if stack.owner in (*PARTS, *VARIANTS) else name
+    for name, record in ARCHITECTURES.items()
+    for stack in record.stacks
+}
+STACKS: dict[str, Stack] = {stack.owner: stack for record in ARCHITECTURES.values() for stack in record.stacks}
+
+# whose generate() differs with and without a cache unpatched too (pad tokens), or takes more than tokens
+STEPWISE = ("fsmt", "musicgen_decoder", "musicgen_melody_decoder", "BarkSemanticModel", "BarkCoarseModel")
+
+
+def tiny(model_type: str, auto_class: Any = None, **settings: Any) -> tuple[Any, dict[str, Any]]:
+    """`zoo.tiny`, with what records ask for and with attentions that matter: some hosts start them at 0.02."""
+    more: dict[str, Any] = {}
+    if model_type in VARIANTS:
+        more = SPEECH if "ToSpeech" in (VARIANTS[model_type][1] or "") else {}
+        model_type, auto_class, changes = VARIANTS[model_type]
+        settings = changes | settings
+    if model_type in PARTS:
+        model, inputs = _part(model_type)
+    else:
+        settings = SETTINGS.get(model_type, {}) | settings
+        model, inputs = zoo.tiny(model_type, auto_class=auto_class, **settings)
+    with torch.no_grad():
+        for found in find_stacks(model):
+            for attention in found.attentions.values():
+                for name in found.stack.projections.names:
+                    weight: Any = attention.get_submodule(name).weight
+                    weight.mul_(max(1.0, 0.4 / float(weight.std())))
+    return model, inputs | more
+
+
+def _part(class_name: str) -> tuple[Any, dict[str, Any]]:
+    with own_randomness(0):
+        config = shrunk(getattr(transformers, PARTS[class_name])(), SETTINGS.get(class_name))
+        model = getattr(transformers, class_name)(config).float().eval()
+        randomise(model, torch.Generator().manual_seed(0))
+        given = {"codebook_idx": 2, "input_ids": torch.randint(5, 60, (2, 12, 8))} if "Fine" in class_name else None
+        return model, given or make_inputs(model, {})
+
+
+@functools.lru_cache(maxsize=4)
+def patched(model_type: str, pos: str = "rope", auto_class: str | None = None) -> tuple[Any, dict[str, Any]]:
+    """A tiny patched model in float64 and its inputs, for callers that change neither."""
+    model, inputs = tiny(model_type, auto_class)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        patch_model(model, pos=pos)
+    double = {name: value.double() if _floating(value) else value for name, value in inputs.items()}
+    try:
+        plain = run(model.double(), double)
+    except RuntimeError:  # some hosts name float32 in their forwards
+        plain = None
+    if plain is None or any(value.isnan().any() for _, value in floating_tensors(plain)):
+        model, double = model.float(), inputs
+    return model, double
+
+
+def run(model: nn.Module, inputs: dict[str, Any]) -> Any:
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return model(**copy.deepcopy(inputs))
+
+
+def _floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def stack_of(model: nn.Module, owner: str) -> FoundStack:
+    """The (first) stack of this class in the model."""
+    return next(found for found in find_stacks(model) if found.stack.owner == owner)
+
+
+# --- blind to order ---------------------------------------------------------------------------------------------------
+
+
+def text_inputs(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Inputs with one entry per token of the text, (B, T, ...)."""
+    for name in ("input_ids", "decoder_input_ids"):
+        if name in inputs:
+            length = inputs[name].shape[-1]
+            return {
+                key: value
+                for key, value in inputs.items()
+                if isinstance(value, Tensor) and value.dim() in (2, 3) and value.shape[1] == length
+            }
+    return {}
+
+
+def blind(owner: str, pos: str = "nope") -> float | None:
+    """How much more than its rows change places when the text's tokens do; None where the stack has no text.
+
+    Without positions nothing else may tell where a token stands: no second table, no relative bias was left in.
+    """
+    model, inputs = patched(HOMES[owner], pos)
+    found, text = stack_of(model, owner), text_inputs(inputs)
+    if not text or getattr(getattr(found.owner, "config", None), "is_decoder", False):
+        return None
+    length = next(iter(text.values())).shape[1]
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(1))
+    shuffled = {**inputs, **{name: value[:, order] for name, value in text.items()}}
+    before, after = (_of_tokens(outputs(model, given, found), found, length) for given in (inputs, shuffled))
+    return difference(after, {name: value[:, order] for name, value in before.items()}) if before else None
+
+
+def _of_tokens(seen: Outputs, found: FoundStack, length: int) -> Outputs:
+    """The owner's own outputs (B, T, d)."""
+    own = {name: value for name, value in seen.items() if name.startswith(f"{found.name}: ")}
+    return {name: value for name, value in own.items() if value.dim() == 3 and value.shape[1] == length}
+
+
+# --- longer inputs than the table had ---------------------------------------------------------------------------------
+
+
+def longer(owner: str) -> int | None:
+    """Run text of four times the old length; the length, or None where the stack has no text.
+
+    Raises whatever the model raises; AssertionError where the outputs aren't that long, or not finite.
+    """
+    model, inputs = patched(HOMES[owner])
+    given = lengthened(inputs, old_length(owner))
+    if given is None:
+        return None
+    length = next(iter(text_inputs(given).values())).shape[1]
+    found = outputs(model, given, stack_of(model, owner))
+    assert all(value.isfinite().any() for value in found.values())
+    assert max(max(value.shape) for value in found.values()) >= length
+    return length
+
+
+def lengthened(inputs: dict[str, Any], old: int) -> dict[str, Any] | None:
+    """Inputs with text of four times the old length."""
+    text, length = text_inputs(inputs), 4 * old
+    if not text:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    given = dict(inputs)
+    for name, value in text.items():
+        repeats = -(-length // value.shape[1])
+        given[name] = value.repeat(1, repeats, *[1] * (value.dim() - 2))[:, :length]
+        if name.endswith("input_ids"):
+            tokens = value.flatten()  # of its vocabulary
+            given[name] = tokens[torch.randint(len(tokens), given[name].shape, generator=generator)]
+    return given
+
+
+def old_length(owner: str) -> int:
+    """Positions that the removed table had."""
+    model, _ = tiny(HOMES[owner])
+    found = stack_of(model, owner)
+    rows = _max_positions(found, RoPE())
+    stated = getattr(getattr(found.owner, "config", None), "max_position_embeddings", None)
+    return min(filter(None, (rows, stated)), default=64)
+
+
+def refused_before(owner: str) -> bool:
+    """Whether the unpatched model raises on the inputs of `longer`."""
+    model, inputs = tiny(HOMES[owner])
+    given = lengthened(inputs, old_length(owner))
+    if given is None:
+        return False
+    try:
+        run(model, given)
+    except (IndexError, RuntimeError, ValueError):
+        return True
+    return False
+
+
+# --- decoding, saving -------------------------------------------------------------------------------------------------
+
+
+def head_that_generates(model_type: str) -> str | type | None:
+    """The Auto class under which this type generates, or the class of the zoo's own model if that does."""
+    if model_type in PARTS or model_type in VARIANTS:
+        return None
+    kind = type(zoo.tiny_config(model_type))
+    for name in HEADS:
+        mapped = getattr(transformers, name)._model_mapping.get(kind, None)
+        if mapped is not None and mapped.can_generate():
+            return name
+    return next((made for made in zoo._classes_for(kind).values() if made.can_generate()), None)
+
+
+def cached(model_type: str) -> float | None:
+    """Change of the outputs when decoding uses a cache, in float32; None where the type doesn't generate."""
+    if model_type in STEPWISE:
+        model, inputs = tiny(model_type)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotPreservedWarning)
+            return continues_alike(patch_model(model, pos="rope"), inputs)
+    head = head_that_generates(model_type)
+    if head is None:
+        return None
+    config = zoo.tiny_config(model_type)
+    encoder = getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder
+    decoder = {"is_decoder": True} if encoder else {}
+    model, inputs = tiny(model_type, head, **decoder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        patch_model(model, pos="rope")
+    given = {name: value for name, value in inputs.items() if not name.startswith("decoder") and name != "labels"}
+    return decodes_alike(model, given)
+
+
+def saved(model_type: str) -> float:
+    """Change of the outputs when the patched model is saved and loaded, in float32: 0."""
+    model, inputs = tiny(model_type)
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        host = type(model)
+        patch_model(model, pos="rope").save_pretrained(folder)
+        loaded = patched_model_class(host).from_pretrained(folder).eval()
+        for parameter in loaded.parameters():  # the last bit of a product depends on how memory is aligned
+            parameter.data = parameter.data.clone()
+        found, again = find_stacks(model)[0], find_stacks(loaded)[0]
+        return difference(outputs(loaded, inputs, again), outputs(model, inputs, found))

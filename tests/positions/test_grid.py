@@ -1,0 +1,439 @@
+"""Positions with several axes: the rotation itself, where a patch lies, and how attentions are told of it."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModel
+
+from hfpatch import NotPreservedWarning, OptionError, Position, RoPE, UnsupportedError, patch_model, plan_patch
+from hfpatch.attention import ROTARY, Projections, Rotated
+from hfpatch.errors import PositionError
+from hfpatch.positions import RotaryEmbedding
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import zoo
+
+LINE, GRID = RoPE(), RoPE(axes=2)
+WIDE, TALL = (3, 6), (8, 2)  # rows and columns of patches
+PATCH = 16
+
+
+def image(rows: int, columns: int, batch: int = 2, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"pixel_values": torch.randn(batch, 3, rows * PATCH, columns * PATCH, generator=generator)}
+
+
+def patched(model_type: str, pos: Any = GRID, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        return patch_model(zoo.tiny(model_type)[0], pos=pos, **options)
+
+
+def states(model: Any, given: dict[str, Any]) -> Tensor:
+    with torch.no_grad():
+        return model(**given).last_hidden_state
+
+
+def with_positions(model: Any, given: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Hidden states when every rotation sees changed positions."""
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args: (change(args[0]),))
+        for name, module in model.named_modules()
+        if name.endswith(ROTARY)
+    ]
+    try:
+        return states(model, given)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max() / b.std())
+
+
+# --- the rotation -----------------------------------------------------------------------------------------------------
+
+
+def places(rows: int, columns: int) -> Tensor:
+    """(rows * columns, 2)."""
+    return torch.tensor([[row, column] for row in range(rows) for column in range(columns)])
+
+
+def turned(scheme: RoPE, head_dim: int, x: Tensor, positions: Tensor) -> Tensor:
+    rotary = RotaryEmbedding(scheme, head_dim, 0)
+    return rotary.rotate(x, rotary(positions[None]))
+
+
+def test_equals_mlcd() -> None:
+    from transformers.models.mlcd.configuration_mlcd import MLCDVisionConfig
+    from transformers.models.mlcd.modeling_mlcd import MLCDRotaryEmbedding
+
+    config = MLCDVisionConfig(hidden_size=64, num_attention_heads=4)
+    where = places(3, 5)
+    cos, sin = MLCDRotaryEmbedding(config)(torch.zeros(1), where)
+    theta = config.rope_parameters["rope_theta"]
+    ours = RotaryEmbedding(RoPE(axes=2, theta=theta), 16, 0)(where[None])
+    assert torch.equal(torch.cat((ours[0][0, :, 0],) * 2, -1), cos)
+    assert torch.equal(torch.cat((ours[1][0, :, 0],) * 2, -1), sin)
+
+
+def test_equals_qwen2_vl() -> None:
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
+
+    torch.manual_seed(0)
+    where, x = places(4, 3), torch.randn(1, 12, 2, 16)
+    frequencies = 1.0 / 10_000 ** (torch.arange(0, 8, 2) / 8)
+    angles = (where[..., None] * frequencies).flatten(-2)
+    angles = torch.cat((angles, angles), -1)
+    theirs, _ = apply_rotary_pos_emb_vision(x[0], x[0], angles.cos(), angles.sin())
+    assert torch.equal(turned(RoPE(axes=2, theta=10_000.0), 16, x, where)[0], theirs)
+
+
+def test_equals_dinov3_in_its_coordinates() -> None:
+    """DINOv3 measures in patch centers from -1 to 1, times 2 pi; the rotation is the same, theta too."""
+    from transformers.models.dinov3_vit.configuration_dinov3_vit import DINOv3ViTConfig
+    from transformers.models.dinov3_vit.modeling_dinov3_vit import DINOv3ViTRopePositionEmbedding
+
+    config = DINOv3ViTConfig(hidden_size=64, num_attention_heads=4, patch_size=PATCH)
+    cos, sin = DINOv3ViTRopePositionEmbedding(config).eval()(torch.zeros(1, 3, 3 * PATCH, 5 * PATCH))
+    centers = (places(3, 5) + 0.5) / torch.tensor([3, 5]) * 2 - 1
+    ours = RotaryEmbedding(GRID, 16, 0)(2 * torch.pi * centers[None])
+    assert config.rope_theta == GRID.theta
+    torch.testing.assert_close(ours[0][0, :, 0], cos[:, :8], rtol=0, atol=2e-5)
+    torch.testing.assert_close(ours[1][0, :, 0], sin[:, :8], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "head_dim"),
+    [(RoPE(axes=2, pairing="interleaved"), 16), (RoPE(axes=3), 16), (RoPE(axes=2, partial=0.5, theta=7.0), 16)],
+)
+def test_by_hand(scheme: RoPE, head_dim: int) -> None:
+    """Pair after pair: the first pairs turn by the first coordinate, the next ones by the next."""
+    torch.manual_seed(0)
+    where, x = torch.randint(0, 9, (5, scheme.axes)), torch.randn(1, 5, 1, head_dim, dtype=torch.float64)
+    dim = scheme.rotary_dim(head_dim)
+    pairs, expected = dim // 2, x.clone()
+    each = pairs // scheme.axes
+    for token in range(5):
+        for pair in range(pairs):
+            a = where[token, pair // each].double() * scheme.theta ** -((pair % each) / each)
+            i, j = (2 * pair, 2 * pair + 1) if scheme.pairing == "interleaved" else (pair, pair + pairs)
+            x1, x2 = x[0, token, 0, i], x[0, token, 0, j]
+            expected[0, token, 0, i] = x1 * a.cos() - x2 * a.sin()
+            expected[0, token, 0, j] = x2 * a.cos() + x1 * a.sin()
+    torch.testing.assert_close(turned(scheme, head_dim, x, where), expected, rtol=0, atol=1e-5)
+    assert dim == {1.0: 12 if scheme.axes == 3 else 16, 0.5: 8}[scheme.partial]
+
+
+def test_options() -> None:
+    assert (RoPE().theta, GRID.theta, RoPE(theta=5.0, axes=2).theta) == (10_000.0, 100.0, 5.0)
+    stored = GRID.to_json()
+    assert stored["axes"] == 2
+    assert stored["theta"] == 100.0
+    assert Position.from_json(stored) == GRID
+    assert Position.resolve("rope:axes=2") == GRID
+    assert Position.from_json({"name": "rope", "theta": 10.0}) == RoPE(theta=10.0)  # as it was stored before
+    assert GRID.describe(16) == "RoPE(theta=100, 2 axes, half)"
+    assert RoPE(axes=3).describe(16) == "RoPE(theta=100, 12 of 16 channels, 3 axes, half)"
+    for axes in (0, 4, True, "2", None):
+        with pytest.raises(OptionError, match="axes must be 1, 2 or 3"):
+            RoPE(axes=axes)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="scaling"):
+        RoPE(axes=2, scaling={"rope_type": "linear", "factor": 2.0})
+    with pytest.raises(OptionError, match="at least 4 channels"):
+        RoPE(axes=2, partial=0.1).check(16, "h.0.attn")
+
+
+# --- what only differences of rows and columns mean -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", [(10, 0), (0, 10)], ids=["rows", "columns"])
+@pytest.mark.parametrize("size", [WIDE, TALL])
+def test_shifts_of_either_axis_change_nothing(shift: tuple[int, int], size: tuple[int, int]) -> None:
+    model, given = patched("ijepa"), image(*size)  # it has patches only
+    moved = with_positions(model, given, lambda p: p + torch.tensor(shift))
+    assert difference(moved, states(model, given)) <= 1e-4
+
+
+def test_control_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rotates_queries_only(self: Any, module: Any, head_dim: int, rotate: Any) -> dict:
+        query = getattr(module, self.query)
+        return {self.query: Rotated(query, lambda y: rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2))}
+
+    monkeypatch.setattr(Projections, "rotated", rotates_queries_only)
+    model, given = patched("ijepa"), image(*WIDE)
+    for shift in ((10, 0), (0, 10)):
+        moved = with_positions(model, given, lambda p, shift=shift: p + torch.tensor(shift))
+        assert difference(moved, states(model, given)) > 1e-2
+
+
+@pytest.mark.parametrize("model_type", ["ijepa", "vit", "siglip2_vision_model"])
+def test_each_axis_counts(model_type: str) -> None:
+    model, given = patched(model_type), zoo.tiny(model_type)[1]
+    for axis in ((0, 1), (1, 0)):
+        changed = with_positions(model, given, lambda p, axis=axis: p * torch.tensor(axis))
+        assert difference(changed, states(model, given)) >= 1e-2
+
+
+def test_a_class_token_is_an_anchor() -> None:
+    """Moving the patches, and not the class token, changes the function: invariance holds among patches only."""
+    model, given = patched("vit"), image(*WIDE)
+    patches_only = with_positions(model, given, lambda p: torch.cat((p[:, :1], p[:, 1:] + 10), 1))
+    assert difference(patches_only, states(model, given)) > 1e-2
+
+
+def relative_attention(pos: RoPE, rows: int, columns: int) -> dict[tuple[int, int], list[Tensor]]:
+    """Log attention of equal patches relative to attention to itself, by distance in rows and columns."""
+    model = patched("ijepa", pos)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        flat = model(torch.ones(1, 3, rows * PATCH, columns * PATCH), output_attentions=True).attentions[0][0]
+    found: dict[tuple[int, int], list[Tensor]] = {}
+    for i, (row, column) in enumerate(places(rows, columns).tolist()):
+        for j, (other, beside) in enumerate(places(rows, columns).tolist()):
+            relative = flat[:, i, j].log() - flat[:, i, i].log()
+            found.setdefault((other - row, beside - column), []).append(relative)
+    return found
+
+
+def test_attention_of_equal_patches_depends_on_their_distance_alone() -> None:
+    """From pixels on: at whatever place, and in images of whatever shape."""
+    wide, tall = relative_attention(GRID, *WIDE), relative_attention(GRID, *TALL)
+    for distance in wide.keys() & tall.keys():
+        values = torch.stack([*wide[distance], *tall[distance]])
+        torch.testing.assert_close(values, values[:1].expand_as(values), rtol=0, atol=1e-3)
+    assert (torch.stack([wide[1, 0][0], wide[0, 1][0], wide[1, 1][0]]).std(0) > 1e-2).all()
+
+
+def test_control_distance() -> None:
+    wide, tall = relative_attention(LINE, *WIDE), relative_attention(LINE, *TALL)
+    assert (wide[1, 0][0] - tall[1, 0][0]).abs().max() > 1e-2
+
+
+RELAYED = [("internvl_vision", 1, 0), ("dpt", 1, 0), ("granite_docling_vision", 0, 0), ("yolos", 1, 100)]
+
+
+# --- where the patches lie --------------------------------------------------------------------------------------------
+
+
+def seen_positions(model: Any, given: dict[str, Any]) -> Tensor:
+    """Positions that the first rotation sees."""
+    calls: list[Tensor] = []
+
+    def keep(positions: Tensor) -> Tensor:
+        calls.append(positions)
+        return positions
+
+    with_positions(model, given, keep)
+    return calls[0]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "before", "after"),
+    [("ijepa", 0, 0), ("vit", 1, 0), ("deit", 2, 0), ("dinov2_with_registers", 5, 0), *RELAYED],
+)
+def test_patches_stand_row_after_row(model_type: str, before: int, after: int) -> None:
+    size = (4, 4) if model_type == "granite_docling_vision" else WIDE  # whose connector takes squares
+    seen = seen_positions(patched(model_type), image(*size))
+    assert torch.equal(seen[0, before : len(seen[0]) - after], places(*size))
+    assert not seen[0, :before].any()
+    assert not seen[0, len(seen[0]) - after :].any()
+
+
+def test_a_video_has_three_axes() -> None:
+    seen = seen_positions(patched("vivit", RoPE(axes=3)), {"pixel_values": torch.zeros(1, 6, 3, 2 * PATCH, 3 * PATCH)})
+    expected = [[f, r, c] for f in range(3) for r in range(2) for c in range(3)]
+    assert seen[0, 1:].tolist() == expected
+
+
+def test_sound_has_frequencies_and_time() -> None:
+    model = patched("audio-spectrogram-transformer")
+    seen = seen_positions(model, {"input_values": torch.zeros(1, 66, 46)})  # patches of 16, every 10
+    assert torch.equal(seen[0, 2:], places(4, 6))
+
+
+def test_images_packed_in_one_batch() -> None:
+    model, given = patched("siglip2_vision_model"), zoo.tiny("siglip2_vision_model")[1]
+    given["spatial_shapes"] = torch.tensor([[2, 8], [5, 3]])
+    seen = seen_positions(model, given)
+    assert torch.equal(seen[0], places(2, 8))
+    assert torch.equal(seen[1, :15], places(5, 3))
+
+
+@pytest.mark.parametrize("pos", [LINE, GRID], ids=["line", "grid"])
+def test_masked_patches_keep_their_places(pos: RoPE) -> None:
+    """ViT-MAE shuffles the patches that it keeps; who keeps all must not depend on the order."""
+    model = patched("vit_mae", pos)
+    model.config.mask_ratio = 0.0
+    given, generator = image(*WIDE), torch.Generator().manual_seed(0)
+    out = []
+    for _ in range(2):
+        noise = torch.rand(2, 18, generator=generator)
+        with torch.no_grad():
+            result = model(**given, noise=noise)
+        patches = result.last_hidden_state[:, 1:]
+        out.append(torch.gather(patches, 1, result.ids_restore[..., None].expand_as(patches)))
+    assert difference(out[0], out[1]) <= 1e-4
+    torch.manual_seed(1)
+    drawn = states(model, given)
+    torch.manual_seed(1)
+    noise = torch.rand(2, 18)
+    assert torch.equal(states(model, {**given, "noise": noise}), drawn), "the host would have drawn other noise"
+
+
+def test_refused_by_the_plan() -> None:
+    for model_type, message in (
+        ("gpt2", "GPT2Model isn't known"),
+        ("timesformer", "TimesformerModel isn't known"),
+        ("vivit", "has 3 axes, not 2"),
+        ("vision-encoder-decoder", "BertModel isn't known.*only="),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            plan_patch(zoo.tiny(model_type)[0], pos=GRID)
+
+
+def test_one_tower_of_two() -> None:
+    model = patched("vision-encoder-decoder", GRID, only="encoder.*")
+    rotated = [name for name, _ in model.named_modules() if name.endswith(ROTARY)]
+    assert rotated
+    assert all(name.startswith("encoder.") for name in rotated)
+
+
+def test_an_encoder_called_past_its_owner_is_refused() -> None:
+    model = patched("vit")
+    with pytest.raises(PositionError, match="wasn't told where"):
+        model.layers[0](torch.zeros(1, 5, 64))
+
+
+def test_a_wrong_number_of_tokens_is_refused() -> None:
+    model, given = patched("vit"), image(*WIDE)
+    model.embeddings.register_forward_hook(lambda _, args, out: out[:, :-1])
+    with pytest.raises(PositionError, match="some were dropped"):
+        states(model, given)
+
+
+@pytest.mark.parametrize("pos", [LINE, RoPE(axes=3)], ids=["line", "grid"])
+def test_video_with_tokens_left_out(pos: RoPE) -> None:
+    """Tokens of the second half, and nothing else: the same as those of a shorter video, moved in time."""
+    model = patched("videomae", pos)
+    video = torch.randn(1, 4, 3, 2 * PATCH, 2 * PATCH, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[True] * 4 + [False] * 4])
+    late = states(model, {"pixel_values": video, "bool_masked_pos": mask})
+    assert difference(late, states(model, {"pixel_values": video[:, 2:]})) <= 1e-4
+    scattered = torch.tensor([[False, True] * 4])
+    seen = seen_positions(model, {"pixel_values": video, "bool_masked_pos": scattered})
+    assert seen.tolist() == [[0, 2, 4, 6] if pos is LINE else [[0, 0, 0], [0, 1, 0], [1, 0, 0], [1, 1, 0]]]
+
+
+def test_windows_see_their_own_places() -> None:
+    model, given = patched("vitdet"), image(*WIDE)
+    assert torch.equal(seen_positions(model, given)[0], places(*WIDE))
+    moved = with_positions(model, given, lambda p: p + torch.tensor([3, 5]))
+    flat = with_positions(model, given, lambda p: p * torch.tensor([1, 0]))
+    with torch.no_grad():
+        out = model(**given).last_hidden_state
+    assert difference(moved, out) <= 1e-4
+    assert difference(flat, out) >= 1e-2
+
+
+# --- handed down ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pos", [LINE, GRID], ids=["line", "grid"])
+def test_phases_are_made_once_a_forward(pos: RoPE, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = patched("vit", pos), image(*WIDE)
+    each_by_itself = with_positions(model, given, lambda p: p)  # a rotation with hooks isn't shared
+    real, calls = RotaryEmbedding.forward, []
+
+    def counted(self: RotaryEmbedding, positions: Tensor) -> Any:
+        calls.append(positions)
+        return real(self, positions)
+
+    monkeypatch.setattr(RotaryEmbedding, "forward", counted)
+    assert torch.equal(states(model, given), each_by_itself)
+    assert len(calls) == 1
+    with_positions(model, given, lambda p: p)
+    assert len(calls) == 1 + len(model.layers)
+
+
+def test_rotations_that_differ_aren_t_shared() -> None:
+    model = patched("vit", RoPE(axes=2, theta=50.0), only="layers.0.*")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        patch_model(model, pos=LINE, only="layers.1.*")
+    given = image(*WIDE)
+    shared, alone = states(model, given), with_positions(model, given, lambda p: p)
+    assert torch.equal(shared, alone)
+
+
+@pytest.mark.parametrize("model_type", ["vit", "vit_mae", "clip_vision_model", "dpt"])
+def test_saved_and_loaded(model_type: str, tmp_path: Path) -> None:
+    model = patched(model_type)
+    given = image(*WIDE)
+    if model_type == "vit_mae":
+        given["noise"] = torch.rand(2, 18)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path).eval()
+    assert torch.equal(states(loaded, given), states(model, given))
+    twin = copy.deepcopy(model)
+    assert torch.equal(states(twin, given), states(model, given))
+
+
+@pytest.mark.parametrize(("model_type", "pos"), [("vit", GRID), ("siglip_vision_model", LINE), ("dpt", GRID)])
+def test_compiles_without_graph_breaks(model_type: str, pos: RoPE) -> None:
+    torch._dynamo.reset()
+    model = patched(model_type, pos)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for size in (WIDE, TALL):
+        assert difference(states(compiled, image(*size)), states(model, image(*size))) <= 1e-5
+
+
+def gradients(model: Any, checkpointing: bool) -> dict[str, Tensor]:
+    """Gradients of two forwards of different sizes before one backward."""
+    model = copy.deepcopy(model).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    outputs = [model(**image(*size)).last_hidden_state.square().mean() for size in (WIDE, TALL)]
+    sum(outputs).backward()  # type: ignore[union-attr]
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("model_type", ["vit", "siglip_vision_model", "dpt"])
+def test_gradient_checkpointing_changes_nothing(model_type: str) -> None:
+    model = patched(model_type)
+    plain, checkpointed = gradients(model, False), gradients(model, True)
+    assert plain.keys() == checkpointed.keys()
+    assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
+
+
+def test_control_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hfpatch.grid import Grid
+
+    real, sizes = Grid.positions, []
+
+    def keeps_state(self: Grid, owner: Any, arguments: dict, axes: int) -> Tensor:
+        sizes.append(real(self, owner, arguments, axes))
+        return sizes[-1]
+
+    monkeypatch.setattr(Grid, "positions", keeps_state)
+    rotate = RotaryEmbedding.rotate
+
+    def by_the_last_size(self: RotaryEmbedding, x: Tensor, phases: Any) -> Tensor:
+        return rotate(self, x, self(sizes[-1]))  # like a grid that was written to the module
+
+    monkeypatch.setattr(RotaryEmbedding, "rotate", by_the_last_size)
+    model = patched("vit")
+    plain = gradients(model, False)
+    assert plain
+    with pytest.raises(RuntimeError):  # shapes of the two sizes don't fit when the first is run again
+        gradients(model, True)

@@ -1,0 +1,140 @@
+"""Images from their pixels on: any size and aspect ratio, and without a scheme no position is left in."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import proof
+import pytest
+import torch
+from proof import DIFFERENT, EXACT, HOMES, STACKS
+from torch import Tensor, nn
+
+from hfpatch import NotPreservedWarning, patch_model
+from hfpatch.grid import Grid
+
+OWNERS = proof.here()
+ON_A_GRID = [owner for owner in OWNERS if STACKS[owner].grid is not None and type(STACKS[owner].grid) is Grid]
+SQUARE = ("GraniteDoclingVisionModel", "Ovis2VisionTransformer")  # what follows them takes squares
+ALONE = [owner for owner in ON_A_GRID if STACKS[owner].grid.projection]  # type: ignore[union-attr]
+
+
+def cut(owner: str, pos: str) -> tuple[Any, dict[str, Any], Any, Any]:
+    """A patched model, its inputs, the stack and the convolution that cuts them."""
+    model, inputs = proof.patched(HOMES[owner], pos)
+    found = proof.stack_of(model, owner)
+    grid: Any = found.stack.grid
+    return model, dict(inputs), found, found.owner.get_submodule(grid.projection)
+
+
+def of_size(pixels: Tensor, convolution: Any, *patches: int, seed: int = 0) -> Tensor:
+    """Noise in the place of an input, with another number of patches along its last axes."""
+    sides = [
+        (count - 1) * stride + kernel - 2 * pad
+        for count, stride, kernel, pad in zip(
+            patches, convolution.stride[-2:], convolution.kernel_size[-2:], padding(convolution), strict=True
+        )
+    ]
+    shape = (*pixels.shape[:-2], *sides)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(pixels.dtype)
+
+
+def padding(convolution: Any) -> tuple[int, ...]:
+    return (0, 0) if convolution.padding == "valid" else convolution.padding[-2:]
+
+
+def owner_states(model: Any, given: dict[str, Any], owner: nn.Module) -> Tensor:
+    """The owner's hidden states (B, T, d)."""
+    seen: list[Any] = []
+    hook = owner.register_forward_hook(lambda _, args, output: seen.append(output))
+    try:
+        proof.run(model, given)
+    finally:
+        hook.remove()
+    output = seen[0]
+    states = output if isinstance(output, Tensor) else output[0]
+    assert states.dim() == 3
+    return states
+
+
+@pytest.mark.parametrize("owner", ALONE)
+def test_any_size_and_aspect_ratio(owner: str) -> None:
+    model, inputs, found, convolution = cut(owner, "rope")
+    grid = found.stack.grid
+    for size in ((8, 8),) if owner in SQUARE else ((2, 6), (8, 2), (6, 6)):
+        pixels = inputs[grid.argument]
+        if grid.transposed:
+            given = of_size(pixels.transpose(-1, -2), convolution, *size).transpose(-1, -2)
+        else:
+            given = of_size(pixels, convolution, *size)
+        result = dict(proof.floating_tensors(proof.run(model, {**inputs, grid.argument: given})))
+        assert result
+        assert all(value.isfinite().all() for value in result.values())
+
+
+def mixed(pixels: Tensor, convolution: Any, order: Tensor) -> Tensor:
+    """An image whose patches change places."""
+    rows, columns = (side // kernel for side, kernel in zip(pixels.shape[-2:], convolution.kernel_size, strict=True))
+    tiles = pixels.unflatten(-2, (rows, -1)).unflatten(-1, (columns, -1)).transpose(-3, -2).flatten(-4, -3)
+    tiles = tiles[..., order, :, :].unflatten(-3, (rows, columns)).transpose(-3, -2)
+    return tiles.flatten(-2, -1).flatten(-3, -2)
+
+
+NOT_MIXED = (
+    *("VivitModel", "ASTModel", "VitPoseBackbone"),  # videos, and patches that overlap
+    *("Dinov2Backbone", "Dinov2WithRegistersBackbone", "Tipsv2VisionBackbone"),  # return maps
+    "Phi4MultimodalVisionModel",  # attends to earlier patches only, where it is given no mask
+)
+MIXABLE = [owner for owner in ALONE if owner not in NOT_MIXED]
+
+
+@pytest.mark.parametrize("owner", MIXABLE)
+def test_without_positions_patches_may_change_places(owner: str) -> None:
+    """No second table, no bias was left in: states change places as the patches do. With rotation they don't."""
+    for pos, blind in (("nope", True), ("rope", False)):
+        model, inputs, found, convolution = cut(owner, pos)
+        grid = found.stack.grid
+        pixels, count = of_size(inputs[grid.argument], convolution, 4, 4), 16
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
+        before = owner_states(model, {**inputs, grid.argument: pixels}, found.owner)
+        after = owner_states(model, {**inputs, grid.argument: mixed(pixels, convolution, order)}, found.owner)
+        leading = grid._count(found.owner, grid.before)
+        tokens = torch.arange(before.shape[1])
+        tokens[leading : leading + count] = leading + order
+        change = proof.difference({"states": after}, {"states": before[:, tokens]})
+        assert change <= EXACT if blind else change >= DIFFERENT
+
+
+RELATIVE = dict.fromkeys(("VitDetModel", "VitDetBackbone"), {"use_relative_position_embeddings": True})
+SAM_LIKE = [owner for owner in OWNERS if STACKS[owner].switched_off]
+
+
+@pytest.mark.parametrize("owner", SAM_LIKE)
+def test_biases_by_rows_and_columns_go_as_well(owner: str) -> None:
+    plain, _ = proof.tiny(HOMES[owner], **RELATIVE.get(owner, {}))
+    kept = plain.state_dict().keys()
+    assert any("rel_pos_h" in name for name in kept), "the control: there are biases to remove"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        model = patch_model(plain, pos="rope:axes=2")
+    if STACKS[owner].unused:
+        assert not any("rel_pos" in name for name in model.state_dict())
+    for attention in proof.stack_of(model, owner).attentions.values():
+        assert not any(getattr(attention, switch) for switch in STACKS[owner].switched_off)
+
+
+def test_a_window_of_equal_patches_is_blind_without_positions() -> None:
+    """SAM's encoder on one color: whatever told patches apart would show."""
+    for pos, blind in (("nope", True), ("keep", False)):
+        model, inputs = proof.tiny("sam_vision_model")
+        if pos == "nope":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NotPreservedWarning)
+                patch_model(model, pos=pos)
+        encoder = proof.stack_of(model, "SamVisionEncoder").owner
+        seen: list[Tensor] = []
+        encoder.layers[-1].register_forward_hook(lambda _, args, output, seen=seen: seen.append(output))  # type: ignore
+        proof.run(model, {"pixel_values": torch.ones_like(inputs["pixel_values"])})
+        states = seen[0].flatten(1, 2)
+        assert (proof.difference({"s": states}, {"s": states[:, :1].expand_as(states)}) <= EXACT) is blind
