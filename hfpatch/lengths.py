@@ -36,6 +36,7 @@ def settle_positions(model: nn.Module, part: Part, example_inputs: Any = None) -
         lengths = set(map(max_positions, affected_stacks(model, part)))
         others = [*_configs_of_rotations(model, part), *_configs_of_biases(model, part)]
         lengths |= {getattr(config, attribute) for config, attribute in others if getattr(config, attribute, None)}
+        lengths -= {0}  # positions that are made without a table
     if len(lengths) > 1 and getattr(scheme, "scaling", None):
         raise OptionError(
             f"pos={scheme.name!r} scales from the old length, and this model has {sorted(lengths)}. Patch one stack at "

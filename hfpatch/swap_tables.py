@@ -50,12 +50,13 @@ def kept_table_change(item: FoundTable, part: Part, row: Row, lift_limits: Calla
             f"{item.table_name}: an earlier patch removed this table, and pos={scheme.name!r} needs it. Use "
             "unpatch_model (after a patch with reversible=True), or start from the original checkpoint."
         )
-    if not isinstance(table, nn.Embedding):
-        grid = " The rows of a grid of patches have two coordinates." if isinstance(table, nn.Parameter) else ""
+    why = _why_not_kept(item, table)
+    if why is not None:
         raise UnsupportedError(
-            f"{item.table_name}: {row.now} is no nn.Embedding of one row a position, which pos={scheme.name!r} needs."
-            f"{grid} pos='rope' and pos='nope' do without it."
+            f"{item.table_name}: pos={scheme.name!r} needs a table with one row a position, and {row.now} {why}. "
+            "pos='rope' and pos='nope' do without."
         )
+    assert isinstance(table, nn.Embedding)
     if isinstance(scheme, Learned) and isinstance(table, ComputedPositions):
         raise UnsupportedError(
             f"{item.table_name} is computed since an earlier patch, so it has no rows to resize. Start from the "
@@ -100,6 +101,20 @@ def _keep(edits: Edits, item: FoundTable, scheme: Position, first: int, fresh: b
         edits.set_attribute(table, "num_embeddings", len(weight))
     else:
         edits.set_module(holder, attribute, computed(table, scheme, first))
+
+
+def _why_not_kept(item: FoundTable, table: Any) -> str | None:
+    """Why a table can't be computed or resized in its place, None where it can."""
+    stack = item.stack
+    if stack.grid is not None or isinstance(table, nn.Parameter):
+        return "holds a grid of patches, whose rows have two coordinates"
+    if not isinstance(table, nn.Embedding):
+        return "is no nn.Embedding"
+    if stack.others:
+        return f"isn't the only one ({', '.join(stack.others)})"
+    if any(limit.with_table(stack.reserved_rows) is None for _, limit in stack.limits):
+        return "is read by its host in a way of its own"
+    return None
 
 
 def _initial_spread(config: Any) -> float:

@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hfpatch import ARCHITECTURES, NotPreservedWarning, RoPE, Stack, patch_model
+from hfpatch import ARCHITECTURES, NotPreservedWarning, Stack, patch_model
 from hfpatch.checkpoint import patched_model_class
 from hfpatch.convert.inputs import make_inputs
 from hfpatch.convert.randomness import own_randomness, randomise
@@ -38,7 +38,7 @@ from hfpatch.proof import (
     reached,
 )
 from hfpatch.swap_positions import _Found as FoundStack
-from hfpatch.swap_positions import _max_positions, find_stacks
+from hfpatch.swap_positions import find_stacks, max_positions
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import zoo
@@ -248,7 +248,7 @@ def old_length(owner: str) -> int:
     """Positions that the removed table had."""
     model, _ = tiny(HOMES[owner])
     found = stack_of(model, owner)
-    rows = _max_positions(found, RoPE())
+    rows = max_positions(found)
     stated = getattr(getattr(found.owner, "config", None), "max_position_embeddings", None)
     return min(filter(None, (rows, stated)), default=64)
 

@@ -197,7 +197,7 @@ def test_a_table_that_is_gone_is_refused() -> None:
 
 
 def test_a_grid_of_patches_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="grid of patches have two coordinates"):
+    with pytest.raises(UnsupportedError, match="grid of patches, whose rows have two coordinates"):
         plan_patch(make("vit"), pos="learned:max_positions=64")
 
 

@@ -224,7 +224,9 @@ def test_initialising_weights_again_keeps_the_rows() -> None:
 
 
 def test_a_grid_of_patches_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"Parameter\(17, 32\).*grid of patches have two coordinates"):
+    with pytest.raises(
+        UnsupportedError, match=r"Parameter\(17, 32\).*grid of patches, whose rows have two coordinates"
+    ):
         plan_patch(make("vit"), pos="sinusoidal")
 
 
