@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from .errors import OptionError, UnsupportedError
+from .limits import ConstantPositions
 from .native_rope import find_rotations
 from .positions import Position
 from .record import KEY, Part
@@ -66,10 +67,14 @@ def config_lengths(model: nn.Module, part: Part) -> list[tuple[Any, str, int]]:
         if getattr(config, attribute, None) is None:
             raise UnsupportedError(f"{type(config).__name__} has no {attribute} to set. Leave max_positions out.")
     for item in affected_stacks(model, part):
+        if item.stack.grid is not None:  # a number of patches is no length of text
+            continue
         config, attribute = getattr(item.owner, "config", None), item.stack.config_length
         number = getattr(config, attribute, None)
         positions = {max_positions(item), *_recorded(model, "max_positions")}
         more = {number - p for p in positions} & {0, first_row(item)} if isinstance(number, int) else set()
+        if isinstance(number, int) and not isinstance(item.table(), nn.Embedding | ConstantPositions):
+            more = {0}  # what its host computes has as many rows as are asked for
         if not more:
             raise UnsupportedError(
                 f"{item.table_name}: max_positions can't be told to its config, whose {attribute} is {number!r} where "

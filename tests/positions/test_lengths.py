@@ -110,7 +110,7 @@ def test_a_model_that_rotates_by_itself(pos: str, tmp_path: Path) -> None:
 
 
 def test_where_no_config_says_a_length_it_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"position_embeddings: max_positions can't be told to its config"):
+    with pytest.raises(UnsupportedError, match=r"none of its configs says how many positions there are"):
         plan_patch(make("vit"), pos="rope:max_positions=64")
     config = hf.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
     with pytest.raises(UnsupportedError, match=r"dynamic scaling starts from LlamaConfig\.max_position_embeddings"):
