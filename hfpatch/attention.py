@@ -214,10 +214,9 @@ class CausalMask:
         return allowed[None].to(self.dtype)
 
 
-def score_dtype(states: Tensor) -> torch.dtype:
-    """The dtype of queries and keys that are made of these hidden states."""
-    kind = states.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
+def score_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of queries and keys that are made of hidden states of this dtype."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 
 def attention_implementation(module: nn.Module) -> str:
@@ -292,13 +291,19 @@ class AttentionLens:
         if bias is not None:
             assert slots is not None
             assert self.mask is not None
-            filled[self.mask] = self._biased(module, bias, states, slots, arguments)
+            filled[self.mask] = self._biased(module, bias, tokens, states.dtype, slots, arguments)
         if handed_down is not None:
             filled[PHASES] = TAKEN
         return attributes, filled
 
     def _biased(
-        self, module: nn.Module, bias: nn.Module, states: Tensor, slots: Tensor, arguments: Arguments
+        self,
+        module: nn.Module,
+        bias: nn.Module,
+        tokens: _Tokens,
+        dtype: torch.dtype,
+        slots: Tensor,
+        arguments: Arguments,
     ) -> Tensor:
         """The float mask (B or 1, H, T, S) that does what the host's own would, and adds the bias to the scores."""
         kind = attention_implementation(module)
@@ -310,19 +315,19 @@ class AttentionLens:
             raise PositionError(
                 f"{type(module).__name__} was given {self.mask} {shape}; a bias on its scores needs (B, 1, T, S)."
             )
-        length, start = states.shape[1], 0
+        length, start = tokens.count, 0
         if cache is not None:
-            length, start = cache.get_mask_sizes(states.shape[1], getattr(module, self.layer_index))
+            length, start = cache.get_mask_sizes(tokens.count, getattr(module, self.layer_index))
         if mask is not None:
             length = mask.shape[-1]  # a host may have cut it
-        keys = torch.arange(length, device=states.device) + start
-        dtype = score_dtype(states)
+        keys = torch.arange(length, device=tokens.device) + start
+        dtype = score_dtype(tokens.device.type, dtype)
         wide = torch.promote_types(dtype, torch.float32)
         scores, lowest = bias(slots, keys).to(wide), torch.finfo(dtype).min
         if mask is None:
             causal = arguments.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
-            if causal and kind == "sdpa" and states.shape[1] > 1:  # eager attentions are always given their mask
+            if causal and kind == "sdpa" and tokens.count > 1:  # eager attentions are always given their mask
                 scores = scores.masked_fill(keys > slots[:, None, :, None], lowest)
         elif mask.dtype == torch.bool:
             scores = scores.masked_fill(~mask, lowest)

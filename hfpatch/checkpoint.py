@@ -154,7 +154,10 @@ def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> 
     All of them at once: an unregistered one would go by the config's name and build the unpatched model.
     """
     for auto in _auto_classes():
-        models = auto._model_mapping.get(host, None)
+        try:
+            models = auto._model_mapping.get(host, None)
+        except ValueError:  # transformers names a class there that it doesn't have
+            continue
         if models is None or patched in auto._model_mapping._extra_content:
             continue
         several = isinstance(models, tuple | list)

@@ -8,9 +8,11 @@ from typing import Any
 from torch import nn
 
 from .errors import OptionError, UnsupportedError
+from .limits import ConstantPositions
 from .native_rope import find_rotations
 from .positions import Position
 from .record import KEY, Part
+from .relative import find_biases
 from .select import Names
 from .swap_positions import affected_stacks, find_stacks, max_positions
 from .swap_tables import ends_somewhere, first_row
@@ -33,7 +35,9 @@ def settle_positions(model: nn.Module, part: Part, example_inputs: Any = None) -
         lengths = {scheme.original_max_positions}
     elif not lengths:
         lengths = set(map(max_positions, affected_stacks(model, part)))
-        lengths |= {length for config in _configs_of_rotations(model, part) if (length := getattr(config, LENGTH, 0))}
+        others = [*_configs_of_rotations(model, part), *_configs_of_biases(model, part)]
+        lengths |= {getattr(config, attribute) for config, attribute in others if getattr(config, attribute, None)}
+        lengths -= {0}  # positions that are made without a table
     if len(lengths) > 1 and getattr(scheme, "scaling", None):
         raise OptionError(
             f"pos={scheme.name!r} scales from the old length, and this model has {sorted(lengths)}. Patch one stack at "
@@ -52,7 +56,8 @@ def config_lengths(model: nn.Module, part: Part) -> list[tuple[Any, str, int]]:
     assert isinstance(scheme, Position)
     if scheme.max_positions is None:
         return []
-    found = [(config, LENGTH, scheme.max_positions) for config in _configs_of_rotations(model, part)]
+    rotations = _configs_of_rotations(model, part)
+    found = [(config, attribute, scheme.max_positions) for config, attribute in rotations]
     if found and (getattr(scheme, "scaling", None) or {}).get("rope_type") == "dynamic":
         raise UnsupportedError(
             f"dynamic scaling starts from {type(found[0][0]).__name__}.{LENGTH}, which max_positions would change. "
@@ -62,16 +67,24 @@ def config_lengths(model: nn.Module, part: Part) -> list[tuple[Any, str, int]]:
         if getattr(config, attribute, None) is None:
             raise UnsupportedError(f"{type(config).__name__} has no {attribute} to set. Leave max_positions out.")
     for item in affected_stacks(model, part):
+        if item.stack.grid is not None:  # a number of patches is no length of text
+            continue
         config, attribute = getattr(item.owner, "config", None), item.stack.config_length
         number = getattr(config, attribute, None)
         positions = {max_positions(item), *_recorded(model, "max_positions")}
         more = {number - p for p in positions} & {0, first_row(item)} if isinstance(number, int) else set()
+        if isinstance(number, int) and not isinstance(item.table(), nn.Embedding | ConstantPositions):
+            more = {0}  # what its host computes has as many rows as are asked for
         if not more:
             raise UnsupportedError(
                 f"{item.table_name}: max_positions can't be told to its config, whose {attribute} is {number!r} where "
                 f"the table holds {max_positions(item)} positions. Leave max_positions out."
             )
         found.append((config, attribute, scheme.max_positions + min(more)))
+    told = {id(config) for config, _, _ in found}
+    for config, attribute in _configs_of_biases(model, part):
+        if id(config) not in told and getattr(config, attribute, None) is not None:
+            found.append((config, attribute, scheme.max_positions))
     if not found:
         raise UnsupportedError(
             f"{type(model).__name__}: none of its configs says how many positions there are. Leave max_positions out."
@@ -79,8 +92,19 @@ def config_lengths(model: nn.Module, part: Part) -> list[tuple[Any, str, int]]:
     return found
 
 
-def _configs_of_rotations(model: nn.Module, part: Part) -> list[Any]:
-    """The configs of the model's own rotations that a part changes."""
+def _configs_of_biases(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
+    """The configs of stacks with relative biases that a part changes, and the attributes with their length."""
+    names = Names.of(model)
+    return [
+        (item.owner.config, item.bias.length)
+        for item in find_biases(model)
+        if not any(names.matches(glob, [item.name]) for glob in part.keep)
+        and not all(names.reason_to_keep([name], part.only, part.keep) for name in item.attentions)
+    ]
+
+
+def _configs_of_rotations(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
+    """The configs of the model's own rotations that a part changes, and the attribute with their length."""
     if part.scheme.name not in ("rope", "nope"):
         return []
     names, configs = Names.of(model), {}
@@ -90,7 +114,7 @@ def _configs_of_rotations(model: nn.Module, part: Part) -> list[Any]:
             for name in rotation.path:
                 config = getattr(config, name)
             configs[id(config)] = config
-    return list(configs.values())
+    return [(config, LENGTH) for config in configs.values()]
 
 
 def takes_any_length(model: nn.Module) -> bool:

@@ -136,7 +136,8 @@ def plan_patch(
     Args:
         model: a bare transformers model, the outermost one (that which will be saved), on any device, meta included.
         norm: a norm scheme: a name ("rms", "dyt", ...), one with options ("dyt:alpha=0.8"), or an object (`DyT(0.8)`).
-        pos: a position scheme, likewise ("rope", "rope:theta=500000", `RoPE(partial=0.5)`, "nope").
+        pos: a position scheme, likewise ("rope", "rope:theta=500000", `RoPE(partial=0.5)`, "nope", "alibi",
+            "sinusoidal", "learned:max_positions=2048"). `max_positions`, the config's new length, is an option of all.
         only: globs over module names; others are kept. For positions they choose attentions: the table that feeds a
             chosen one goes; where a model rotates by itself they choose its rotary modules ("model.rotary_emb").
         keep: globs over module names that stay as they are, attentions and position tables included.
@@ -183,7 +184,8 @@ def make_plan(
             plan.conversion = Conversion.asked_for(model, part, example_inputs, inexact)
             options["conversion"] = plan.conversion
         planned[kind] = PLANNERS[kind](model, part, **options)
-        plan.lengths += config_lengths(model, part) if kind == "pos" else []
+        if kind == "pos" and any(change.apply for change in planned[kind]):
+            plan.lengths = config_lengths(model, part)
     for kind in [kind for kind, changes in planned.items() if _is_so_already(changes)]:
         del planned[kind], parts[kind]
     for kind, changes in planned.items():

@@ -7,7 +7,7 @@ import fnmatch
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -457,10 +457,12 @@ def _limits_lifter(model: nn.Module, item: _Found) -> Callable[[Edits, Position]
     """What lifts the limits of a stack whose table stays."""
 
     def lift(edits: Edits, scheme: Position) -> None:
-        limits = [(path, limit.with_table(item.stack.reserved_rows)) for path, limit in item.stack.limits]
-        longest = sys.maxsize if scheme.any_length else scheme.max_positions
-        assert longest is not None
-        _lift_limits(edits, model, item, limits, longest)
+        counting = [(path, limit.with_table(item.stack.reserved_rows)) for path, limit in item.stack.limits]
+        limits = [(path, limit) for path, limit in counting if limit is not None]
+        if scheme.any_length or scheme.max_positions is not None:
+            longest = sys.maxsize if scheme.any_length else scheme.max_positions
+            assert longest is not None
+            _lift_limits(edits, model, item, limits, longest)
 
     return lift
 
@@ -486,6 +488,8 @@ def _attention_change(
     model: nn.Module, name: str, module: nn.Module, item: _Found, scheme: Position, reason: str | None
 ) -> Change:
     stack = item.stack
+    if scheme.keeps_table:  # and with it what else the attention knows of positions
+        stack = replace(stack, biases=(), switched_off=(), unused=(), grid=None)
     rotary, bias = module._modules.get(ROTARY), module._modules.get(BIAS)
     now = module._get_name() + (f" with {rotary or bias}" if rotary or bias else "")
     row = Row("position", "keep", name, now, reason=reason)

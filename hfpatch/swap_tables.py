@@ -24,6 +24,7 @@ class FoundTable(Protocol):
     """A table of positions in the model in hand, and the stack that it feeds."""
 
     stack: Stack
+    owner: Any
     table_name: str
 
     def holder(self) -> tuple[nn.Module, str]: ...
@@ -49,12 +50,13 @@ def kept_table_change(item: FoundTable, part: Part, row: Row, lift_limits: Calla
             f"{item.table_name}: an earlier patch removed this table, and pos={scheme.name!r} needs it. Use "
             "unpatch_model (after a patch with reversible=True), or start from the original checkpoint."
         )
-    if not isinstance(table, nn.Embedding):
-        grid = " The rows of a grid of patches have two coordinates." if isinstance(table, nn.Parameter) else ""
+    why = _why_not_kept(item, table)
+    if why is not None:
         raise UnsupportedError(
-            f"{item.table_name}: {row.now} is no nn.Embedding of one row a position, which pos={scheme.name!r} needs."
-            f"{grid} pos='rope' and pos='nope' do without it."
+            f"{item.table_name}: pos={scheme.name!r} needs a table with one row a position, and {row.now} {why}. "
+            "pos='rope' and pos='nope' do without."
         )
+    assert isinstance(table, nn.Embedding)
     if isinstance(scheme, Learned) and isinstance(table, ComputedPositions):
         raise UnsupportedError(
             f"{item.table_name} is computed since an earlier patch, so it has no rows to resize. Start from the "
@@ -67,6 +69,8 @@ def kept_table_change(item: FoundTable, part: Part, row: Row, lift_limits: Calla
         same = _follows(table, scheme, first)
         row.reason = "inputs of any length" + (" (the table's own rule)" if same else "")
         row.loss = None if same else "learned positions are replaced"
+    elif part.init == "reset":
+        row.loss = "its rows start afresh"
     elif new in (None, old) and not part.modules:  # a replayed part finds the table as the config built it
         row.action, row.becomes = "keep", None
         row.reason = f"holds {old} positions already" if new else "max_positions says how many it is to hold"
@@ -79,22 +83,43 @@ def kept_table_change(item: FoundTable, part: Part, row: Row, lift_limits: Calla
         )
 
     def apply(edits: Edits) -> None:
-        _keep(edits, item, scheme, first)
+        _keep(edits, item, scheme, first, fresh=part.init == "reset")
         lift_limits(edits, scheme)
 
     return Change(row, apply)
 
 
-def _keep(edits: Edits, item: FoundTable, scheme: Position, first: int) -> None:
+def _keep(edits: Edits, item: FoundTable, scheme: Position, first: int, fresh: bool) -> None:
     holder, attribute = item.holder()
     table = item.table()
     assert isinstance(table, nn.Embedding)
     if isinstance(scheme, Learned):
         weight = resized(table, scheme, first)
+        if fresh:
+            nn.init.normal_(weight.data[first:], std=_initial_spread(item.owner.config))
         edits.set_parameter(table, "weight", weight)
         edits.set_attribute(table, "num_embeddings", len(weight))
     else:
         edits.set_module(holder, attribute, computed(table, scheme, first))
+
+
+def _why_not_kept(item: FoundTable, table: Any) -> str | None:
+    """Why a table can't be computed or resized in its place, None where it can."""
+    stack = item.stack
+    if stack.grid is not None or isinstance(table, nn.Parameter):
+        return "holds a grid of patches, whose rows have two coordinates"
+    if not isinstance(table, nn.Embedding):
+        return "is no nn.Embedding"
+    if stack.others:
+        return f"isn't the only one ({', '.join(stack.others)})"
+    if any(limit.with_table(stack.reserved_rows) is None for _, limit in stack.limits):
+        return "is read by its host in a way of its own"
+    return None
+
+
+def _initial_spread(config: Any) -> float:
+    """The standard deviation with which transformers starts embeddings of this family."""
+    return getattr(config, "initializer_range", None) or getattr(config, "init_std", None) or 0.02
 
 
 def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:

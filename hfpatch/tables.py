@@ -120,8 +120,7 @@ def resized(table: nn.Embedding, scheme: Learned, first: int) -> nn.Parameter:
     """A table's weight with another number of positions after its first, reserved rows."""
     weight = table.weight.detach()
     if weight.is_meta:
-        assert scheme.max_positions is not None
-        rows = weight.new_empty(first + scheme.max_positions, weight.shape[-1])
+        rows = weight.new_empty(first + (scheme.max_positions or len(weight) - first), weight.shape[-1])
     else:
         rows = torch.cat((weight[:first], scheme.resized(weight[first:])))
     return nn.Parameter(rows, requires_grad=table.weight.requires_grad)

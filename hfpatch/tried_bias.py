@@ -39,15 +39,16 @@ def why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str |
     """
     try:
         twin, width = _twin(module, lens)
-        states = torch.randn(1, _TOKENS, width, generator=torch.Generator().manual_seed(1))
+        states = torch.randn(1, _TOKENS, width, generator=torch.Generator().manual_seed(1)).transpose(1, lens.time)
         everywhere, first = torch.ones(num_heads), torch.zeros(num_heads)
         first[0] = 1.0
-        alone = torch.cat([_run(twin, states[:, t : t + 1], everywhere) for t in range(_TOKENS)], dim=1)
-        if not torch.allclose(_run(twin, states, everywhere), alone, rtol=1e-3, atol=1e-4):
+        single = states.split(1, dim=lens.time)
+        alone = torch.cat([_run(twin, lens.states, token, everywhere) for token in single], dim=lens.time)
+        if not torch.allclose(_run(twin, lens.states, states, everywhere), alone, rtol=1e-3, atol=1e-4):
             return "doesn't add its mask to its scores"
-        if torch.allclose(_run(twin, states, everywhere * _SLIGHT), alone, rtol=1e-3, atol=1e-4):
+        if torch.allclose(_run(twin, lens.states, states, everywhere * _SLIGHT), alone, rtol=1e-3, atol=1e-4):
             return "takes its mask for yes and no"
-        if num_heads > 1 and torch.allclose(_run(twin, states, first), alone, rtol=1e-3, atol=1e-4):
+        if num_heads > 1 and torch.allclose(_run(twin, lens.states, states, first), alone, rtol=1e-3, atol=1e-4):
             return "reads a mask of one head for all"
     except Exception as error:  # whatever somebody else's forward raises about a mask that it doesn't expect
         lines = str(error).strip().splitlines() or [""]
@@ -81,8 +82,8 @@ def _twin(module: nn.Module, lens: AttentionLens) -> tuple[nn.Module, int]:
     return twin, width
 
 
-def _run(twin: nn.Module, states: Tensor, heads: Tensor) -> Tensor:
+def _run(twin: nn.Module, name: str, states: Tensor, heads: Tensor) -> Tensor:
     twin._modules[BIAS] = _Apart(heads)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        output = twin(hidden_states=states)
+        output = twin(**{name: states})
     return output[0] if isinstance(output, tuple) else output

@@ -69,8 +69,10 @@ class ALiBi(Position):
     sequences need nothing; `position_ids` with gaps inside one sequence don't count. The patches of an image are a
     sequence, row after row.
 
-    The bias travels in the attention mask, (1 or B, H, T, S): attention "eager" and "sdpa" take it. Flash attention
-    takes no bias, and flex attention ignores all heads' but the first; both are refused.
+    The bias travels in the attention mask, (1 or B, H, T, S): attention "eager" and "sdpa" take it, the latter without
+    its kernels for plain causal masks. transformers' flash attention takes no bias, and its flex attention would read
+    the first head's for all; both are refused, by the plan and, where the implementation is switched later, by the
+    forward.
 
     Args:
         max_bias: the largest slope's exponent over all heads, 8 in the paper (MPT's `alibi_bias_max`).

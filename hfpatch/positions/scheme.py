@@ -16,6 +16,11 @@ from ..scheme import Scheme
 class Position(Scheme):
     """A position scheme: what becomes of the table of absolute positions, and what each attention gets.
 
+    Packed sequences, `position_ids` that start again at 0 in a row of tokens, stay apart under every scheme wherever
+    the host's mask goes by `position_ids`: GPT-2 and GPT-Neo, with `use_cache=False` and without an attention mask.
+    Other hosts (OPT, BioGPT) let tokens see the sequences before theirs, patched or not, unless they are given a mask
+    of blocks, (B, 1, T, T).
+
     Args:
         max_positions: positions (tokens) that the model is to be used for. The config's length, which `generate()`,
             recipes and evaluation harnesses go by, is set to it; scaling rules of RoPE start from the old one. None

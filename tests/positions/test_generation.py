@@ -43,8 +43,9 @@ def made(name: str, pos: str = "rope") -> tuple[Any, dict[str, Any]]:
     return model.double(), prompt(model, given) if name in TEXT else given
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-@pytest.mark.parametrize("pos", ["rope"])
+@pytest.mark.parametrize(
+    ("name", "pos"), [(name, "rope") for name in CAUSAL] + [(n, "alibi") for n in ("gpt2", "gpt_neo", "bart")]
+)
 def test_greedy_beams_and_samples(name: str, pos: str) -> None:
     model, given = made(name, pos)
     plain = generated(model, given, use_cache=False)
@@ -58,10 +59,13 @@ def test_greedy_beams_and_samples(name: str, pos: str) -> None:
     assert torch.equal(*samples)
 
 
-@pytest.mark.parametrize("name", TEXT)
-def test_drafted_tokens_are_checked_as_they_would_be_chosen(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "pos"),
+    [(name, "rope") for name in TEXT] + [(n, p) for n in ("gpt2", "opt", "bart") for p in ("alibi", "sinusoidal")],
+)
+def test_drafted_tokens_are_checked_as_they_would_be_chosen(name: str, pos: str) -> None:
     """Prompt lookup and an assistant: several tokens at once, and a cache that is cut back where they were wrong."""
-    model, given = made(name)
+    model, given = made(name, pos)
     greedy = chosen(model, given, use_cache=False)
     assert torch.equal(chosen(model, given, prompt_lookup_num_tokens=3), greedy)
     assistant, drafted = copy.deepcopy(model), []

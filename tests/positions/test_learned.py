@@ -165,6 +165,18 @@ def test_cut_or_stretched_is_said() -> None:
         cut(tokens(1, 17))
 
 
+def test_fresh_rows() -> None:
+    table = patched(make("opt"), pos="learned:max_positions=2000", init="reset").model.decoder.embed_positions.weight
+    assert table.shape == (2002, 32)
+    original = make("opt").model.decoder.embed_positions.weight
+    assert torch.equal(table[:2], original[:2])
+    assert not torch.equal(table[2:34], original[2:])
+    assert table[2:].std().item() == pytest.approx(0.4, rel=0.02)  # its init_std
+    same = patched(make("opt"), pos="learned", init="reset").model.decoder.embed_positions.weight
+    assert same.shape == original.shape
+    assert not torch.equal(same[2:], original[2:])
+
+
 # --- nothing to do, and what can't be ---------------------------------------------------------------------------------
 
 
@@ -185,7 +197,7 @@ def test_a_table_that_is_gone_is_refused() -> None:
 
 
 def test_a_grid_of_patches_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="grid of patches have two coordinates"):
+    with pytest.raises(UnsupportedError, match="grid of patches, whose rows have two coordinates"):
         plan_patch(make("vit"), pos="learned:max_positions=64")
 
 

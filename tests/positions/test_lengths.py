@@ -13,9 +13,11 @@ import transformers as hf
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from typer.testing import CliRunner
 
 from hfpatch import ARCHITECTURES, NothingToPatchError, OptionError, RoPE, UnsupportedError, plan_patch, unpatch_model
 from hfpatch.checkpoint import patched_model_class
+from hfpatch.cli import app
 from hfpatch.generation import _is_unlimited
 from hfpatch.positions.rope import AdaptiveRotaryEmbedding
 
@@ -108,7 +110,7 @@ def test_a_model_that_rotates_by_itself(pos: str, tmp_path: Path) -> None:
 
 
 def test_where_no_config_says_a_length_it_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"position_embeddings: max_positions can't be told to its config"):
+    with pytest.raises(UnsupportedError, match=r"none of its configs says how many positions there are"):
         plan_patch(make("vit"), pos="rope:max_positions=64")
     config = hf.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
     with pytest.raises(UnsupportedError, match=r"dynamic scaling starts from LlamaConfig\.max_position_embeddings"):
@@ -412,3 +414,33 @@ def test_a_base_model_of_a_length_runs_beyond_it() -> None:
 def test_nothing_to_patch_is_still_said() -> None:
     with pytest.raises(NothingToPatchError):
         plan_patch(patched(make("gpt2"), pos="nope"), pos="nope", keep="*")
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_tells_model_and_tokenizer(tmp_path: Path) -> None:
+    make("gpt2").save_pretrained(tmp_path / "model")
+    tokenizer(model_max_length=32).save_pretrained(tmp_path / "model")
+    request = ["--pos", 'rope:max_positions=64,scaling={"rope_type":"linear"}', "--calibration", "none"]
+    result = CliRunner().invoke(app, ["patch", str(tmp_path / "model"), str(tmp_path / "out"), *request])
+    assert result.exit_code == 0, result.output
+    assert hf.AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 64
+    config = hf.AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.n_positions == 64
+    assert config.hfpatch["pos"][0]["scheme"]["scaling"] == {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("pos", "message"),
+    [
+        ("learned", "max_positions says how many"),
+        ("rope:max_positions=0", "max_positions must be a positive integer, not 0"),
+        ("alibi:max_bias=-1", "max_bias must be a number"),
+        ("sinusoidal:layout=halves", "layout must be one of interleaved, half, tensor2tensor"),
+    ],
+)
+def test_its_errors(pos: str, message: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "config:gpt2", "--pos", pos])
+    assert result.exit_code == 1
+    assert message in result.stderr

@@ -22,19 +22,12 @@ from hfpatch.tables import ComputedPositions
 
 sys.path.insert(0, str(Path(__file__).parent))
 import zoo
-from checks import RECORDED, TEXT, base, difference, generated, generator, owners, patched, refused, states, tokens
+from checks import RECORDED, TEXT, base, difference, generated, generator, owners, patched, states, tokens
 from families import make
 
-REFUSED = {"vit": "grid of patches"}
+REFUSED = {"vit"}  # a grid of patches
 SERVED = [name for name in RECORDED if name not in REFUSED]
 DECODERS = [name for name in SERVED if any(stack.causal for stack in ARCHITECTURES[name].stacks)]
-
-
-def test_families_without_such_a_table_are_refused() -> None:
-    for pos in ("sinusoidal", "learned:max_positions=300"):
-        reasons = refused(pos)
-        assert reasons.keys() == REFUSED.keys()
-        assert all(REFUSED[name] in reason for name, reason in reasons.items())
 
 
 # --- the formula ------------------------------------------------------------------------------------------------------
@@ -224,7 +217,7 @@ def test_initialising_weights_again_keeps_the_rows() -> None:
 
 
 def test_a_grid_of_patches_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"Parameter\(17, 32\).*grid of patches have two coordinates"):
+    with pytest.raises(UnsupportedError, match=r"Parameter\(17, 32\).*whose rows have two coordinates"):
         plan_patch(make("vit"), pos="sinusoidal")
 
 
