@@ -28,6 +28,7 @@ from .patch import patch_model, repair_report, unpatch_model
 from .placement import Placement
 from .plan import Plan, plan_patch
 from .positions import NoPE, Position, RoPE
+from .propose import Proposal, propose_record
 from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
 
 __version__ = "0.1.0"
@@ -66,6 +67,7 @@ __all__ = [
     "Position",
     "PositionError",
     "Projections",
+    "Proposal",
     "ReGLU",
     "Registry",
     "RepairReport",
@@ -79,6 +81,7 @@ __all__ = [
     "WrappedModelError",
     "patch_model",
     "plan_patch",
+    "propose_record",
     "repair",
     "repair_report",
     "sample_batches",

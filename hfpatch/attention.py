@@ -39,7 +39,7 @@ class Projections:
 
     Attributes:
         query, key: names of the projections.
-        time: axis of the tokens in what they return: 0 for (T, B, heads * head_dim).
+        time: axis of the tokens in what they return: 0 for (T, B, heads * head_dim), 2 for (B, heads * head_dim, T).
         beside_keys: argument (T, T, B, head_dim) whose products with queries are added to the scores: what is at
             [i, j] turns with query i, so that the product stays.
     """
@@ -67,10 +67,9 @@ class Projections:
         return {name: Rotated(getattr(module, name), turn) for name in (self.query, self.key)}
 
     def _turned(self, y: Tensor, head_dim: int, rotate: Rotate, at: Tensor | None = None) -> Tensor:
-        if self.time == 0:
-            y = y.transpose(0, 1)
+        y = y.transpose(1, self.time)
         y = rotate(y.unflatten(-1, (-1, head_dim)), at).flatten(-2)
-        return y.transpose(0, 1).contiguous() if self.time == 0 else y
+        return y.transpose(1, self.time).contiguous()
 
     def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
         """Arguments of the attention that turn as well."""
@@ -235,7 +234,7 @@ class AttentionLens:
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         states = arguments[self.states]
-        tokens = _Tokens.of(states.transpose(0, 1) if self.time == 0 else states)
+        tokens = _Tokens.of(states.transpose(1, self.time))
         positions = arguments.get("position_ids")
         attributes: dict[str, Any] = {name: 0 for name in self.biases if hasattr(module, name)}
         filled: Arguments = {name: 0 for name in self.biases if name not in attributes}

@@ -1,4 +1,4 @@
-"""The command line: `hfpatch families`, `hfpatch plan MODEL`, `hfpatch patch MODEL OUT`, `hfpatch verify MODEL REF`."""
+"""The command line: `hfpatch families`, `plan MODEL`, `patch MODEL OUT`, `verify MODEL REF`, `inspect MODEL`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from .convert.sample import generates, sample_batches
 from .errors import NotPreservedWarning, PatchError
 from .patch import patch_model, repair_report
 from .plan import plan_patch
+from .propose import propose_record
 from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS
 from .rows import table
 
@@ -139,6 +140,29 @@ def plan(
         with torch.device("meta"):
             built = _build(_config(model), head)
         typer.echo(str(plan_patch(built, norm, pos, only, keep, init, mlp=mlp, placement=placement)))
+
+
+@app.command("inspect")
+def inspect_record(
+    model: Model,
+    head: HeadOption = None,
+) -> None:
+    """Propose an architecture record for a family that has none, as Python to paste, and say what its proof showed.
+
+    Reads the config only: everything is measured on a small random model of the same class.
+    """
+    with _readable_errors():
+        built = _small_or_empty(_config(model), head)
+        typer.echo(str(propose_record(built)))
+
+
+def _small_or_empty(config: Any, head: str | None) -> Any:
+    """The model without weights; some can't be built on the meta device."""
+    try:
+        with torch.device("meta"):
+            return _build(config, head)
+    except NotImplementedError:
+        return _build(config, head)
 
 
 @app.command()

@@ -251,7 +251,7 @@ class ConstantPositions(nn.Module):
         table: the removed table (rows, width).
         first: its first row that holds a position.
         padding_idx: the removed module's own.
-        by_token: give a tensor (B, T, width) that hosts may add to in place, not the row itself.
+        by_token: give a row of its own to each token, which hosts may reshape or add to in place.
     """
 
     def __init__(self, table: Tensor, first: int = 0, padding_idx: int | None = None, by_token: bool = False):
@@ -268,7 +268,8 @@ class ConstantPositions(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.by_token:
             tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-            return self.constant.expand(*tokens.shape[:2], -1).clone()
+            shape = tokens.shape[:2] if tokens.is_floating_point() else tokens.shape
+            return self.constant.expand(*shape, -1).clone()
         return self.constant
 
     def extra_repr(self) -> str:

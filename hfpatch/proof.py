@@ -194,21 +194,22 @@ def decodes_alike(model: Any, inputs: Mapping[str, Any], tokens: int = 8) -> flo
     return _difference(cached, plain)
 
 
-def continues_alike(model: nn.Module, inputs: Mapping[str, Any]) -> float:
-    """Change of the outputs at the last token when the tokens before it are in a cache, against one forward of all."""
+def steps_alike(model: nn.Module, inputs: Mapping[str, Any]) -> float:
+    """Change of the outputs at the last token when tokens come one by one, with a cache, against one forward of all."""
     name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
-    length = inputs[name].shape[1]
-    start = {**inputs, name: inputs[name][:, :-1]}
-    if name == "input_ids" and "attention_mask" in inputs:
-        start["attention_mask"] = inputs["attention_mask"][:, :-1]
+    tokens, cache = inputs[name], None
     with torch.no_grad():
         whole = model(**copy.deepcopy(dict(inputs)), use_cache=False)
-        cache = model(**copy.deepcopy(start), use_cache=True).past_key_values
-        last = model(**{**inputs, name: inputs[name][:, -1:]}, past_key_values=cache, use_cache=True)
+        for i in range(tokens.shape[1]):
+            step = {**inputs, name: tokens[:, i : i + 1]}
+            if name == "input_ids" and "attention_mask" in inputs:
+                step["attention_mask"] = inputs["attention_mask"][:, : i + 1]
+            last = model(**step, past_key_values=cache, use_cache=True)
+            cache = last.past_key_values
     expected = {
         n: value[:, -1:]
         for n, value in floating_tensors(whole)
-        if value.dim() == 3 and value.shape[1] == length and "encoder_" not in n
+        if value.dim() == 3 and value.shape[1] == tokens.shape[1] and "encoder_" not in n
     }
     shown = dict(floating_tensors(last))
     return difference({n: shown[n] for n in expected}, expected)

@@ -36,6 +36,20 @@ def test_families_lists_every_record() -> None:
     assert f"{len(ARCHITECTURES)} families" in out
 
 
+def test_inspect_proposes_a_record_with_its_proof() -> None:
+    out = called("inspect", "config:opt")
+    assert "'OPTDecoder'," in out
+    assert "reserved_rows=2" in out
+    assert "# OPTDecoder: shift" in out
+    assert "# text of 512 tokens runs" in out
+
+
+def test_inspect_says_where_it_finds_nothing() -> None:
+    result = run.invoke(app, ["inspect", "config:llama"])
+    assert result.exit_code == 1
+    assert "no table of positions" in result.stderr
+
+
 def test_version() -> None:
     assert __version__ in called("--version")
 

@@ -31,6 +31,7 @@ LAYERS = [
     ["conversion", "from_scratch"],
     ["swap_norms", "swap_positions", "swap_mlps"],
     ["swap_batch", "swap_branches", "proof"],
+    ["propose"],
     ["swap_placement"],
     ["plan"],
     ["checkpoint"],

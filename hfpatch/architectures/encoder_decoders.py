@@ -30,7 +30,6 @@ _bart_like("seamless_m4t_v2", "SeamlessM4Tv2", "facebook/seamless-m4t-v2-large",
 _bart_like("speech_to_text", "Speech2Text", "facebook/s2t-small-librispeech-asr", reserved_rows=2)
 _bart_like("time_series_transformer", "TimeSeriesTransformer", "huggingface/time-series-transformer-tourism-monthly")
 _bart_like("informer", "Informer", "huggingface/informer-tourism-monthly")
-_bart_like("autoformer", "Autoformer", "huggingface/autoformer-tourism-monthly")
 _bart_like("blenderbot", "Blenderbot", "facebook/blenderbot-400M-distill")
 _bart_like("blenderbot-small", "BlenderbotSmall", "facebook/blenderbot_small-90M")
 _bart_like("marian", "Marian", "Helsinki-NLP/opus-mt-en-de")
@@ -97,6 +96,8 @@ ARCHITECTURES.register("fsmt")(
                 "embed_positions",
                 "layers.*.self_attn",
                 Projections("q_proj", "k_proj", time=0),
+                reserved_rows=2,
+                by_token=True,
                 cache="layer_state",
                 states="query",
                 time=0,

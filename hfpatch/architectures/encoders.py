@@ -97,12 +97,22 @@ for _type, _owner, _example, _differs in (
         | {"projections": WindowProjections("query", "key", time=0), "head_dim": "head_dim", "limits": ()},
     ),
     (
+        "lxmert",
+        "LxmertModel",
+        "unc-nlp/lxmert-base-uncased",
+        _NO_CACHE
+        | {
+            "attention": "encoder.layer.*.attention.self | encoder.x_layers.*.lang_self_att.self",  # of text alone
+            "limits": (),
+        },
+    ),
+    (
         "luke",
         "LukeModel",
         "studio-ousia/luke-base",
         _NO_CACHE | _COUNTED_ON | {"states": "word_hidden_states", "limits": (("", RefusedArguments("entity_ids")),)},
     ),
-    ("markuplm", "MarkupLMModel", "microsoft/markuplm-base", _NO_TYPES | _NO_CACHE | _COUNTED_ON),
+    ("markuplm", "MarkupLMModel", "microsoft/markuplm-base", _NO_TYPES | _NO_CACHE | {"reserved_rows": 1}),
     (
         "mobilebert",
         "MobileBertModel",
@@ -123,6 +133,14 @@ for _type, _owner, _example, _differs in (
         },
     ),
     ("nystromformer", "NystromformerModel", "uw-madison/nystromformer-512", _NO_CACHE | _TYPES_OUTSIDE | _COUNTED_ON),
+    (
+        "squeezebert",
+        "SqueezeBertModel",
+        "squeezebert/squeezebert-uncased",
+        _NO_TYPES
+        | _NO_CACHE
+        | {"attention": "encoder.layers.*.attention", "projections": Projections("query", "key", time=2), "time": 2},
+    ),
     ("tapas", "TapasModel", "google/tapas-base-finetuned-sqa", _NO_TYPES | _NO_CACHE),
     ("visual_bert", "VisualBertModel", "uclanlp/visualbert-vqa-coco-pre", _NO_TYPES | _NO_CACHE),
     ("yoso", "YosoModel", "uw-madison/yoso-4096", _NO_CACHE | _TYPES_OUTSIDE | _COUNTED_ON),
@@ -156,6 +174,18 @@ for _type, _owner, _example, _differs in (
         "LiltModel",
         "SCUT-DLVCLab/lilt-roberta-en-base",
         _NO_TYPES | _NO_CACHE | _COUNTED_ON | {"others": ("layout_embeddings.box_position_embeddings",)},
+    ),
+    (
+        "tvp",
+        "TvpModel",
+        "Intel/tvp-base",
+        _NO_TYPES
+        | _NO_CACHE
+        | {
+            "attention": "encoder.layer.*.attention",
+            "others": ("visual_embeddings.row_position_embeddings", "visual_embeddings.col_position_embeddings"),
+            "by_token": True,
+        },
     ),
     # causal where their config says so, and with a cache of their own name
     ("flaubert", "FlaubertModel", "flaubert/flaubert_base_uncased", _XLM),

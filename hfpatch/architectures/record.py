@@ -36,7 +36,7 @@ class Stack:
         others: paths of further tables (of time, say) that go with the first.
         answers: (path, answer) of tables that compute positions from hidden states, as in `limits.NoPositions`.
         states: name of the attention's argument with the hidden states, (T, d), (B, T, d) or (B, rows, columns, d).
-        time: axis of the tokens in them: 0 for (T, B, d).
+        time: axis of the tokens in them: 0 for (T, B, d), 2 for (B, d, T).
         biases: arguments or attributes of the attention that bring it a relative bias; it sees 0 in their place.
         by_token: whether the host wants rows (B, T, d) from its table, and not one for all tokens.
         switched_off: attributes that tell an attention to add relative biases; they become False.

@@ -30,7 +30,7 @@ for _type, _owner, _example, _fields in (
         "aimv2_text_model",
         "Aimv2TextModel",
         "apple/aimv2-large-patch14-224-lit",
-        _CLIP | {"attention": "encoder.layers.*.attention"},
+        _CLIP | {"attention": "encoder.layers.*.attention", "causal": False},
     ),
     ("align_text_model", "AlignTextModel", "kakaobrain/align-base", _BERT),
     (

@@ -1,0 +1,184 @@
+"""Controls of the proof: a record with a fault, or a mechanism with one, must not pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import proof
+import pytest
+import torch
+from proof import DIFFERENT, EXACT, SAME, Stack
+
+from hfpatch import ARCHITECTURES, Architecture, Fused, Projections
+from hfpatch.attention import WindowProjections
+from hfpatch.proof import Proof, decodes_alike, difference, outputs, prove, steps_alike
+from hfpatch.swap_positions import find_stacks
+
+
+@contextmanager
+def changed(owner: str, **fields: Any) -> Iterator[None]:
+    """The record of a class with other fields; models patched before don't count."""
+    name = "~changed"  # behind all names, so that it comes before the record that it stands for
+    stack = dataclasses.replace(proof.STACKS[owner], **fields)
+    ARCHITECTURES.register(name)(Architecture(name, (stack,), ""))
+    proof.patched.cache_clear()
+    try:
+        yield
+    finally:
+        ARCHITECTURES.unregister(name)
+        proof.patched.cache_clear()
+
+
+def measured(owner: str, **fields: Any) -> Proof:
+    with changed(owner, **fields):
+        model, inputs = proof.patched(proof.HOMES[owner])
+        return proof.prove_stack(model, inputs, proof.stack_of(model, owner), each=True)
+
+
+def stack(owner: str) -> Stack:
+    return proof.STACKS[owner]
+
+
+class TestFaultsAreSeen:
+    @pytest.mark.parametrize(
+        ("owner", "right", "wrong"),
+        [
+            ("GPT2Model", Fused("c_attn"), Fused("c_attn", by_head=True)),
+            ("DebertaModel", Fused("in_proj", True, query_bias="q_bias"), Fused("in_proj", query_bias="q_bias")),
+            ("GPTBigCodeModel", Fused("c_attn", by_head=True, shared="multi_query"), Fused("c_attn", by_head=True)),
+        ],
+    )
+    def test_a_wrong_fused_layout(self, owner: str, right: Fused, wrong: Fused) -> None:
+        assert measured(owner, projections=right).holds
+        assert not measured(owner, projections=wrong).holds
+
+    def test_values_are_rotated_in_the_place_of_keys(self) -> None:
+        assert measured("BertModel", projections=Projections("query", "value")).shift > DIFFERENT
+
+    def test_only_queries_are_rotated(self) -> None:
+        assert measured("BertModel", projections=Projections("query", "query")).shift > DIFFERENT
+
+    def test_a_bias_on_queries_that_is_added_after_the_rotation(self) -> None:
+        assert measured("DebertaModel", projections=Fused("in_proj", by_head=True)).shift > DIFFERENT
+
+    def test_keys_beside_the_keys_that_do_not_turn(self) -> None:
+        assert measured("BrosModel", projections=Projections("query", "key")).shift > DIFFERENT
+
+    def test_cross_attention_is_rotated(self) -> None:
+        """Its keys stand in another text: a shift of this one's positions shows."""
+        glob = "layers.*.self_attn | layers.*.encoder_attn"
+        with changed("BartDecoder", attention=glob):
+            model, inputs = proof.patched("bart")
+            inputs = {**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, :-3]}
+            with pytest.raises(RuntimeError, match="size of tensor"):
+                proof.run(model, inputs)  # queries and keys aren't even as many
+
+    @pytest.mark.parametrize("owner", ["FSMTEncoder", "LEDEncoder", "LongformerModel"])
+    def test_rotation_over_the_batch(self, owner: str) -> None:
+        """Each text would be at one position: nothing distinguishes its tokens."""
+        wrong = dataclasses.replace(stack(owner).projections, time=1)
+        if isinstance(wrong, WindowProjections):
+            with pytest.raises(RuntimeError, match="size of tensor"):
+                measured(owner, projections=wrong)
+        else:
+            assert measured(owner, projections=stack(owner).projections).holds
+            with pytest.raises(RuntimeError, match="size of tensor"):
+                measured(owner, projections=wrong)
+            assert not measured(owner, projections=wrong, time=1).holds
+
+    def test_an_attention_is_left_out(self) -> None:
+        """The layer that no position reaches: others hide it from shift and active."""
+        with changed("BertModel", attention="encoder.layer.0.attention.self"):
+            model, inputs = proof.patched("bert")
+            found = proof.stack_of(model, "BertModel")
+            assert proof.prove_stack(model, inputs, found, each=True).holds
+        model, inputs = proof.patched("bert")
+        found = proof.stack_of(model, "BertModel")
+        found.attentions["encoder.layer.1.attention.self"]._modules.pop("rotary_emb")
+        try:
+            assert proof.prove_stack(model, inputs, found, each=True).idle == ("encoder.layer.1.attention.self",)
+        finally:
+            proof.patched.cache_clear()
+
+    @pytest.mark.parametrize("owner", ["MPNetModel", "DebertaModel", "DebertaV2Model"])
+    def test_a_relative_bias_that_stays(self, owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("deberta", "deberta-v2"):
+            monkeypatch.setitem(proof.SETTINGS, name, {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]})
+        with changed(owner):
+            change = proof.blind(owner)
+            assert change is not None
+            assert change <= EXACT
+        with changed(owner, biases=()):
+            change = proof.blind(owner)
+            assert change is not None
+            assert change >= DIFFERENT
+
+    def test_a_table_that_stays(self) -> None:
+        """Another one, of token types, is removed in its place."""
+        with changed("BertModel", table="embeddings.token_type_embeddings", limits=()):
+            change = proof.blind("BertModel")
+            assert change is not None
+            assert change >= DIFFERENT
+
+    @pytest.mark.parametrize("owner", ["GPTBigCodeModel", "XGLMModel"])
+    def test_positions_that_start_anew_at_each_step(self, owner: str) -> None:
+        with changed(owner, cache="no_such_argument"):
+            change = proof.cached(proof.HOMES[owner])
+            assert change is not None
+            assert change >= DIFFERENT
+
+
+@pytest.mark.parametrize("owner", ["LongformerModel", "LEDEncoder"])
+def test_tokens_that_attend_to_all_are_rotated_where_they_stand(owner: str) -> None:
+    """They have projections of their own, in a line of their own. With the same weights, and all of them marked, that
+    is what a window that is wider than the text gives.
+    """
+
+    def change_by_marks(marks: torch.Tensor) -> float:
+        model, inputs = proof.patched(proof.HOMES[owner])
+        found = proof.stack_of(model, owner)
+        with torch.no_grad():
+            for attention in found.attentions.values():
+                for name in ("query", "key", "value"):
+                    getattr(attention, f"{name}_global").load_state_dict(getattr(attention, name).state_dict())
+        given = {**inputs, "global_attention_mask": marks}
+        rows = marks.bool()  # of others, scores are in another order and share of the softmax
+        after, before = (proof._of_tokens(outputs(model, one, found), found, 12) for one in (given, inputs))
+        return difference({n: v[rows] for n, v in after.items()}, {n: v[rows] for n, v in before.items()})
+
+    everywhere = torch.ones(2, 12, dtype=torch.long)
+    with changed(owner):
+        assert change_by_marks(everywhere) <= SAME
+    plain = Projections("query", "key", time=0)
+    with changed(owner, projections=plain):
+        assert change_by_marks(everywhere) >= DIFFERENT
+    some = torch.zeros_like(everywhere)
+    some[0, [0, 5]], some[1, 3] = 1, 1  # not as many in each text
+    model, inputs = proof.patched(proof.HOMES[owner])
+    found = proof.stack_of(model, owner)
+    assert proof.prove_stack(model, {**inputs, "global_attention_mask": some}, found).holds
+
+
+def test_a_change_that_is_not_a_number_is_no_small_one() -> None:
+    a = {"x": torch.tensor([1.0, float("nan")])}
+    assert difference(a, a) == float("inf")
+    assert difference({"x": torch.ones(2)}, {"y": torch.ones(2)}) == float("inf")
+    assert difference({"x": torch.ones(2)}, {"x": torch.ones(3)}) == float("inf")
+    assert difference({"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([1.0, float("-inf")])}) == float("inf")
+
+
+def test_a_model_is_proved_in_one_call() -> None:
+    model, inputs = proof.patched("clip")
+    proofs = prove(model, inputs, each=True)
+    assert sorted(one.owner for one in proofs) == ["CLIPTextModel", "CLIPVisionModel"]
+    assert all(one.holds for one in proofs)
+    assert len(find_stacks(model)) == 2
+
+
+def test_decoding_is_compared_by_generate_and_by_steps() -> None:
+    model, inputs = proof.tiny("gpt2", "AutoModelForCausalLM")
+    assert decodes_alike(model, inputs) <= SAME
+    assert steps_alike(model, inputs) <= SAME

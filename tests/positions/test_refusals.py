@@ -1,0 +1,122 @@
+"""What can't be served is refused with its reason, and what a record asks of a model is asked before anything changes."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import proof
+import pytest
+import torch
+import zoo
+
+from hfpatch import (
+    ARCHITECTURES,
+    NotPreservedWarning,
+    PositionError,
+    UnsupportedError,
+    patch_model,
+    plan_patch,
+    unpatch_model,
+)
+from hfpatch.architectures import REFUSED
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import tiny_models
+
+
+def patched(model: Any, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        return patch_model(model, pos="rope", **options)
+
+
+def test_no_class_is_both_recorded_and_refused() -> None:
+    recorded = {stack.owner for record in ARCHITECTURES.values() for stack in record.stacks}
+    assert recorded & REFUSED.keys() == set()
+
+
+def test_no_class_is_recorded_twice() -> None:
+    owners = [stack.owner for record in ARCHITECTURES.values() for stack in record.stacks]
+    assert sorted(owners) == sorted(set(owners))
+
+
+@pytest.mark.parametrize("model_type", ["convbert", "fnet", "ibert", "reformer", "prophetnet"])
+def test_a_refusal_says_what_and_why_and_changes_nothing(model_type: str) -> None:
+    model, _ = zoo.tiny(model_type)
+    before = tiny_models.fingerprint(model)
+    with pytest.raises(UnsupportedError) as caught:
+        patch_model(model, pos="rope")
+    reason = next(REFUSED[name] for name in REFUSED if name in str(caught.value) or REFUSED[name] in str(caught.value))
+    assert reason in str(caught.value)
+    assert "norm= works" in str(caught.value)
+    assert tiny_models.changes(before, tiny_models.fingerprint(model)) == []
+
+
+def test_a_plan_lists_what_it_passes_over() -> None:
+    """PEGASUS-X: the decoder's positions change, the encoder's can't."""
+    model, _ = zoo.tiny("pegasus_x")
+    plan = plan_patch(model, pos="rope")
+    kept = [row for row in plan.rows if row.action == "keep"]
+    assert [(row.module, row.reason) for row in kept] == [("encoder", REFUSED["PegasusXEncoder"])]
+    assert any(row.module == "decoder.layers.0.self_attn" and row.action == "replace" for row in plan.rows)
+
+
+@pytest.mark.parametrize("model_type", ["big_bird", "bigbird_pegasus"])
+def test_attentions_that_are_exchanged_while_the_model_runs(model_type: str) -> None:
+    model, _ = zoo.tiny(model_type)
+    with pytest.raises(UnsupportedError, match=r"attention_type='original_full'.*from_pretrained"):
+        patch_model(model, pos="rope")
+    model, inputs = zoo.tiny(model_type, attention_type="original_full")
+    attentions = [module for module in patched(model).modules() if "rotary_emb" in module._modules]
+    with torch.no_grad():
+        model(**inputs)
+    assert attentions == [module for module in model.modules() if "rotary_emb" in module._modules]
+
+
+def test_tokens_at_positions_that_are_not_known() -> None:
+    model, inputs = zoo.tiny("luke")
+    entities = {"entity_ids": torch.ones(2, 1, dtype=torch.long), "entity_position_ids": torch.zeros(2, 1, 4).long()}
+    with torch.no_grad():
+        model(**inputs, **entities)
+        patched(model)(**inputs)
+        with pytest.raises(PositionError, match="entity_ids"):
+            model(**inputs, **entities)
+
+
+@pytest.mark.parametrize("model_type", ["ctrl", "videoprism_text_model"])
+def test_a_table_in_a_buffer_comes_back(model_type: str) -> None:
+    """Hosts write to such buffers when they run."""
+    model, inputs = zoo.tiny(model_type)
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+        state = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        patched(model, reversible=True)
+        assert not torch.allclose(model(**inputs).last_hidden_state, expected, atol=1e-2)
+        unpatch_model(model)
+        assert all(torch.equal(buffer, state[name]) for name, buffer in model.named_buffers())
+        assert torch.equal(model(**inputs).last_hidden_state, expected)
+
+
+def test_a_host_that_adds_to_its_positions_in_place() -> None:
+    model, inputs = zoo.tiny("kosmos_2_5_text_model")
+    table = patched(model).model.embed_positions
+    before = table.constant.detach().clone()
+    with torch.no_grad():
+        first, second = (model(**inputs).last_hidden_state for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(table.constant, before)
+    model(**inputs).last_hidden_state.sum().backward()  # nor is a leaf written to
+    assert table.constant.grad is not None
+
+
+def test_one_of_two_towers() -> None:
+    model, inputs = proof.tiny("clip")
+    patched(model, only="text_model.*")
+    rotated = [name for name, module in model.named_modules() if "rotary_emb" in module._modules]
+    assert rotated
+    assert all(name.startswith("text_model.") for name in rotated)
+    with torch.no_grad():
+        model(**inputs)

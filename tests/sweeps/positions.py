@@ -1,0 +1,363 @@
+"""Swap the positions of every model type of transformers to RoPE and prove each class that owns a table.
+
+    python tests/sweeps/positions.py                   # all types; writes positions.json and positions.md beside itself
+    python tests/sweeps/positions.py gpt2 clip         # these types; prints what it found
+
+The proof is that of tests/positions/proof.py: moving all positions of a stack by a constant leaves every output alone
+(*shift*), zeroing them doesn't (*active*), no attention is left out, without positions an encoder of text is *blind* to
+order, decoding with a cache equals decoding without (*cached*), text of four times the old length runs (*length*), and
+a saved model loads as what it was. A class is *supported* if that holds wherever a forward reaches it, *refused* if a
+plan gives the reason, *wrong* if it was changed and something of it doesn't hold. Results are stored as they come, and
+a second run goes on where the first one ended; --fresh starts again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "positions"))
+
+import proof
+import torch
+import transformers
+import zoo
+
+from hfpatch import NotPreservedWarning, PatchError, patch_model
+from hfpatch.architectures.refused import REFUSED
+from hfpatch.swap_positions import find_stacks
+
+HERE = Path(__file__).resolve().parent
+SECONDS, GIGABYTES, BATCH = 180, 8, 40  # per type, per process, types per process
+ROWS = HERE / "positions.json"
+# Classes of transformers 5.23 that own a table of absolute positions, from a first look at every model type: none that
+# rotates already, that only counts positions relatively, or that makes positions for other modules to add.
+OWNERS = (HERE / "positions_owners.txt").read_text().split()
+PARTS = {  # where the table and its attentions are in parts of the listed class
+    "ClvpModelForConditionalGeneration": ("ClvpConditioningEncoder",),
+    "FSMTModel": ("FSMTEncoder", "FSMTDecoder"),
+    "GitVisionModel": ("GitVisionTransformer",),
+    "GroupViTModel": ("GroupViTVisionTransformer",),
+    "IdeficsModel": ("IdeficsVisionTransformer",),
+    "Ovis2VisionModel": ("Ovis2VisionTransformer",),
+    "SpeechT5Encoder": ("SpeechT5EncoderWithSpeechPrenet", "SpeechT5EncoderWithTextPrenet"),
+    "XCLIPModel": ("XCLIPMultiframeIntegrationTransformer",),
+}
+
+
+@dataclass
+class Seen:
+    """A class that owns a table, in one model type.
+
+    Attributes:
+        wrong: what of the proof doesn't hold; None where all of it does.
+        reached: whether a forward reached its attentions.
+        refused: the reason that a plan gave.
+        shift, active, blind, cached, length: as the module's docstring says; None where they weren't asked.
+    """
+
+    owner: str
+    reached: bool = True
+    wrong: str | None = None
+    refused: str | None = None
+    shift: float | None = None
+    active: float | None = None
+    blind: float | None = None
+    cached: float | None = None
+    length: int | None = None
+
+
+@dataclass
+class Result:
+    """What the sweep found in one model type; `status` is "ok", or says why it wasn't run."""
+
+    model_type: str
+    status: str = "ok"
+    seen: list[Seen] = field(default_factory=list)
+
+
+# --- one model type ---------------------------------------------------------------------------------------------------
+
+
+def examine(model_type: str) -> Result:
+    """Build, patch and prove; see the module's docstring for what is checked."""
+    result = Result(model_type)
+    try:
+        model, _ = proof.tiny(model_type)
+    except zoo.Unbuildable as error:
+        result.status = f"not built: {error.reason}"
+        return result
+    names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    result.seen = [Seen(name, False, refused=REFUSED[name]) for name in sorted(names & REFUSED.keys())]
+    found = {item.stack.owner for item in find_stacks(model)}
+    listed = {part for owner in OWNERS for part in PARTS.get(owner, (owner,))}
+    if not found:
+        refusal = _refusal(model)
+        result.seen += [Seen(name, False, refused=refusal) for name in sorted(names & listed - REFUSED.keys())]
+        return result
+    try:
+        model, inputs = proof.patched(model_type)
+        proof.run(model, inputs)
+    except Exception as error:
+        result.seen += [Seen(owner, wrong=f"patched, it fails: {zoo.last_line(error)}") for owner in sorted(found)]
+        return result
+    for owner in sorted(found):
+        result.seen.append(_prove(model_type, owner, model, inputs))
+    return result
+
+
+def _refusal(model: Any) -> str | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotPreservedWarning)
+            patch_model(model, pos="rope")
+    except PatchError as error:
+        return str(error)
+    return None
+
+
+def _prove(model_type: str, owner: str, model: Any, inputs: dict[str, Any]) -> Seen:
+    """The proof of all stacks of this class in one model; what takes a model of its own, in the class's home alone."""
+    seen = Seen(owner)
+    stacks = [item for item in find_stacks(model) if item.stack.owner == owner]
+    reached = [item for item in stacks if proof.reached(model, inputs, item)]
+    seen.reached = bool(reached)
+    try:
+        for item in reached:
+            measured = proof.prove_stack(model, inputs, item, each=True)
+            seen.shift = max(measured.shift, seen.shift or 0.0)
+            seen.active = min(measured.active, seen.active or float("inf"))
+            if measured.idle:
+                seen.wrong = f"{len(measured.idle)} attentions aren't rotated: {measured.idle[0]}"
+        if proof.HOMES.get(owner) == model_type and reached:
+            _prove_at_home(seen, owner, model_type)
+    except Exception as error:
+        seen.wrong = f"the proof fails: {zoo.last_line(error)}"
+    seen.wrong = seen.wrong or _fault(seen)
+    return seen
+
+
+def _prove_at_home(seen: Seen, owner: str, model_type: str) -> None:
+    if not proof.STACKS[owner].causal and owner not in proof.ORDERED:
+        seen.blind = proof.blind(owner)
+    seen.cached = proof.cached(model_type)
+    seen.length = proof.longer(owner)
+    if proof.saved(model_type) != 0:
+        seen.wrong = "saved and loaded, it is another model"
+
+
+def _fault(seen: Seen) -> str | None:
+    """The first figure that is out of its bounds."""
+    for name, bound in (("shift", proof.SAME), ("blind", proof.EXACT), ("cached", proof.SAME)):
+        value = getattr(seen, name)
+        if value is not None and not value <= bound:
+            return f"{name} is {value:.1e}"
+    if seen.active is not None and not seen.active >= proof.DIFFERENT:
+        return f"active is only {seen.active:.1e}"
+    return None
+
+
+# --- all model types --------------------------------------------------------------------------------------------------
+
+
+def every_type() -> list[str]:
+    """Model types, and the parts and variants that some records are proved on."""
+    return [*zoo.model_types(), *sorted(proof.PARTS), *sorted(proof.VARIANTS)]
+
+
+def sweep(model_types: list[str], store: Path | None = None, fresh: bool = False) -> list[Result]:
+    """Examine the types in processes of their own, each with a limit on time and memory; `store` holds what is done."""
+    done: dict[str, Result] = {} if fresh or store is None else _stored(store)
+    while left := [name for name in model_types if name not in done]:
+        batch = left[:BATCH]
+        for model_type, line in zip(batch, _worker_lines(batch), strict=False):
+            result = _from_json(json.loads(line)) if line else Result(model_type, "killed: time or memory limit")
+            done[model_type] = result
+            wrong = [seen for seen in result.seen if seen.wrong]
+            if wrong or result.status.startswith("killed"):
+                print(f"{model_type}: {result.status} {wrong}", flush=True)
+        if store is not None:
+            store.write_text(to_json([done[name] for name in model_types if name in done]))
+    return [done[name] for name in model_types]
+
+
+def _stored(store: Path) -> dict[str, Result]:
+    if not store.is_file():
+        return {}
+    held = json.loads(store.read_text())
+    if held["transformers"] != transformers.__version__:
+        return {}
+    return {one["model_type"]: _from_json(one) for one in held["types"]}
+
+
+def _from_json(held: dict[str, Any]) -> Result:
+    seen = [Seen(**{"owner": one["owner"], **one}) for one in held.get("seen", [])]
+    return Result(held["model_type"], held.get("status", "ok"), seen)
+
+
+def _worker_lines(batch: list[str]) -> Iterator[str]:
+    """A line of JSON for each type; an empty one, the last, for a type that killed or stalled the process."""
+    command = [sys.executable, __file__, "--worker", *batch]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1, env=environment
+    ) as process:
+        assert process.stdout is not None
+        for _ in batch:
+            ready, _, _ = select.select([process.stdout], [], [], SECONDS)
+            line = process.stdout.readline() if ready else ""
+            yield line
+            if not line:
+                break
+        process.kill()
+
+
+def work(model_types: list[str]) -> None:
+    """Examine the types and print a line of JSON for each, on the real standard output alone."""
+    resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30, GIGABYTES << 30))
+    out, sys.stdout = sys.stdout, sys.stderr
+    for model_type in model_types:
+        try:
+            result = examine(model_type)
+        except Exception as error:
+            result = Result(model_type, f"the sweep failed: {zoo.last_line(error)}")
+        print(json.dumps(_short(result)), file=out, flush=True)
+
+
+def _short(result: Result) -> dict[str, Any]:
+    """A result as JSON, without what it doesn't say."""
+    seen = [{k: v for k, v in asdict(one).items() if v is not None and v is not True} for one in result.seen]
+    return {"model_type": result.model_type, "status": result.status, "seen": seen}
+
+
+# --- report -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """One class over all model types."""
+
+    owner: str
+    families: list[str] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+
+    @property
+    def status(self) -> str:
+        wrong = next((one.wrong for one in self.seen if one.wrong), None)
+        if wrong:
+            return f"wrong: {wrong}"
+        if any(one.refused for one in self.seen):
+            return f"refused: {next(one.refused for one in self.seen if one.refused)}"
+        if any(one.shift is not None for one in self.seen):
+            return "supported"
+        return "not reached by these inputs" if self.seen else "not found in any model that was built"
+
+    def figure(self, name: str, pick: Any = max) -> Any:
+        values = [value for one in self.seen if (value := getattr(one, name)) is not None]
+        return pick(values) if values else None
+
+
+def rows(results: list[Result]) -> list[Row]:
+    """One row for each class, sorted; listed classes that no type has among them."""
+    found: dict[str, Row] = {}
+    for result in results:
+        for seen in result.seen:
+            row = found.setdefault(seen.owner, Row(seen.owner))
+            row.families.append(result.model_type)
+            row.seen.append(seen)
+    for owner in OWNERS:
+        for part in PARTS.get(owner, (owner,)):
+            found.setdefault(part, Row(part))
+    return sorted(found.values(), key=lambda row: row.owner.lower())
+
+
+def totals(results: list[Result]) -> dict[str, int]:
+    """How many of the listed classes are supported, refused, wrong and open; how many are supported beyond the list."""
+    by_owner = {row.owner: row.status for row in rows(results)}
+    count = {"supported": 0, "refused": 0, "wrong": 0, "open": 0}
+    parts = {part for owner in OWNERS for part in PARTS.get(owner, (owner,))}
+    for owner in OWNERS:
+        statuses = [by_owner[part].partition(":")[0] for part in PARTS.get(owner, (owner,))]
+        worst = next((kind for kind in ("wrong", "refused") if kind in statuses), None)
+        count[worst or ("supported" if all(s == "supported" for s in statuses) else "open")] += 1
+    count["beyond"] = sum(status == "supported" for owner, status in by_owner.items() if owner not in parts)
+    count["wrong anywhere"] = sum(status.startswith("wrong") for status in by_owner.values())
+    return count
+
+
+def to_json(results: list[Result]) -> str:
+    head = {"transformers": transformers.__version__, "of": len(OWNERS), **totals(results)}
+    lines = ",\n  ".join(json.dumps(_short(result)) for result in results)
+    return json.dumps(head)[:-1] + f', "types": [\n  {lines}\n]}}\n'
+
+
+def to_markdown(results: list[Result]) -> str:
+    count, all_rows = totals(results), rows(results)
+    served = [row for row in all_rows if row.status == "supported"]
+    families = {family for row in served for family in row.families} & set(zoo.model_types())
+    lines = [
+        "# RoPE in every class of transformers that owns a table of positions",
+        "",
+        "Written by `python tests/sweeps/positions.py`; its docstring says what is measured. Tiny random models, "
+        "figures in units of an output's spread.",
+        "",
+        f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}: "
+        f"**{count['supported']} of {len(OWNERS)} classes that own a table are supported**, {count['refused']} refused "
+        f"with a reason, {count['open']} not served or not reached here, **{count['wrong anywhere']} wrong**; "
+        f"{count['beyond']} more classes beyond that list. They are in {len(families)} model types.",
+        "",
+        "| class | model types | status | shift | active | blind | cached | length |",
+        "|---|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in all_rows:
+        figures = [_number(row.figure("shift")), _number(row.figure("active", min))]
+        figures += [_number(row.figure("blind")), _number(row.figure("cached")), str(row.figure("length") or "")]
+        shown = ", ".join(row.families[:6]) + (f" and {len(row.families) - 6} more" if len(row.families) > 6 else "")
+        lines.append("| " + " | ".join(_cell(cell) for cell in (f"`{row.owner}`", shown, row.status, *figures)) + " |")
+    not_run = [result for result in results if result.status != "ok"]
+    lines += ["", "## Not run", "", "| model type | reason |", "|---|---|"]
+    lines += [f"| {result.model_type} | {_cell(result.status)} |" for result in not_run]
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.0e}" if value < 0.1 else f"{value:.1f}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_types", nargs="*", help="default: all of them, and write the report")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--fresh", action="store_true", help="forget what an earlier run stored")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if options.worker:
+        work(options.model_types)
+    elif options.model_types:
+        for result in sweep(options.model_types):
+            print(json.dumps(_short(result), indent=1))
+    else:
+        results = sweep(every_type(), ROWS, options.fresh)
+        (HERE / "positions.md").write_text(to_markdown(results))
+        print(totals(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The rotary swap over model types: all of them on request; in every run, whether the report is true."""
+
+from __future__ import annotations
+
+import json
+
+import positions
+import pytest
+import transformers
+
+REPORT = json.loads(positions.ROWS.read_text())
+RESULTS = [positions._from_json(one) for one in REPORT["types"]]
+
+
+def test_the_report_is_of_every_type() -> None:
+    if transformers.__version__ != REPORT["transformers"]:
+        pytest.skip("the report is of another transformers")
+    assert [result.model_type for result in RESULTS] == positions.every_type()
+    assert {name: REPORT[name] for name in positions.totals(RESULTS)} == positions.totals(RESULTS)
+    assert (positions.HERE / "positions.md").read_text() == positions.to_markdown(RESULTS)
+
+
+def test_nothing_is_wrong() -> None:
+    assert [row.owner for row in positions.rows(RESULTS) if row.status.startswith("wrong")] == []
+    assert REPORT["wrong anywhere"] == 0
+
+
+def test_no_class_that_owns_a_table_is_passed_over() -> None:
+    """Supported, or refused with a reason; what no forward reached is listed as such."""
+    assert REPORT["supported"] + REPORT["refused"] + REPORT["open"] == len(positions.OWNERS)
+    assert REPORT["supported"] >= 185
+
+
+@pytest.mark.parametrize("model_type", ["convbert", "fsmt", "siglip"])
+def test_types_are_what_the_report_says(model_type: str) -> None:
+    stored = next(result for result in RESULTS if result.model_type == model_type)
+    result = positions.examine(model_type)
+    assert [seen.owner for seen in result.seen] == [seen.owner for seen in stored.seen]
+    for now, then in zip(result.seen, stored.seen, strict=True):
+        assert (now.wrong, now.refused, now.reached) == (then.wrong, then.refused, then.reached)
+
+
+@pytest.mark.sweep
+def test_all_types() -> None:
+    count = positions.totals(positions.sweep(positions.every_type()))
+    assert count["wrong anywhere"] == 0
+    assert count["supported"] >= 185
+
+
+class TestFailuresAreSeen:
+    """Controls: a swap that does nothing, or the wrong thing, must not pass."""
+
+    def test_rotations_that_do_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hfpatch.positions.rope.RotaryEmbedding.rotate", lambda self, x, phases: x)
+        assert _examined("gpt2").wrong.startswith("1 attentions aren't rotated") or "aren't" in _examined("gpt2").wrong
+
+    def test_rotations_by_other_angles_than_the_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from hfpatch.attention import Fused
+
+        original = Fused.rotated
+
+        def queries_twice(self: Fused, module, arguments, head_dim, rotate):  # type: ignore[no-untyped-def]
+            attributes = original(self, module, arguments, head_dim, rotate)
+            turn = attributes[self.name].turn
+
+            def more(y):  # type: ignore[no-untyped-def]
+                once = turn(y)
+                width = once.shape[-1] // 3
+                twice = turn(once)
+                return __import__("torch").cat((twice[..., :width], once[..., width:]), -1)
+
+            attributes[self.name].turn = more
+            return attributes
+
+        monkeypatch.setattr(Fused, "rotated", queries_twice)
+        assert _examined("gpt2").wrong.startswith("shift is")
+
+    def test_a_class_without_a_record(self) -> None:
+        rows = {row.owner: row.status for row in positions.rows([])}
+        assert rows["GPT2Model"] == "not found in any model that was built"
+        assert positions.totals([])["open"] == len(positions.OWNERS)
+
+
+def _examined(model_type: str) -> positions.Seen:
+    positions.proof.patched.cache_clear()
+    try:
+        return positions.examine(model_type).seen[0]
+    finally:
+        positions.proof.patched.cache_clear()

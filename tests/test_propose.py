@@ -1,0 +1,185 @@
+"""Records that are proposed from what a small model does, against those that were written by hand."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel
+
+from hfpatch import ARCHITECTURES, Proposal, UnsupportedError, propose_record
+from hfpatch.architectures import Stack
+from hfpatch.proof import DIFFERENT, SAME
+
+sys.path.insert(0, str(Path(__file__).parent / "positions"))
+import proof
+import zoo
+
+# families of text whose proposal does what the committed record does
+FIXED = ["albert", "bart", "bert", "clip_text_model", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "roberta", "xlm"]
+OTHERS = [
+    *("altclip_text_model", "bert-generation", "biogpt", "blenderbot", "blenderbot-small", "camembert", "canary"),
+    *("chinese_clip_text_model", "clap_text_model", "cohere_asr", "data2vec-text", "distilbert", "electra", "ernie"),
+    *("flava_text_model", "imagegpt", "layoutlm", "luke", "m2m_100", "marian", "mbart", "megatron-bert", "mobilebert"),
+    *(
+        "mpnet",
+        "mvp",
+        "nystromformer",
+        "openai-gpt",
+        "pegasus",
+        "plbart",
+        "rembert",
+        "roberta-prelayernorm",
+        "roc_bert",
+    ),
+    *("siglip_text_model", "splinter", "tapas", "trocr", "visual_bert", "xglm", "xlm-roberta", "xmod", "yoso"),
+]
+
+
+def sample(size: int = 6) -> list[str]:
+    """The next families in line, other ones every day."""
+    names = [name for name in OTHERS if name in set(zoo.model_types())]
+    start = datetime.date.today().toordinal() * size
+    return [names[(start + place) % len(names)] for place in range(size)]
+
+
+def proposed(model_type: str) -> Proposal:
+    model, inputs = proof.tiny(model_type)
+    try:
+        return propose_record(model)
+    except UnsupportedError:
+        return propose_record(model, inputs)
+
+
+def differences(found: Stack, written: Stack) -> list[str]:
+    """Fields in which two stacks differ that decide what is removed and rotated."""
+    names = ("table", "attention", "projections", "reserved_rows", "states", "time", "others")
+    return [name for name in names if getattr(found, name) != getattr(written, name)]
+
+
+@pytest.mark.parametrize("model_type", [*FIXED, *sample()])
+def test_a_recorded_family_is_found_again(model_type: str) -> None:
+    proposal = proposed(model_type)
+    found = {stack.owner: stack for stack in proposal.record.stacks}
+    for written in ARCHITECTURES[model_type].stacks:
+        assert differences(found[written.owner], written) == []
+    assert proposal.holds, proposal.doubts
+    assert proposal.longest
+
+
+def does_the_same(model_type: str) -> dict[str, bool]:
+    """For each class that is recorded for this type, whether its proposal holds and changes what the record changes."""
+    written = {owner: stack for owner, stack in proof.STACKS.items() if proof.HOMES[owner] == model_type}
+    try:
+        proposal = proposed(model_type)
+    except Exception:  # no small model, or nothing found in it
+        return dict.fromkeys(written, False)
+    found = {stack.owner: stack for stack in proposal.record.stacks}
+    good = {one.owner for one in proposal.proofs if one.holds}
+    return {
+        owner: owner in good and owner in found and not differences(found[owner], stack)
+        for owner, stack in written.items()
+    }
+
+
+@pytest.mark.sweep
+def test_most_recorded_classes_are_found_again() -> None:
+    types = set(zoo.model_types())
+    homes = {home for home in proof.HOMES.values() if home in types and "input_ids" in proof.tiny(home)[1]}
+    same = {owner: good for home in sorted(homes) for owner, good in does_the_same(home).items()}
+    print(
+        f"{sum(same.values())} of {len(same)} classes that take text; not {[o for o, good in same.items() if not good]}"
+    )
+    assert sum(same.values()) >= 0.75 * len(same)
+
+
+def test_what_is_printed_registers_a_record_that_works(tmp_path: Path) -> None:
+    """A family that hfpatch has never heard of: pasted into a file of one's own, its model patches, saves and loads."""
+    proposal = propose_record(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=97)))
+    assert proposal.record.stacks == ARCHITECTURES["gpt2"].stacks
+    file = tmp_path / "mine.py"
+    file.write_text(proposal.code().replace("GPT2Model", "StrangeModel").replace("'gpt2'", "'strange'"))
+    script = tmp_path / "use.py"
+    script.write_text(
+        "import torch, warnings\n"
+        "from transformers import GPT2Config, GPT2Model\n"
+        "import hfpatch, mine\n"
+        "class StrangeModel(GPT2Model):\n"
+        "    pass\n"
+        "hfpatch.ARCHITECTURES.unregister('gpt2')\n"
+        "warnings.simplefilter('ignore')\n"
+        "model = StrangeModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=97, n_positions=8)).eval()\n"
+        "hfpatch.patch_model(model, pos='rope')\n"
+        "assert model(torch.arange(40)[None]).last_hidden_state.shape == (1, 40, 32)\n"
+        "assert all('rotary_emb' in block.attn._modules for block in model.h)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("model_type", ["bert", "clip_text_model", "ctrl", "gpt_neo", "fsmt", "deberta"])
+def test_the_code_says_what_the_record_does(model_type: str) -> None:
+    """Every field survives the way through text: owner, layouts, limits, windows."""
+    proposal = proposed(model_type)
+    code = proposal.code().replace(f"ARCHITECTURES.register({model_type!r})", "ARCHITECTURES.register('~pasted')")
+    try:
+        exec(code, {})
+        assert ARCHITECTURES["~pasted"] == proposal.record
+    finally:
+        ARCHITECTURES.unregister("~pasted")
+
+
+def test_the_model_in_hand_is_not_touched() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=97)).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    names = set(ARCHITECTURES)
+    state = torch.get_rng_state()
+    propose_record(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert set(ARCHITECTURES) == names
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not model._forward_hooks
+    assert model.config.use_cache
+
+
+def test_weights_are_not_needed() -> None:
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config())
+    assert propose_record(model).holds
+
+
+def test_figures_are_printed() -> None:
+    proposal = proposed("gpt2")
+    assert [one.owner for one in proposal.proofs] == ["GPT2Model"]
+    assert proposal.proofs[0].shift <= SAME
+    assert proposal.proofs[0].active >= DIFFERENT
+    text = str(proposal)
+    assert "Stack(" in text
+    assert "shift" in text
+    assert "512 tokens" in text
+
+
+class TestDoubts:
+    """What a proposal can't get right, its proof says."""
+
+    def test_products_beside_the_keys(self) -> None:
+        proposal = proposed("bros")
+        assert not proposal.holds
+        assert any("BrosModel" in doubt for doubt in proposal.doubts)
+        assert "look at this" in str(proposal)
+
+    def test_a_model_without_a_table(self) -> None:
+        sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = LlamaConfig(**sizes, intermediate_size=64, vocab_size=97)
+        with pytest.raises(UnsupportedError, match="no table of positions"):
+            propose_record(LlamaModel(config))
+
+    def test_a_model_that_is_none_of_transformers(self) -> None:
+        with pytest.raises(UnsupportedError, match="no small model"):
+            propose_record(nn.Linear(2, 2))
