@@ -96,11 +96,8 @@ def find_stacks(model: nn.Module) -> list[_Found]:
         if stack is None or not _has(module, stack.table):
             continue
         prefix = f"{name}." if name else ""
-        attentions = {
-            prefix + child_name: child
-            for child_name, child in module.named_modules()
-            if _is_attention(child_name, stack)
-        }
+        stack, attentions = _as_built(module, stack)
+        attentions = {prefix + child_name: child for child_name, child in attentions.items()}
         found.append(_Found(stack, module, name, prefix + stack.table, attentions))
     return found
 
@@ -113,6 +110,13 @@ def _refused(model: nn.Module) -> dict[str, str]:
         if reason is not None:
             reasons[name or type(module).__name__] = reason
     return reasons
+
+
+def _as_built(owner: nn.Module, stack: Stack) -> tuple[Stack, dict[str, nn.Module]]:
+    """The stack and its attentions, as this version of transformers builds them."""
+    attentions = {name: child for name, child in owner.named_modules() if _is_attention(name, stack)}
+    fits = all(hasattr(child, part) for child in attentions.values() for part in stack.projections.names)
+    return (stack, attentions) if (attentions and fits) or stack.older is None else _as_built(owner, stack.older)
 
 
 def _is_attention(name: str, stack: Stack) -> bool:

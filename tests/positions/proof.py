@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
 
 from hfpatch import ARCHITECTURES, NotPreservedWarning, RoPE, Stack, patch_model
 from hfpatch.checkpoint import patched_model_class
@@ -55,9 +56,17 @@ HEADS = (
 
 
 def here() -> list[str]:
-    """Recorded owners whose model type this transformers has, sorted."""
-    types = {*zoo.model_types(), *PARTS, *VARIANTS}
-    return sorted(owner for owner, home in HOMES.items() if home in types)
+    """Recorded owners whose model type, with a class for it, this transformers has, sorted."""
+    types = {name for name in zoo.model_types() if name in modeling_auto.MODEL_MAPPING_NAMES or _has_class(name)}
+    return sorted(owner for owner, home in HOMES.items() if home in {*types, *PARTS, *VARIANTS})
+
+
+@functools.cache
+def _has_class(model_type: str) -> bool:
+    try:
+        return model_type in HOMES.values() and bool(zoo._class_of(model_type, zoo.tiny_config(model_type), None))
+    except zoo.Unbuildable:
+        return False
 
 
 # what a record asks of a configuration, and models whose configuration is no type of its own
