@@ -13,7 +13,7 @@ from .view import Arguments, InnerView, View
 
 NO_ROW = "_hfpatch_no_row"  # of a module whose buffer of positions counts for nothing: training starts from zero
 _ANY = 2**31  # rows enough for any length
-MEAN_ROW = "its mean row"  # what a plan and a report say of a removed table
+MEAN_ROW, NOTHING = "its mean row", "nothing"  # what a plan and a report say of a removed table
 
 
 class LengthLimit:
@@ -275,9 +275,6 @@ class ConstantPositions(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.embedding_dim}, was {self.num_embeddings} x {self.embedding_dim}"
-
-
-ANSWERS = ("zeros", "input", "nothing")
 
 
 class NoPositions(nn.Module):

@@ -19,7 +19,7 @@ from .attention import ROTARY, AttentionLens, channels_per_head
 from .edits import Edits
 from .errors import OptionError, UnsupportedError
 from .grid import Grid, GridLens, Relay, relays
-from .limits import MEAN_ROW, NO_ROW, ConstantPositions, NoPositions, constant_of, mean_rows
+from .limits import MEAN_ROW, NO_ROW, NOTHING, ConstantPositions, NoPositions, constant_of, mean_rows
 from .positions import Position
 from .positions.rope import ORIGINAL
 from .record import Part
@@ -180,7 +180,7 @@ def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -
         )
     for path, _ in item.stack.limits:
         refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
-    row.action, row.becomes, row.reason = "replace", "nothing" if computed else MEAN_ROW, "inputs of any length"
+    row.action, row.becomes, row.reason = "replace", NOTHING if computed else MEAN_ROW, "inputs of any length"
     row.loss = "absolute positions are removed"
     if part.scheme.name == "nope" and not item.stack.causal:
         row.loss += "; without a causal mask the stack becomes blind to order"

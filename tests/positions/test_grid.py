@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
-from hfpatch import NotPreservedWarning, OptionError, Position, RoPE, UnsupportedError, patch_model, plan_patch
+from hfpatch import (
+    NotPreservedWarning,
+    OptionError,
+    Position,
+    RoPE,
+    UnsupportedError,
+    patch_model,
+    plan_patch,
+    unpatch_model,
+)
 from hfpatch.attention import ROTARY, Projections, Rotated
 from hfpatch.errors import PositionError
 from hfpatch.positions import RotaryEmbedding
@@ -440,3 +449,31 @@ def test_control_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None
     assert plain
     with pytest.raises(RuntimeError):  # shapes of the two sizes don't fit when the first is run again
         gradients(model, True)
+
+
+TAKEN_BACK = [("idefics3_vision", GRID), ("sam_vision_model", GRID), ("wav2vec2", LINE), ("videomae", RoPE(axes=3))]
+
+
+@pytest.mark.parametrize(("model_type", "pos"), TAKEN_BACK)
+def test_taken_back(model_type: str, pos: RoPE) -> None:
+    model, given = zoo.tiny(model_type)
+    expected, names = states(model, given), list(model.state_dict())
+    classes = [type(module) for module in model.modules()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        patch_model(model, pos=pos, reversible=True)
+    assert difference(states(model, given), expected) > 1e-2
+    unpatch_model(model)
+    assert torch.equal(states(model, given), expected)
+    assert list(model.state_dict()) == names
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_one_scheme_after_another() -> None:
+    given = image(*WIDE)
+    model = patched("dpt", LINE)
+    for pos in (GRID, "nope", RoPE(axes=2, theta=50.0)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotPreservedWarning)
+            patch_model(model, pos=pos)
+        assert torch.equal(states(model, given), states(patched("dpt", pos), given))
