@@ -20,7 +20,7 @@ from .attention import BIAS, ROTARY, AttentionLens, channels_per_head
 from .edits import Edits
 from .errors import OptionError, UnsupportedError
 from .grid import Grid, GridLens, Relay, relays
-from .limits import MEAN_ROW, NO_ROW, ConstantPositions, LengthLimit, NoPositions, constant_of, mean_rows
+from .limits import MEAN_ROW, NO_ROW, NOTHING, ConstantPositions, LengthLimit, NoPositions, constant_of, mean_rows
 from .native_rope import OWN_STAYS, plan_native
 from .positions import Position, RoPE
 from .positions.rope import ORIGINAL
@@ -120,11 +120,8 @@ def find_stacks(model: nn.Module) -> list[_Found]:
         if stack is None or not _has(module, stack.table):
             continue
         prefix = f"{name}." if name else ""
-        attentions = {
-            prefix + child_name: child
-            for child_name, child in module.named_modules()
-            if _is_attention(child_name, stack)
-        }
+        stack, attentions = _as_built(module, stack)
+        attentions = {prefix + child_name: child for child_name, child in attentions.items()}
         found.append(_Found(stack, module, name, prefix + stack.table, attentions))
     return found
 
@@ -137,6 +134,13 @@ def _refused(model: nn.Module) -> dict[str, str]:
         if reason is not None:
             reasons[name or type(module).__name__] = reason
     return reasons
+
+
+def _as_built(owner: nn.Module, stack: Stack) -> tuple[Stack, dict[str, nn.Module]]:
+    """The stack and its attentions, as this version of transformers builds them."""
+    attentions = {name: child for name, child in owner.named_modules() if _is_attention(name, stack)}
+    fits = all(hasattr(child, part) for child in attentions.values() for part in stack.projections.names)
+    return (stack, attentions) if (attentions and fits) or stack.older is None else _as_built(owner, stack.older)
 
 
 def _is_attention(name: str, stack: Stack) -> bool:
@@ -380,7 +384,7 @@ def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -
             f"{item.table_name}: pos={part.scheme.name!r} isn't exact: what this table adds can't be had from it. "
             "Use init='auto' to accept that."
         )
-    row.action, row.becomes, row.reason = "replace", "nothing" if computed else MEAN_ROW, "inputs of any length"
+    row.action, row.becomes, row.reason = "replace", NOTHING if computed else MEAN_ROW, "inputs of any length"
     row.loss = "absolute positions are removed"
     if part.scheme.name == "nope" and not item.stack.causal:
         row.loss += "; without a causal mask the stack becomes blind to order"
