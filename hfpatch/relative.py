@@ -115,7 +115,7 @@ def _has_biases(item: FoundBias) -> bool:
 
 
 def unremovable(model: nn.Module, found: list[FoundBias]) -> dict[str, str]:
-    """Names of modules with biases that can't be taken out, and why; `found` are those that can."""
+    """Names of modules ("" is the model) with biases that can't be taken out, and why; `found` are those that can."""
     owned = {id(module) for item in found for module in item.owner.modules()}
     reasons = {}
     for name, module in model.named_modules():
@@ -124,7 +124,7 @@ def unremovable(model: nn.Module, found: list[FoundBias]) -> dict[str, str]:
             parts = (*module._modules, *module._parameters, *module._buffers)
             reason = next((STAYING_PARTS[part] for part in parts if part in STAYING_PARTS), None)
         if reason is not None:
-            reasons[name or type(module).__name__] = reason
+            reasons[name] = reason
     return reasons
 
 

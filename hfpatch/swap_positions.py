@@ -340,13 +340,16 @@ def _other_biases(model: nn.Module, found: list[_Found], biases: list[FoundBias]
     reasons = {
         name: reason for name, reason in unremovable(model, biases).items() if id(model.get_submodule(name)) not in off
     }
+    owners = [item.owner for item in found] + [item.owner for item in biases]
+    changed = {id(inner) for owner in owners for inner in owner.modules()}
+    rows = []
     for name, reason in reasons.items():
-        for owner in [item.owner for item in found] + [item.owner for item in biases]:
-            if any(inner is model.get_submodule(name) for inner in owner.modules()):
-                raise UnsupportedError(f"{name}: its positions are relative biases, and they stay: {reason}.")
-    return [
-        Change(Row("position", "keep", name, "relative positions", reason=reason)) for name, reason in reasons.items()
-    ]
+        module = model.get_submodule(name)
+        where = name or type(module).__name__
+        if id(module) in changed:
+            raise UnsupportedError(f"{where}: its positions are relative biases, and they stay: {reason}.")
+        rows.append(Row("position", "keep", where, "relative positions", reason=reason))
+    return [Change(row) for row in rows]
 
 
 def _require_settings(item: _Found) -> None:

@@ -299,6 +299,7 @@ def test_biases_can_be_kept() -> None:
         ("wav2vec2-bert", "a vector for each distance"),
         ("udop", "places on the page"),
         ("cpmant", "tell segments apart"),
+        ("phi4_multimodal_audio", "no record says"),
     ],
 )
 def test_what_stays_is_refused(model_type: str, reason: str) -> None:
