@@ -371,9 +371,9 @@ def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -
         return Change(Row("position", "keep", item.table_name, "a constant", reason="its table is removed already"))
     if table is None:
         return Change(Row("position", "keep", item.table_name, "no table", reason="this configuration has none"))
-    computed = item.stack.table in dict(item.stack.answers)
-    row = Row("position", "keep", item.table_name, _table_text(table, computed), reason=why)
-    if why and item.removed_rows() is None:
+    gone, computed = item.removed_rows() is not None, item.stack.table in dict(item.stack.answers)
+    row = Row("position", "keep", item.table_name, _table_text(table, computed or gone), reason=why)
+    if why and not gone:
         return Change(row)
     for path, _ in item.stack.limits:
         refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
