@@ -71,15 +71,28 @@ def prove(model: nn.Module, inputs: Mapping[str, Any], each: bool = False) -> li
     return proofs
 
 
-def prove_stack(model: nn.Module, inputs: Mapping[str, Any], found: FoundStack, each: bool = False) -> Proof:
-    """The proof of one stack; `find_stacks` finds it."""
-    expected = outputs(model, inputs, found)
-    shift = difference(outputs(model, inputs, found, lambda p: p + SHIFT), expected)
-    active = difference(outputs(model, inputs, found, torch.zeros_like), expected)
+def prove_stack(
+    model: nn.Module, inputs: Mapping[str, Any], found: FoundStack, each: bool = False, own: bool = False
+) -> Proof:
+    """The proof of one stack; `find_stacks` finds it.
+
+    Args:
+        model, inputs, each: as in `prove`.
+        own: compare the outputs of the stack's owner alone: what is around it may sharpen differences without bound, as
+            detectors do that choose among candidates.
+    """
+
+    def seen(change: Change | None = None) -> Outputs:
+        every = outputs(model, inputs, found, change)
+        return {name: value for name, value in every.items() if not own or name.startswith(f"{found.name}: ")}
+
+    expected = seen()
+    shift = difference(seen(lambda p: p + SHIFT), expected)
+    active = difference(seen(torch.zeros_like), expected)
     idle = []
     for name, attention in found.attentions.items() if each else ():
         with _unrotated(attention):
-            if difference(outputs(model, inputs, found), expected) == 0:
+            if difference(seen(), expected) == 0:
                 idle.append(name)
     return Proof(type(found.owner).__name__, found.name, shift, active, tuple(idle))
 

@@ -93,6 +93,7 @@ VARIANTS: dict[str, tuple[str, Any, dict[str, Any]]] = {  # owner: (model type, 
     "UniSpeechSatEncoderStableLayerNorm": ("unispeech-sat", None, STABLE),
     "VitDetBackbone": ("vitdet", "AutoBackbone", {}),
     "ViTMAEDecoder": ("vit_mae", "AutoModelForPreTraining", {}),
+    "VitDetBackbone": ("vitdet", "AutoBackbone", {}),
     "Wav2Vec2EncoderStableLayerNorm": ("wav2vec2", None, STABLE),
 }
 INPUTS: dict[Any, Any] = {

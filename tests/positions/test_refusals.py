@@ -1,4 +1,4 @@
-"""What can't be served is refused with its reason, and what a record asks of a model is asked before anything changes."""
+"""What can't be served is refused with its reason; what a record asks of a model is asked before anything changes."""
 
 from __future__ import annotations
 
