@@ -199,6 +199,7 @@ class GridLens:
     grid: Grid
     attentions: tuple[str, ...]
     children: tuple[str, ...] = ()
+    hfpatch_note: ClassVar[str] = "hands positions down"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         filled = self.grid.filled(module, arguments)
@@ -230,6 +231,7 @@ class Relay:
     """
 
     children: tuple[str, ...]
+    hfpatch_note: ClassVar[str] = "hands positions down"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         phases = arguments.get(PHASES)

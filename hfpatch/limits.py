@@ -13,7 +13,7 @@ from .view import Arguments, InnerView, View
 
 NO_ROW = "_hfpatch_no_row"  # of a module whose buffer of positions counts for nothing: training starts from zero
 _ANY = 2**31  # rows enough for any length
-MEAN_ROW = "its mean row"  # what a plan and a report say of a removed table
+MEAN_ROW, NOTHING = "its mean row", "nothing"  # what a plan and a report say of a removed table
 
 
 class LengthLimit:
@@ -125,7 +125,7 @@ class AnyImageSize(LengthLimit):
     """Patch embeddings whose table is a constant take images of any size and aspect ratio.
 
     Attributes:
-        table: path of the constant; None where another module adds it.
+        table: path of the constant, or several of which one is there ("a | b"); None where another module adds it.
         resize: methods (or children) that would fit the table to an image; they answer with the constant.
         flag: whether the forward takes `interpolate_pos_encoding`, without which it would insist on the old size.
         rows: rows of the constant, where the host takes those of patches and of other tokens apart.
@@ -142,7 +142,8 @@ class AnyImageSize(LengthLimit):
         attributes: dict[str, Any] = {}
         if self.argument in arguments:
             attributes["image_size"] = tuple(arguments[self.argument].shape[-2:])
-        constant = _at(module, self.table) if self.table is not None else None
+        paths = self.table.split(" | ") if self.table is not None else ()
+        constant = next((found for path in paths if (found := _at(module, path)) is not None), None)
         if constant is not None:
             constant = constant if isinstance(constant, Tensor) else constant()
             if self.rows > 1 and self.table is not None:
@@ -274,9 +275,6 @@ class ConstantPositions(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.embedding_dim}, was {self.num_embeddings} x {self.embedding_dim}"
-
-
-ANSWERS = ("zeros", "input", "nothing")
 
 
 class NoPositions(nn.Module):

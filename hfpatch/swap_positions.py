@@ -19,7 +19,7 @@ from .attention import ROTARY, AttentionLens, channels_per_head
 from .edits import Edits
 from .errors import OptionError, UnsupportedError
 from .grid import Grid, GridLens, Relay, relays
-from .limits import MEAN_ROW, NO_ROW, ConstantPositions, NoPositions, constant_of, mean_rows
+from .limits import MEAN_ROW, NO_ROW, NOTHING, ConstantPositions, NoPositions, constant_of, mean_rows
 from .positions import Position
 from .positions.rope import ORIGINAL
 from .record import Part
@@ -96,11 +96,8 @@ def find_stacks(model: nn.Module) -> list[_Found]:
         if stack is None or not _has(module, stack.table):
             continue
         prefix = f"{name}." if name else ""
-        attentions = {
-            prefix + child_name: child
-            for child_name, child in module.named_modules()
-            if _is_attention(child_name, stack)
-        }
+        stack, attentions = _as_built(module, stack)
+        attentions = {prefix + child_name: child for child_name, child in attentions.items()}
         found.append(_Found(stack, module, name, prefix + stack.table, attentions))
     return found
 
@@ -113,6 +110,13 @@ def _refused(model: nn.Module) -> dict[str, str]:
         if reason is not None:
             reasons[name or type(module).__name__] = reason
     return reasons
+
+
+def _as_built(owner: nn.Module, stack: Stack) -> tuple[Stack, dict[str, nn.Module]]:
+    """The stack and its attentions, as this version of transformers builds them."""
+    attentions = {name: child for name, child in owner.named_modules() if _is_attention(name, stack)}
+    fits = all(hasattr(child, part) for child in attentions.values() for part in stack.projections.names)
+    return (stack, attentions) if (attentions and fits) or stack.older is None else _as_built(owner, stack.older)
 
 
 def _is_attention(name: str, stack: Stack) -> bool:
@@ -176,7 +180,7 @@ def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -
         )
     for path, _ in item.stack.limits:
         refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
-    row.action, row.becomes, row.reason = "replace", "nothing" if computed else MEAN_ROW, "inputs of any length"
+    row.action, row.becomes, row.reason = "replace", NOTHING if computed else MEAN_ROW, "inputs of any length"
     row.loss = "absolute positions are removed"
     if part.scheme.name == "nope" and not item.stack.causal:
         row.loss += "; without a causal mask the stack becomes blind to order"

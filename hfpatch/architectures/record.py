@@ -43,6 +43,7 @@ class Stack:
         unused: Parameters of the attention that are removed, since nothing uses them then.
         requires: (attribute of the owner, value) without which the stack is refused.
         grid: where the tokens are patches of a grid.
+        older: the same stack as older versions of transformers build it.
         relayed: whether the hosts between owner and attentions don't hand on keyword arguments that they don't know.
     """
 
@@ -69,6 +70,7 @@ class Stack:
     requires: tuple[tuple[str, object], ...] = ()
     grid: Grid | None = None
     relayed: bool = False
+    older: Stack | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..attention import Fused, Projections
 from ..grid import Grid, KeptGrid, MaskedGrid, PackedGrid, PlacedGrid, SeenGrid
 from ..limits import AnyImageSize, AnyTileSize, AnyVideoSize, LengthLimit
@@ -13,8 +15,21 @@ BERTISH = Projections("query", "key")
 FLAG = AnyImageSize(flag=True)
 
 
+def _with_older(stack: Stack) -> Stack:
+    """DINOv2's kind, whose attentions were one level deeper in transformers 5.17."""
+    older = replace(
+        stack,
+        attention=f"{stack.attention}.attention",
+        projections=BERTISH,
+        head_dim="attention_head_size",
+        relayed=True,
+    )
+    return replace(stack, older=older)
+
+
 def _register(model_type: str, example: str, *stacks: Stack) -> None:
-    ARCHITECTURES.register(model_type)(Architecture(model_type, stacks, example))
+    built = tuple(_with_older(stack) if stack.attention == "encoder.layer.*.attention" else stack for stack in stacks)
+    ARCHITECTURES.register(model_type)(Architecture(model_type, built, example))
 
 
 # --- built as ViT is: a Parameter for class token and patches, q_proj and k_proj in layers.*.attention ----------------
@@ -309,6 +324,7 @@ _image(
     head_dim="/ num_heads",
     others=("embeddings.time_embeddings",),
 )
+_MID = ("interpolation.mid_position_embeddings", "mid_position_embeddings")  # the second in transformers 5.17
 _image(
     "yolos",
     "YolosModel",
@@ -317,9 +333,9 @@ _image(
     BERTISH,
     "hustvl/yolos-base",
     ("embeddings", AnyImageSize(resize=("interpolation",))),
-    ("encoder", AnyImageSize("interpolation.mid_position_embeddings", ("interpolation",))),
+    ("encoder", AnyImageSize(" | ".join(_MID), ("interpolation",))),
     head_dim="attention_head_size",
-    others=("encoder.interpolation.mid_position_embeddings",),
+    others=tuple(f"encoder.{table}" for table in _MID),
     grid=Grid("embeddings.patch_embeddings.projection", after=("num_detection_tokens",)),
     relayed=True,
 )

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..attention import ROTARY, AttentionLens
 from ..errors import PatchError
-from ..limits import MEAN_ROW, ConstantPositions, LengthLimit
+from ..limits import MEAN_ROW, NOTHING, ConstantPositions, LengthLimit, NoPositions
 from ..norms import NormFacts, describe
 from ..norms.detect import looks_like_norm
 from ..plan import PLANNERS
@@ -146,6 +146,8 @@ def _text(module: nn.Module, facts: Facts) -> str:
         return module._get_name() + (f"({', '.join(map(str, norm.shape))})" if norm.shape else "")
     if isinstance(module, ConstantPositions):
         return MEAN_ROW
+    if isinstance(module, NoPositions):
+        return NOTHING
     if isinstance(module, nn.Embedding):
         return f"{module._get_name()}({module.num_embeddings}, {module.embedding_dim})"
     return module._get_name()

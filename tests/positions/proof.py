@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
 
 from hfpatch import ARCHITECTURES, NotPreservedWarning, RoPE, Stack, patch_model
 from hfpatch.checkpoint import patched_model_class
@@ -55,9 +56,17 @@ HEADS = (
 
 
 def here() -> list[str]:
-    """Recorded owners whose model type this transformers has, sorted."""
-    types = {*zoo.model_types(), *PARTS, *VARIANTS}
-    return sorted(owner for owner, home in HOMES.items() if home in types)
+    """Recorded owners whose model type, with a class for it, this transformers has, sorted."""
+    types = {name for name in zoo.model_types() if name in modeling_auto.MODEL_MAPPING_NAMES or _has_class(name)}
+    return sorted(owner for owner, home in HOMES.items() if home in {*types, *PARTS, *VARIANTS})
+
+
+@functools.cache
+def _has_class(model_type: str) -> bool:
+    try:
+        return model_type in HOMES.values() and bool(zoo._class_of(model_type, zoo.tiny_config(model_type), None))
+    except zoo.Unbuildable:
+        return False
 
 
 # what a record asks of a configuration, and models whose configuration is no type of its own
@@ -82,6 +91,7 @@ VARIANTS: dict[str, tuple[str, Any, dict[str, Any]]] = {  # owner: (model type, 
     "Tipsv2VisionBackbone": ("tipsv2_vision_model", "AutoBackbone", {}),
     "UniSpeechEncoderStableLayerNorm": ("unispeech", None, STABLE),
     "UniSpeechSatEncoderStableLayerNorm": ("unispeech-sat", None, STABLE),
+    "VitDetBackbone": ("vitdet", "AutoBackbone", {}),
     "ViTMAEDecoder": ("vit_mae", "AutoModelForPreTraining", {}),
     "VitDetBackbone": ("vitdet", "AutoBackbone", {}),
     "Wav2Vec2EncoderStableLayerNorm": ("wav2vec2", None, STABLE),
@@ -113,7 +123,8 @@ def tiny(model_type: str, auto_class: Any = None, **settings: Any) -> tuple[Any,
         model, inputs = _part(model_type)
     else:
         if model_type in VARIANTS:
-            model_type, auto_class, settings = VARIANTS[model_type]
+            model_type, auto_class, given = VARIANTS[model_type]
+            settings = given | settings
         settings = SETTINGS.get(model_type, {}) | settings
         model, inputs = zoo.tiny(model_type, auto_class=auto_class, **settings)
         inputs |= INPUTS.get(auto_class, {})

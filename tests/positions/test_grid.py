@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
-from hfpatch import NotPreservedWarning, OptionError, Position, RoPE, UnsupportedError, patch_model, plan_patch
+from hfpatch import (
+    NotPreservedWarning,
+    OptionError,
+    Position,
+    RoPE,
+    UnsupportedError,
+    patch_model,
+    plan_patch,
+    unpatch_model,
+)
 from hfpatch.attention import ROTARY, Projections, Rotated
 from hfpatch.errors import PositionError
 from hfpatch.positions import RotaryEmbedding
@@ -69,6 +78,11 @@ def places(rows: int, columns: int) -> Tensor:
     return torch.tensor([[row, column] for row in range(rows) for column in range(columns)])
 
 
+def full(axes: int = 2, theta: float = 100.0, partial: float = 1.0, pairing: str = "half") -> RoPE:
+    """A scheme with every option named."""
+    return RoPE(theta=theta, partial=partial, pairing=pairing, axes=axes)
+
+
 def turned(scheme: RoPE, head_dim: int, x: Tensor, positions: Tensor) -> Tensor:
     rotary = RotaryEmbedding(scheme, head_dim, 0)
     return rotary.rotate(x, rotary(positions[None]))
@@ -82,7 +96,7 @@ def test_equals_mlcd() -> None:
     where = places(3, 5)
     cos, sin = MLCDRotaryEmbedding(config)(torch.zeros(1), where)
     theta = config.rope_parameters["rope_theta"]
-    ours = RotaryEmbedding(RoPE(axes=2, theta=theta), 16, 0)(where[None])
+    ours = RotaryEmbedding(full(theta=theta), 16, 0)(where[None])
     assert torch.equal(torch.cat((ours[0][0, :, 0],) * 2, -1), cos)
     assert torch.equal(torch.cat((ours[1][0, :, 0],) * 2, -1), sin)
 
@@ -96,7 +110,7 @@ def test_equals_qwen2_vl() -> None:
     angles = (where[..., None] * frequencies).flatten(-2)
     angles = torch.cat((angles, angles), -1)
     theirs, _ = apply_rotary_pos_emb_vision(x[0], x[0], angles.cos(), angles.sin())
-    assert torch.equal(turned(RoPE(axes=2, theta=10_000.0), 16, x, where)[0], theirs)
+    assert torch.equal(turned(full(theta=10_000.0), 16, x, where)[0], theirs)
 
 
 def test_equals_dinov3_in_its_coordinates() -> None:
@@ -107,15 +121,15 @@ def test_equals_dinov3_in_its_coordinates() -> None:
     config = DINOv3ViTConfig(hidden_size=64, num_attention_heads=4, patch_size=PATCH)
     cos, sin = DINOv3ViTRopePositionEmbedding(config).eval()(torch.zeros(1, 3, 3 * PATCH, 5 * PATCH))
     centers = (places(3, 5) + 0.5) / torch.tensor([3, 5]) * 2 - 1
-    ours = RotaryEmbedding(GRID, 16, 0)(2 * torch.pi * centers[None])
-    assert config.rope_theta == GRID.theta
+    ours = RotaryEmbedding(full(), 16, 0)(2 * torch.pi * centers[None])
+    assert config.rope_theta == full().theta == patched("vit").layers[0].attention.rotary_emb.scheme.theta
     torch.testing.assert_close(ours[0][0, :, 0], cos[:, :8], rtol=0, atol=2e-5)
     torch.testing.assert_close(ours[1][0, :, 0], sin[:, :8], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
     ("scheme", "head_dim"),
-    [(RoPE(axes=2, pairing="interleaved"), 16), (RoPE(axes=3), 16), (RoPE(axes=2, partial=0.5, theta=7.0), 16)],
+    [(full(pairing="interleaved"), 16), (full(axes=3), 16), (full(partial=0.5, theta=7.0), 16)],
 )
 def test_by_hand(scheme: RoPE, head_dim: int) -> None:
     """Pair after pair: the first pairs turn by the first coordinate, the next ones by the next."""
@@ -136,22 +150,22 @@ def test_by_hand(scheme: RoPE, head_dim: int) -> None:
 
 
 def test_options() -> None:
-    assert (RoPE().theta, GRID.theta, RoPE(theta=5.0, axes=2).theta) == (10_000.0, 100.0, 5.0)
-    stored = GRID.to_json()
-    assert stored["axes"] == 2
-    assert stored["theta"] == 100.0
-    assert Position.from_json(stored) == GRID
+    for pos, theta in ((LINE, 10_000.0), (GRID, 100.0), (RoPE(theta=5.0, axes=2), 5.0)):
+        assert patched("vit", pos).layers[0].attention.rotary_emb.scheme.theta == theta
+    assert GRID.to_json()["axes"] == 2
+    assert Position.from_json(GRID.to_json()) == GRID
+    assert Position.from_json(full().to_json()) == full()
     assert Position.resolve("rope:axes=2") == GRID
     assert Position.from_json({"name": "rope", "theta": 10.0}) == RoPE(theta=10.0)  # as it was stored before
-    assert GRID.describe(16) == "RoPE(theta=100, 2 axes, half)"
-    assert RoPE(axes=3).describe(16) == "RoPE(theta=100, 12 of 16 channels, 3 axes, half)"
-    for axes in (0, 4, True, "2", None):
+    assert full().describe(16) == "RoPE(theta=100, 2 axes, half)"
+    assert full(axes=3).describe(16) == "RoPE(theta=100, 12 of 16 channels, 3 axes, half)"
+    for axes in (0, 4, True, "2"):
         with pytest.raises(OptionError, match="axes must be 1, 2 or 3"):
             RoPE(axes=axes)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="scaling"):
         RoPE(axes=2, scaling={"rope_type": "linear", "factor": 2.0})
     with pytest.raises(OptionError, match="at least 4 channels"):
-        RoPE(axes=2, partial=0.1).check(16, "h.0.attn")
+        full(partial=0.1).check(16, "h.0.attn")
 
 
 # --- what only differences of rows and columns mean -------------------------------------------------------------------
@@ -440,3 +454,44 @@ def test_control_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None
     assert plain
     with pytest.raises(RuntimeError):  # shapes of the two sizes don't fit when the first is run again
         gradients(model, True)
+
+
+TAKEN_BACK = [("idefics3_vision", GRID), ("sam_vision_model", GRID), ("wav2vec2", LINE), ("videomae", RoPE(axes=3))]
+
+
+@pytest.mark.parametrize(("model_type", "pos"), TAKEN_BACK)
+def test_taken_back(model_type: str, pos: RoPE) -> None:
+    model, given = zoo.tiny(model_type)
+    expected, names = states(model, given), list(model.state_dict())
+    classes = [type(module) for module in model.modules()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        patch_model(model, pos=pos, reversible=True)
+    assert difference(states(model, given), expected) > 1e-2
+    unpatch_model(model)
+    assert torch.equal(states(model, given), expected)
+    assert list(model.state_dict()) == names
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_one_scheme_after_another() -> None:
+    given = image(*WIDE)
+    model = patched("dpt", LINE)
+    for pos in (GRID, "nope", RoPE(axes=2, theta=50.0)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotPreservedWarning)
+            patch_model(model, pos=pos)
+        assert torch.equal(states(model, given), states(patched("dpt", pos), given))
+
+
+def test_a_subclass_of_an_owner_is_told_as_well() -> None:
+    from transformers import ViTModel
+
+    class Mine(ViTModel):
+        pass
+
+    model = zoo.tiny("vit", auto_class=Mine)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        patch_model(model, pos=GRID)
+    assert torch.equal(states(model, image(*WIDE)), states(patched("vit"), image(*WIDE)))
