@@ -253,12 +253,15 @@ class ConstantPositions(nn.Module):
         first: its first row that holds a position.
         padding_idx: the removed module's own.
         by_token: give a row of its own to each token, which hosts may reshape or add to in place.
+        more: how many values are returned besides, each None.
     """
 
-    def __init__(self, table: Tensor, first: int = 0, padding_idx: int | None = None, by_token: bool = False):
+    def __init__(
+        self, table: Tensor, first: int = 0, padding_idx: int | None = None, by_token: bool = False, more: int = 0
+    ):
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.shape  # some hosts still ask for them
-        self.padding_idx, self.by_token = padding_idx, by_token
+        self.padding_idx, self.by_token, self.more = padding_idx, by_token, more
         self.constant = constant_of(table, mean_row(table, first))
 
     @property
@@ -266,7 +269,9 @@ class ConstantPositions(nn.Module):
         """The constant in each row of the removed table's shape, for hosts that read it; what fills it is lost."""
         return self.constant.expand(self.num_embeddings, self.embedding_dim).clone()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.more:
+            return self.constant, *[None] * self.more
         if self.by_token:
             tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
             shape = tokens.shape[:2] if tokens.is_floating_point() else tokens.shape

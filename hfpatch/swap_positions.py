@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import operator
 import re
 import sys
 from collections.abc import Callable
@@ -149,12 +150,14 @@ def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names
 
 
 def _require_settings(item: _Found) -> None:
-    for name, value in item.stack.requires:
-        if getattr(item.owner, name) != value:
+    for name, value, why in item.stack.requires:
+        set_to = operator.attrgetter(name)(item.owner)
+        if set_to != value:
+            option = name.removeprefix("config.")
             raise UnsupportedError(
-                f"{item.name or type(item.owner).__name__}: positions can only be changed with {name}={value!r}, not "
-                f"{getattr(item.owner, name)!r}, which exchanges attentions while the model runs. Load the model with "
-                f"from_pretrained(..., {name}={value!r}), or name other modules in only=."
+                f"{item.name or type(item.owner).__name__}: positions can only be changed with {option}={value!r}, not "
+                f"{set_to!r}: {why}. Load the model with from_pretrained(..., {option}={value!r}), or name other "
+                "modules in only=."
             )
 
 
@@ -236,7 +239,10 @@ def _remove(edits: Edits, item: _Found, path: str, fresh: bool) -> None:
         return
     if isinstance(table, nn.Module):
         padding = getattr(table, "padding_idx", None)
-        stand_in = ConstantPositions(_rows_of(table), item.stack.reserved_rows, padding, item.stack.by_token)
+        stack = item.stack
+        stand_in = ConstantPositions(
+            _rows_of(table), stack.reserved_rows, padding, stack.by_token, more=stack.returns_more
+        )
         constant: Tensor = stand_in.constant
         edits.set_module(holder, attribute, stand_in)
     elif attribute in holder._buffers:
@@ -290,6 +296,7 @@ def _attention_change(
         states=stack.states,
         time=stack.time,
         biases=stack.biases,
+        position_ids=stack.position_ids,
     )
 
     def apply(edits: Edits) -> None:
