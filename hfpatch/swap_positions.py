@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import operator
 import re
 import sys
 from collections.abc import Callable
@@ -150,11 +151,12 @@ def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names
 
 def _require_settings(item: _Found) -> None:
     for name, value in item.stack.requires:
-        if getattr(item.owner, name) != value:
+        present, setting = operator.attrgetter(name)(item.owner), name.rpartition(".")[2]
+        if present != value:
             raise UnsupportedError(
-                f"{item.name or type(item.owner).__name__}: positions can only be changed with {name}={value!r}, not "
-                f"{getattr(item.owner, name)!r}, which exchanges attentions while the model runs. Load the model with "
-                f"from_pretrained(..., {name}={value!r}), or name other modules in only=."
+                f"{item.name or type(item.owner).__name__}: positions can only be changed with {setting}={value!r}, not "
+                f"{present!r}, with which its attentions work otherwise. Load the model with "
+                f"from_pretrained(..., {setting}={value!r}), or name other modules in only=."
             )
 
 
