@@ -154,8 +154,8 @@ def _require_settings(item: _Found) -> None:
         present, setting = operator.attrgetter(name)(item.owner), name.rpartition(".")[2]
         if present != value:
             raise UnsupportedError(
-                f"{item.name or type(item.owner).__name__}: positions can only be changed with {setting}={value!r}, not "
-                f"{present!r}, with which its attentions work otherwise. Load the model with "
+                f"{item.name or type(item.owner).__name__}: positions can only be changed with {setting}={value!r}; "
+                f"with {present!r} its attentions work otherwise. Load the model with "
                 f"from_pretrained(..., {setting}={value!r}), or name other modules in only=."
             )
 
