@@ -213,6 +213,16 @@ class AnyVideoSize(LengthLimit):
 
 
 @dataclass(frozen=True)
+class AnySeriesLength(LengthLimit):
+    """A constant for each patch of a time series (PatchTST's), however many, since a class token's is taken apart."""
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        rows: Any = module.position_enc
+        tokens = arguments["patch_input"].shape[2] + bool(module.use_cls_token)
+        return {"position_enc": rows.expand(tokens, -1)}, {}
+
+
+@dataclass(frozen=True)
 class AnyTileSize(LengthLimit):
     """A vision model that cuts an image into tiles (Mllama's) takes tiles of any size."""
 

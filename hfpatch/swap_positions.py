@@ -150,14 +150,13 @@ def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names
 
 
 def _require_settings(item: _Found) -> None:
-    for name, value, why in item.stack.requires:
-        set_to = operator.attrgetter(name)(item.owner)
-        if set_to != value:
-            option = name.removeprefix("config.")
+    for name, value in item.stack.requires:
+        present, setting = operator.attrgetter(name)(item.owner), name.rpartition(".")[2]
+        if present != value:
             raise UnsupportedError(
-                f"{item.name or type(item.owner).__name__}: positions can only be changed with {option}={value!r}, not "
-                f"{set_to!r}: {why}. Load the model with from_pretrained(..., {option}={value!r}), or name other "
-                "modules in only=."
+                f"{item.name or type(item.owner).__name__}: positions can only be changed with {setting}={value!r}; "
+                f"with {present!r} its attentions work otherwise. Load the model with "
+                f"from_pretrained(..., {setting}={value!r}), or name other modules in only=."
             )
 
 

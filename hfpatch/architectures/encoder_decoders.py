@@ -72,7 +72,7 @@ ARCHITECTURES.register("bigbird_pegasus")(
                 Projections("query", "key"),
                 head_dim="attention_head_size",
                 cache=None,
-                requires=(("attention_type", "original_full", "it exchanges attentions while it runs"),),
+                requires=(("attention_type", "original_full"),),  # else it exchanges attentions while it runs
             ),
             Stack(
                 "BigBirdPegasusDecoder",

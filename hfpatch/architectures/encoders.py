@@ -27,7 +27,7 @@ _NO_CACHE: dict[str, Any] = {"cache": None}
 _TYPES_OUTSIDE: dict[str, Any] = {
     "limits": (("", ZeroArguments("token_type_ids")), ("embeddings", ZeroArguments("position_ids"))),
 }
-_FULL = (("attention_type", "original_full", "it exchanges attentions while it runs"),)
+_FULL = (("attention_type", "original_full"),)  # else it exchanges attentions while it runs
 _DEBERTA = _NO_TYPES | _NO_CACHE | {"biases": ("relative_attention",)}
 _XLM: dict[str, Any] = {
     "table": "position_embeddings",
@@ -185,23 +185,6 @@ for _type, _owner, _example, _differs in (
             "attention": "encoder.layer.*.attention",
             "others": ("visual_embeddings.row_position_embeddings", "visual_embeddings.col_position_embeddings"),
             "by_token": True,
-        },
-    ),
-    (
-        "patchtst",
-        "PatchTSTEncoder",
-        "ibm-granite/granite-timeseries-patchtst",
-        {
-            "table": "positional_encoder.position_enc",
-            "attention": "layers.*.self_attn",
-            "projections": Projections("q_proj", "k_proj"),
-            "head_dim": "head_dim",
-            "cache": None,
-            "limits": (),
-            "requires": (
-                ("config.channel_attention", False, "the same attention then also runs over channels"),
-                ("config.use_cls_token", False, "its class token has a row of its own"),
-            ),
         },
     ),
     # causal where their config says so, and with a cache of their own name

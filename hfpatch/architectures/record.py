@@ -43,7 +43,7 @@ class Stack:
         switched_off: attributes that tell an attention to add relative biases; they become False.
         unused: Parameters of the attention that are removed, since nothing uses them then.
         returns_more: how many values besides the rows its table's module returns; None stands for each then.
-        requires: (attribute of the owner, value, why) without which the stack is refused.
+        requires: (attribute of the owner, value) without which the stack is refused.
         grid: where the tokens are patches of a grid.
         older: the same stack as older versions of transformers build it.
         relayed: whether the hosts between owner and attentions don't hand on keyword arguments that they don't know.
@@ -71,7 +71,7 @@ class Stack:
     switched_off: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     returns_more: int = 0
-    requires: tuple[tuple[str, object, str], ...] = ()
+    requires: tuple[tuple[str, object], ...] = ()
     grid: Grid | None = None
     relayed: bool = False
     older: Stack | None = None

@@ -156,6 +156,8 @@ def _part(class_name: str) -> tuple[Any, dict[str, Any]]:
         if class_name == "SeamlessM4Tv2TextToUnitDecoder":
             given = {"char_input_ids": torch.randint(5, 60, (2, 12)), "encoder_hidden_states": torch.randn(2, 6, 64)}
             given["char_count_per_id"] = torch.full((2, 6), 2)
+            model.duration_predictor.proj.weight.detach().zero_()  # two units for each character
+            model.duration_predictor.proj.bias.detach().fill_(1.0)
         return model, given or make_inputs(model, {})
 
 
