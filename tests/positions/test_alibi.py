@@ -345,6 +345,10 @@ def test_an_attention_without_a_mask_argument_is_refused() -> None:
     class NoMask(nn.Module):
         head_dim, num_heads = 8, 4
 
+        def __init__(self) -> None:
+            super().__init__()
+            self.c_attn = nn.Linear(32, 96)
+
         def forward(self, hidden_states: Tensor) -> Tensor:
             return hidden_states
 
