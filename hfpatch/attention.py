@@ -244,7 +244,7 @@ class AttentionLens:
 
     Attributes:
         projections: how q and k leave the input.
-        head_dim, cache, layer_index, window, mask, states, time, biases: as in `architectures.Stack`.
+        head_dim, cache, layer_index, window, mask, states, time, biases, position_ids: as in `architectures.Stack`.
     """
 
     projections: Projections | Fused
@@ -256,11 +256,12 @@ class AttentionLens:
     states: str = "hidden_states"
     time: int = 1
     biases: tuple[str, ...] = ()
+    position_ids: str | None = "position_ids"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         states = arguments[self.states]
         tokens = _Tokens.of(states.transpose(1, self.time))
-        positions = arguments.get("position_ids")
+        positions = arguments.get(self.position_ids) if self.position_ids else None
         bias: Any = module._modules.get(BIAS)
         attributes: dict[str, Any] = {name: 0 for name in self.biases if hasattr(module, name)}
         filled: Arguments = {name: 0 for name in self.biases if name not in attributes}

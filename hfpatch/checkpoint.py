@@ -125,7 +125,7 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
 def _needs_lens(host: type) -> bool:
     """Whether a model of this class, standing alone, is itself what a limit is lifted from, or hands positions down."""
     stacks = [stack for record in ARCHITECTURES.values() for stack in record.stacks]
-    own = [stack for stack in stacks if stack.owner == host.__name__]
+    own = [stack for stack in stacks if any(stack.owner == base.__name__ for base in host.__mro__)]
     return any(stack.grid is not None or any(not path for path, _ in stack.limits) for stack in own)
 
 

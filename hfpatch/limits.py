@@ -270,6 +270,16 @@ class AnyVideoSize(LengthLimit):
 
 
 @dataclass(frozen=True)
+class AnySeriesLength(LengthLimit):
+    """A constant for each patch of a time series (PatchTST's), however many, since a class token's is taken apart."""
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        rows: Any = module.position_enc
+        tokens = arguments["patch_input"].shape[2] + bool(module.use_cls_token)
+        return {"position_enc": rows.expand(tokens, -1)}, {}
+
+
+@dataclass(frozen=True)
 class AnyTileSize(LengthLimit):
     """A vision model that cuts an image into tiles (Mllama's) takes tiles of any size."""
 
@@ -310,12 +320,15 @@ class ConstantPositions(nn.Module):
         first: its first row that holds a position.
         padding_idx: the removed module's own.
         by_token: give a row of its own to each token, which hosts may reshape or add to in place.
+        more: how many values are returned besides, each None.
     """
 
-    def __init__(self, table: Tensor, first: int = 0, padding_idx: int | None = None, by_token: bool = False):
+    def __init__(
+        self, table: Tensor, first: int = 0, padding_idx: int | None = None, by_token: bool = False, more: int = 0
+    ):
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.shape  # some hosts still ask for them
-        self.padding_idx, self.by_token = padding_idx, by_token
+        self.padding_idx, self.by_token, self.more = padding_idx, by_token, more
         self.constant = constant_of(table, mean_row(table, first))
 
     @property
@@ -323,7 +336,9 @@ class ConstantPositions(nn.Module):
         """The constant in each row of the removed table's shape, for hosts that read it; what fills it is lost."""
         return self.constant.expand(self.num_embeddings, self.embedding_dim).clone()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.more:
+            return self.constant, *[None] * self.more
         if self.by_token:
             tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
             shape = tokens.shape[:2] if tokens.is_floating_point() else tokens.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import operator
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -351,11 +352,12 @@ def _other_biases(model: nn.Module, found: list[_Found], biases: list[FoundBias]
 
 def _require_settings(item: _Found) -> None:
     for name, value in item.stack.requires:
-        if getattr(item.owner, name) != value:
+        present, setting = operator.attrgetter(name)(item.owner), name.rpartition(".")[2]
+        if present != value:
             raise UnsupportedError(
-                f"{item.name or type(item.owner).__name__}: positions can only be changed with {name}={value!r}, not "
-                f"{getattr(item.owner, name)!r}, which exchanges attentions while the model runs. Load the model with "
-                f"from_pretrained(..., {name}={value!r}), or name other modules in only=."
+                f"{item.name or type(item.owner).__name__}: positions can only be changed with {setting}={value!r}; "
+                f"with {present!r} its attentions work otherwise. Load the model with "
+                f"from_pretrained(..., {setting}={value!r}), or name other modules in only=."
             )
 
 
@@ -435,8 +437,9 @@ def _remove(edits: Edits, item: _Found, path: str, fresh: bool) -> None:
         return
     if isinstance(table, nn.Module):
         padding = getattr(table, "padding_idx", None)
-        first = first_row(item) if path == item.stack.table else item.stack.reserved_rows
-        stand_in = ConstantPositions(_rows_of(table), first, padding, item.stack.by_token)
+        stack = item.stack
+        first = first_row(item) if path == stack.table else stack.reserved_rows
+        stand_in = ConstantPositions(_rows_of(table), first, padding, stack.by_token, more=stack.returns_more)
         constant: Tensor = stand_in.constant
         edits.set_module(holder, attribute, stand_in)
     elif attribute in holder._buffers:
@@ -551,6 +554,7 @@ def _lens(stack: Stack) -> AttentionLens:
         states=stack.states,
         time=stack.time,
         biases=stack.biases,
+        position_ids=stack.position_ids,
     )
 
 

@@ -166,7 +166,7 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
         (("plan", "config:gpt2", "--pos", "rope:partial=2"), "partial must be a number in (0, 1]"),
         (("plan", "config:gpt3", "--norm", "rms"), "has no family 'gpt3'"),
         (("plan", "config:t5", "--pos", "rope"), "relative biases"),
-        (("plan", "config:ernie", "--pos", "rope"), "Nearest supported family, built alike"),
+        (("plan", "config:convbert", "--pos", "rope"), "its convolutions are made of the queries too"),
         (("plan", "config:llama", "--norm", "rms"), "is rms already"),
         (("plan", "config:llama", "--mlp", "swiglu"), "is gated already"),
         (("plan", "config:gpt2"), "nothing was asked for"),

@@ -1,12 +1,12 @@
 """Records of audio encoders: Whisper's kind, whose table is as long as its window, and wav2vec 2.0's, whose positions
-are computed by a convolution over the hidden states.
+are computed by a convolution over the hidden states. Of time series as well.
 """
 
 from __future__ import annotations
 
 from ..attention import Projections
 from ..grid import Grid
-from ..limits import AnyInputLength, ReadRows
+from ..limits import AnyInputLength, AnySeriesLength, ReadRows
 from ..registry import ARCHITECTURES
 from .record import Architecture, Stack
 
@@ -114,5 +114,23 @@ ARCHITECTURES.register("speecht5")(
             for _owner, _table, _others, _answers in _SPEECHT5
         ),
         example="microsoft/speecht5_asr",
+    )
+)
+
+ARCHITECTURES.register("patchtst")(
+    Architecture(
+        "patchtst",
+        (
+            Stack(
+                "PatchTSTEncoder",
+                "positional_encoder.position_enc",
+                "layers.*.self_attn",
+                SPLIT,
+                cache=None,
+                limits=(("positional_encoder", AnySeriesLength()),),
+                requires=(("config.channel_attention", False),),  # which would turn channels as if they were moments
+            ),
+        ),
+        example="ibm-granite/granite-timeseries-patchtst",
     )
 )

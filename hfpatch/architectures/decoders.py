@@ -77,7 +77,14 @@ def _decoder(model_type: str, owner: str, table: str, attention: str, example: s
 
 
 _decoder("canary", "CanaryDecoder", "pos_emb", "layers.*.self_attn", "nvidia/canary-1b-v2")
-_decoder("clvp_decoder", "ClvpDecoder", "position_embeds_layer", "layers.*.attn", "susnato/clvp_dev")
+_decoder(
+    "clvp_decoder",
+    "ClvpDecoder",
+    "position_embeds_layer",
+    "layers.*.attn",
+    "susnato/clvp_dev",
+    position_ids=None,  # generate() gives one for all of the prompt
+)
 _decoder("cohere_asr", "CohereAsrDecoder", "pos_emb", "layers.*.self_attn", "CohereLabs/cohere-transcribe-03-2026")
 _decoder(
     "ctrl",

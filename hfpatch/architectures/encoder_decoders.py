@@ -28,7 +28,6 @@ _bart_like("bart", "Bart", "facebook/bart-base", reserved_rows=2)
 _bart_like("m2m_100", "M2M100", "facebook/m2m100_418M", reserved_rows=2)
 _bart_like("nllb-moe", "NllbMoe", "facebook/nllb-moe-54b", reserved_rows=2)
 _bart_like("seamless_m4t", "SeamlessM4T", "facebook/hf-seamless-m4t-medium", reserved_rows=2)
-_bart_like("seamless_m4t_v2", "SeamlessM4Tv2", "facebook/seamless-m4t-v2-large", reserved_rows=2)
 _bart_like("speech_to_text", "Speech2Text", "facebook/s2t-small-librispeech-asr", reserved_rows=2, audio=True)
 _bart_like("time_series_transformer", "TimeSeriesTransformer", "huggingface/time-series-transformer-tourism-monthly")
 _bart_like("informer", "Informer", "huggingface/informer-tourism-monthly")
@@ -77,7 +76,7 @@ ARCHITECTURES.register("bigbird_pegasus")(
                 Projections("query", "key"),
                 head_dim="attention_head_size",
                 cache=None,
-                requires=(("attention_type", "original_full"),),
+                requires=(("attention_type", "original_full"),),  # else it exchanges attentions while it runs
             ),
             Stack(
                 "BigBirdPegasusDecoder",
@@ -152,5 +151,42 @@ ARCHITECTURES.register("pegasus_x")(
             ),
         ),
         example="google/pegasus-x-large",
+    )
+)
+
+ARCHITECTURES.register("prophetnet")(
+    Architecture(
+        "prophetnet",
+        (
+            Stack(
+                "ProphetNetEncoder",
+                "position_embeddings",
+                "layers.*.self_attn",
+                Projections("query_proj", "key_proj"),
+                reserved_rows=1,
+                cache=None,
+                returns_more=1,
+            ),
+        ),
+        example="microsoft/prophetnet-large-uncased",
+    )
+)
+
+ARCHITECTURES.register("seamless_m4t_v2")(
+    Architecture(
+        "seamless_m4t_v2",
+        tuple(
+            Stack(
+                owner,
+                "embed_positions",
+                "layers.*.self_attn",
+                Projections("q_proj", "k_proj"),
+                reserved_rows=2,
+                causal=owner == "SeamlessM4Tv2Decoder",
+                others=("embed_char_positions",) if owner == "SeamlessM4Tv2TextToUnitDecoder" else (),
+            )
+            for owner in ("SeamlessM4Tv2Encoder", "SeamlessM4Tv2Decoder", "SeamlessM4Tv2TextToUnitDecoder")
+        ),
+        example="facebook/seamless-m4t-v2-large",
     )
 )

@@ -27,7 +27,7 @@ _NO_CACHE: dict[str, Any] = {"cache": None}
 _TYPES_OUTSIDE: dict[str, Any] = {
     "limits": (("", ZeroArguments("token_type_ids")), ("embeddings", ZeroArguments("position_ids"))),
 }
-_FULL = (("attention_type", "original_full"),)
+_FULL = (("attention_type", "original_full"),)  # else it exchanges attentions while it runs
 _DEBERTA = _NO_TYPES | _NO_CACHE  # its relative positions: relative.py
 _XLM: dict[str, Any] = {
     "table": "position_embeddings",

@@ -28,6 +28,7 @@ class Stack:
         head_dim: attribute of the attention that holds the channels per head, or two as in "embed_dim / num_heads", or
             as in "/ num_heads" the number of heads alone.
         cache: name of the forward's cache argument, None for stacks that never decode.
+        position_ids: name of the argument with the tokens' positions, None where it isn't to be relied on.
         layer_index: attribute of the attention that holds its index in the cache.
         window: set where the attention masks by a square buffer of the old maximum length.
         limits: (path, limit) of modules that refuse or cut inputs beyond the old maximum length; "" is the owner.
@@ -43,6 +44,7 @@ class Stack:
         by_token: whether the host wants rows (B, T, d) from its table, and not one for all tokens.
         switched_off: attributes that tell an attention to add relative biases; they become False.
         unused: Parameters of the attention that are removed, since nothing uses them then.
+        returns_more: how many values besides the rows its table's module returns; None stands for each then.
         requires: (attribute of the owner, value) without which the stack is refused.
         grid: where the tokens are patches of a grid.
         older: the same stack as older versions of transformers build it.
@@ -57,6 +59,7 @@ class Stack:
     head_dim: str = "head_dim"
     cache: str | None = "past_key_values"
     layer_index: str = "layer_idx"
+    position_ids: str | None = "position_ids"
     window: Window | None = None
     limits: tuple[tuple[str, LengthLimit], ...] = ()
     lengths: tuple[str, ...] = ()
@@ -71,6 +74,7 @@ class Stack:
     by_token: bool = False
     switched_off: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    returns_more: int = 0
     requires: tuple[tuple[str, object], ...] = ()
     grid: Grid | None = None
     relayed: bool = False

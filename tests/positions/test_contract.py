@@ -91,7 +91,7 @@ def test_shift_leaves_logits_alone(name: str, options: str, offset: int) -> None
     assert difference(changed_logits(model, given, lambda p: p + offset), logits(model, given)) <= 1e-4
 
 
-def _rotates_queries_only(self: Any, module: Any, head_dim: int, rotate: Any) -> dict:
+def _rotates_queries_only(self: Any, module: Any, arguments: Any, head_dim: int, rotate: Any) -> dict:
     if isinstance(self, Fused):
 
         def turn(y: torch.Tensor) -> torch.Tensor:

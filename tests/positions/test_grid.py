@@ -482,3 +482,16 @@ def test_one_scheme_after_another() -> None:
             warnings.simplefilter("ignore", NotPreservedWarning)
             patch_model(model, pos=pos)
         assert torch.equal(states(model, given), states(patched("dpt", pos), given))
+
+
+def test_a_subclass_of_an_owner_is_told_as_well() -> None:
+    from transformers import ViTModel
+
+    class Mine(ViTModel):
+        pass
+
+    model = zoo.tiny("vit", auto_class=Mine)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        patch_model(model, pos=GRID)
+    assert torch.equal(states(model, image(*WIDE)), states(patched("vit"), image(*WIDE)))

@@ -57,7 +57,7 @@ def test_saved_and_loaded(model_type: str) -> None:
     assert proof.saved(model_type) == 0
 
 
-GENERATING = [name for name in sorted({HOMES[owner] for owner in OWNERS}) if proof.head_that_generates(name)]
+GENERATING = [name for name in sorted({HOMES[owner] for owner in OWNERS}) if proof.decodes(name)]
 
 
 @pytest.mark.parametrize("model_type", sample(GENERATING))

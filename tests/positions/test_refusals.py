@@ -43,7 +43,7 @@ def test_no_class_is_recorded_twice() -> None:
     assert sorted(owners) == sorted(set(owners))
 
 
-@pytest.mark.parametrize("model_type", ["convbert", "fnet", "ibert", "reformer", "prophetnet"])
+@pytest.mark.parametrize("model_type", ["convbert", "fnet", "ibert", "reformer", "mra"])
 def test_a_refusal_says_what_and_why_and_changes_nothing(model_type: str) -> None:
     model, _ = zoo.tiny(model_type)
     before = tiny_models.fingerprint(model)
