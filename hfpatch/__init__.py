@@ -27,9 +27,10 @@ from .norms import RMS, AffineNorm, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm,
 from .patch import patch_model, repair_report, unpatch_model
 from .placement import Placement
 from .plan import Plan, plan_patch
-from .positions import NoPE, Position, RoPE
+from .positions import ALiBi, Learned, NoPE, Position, RoPE, Sinusoidal
 from .propose import Proposal, propose_record
 from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
+from .reorder import convert_pairing
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ __all__ = [
     "PLACEMENTS",
     "POSITIONS",
     "RMS",
+    "ALiBi",
     "AffineNorm",
     "Architecture",
     "BatchNorm",
@@ -52,6 +54,7 @@ __all__ = [
     "GeGLU",
     "HfpatchConfig",
     "Layer",
+    "Learned",
     "MissingPackageError",
     "NoMatchError",
     "NoPE",
@@ -73,12 +76,14 @@ __all__ = [
     "RepairReport",
     "Report",
     "RoPE",
+    "Sinusoidal",
     "Stack",
     "SwiGLU",
     "UnknownNameError",
     "UnsupportedError",
     "VerificationError",
     "WrappedModelError",
+    "convert_pairing",
     "patch_model",
     "plan_patch",
     "propose_record",

@@ -1,4 +1,5 @@
-"""The lens on an attention: queries and keys leave their projections rotated, causal masks fit any length."""
+"""The lens on an attention: queries and keys leave their projections rotated, its mask carries a bias, causal masks fit
+any length."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from .errors import PositionError
 from .view import TAKEN, Arguments
 
 ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an attention
+BIAS = "score_bias"  # and of the one whose output is added to its scores
+TAKE_A_BIAS = ("eager", "sdpa")  # attention implementations that add a float mask (B or 1, H, T, S) to the scores
 PHASES = "position_phases"  # keyword argument in which a stack's owner hands them down, see grid.py
 
 
@@ -211,16 +214,37 @@ class CausalMask:
         return allowed[None].to(self.dtype)
 
 
+def score_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of queries and keys that are made of hidden states of this dtype."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+
+
+def attention_implementation(module: nn.Module) -> str:
+    """What computes an attention's scores, by transformers' name; modules that don't choose compute them themselves."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) or "eager"
+
+
+def no_bias(where: str, kind: str) -> str:
+    """Why an implementation of attention takes no bias, and what to do."""
+    reason = "reads a mask of one head for all" if kind == "flex_attention" else "adds no float mask to the scores"
+    return (
+        f"{where}: attention {kind!r} {reason}, so ALiBi's bias would be lost. Choose another first: "
+        "model.set_attn_implementation('sdpa'), or 'eager'."
+    )
+
+
 @dataclass(frozen=True)
 class AttentionLens:
-    """Queries and keys are rotated by their positions, if a scheme attached a rotation; masks are made at any length.
+    """Queries and keys are rotated by their positions, if a scheme attached a rotation; scores get a bias, if it
+    attached one; masks are made at any length.
 
     Positions are the caller's `position_ids` where the host hands them on, else the slots in the cache: rotation is
-    relative, so both are right as long as one forward doesn't mix them.
+    relative, so both are right as long as one forward doesn't mix them. A bias counts in slots, since keys in the cache
+    have no other positions.
 
     Attributes:
         projections: how q and k leave the input.
-        head_dim, cache, layer_index, window, states, time, biases, position_ids: as in `architectures.Stack`.
+        head_dim, cache, layer_index, window, mask, states, time, biases, position_ids: as in `architectures.Stack`.
     """
 
     projections: Projections | Fused
@@ -228,6 +252,7 @@ class AttentionLens:
     cache: str | None
     layer_index: str
     window: Window | None
+    mask: str | None = "attention_mask"
     states: str = "hidden_states"
     time: int = 1
     biases: tuple[str, ...] = ()
@@ -237,13 +262,14 @@ class AttentionLens:
         states = arguments[self.states]
         tokens = _Tokens.of(states.transpose(1, self.time))
         positions = arguments.get(self.position_ids) if self.position_ids else None
+        bias: Any = module._modules.get(BIAS)
         attributes: dict[str, Any] = {name: 0 for name in self.biases if hasattr(module, name)}
         filled: Arguments = {name: 0 for name in self.biases if name not in attributes}
         rotary: Any = module._modules.get(ROTARY)
         handed_down = arguments.get(PHASES)
         phases = self._handed_down(module, rotary, handed_down, tokens)
         slots = None
-        if self.window is not None or (phases is None and positions is None):
+        if self.window is not None or bias is not None or (phases is None and positions is None):
             slots = self._slots(module, tokens, arguments)
         if rotary is not None:
             if phases is None and tokens.lie_on_a_grid and getattr(rotary, "axes", 1) == 2:
@@ -263,9 +289,52 @@ class AttentionLens:
         if self.window is not None:
             assert slots is not None
             attributes[self.window.buffer] = self.window.mask(module, slots)
+        if bias is not None:
+            assert slots is not None
+            assert self.mask is not None
+            filled[self.mask] = self._biased(module, bias, tokens, states.dtype, slots, arguments)
         if handed_down is not None:
             filled[PHASES] = TAKEN
         return attributes, filled
+
+    def _biased(
+        self,
+        module: nn.Module,
+        bias: nn.Module,
+        tokens: _Tokens,
+        dtype: torch.dtype,
+        slots: Tensor,
+        arguments: Arguments,
+    ) -> Tensor:
+        """The float mask (B or 1, H, T, S) that does what the host's own would, and adds the bias to the scores."""
+        kind = attention_implementation(module)
+        if kind not in TAKE_A_BIAS:
+            raise PositionError(no_bias(type(module).__name__, kind))
+        mask, cache = arguments.get(self.mask or ""), arguments.get(self.cache) if self.cache else None
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+            shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise PositionError(
+                f"{type(module).__name__} was given {self.mask} {shape}; a bias on its scores needs (B, 1, T, S)."
+            )
+        length, start = tokens.count, 0
+        if cache is not None:
+            length, start = cache.get_mask_sizes(tokens.count, getattr(module, self.layer_index))
+        if mask is not None:
+            length = mask.shape[-1]  # a host may have cut it
+        keys = torch.arange(length, device=tokens.device) + start
+        dtype = score_dtype(tokens.device.type, dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        scores, lowest = bias(slots, keys).to(wide), torch.finfo(dtype).min
+        if mask is None:
+            causal = arguments.get("is_causal")
+            causal = getattr(module, "is_causal", True) if causal is None else causal
+            if causal and kind == "sdpa" and tokens.count > 1:  # eager attentions are always given their mask
+                scores = scores.masked_fill(keys > slots[:, None, :, None], lowest)
+        elif mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, lowest)
+        else:
+            scores = (scores + mask.to(wide)).clamp(min=lowest)
+        return scores.to(dtype)
 
     @staticmethod
     def _handed_down(module: nn.Module, rotary: Any, handed_down: Any, tokens: _Tokens) -> Any:

@@ -16,13 +16,16 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from .attention import ROTARY
+from .attention import BIAS, ROTARY
 from .edits import Edits
 from .errors import CheckpointError
+from .generation import without_old_length
+from .native_rope import refill
 from .norms import AffineNorm
 from .plan import PLANNERS
 from .record import KEY, Record
 from .registry import ARCHITECTURES
+from .tables import ComputedPositions
 from .view import SCALE, SCALED, host_class, lensed_forward, once_per_class
 from .weights import broken_file
 
@@ -112,6 +115,7 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
         "__reduce_ex__": _reduce,
         "config_class": patched_config_class(host_class(host.config_class)),
         **_named_like(host),
+        **without_old_length(host),
     }
     if _needs_lens(host):
         body["forward"] = lensed_forward(host)
@@ -150,7 +154,10 @@ def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> 
     All of them at once: an unregistered one would go by the config's name and build the unpatched model.
     """
     for auto in _auto_classes():
-        models = auto._model_mapping.get(host, None)
+        try:
+            models = auto._model_mapping.get(host, None)
+        except ValueError:  # transformers names a class there that it doesn't have
+            continue
         if models is None or patched in auto._model_mapping._extra_content:
             continue
         several = isinstance(models, tuple | list)
@@ -233,9 +240,13 @@ def _require_same_counts(model: PreTrainedModel, name: Any) -> None:
 def _initialize_ours(model: nn.Module) -> None:
     """Values of what hfpatch put in and no checkpoint filled; transformers calls this after loading."""
     for module in model.modules():
-        rotary: Any = module._modules.get(ROTARY)
-        if hasattr(rotary, "reset"):
-            rotary.reset()
+        made: list[Any] = [module._modules.get(name) for name in (ROTARY, BIAS)]
+        if isinstance(module, ComputedPositions):
+            made.append(module)
+        for one in made:
+            if hasattr(one, "reset"):
+                one.reset()
+        refill(module)
         values = module.initial_values() if isinstance(module, AffineNorm) else {}
         if SCALED in module.__dict__:
             values[SCALE] = module.__dict__[SCALED]

@@ -23,6 +23,7 @@ from .convert.sample import generates, sample_batches
 from .errors import NotPreservedWarning, PatchError
 from .patch import patch_model, repair_report
 from .plan import plan_patch
+from .positions import Position
 from .propose import propose_record
 from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS
 from .rows import table
@@ -50,7 +51,11 @@ NormOption = Annotated[
 ]
 PosOption = Annotated[
     str | None,
-    typer.Option("--pos", help=f"Position scheme, with options as rope:theta=5e5. One of: {', '.join(POSITIONS)}."),
+    typer.Option(
+        "--pos",
+        help="Position scheme, with options as rope:theta=5e5 or rope:max_positions=8192. "
+        f"One of: {', '.join(POSITIONS)}.",
+    ),
 ]
 MlpOption = Annotated[
     str | None, typer.Option("--mlp", help=f"MLP scheme, with options as swiglu:d_ff=2048. One of: {', '.join(MLPS)}.")
@@ -221,7 +226,9 @@ def patch(
             if report is not None:
                 repaired.save(report)
         built.save_pretrained(out)
-        typer.echo(f"\nSaved to {out}{_carry_processor(model, out)}.")
+        scheme = Position.resolve(pos)
+        longest = scheme.max_positions if scheme else None
+        typer.echo(f"\nSaved to {out}{_carry_processor(model, out, longest)}.")
         typer.echo(f"Open it with: import hfpatch; transformers.{_auto_class(built)}.from_pretrained({str(out)!r})")
         if planned.losses() and not (repaired and repaired.kept):
             typer.echo(
@@ -363,11 +370,15 @@ def _load(model: str, config: Any, head: str | None) -> Any:
     return _model_class(config, head).from_pretrained(model, config=config, dtype="auto")
 
 
-def _carry_processor(model: str, out: Path) -> str:
+def _carry_processor(model: str, out: Path, longest: int | None) -> str:
     if _is_config(model):
         return ""
     try:
-        AutoProcessor.from_pretrained(model).save_pretrained(out)
+        processor = AutoProcessor.from_pretrained(model)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        if longest is not None and hasattr(tokenizer, "model_max_length"):
+            tokenizer.model_max_length = longest
+        processor.save_pretrained(out)
     except Exception as error:  # tokenizers fail in many ways (missing files, missing packages); none spoils the model
         return f" (no tokenizer or processor carried along: {str(error).strip().splitlines()[0]:.100})"
     return " with its tokenizer or processor"

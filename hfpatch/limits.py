@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PositionError
+from .tables import ComputedPositions
 from .view import Arguments, InnerView, View
 
 NO_ROW = "_hfpatch_no_row"  # of a module whose buffer of positions counts for nothing: training starts from zero
@@ -19,22 +20,47 @@ MEAN_ROW, NOTHING = "its mean row", "nothing"  # what a plan and a report say of
 class LengthLimit:
     """A lens on a module that would refuse, or cut, inputs beyond the removed table's length."""
 
+    def with_table(self, reserved_rows: int) -> LengthLimit | None:
+        """The same for a stack in which a table stays, so that positions must be counted; None where that isn't known.
+
+        Args:
+            reserved_rows: as in `architectures.Stack`.
+        """
+        return None
+
 
 @dataclass(frozen=True)
 class ZeroArguments(LengthLimit):
-    """Fills index arguments that the host would slice from a buffer of the old length (BERT's `token_type_ids`)."""
+    """Fills index arguments that the host would slice from a buffer of the old length (BERT's `token_type_ids`).
+
+    Attributes:
+        names: the arguments.
+        counts: whether `position_ids` are counted rather than zero.
+    """
 
     names: tuple[str, ...]
+    counts: bool = False
 
-    def __init__(self, *names: str):
+    def __init__(self, *names: str, counts: bool = False):
         object.__setattr__(self, "names", names)
+        object.__setattr__(self, "counts", counts)
+
+    def with_table(self, reserved_rows: int) -> ZeroArguments:
+        """Hosts with reserved rows count from their tokens, padding left out; for others they are counted here."""
+        counted = "position_ids" in self.names and not reserved_rows
+        return ZeroArguments(*(n for n in self.names if counted or n != "position_ids"), counts=counted)
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         tokens = arguments.get("input_ids")
         if tokens is None:
             tokens = arguments["inputs_embeds"][..., 0]
         missing = [name for name in self.names if arguments.get(name) is None]
-        return {}, {name: torch.zeros_like(tokens, dtype=torch.long) for name in missing}
+        filled = {name: torch.zeros_like(tokens, dtype=torch.long) for name in missing}
+        if self.counts and "position_ids" in filled:
+            slots = torch.arange(tokens.shape[1], device=tokens.device)
+            counted = slots[None] + (arguments.get("past_key_values_length") or 0)
+            filled["position_ids"] = counted.expand(tokens.shape[:2])
+        return {}, filled
 
 
 @dataclass(frozen=True)
@@ -43,11 +69,31 @@ class AnyTextLength(LengthLimit):
 
     table: str = "position_embedding"
 
+    def with_table(self, reserved_rows: int) -> AnyTextLength:
+        return self
+
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         table: Any = getattr(module, self.table)
+        if isinstance(table, nn.Embedding):
+            counted: dict[str, Any] = {"position_ids": CountedRows(table.weight.device)}
+            if isinstance(table, ComputedPositions):
+                dtype = table.weight.dtype
+                rows = torch.empty(1, table.embedding_dim, device="meta", dtype=dtype).expand(_ANY, -1)
+                counted[self.table] = InnerView(table, {"weight": rows})
+            return counted, {}
         rows = torch.empty(1, table.embedding_dim, device="meta").expand(_ANY, -1)
         position_ids = torch.zeros(1, 1, dtype=torch.long, device=table.constant.device).expand(1, _ANY)
         return {self.table: InnerView(table, {"weight": rows}), "position_ids": position_ids}, {}
+
+
+class CountedRows:
+    """Answers `[:, start:stop]` like a buffer (1, rows) of 0, 1, 2, ... of any length."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def __getitem__(self, index: tuple[slice, slice]) -> Tensor:
+        return torch.arange(index[1].start or 0, index[1].stop, device=self.device)[None]
 
 
 @dataclass(frozen=True)
@@ -110,6 +156,9 @@ class RefusedArguments(LengthLimit):
     def __init__(self, *names: str):
         object.__setattr__(self, "names", names)
 
+    def with_table(self, reserved_rows: int) -> RefusedArguments:
+        return self
+
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         for name in self.names:
             if arguments.get(name) is not None:
@@ -163,16 +212,24 @@ class AnyInputLength(LengthLimit):
     Attributes:
         setting: config attribute with the number of positions.
         convolutions: the convolutions whose strides lie between frames and positions.
+        table: the table, all of whose rows the encoder takes.
     """
 
     setting: str
     convolutions: tuple[str, ...]
+    table: str = "embed_positions"
+
+    def with_table(self, reserved_rows: int) -> AnyInputLength:
+        return self
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         positions = arguments["input_features"].shape[-1]
         for name in self.convolutions:
             positions = positions // getattr(module, name).stride[0]
-        return {"config": View(module.config, {self.setting: positions})}, {}
+        attributes: dict[str, Any] = {"config": View(module.config, {self.setting: positions})}
+        if not isinstance(getattr(module, self.table), ConstantPositions):
+            attributes[self.table] = InnerView(getattr(module, self.table), {"num_embeddings": positions})
+        return attributes, {}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from .convert.walk import tried_batches
 from .edits import Edits
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
 from .mlps import MLP, GatedLinear
+from .native_rope import TOLD, tell_config
 from .norms import AffineNorm, Norm
 from .optimizer import check_optimizer, swap_parameters
 from .placement import Placement
@@ -40,14 +41,15 @@ _WAITS_FOR_WEIGHTS = (
 
 @dataclass
 class WayBack:
-    """What a reversible patch keeps on the model: the log, and the dtype that the model had."""
+    """What a reversible patch keeps on the model: the log, the dtype that the model had, lengths put in its config."""
 
     edits: Edits
     dtype: torch.dtype
+    lengths: dict[str, int]
 
-    def then(self, later: Edits) -> WayBack:
+    def then(self, later: Edits, lengths: dict[str, int]) -> WayBack:
         """The same with a later patch's log after it."""
-        return WayBack(self.edits.then(later), self.dtype)
+        return WayBack(self.edits.then(later), self.dtype, {**self.lengths, **lengths})
 
 
 def patch_model(
@@ -64,6 +66,7 @@ def patch_model(
     example_inputs: Mapping[str, Any] | None = None,
     calibration: Iterable[Any] | str | None = None,
     placement: str | Placement | None = None,
+    tokenizer: Any = None,
     fit: str = "qk",
 ) -> M:
     """Swap a model's norms, positions and MLPs, in place and as one transaction; `plan_patch` shows what would change.
@@ -86,6 +89,7 @@ def patch_model(
             (convert/repair.py says how): on batches of inputs (dictionaries, or tensors of the main input; any number
             of them), or on "self", sequences that a language model draws from itself. None repairs nothing.
             `repair_report(model)` tells what came of it.
+        tokenizer: a tokenizer or processor whose `model_max_length` becomes the position scheme's `max_positions`.
         fit: what a repair of positions fits to the original's attention maps: "qk", weights and biases of queries and
             keys, or "bias", their biases alone.
 
@@ -110,7 +114,9 @@ def patch_model(
     require_fit(fit)
     if optimizer is not None:
         check_optimizer(optimizer, model)
+    told, lengths = _told(tokenizer, pos), plan.lengths_in(model.config)
     if not plan.changes:
+        tell_length(*told, Edits())
         return model
     dtype = model.dtype
     batches = _checked_calibration(model, calibration, plan, init)
@@ -122,12 +128,13 @@ def patch_model(
         plan = make_plan(model, checked_request(asked, only, keep, init), inexact=error.measured)
         batches = batches or _checked_calibration(model, calibration, plan, init)
         edits, report = _transact(model, plan, optimizer, batches, fit)
+    tell_length(*told, edits)
     for name, value in ((WAY_BACK, None), (REPAIR, report)):
         model.__dict__.pop(name, None)
         if value is not None:
             model.__dict__[name] = value
     if reversible:
-        model.__dict__[WAY_BACK] = WayBack(edits, dtype) if way_back is None else way_back.then(edits)
+        model.__dict__[WAY_BACK] = WayBack(edits, dtype, lengths) if way_back is None else way_back.then(edits, lengths)
     if plan.losses() and init != "reset" and not (report and report.kept):
         warnings.warn(_not_preserved(plan), NotPreservedWarning, stacklevel=2)
     if plan.conversion is not None and plan.conversion.waits_for_weights:
@@ -171,11 +178,36 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
     way_back.edits.undo()
     model.__dict__.pop(WAY_BACK)
     model.__dict__.pop(REPAIR, None)
-    _carry_over_config(model, patched_config)
+    _carry_over_config(model, patched_config, way_back.lengths)
     _follow(model, before, device, dtype if dtype != way_back.dtype else None)
     if optimizer is not None:
         swap_parameters(model, optimizer, before, pairs, Edits())
     return model
+
+
+def _told(tokenizer: Any, pos: str | Position | None) -> tuple[Any, int]:
+    """The tokenizer (that of a processor) and the length that it is to be told.
+
+    Raises:
+        OptionError: there is no such length, or no such tokenizer.
+    """
+    if tokenizer is None:
+        return None, 0
+    scheme = Position.resolve(pos)
+    if scheme is None or scheme.max_positions is None:
+        raise OptionError(
+            "tokenizer= is told the new length, so pos= must say it: pos='rope:max_positions=8192', for example."
+        )
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    if not hasattr(inner, "model_max_length"):
+        raise OptionError(f"tokenizer= takes a tokenizer or a processor that has one, not {type(tokenizer).__name__}.")
+    return inner, scheme.max_positions
+
+
+def tell_length(tokenizer: Any, length: int, edits: Edits) -> None:
+    """Let a tokenizer cut and warn at another length; None is told nothing."""
+    if tokenizer is not None:
+        edits.set_attribute(tokenizer, "model_max_length", length)
 
 
 def _checked_calibration(
@@ -219,7 +251,7 @@ def _transact(
                 original = shadow(model, writes=bool(plan.conversion and plan.conversion.moved_shifts()))
             for apply in rest:
                 apply(edits)
-            _give_own_config(model, plan, edits)
+            give_own_config(model, plan, edits)
             edits.set_class(model, patched_model_class(host_class(type(model))))
             if calibration is not None and original is not None:
                 report = repair(model, original, calibration, edits, fit)
@@ -258,28 +290,47 @@ def _in_order(plan: Plan) -> tuple[list[Apply], list[Apply]]:
     return streams + exact, norms + others
 
 
-def _give_own_config(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:
+def give_own_config(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:
     """A patched copy of the config, for every module that holds it or a part of it: other models may share the old."""
     copies: dict[int, Any] = {}
     config = copy.deepcopy(model.config, copies)
     object.__setattr__(config, "__class__", registered_config_class(host_class(type(config))))
     setattr(config, KEY, plan.record.to_json())
+    tell_config(model, config)
+    _set_lengths(model, plan, copies, edits)
     for module in model.modules():
         for name, value in list(module.__dict__.items()):
             if isinstance(value, PreTrainedConfig) and id(value) in copies:
                 edits.set_attribute(module, name, copies[id(value)])
 
 
-def _carry_over_config(model: nn.Module, patched: PreTrainedConfig) -> None:
+def _set_lengths(model: PreTrainedModel, plan: Plan, copies: dict[int, Any], edits: Edits) -> None:
+    """The new length in the patched copies of configs, and in a generation config that ended at the old one."""
+    generation = getattr(model, "generation_config", None)
+    for original, attribute, value in plan.lengths:
+        config = copies[id(original)]
+        old = getattr(config, attribute)
+        setattr(config, attribute, value)
+        if generation is not None and getattr(generation, "max_length", None) == old:
+            generation = copy.deepcopy(generation)
+            generation.max_length = value
+            edits.set_attribute(model, "generation_config", generation)
+
+
+def _carry_over_config(model: nn.Module, patched: PreTrainedConfig, lengths: dict[str, int]) -> None:
     """Settings that were changed on the patched config since the patch (a resized vocabulary, labels, ...).
 
-    They go into a copy of the original config, which other models may share.
+    Not the lengths that the patch itself put there. They go into a copy of the original config, which other models may
+    share.
     """
     original: Any = model.config
     changed = {
         name: value
         for name, value in vars(patched).items()
-        if name != KEY and not isinstance(value, PreTrainedConfig) and vars(original).get(name, KEY) != value
+        if name not in (KEY, *TOLD)
+        and not isinstance(value, PreTrainedConfig)
+        and vars(original).get(name, KEY) != value
+        and lengths.get(name, KEY) != value
     }
     config = original
     if changed:

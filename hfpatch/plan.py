@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 from .conversion import Conversion
 from .errors import NothingToPatchError, OptionError, UnsupportedError, WrappedModelError
 from .from_scratch import settle_start
+from .lengths import config_lengths, settle_positions
 from .mlps import MLP
 from .norms import Norm
 from .placement import Placement
 from .positions import Position
 from .record import INITS, KEY, KINDS, Part, Record
-from .rows import Change, Row, grouped, table
+from .rows import SO_ALREADY, Change, Row, grouped, table
 from .select import Names, as_globs, require_matches
 from .swap_batch import plan_batch_norms, settle_batch
 from .swap_branches import plan_branch_norms, settle_norm
@@ -53,6 +54,7 @@ PLANNERS: dict[str, Callable[..., list[Change]]] = {
 SETTLERS = {
     "norm": _settle_norms,
     "placement": settle_placement,
+    "pos": settle_positions,
 }  # what a part needs to know of the model before it is planned, and stores
 
 
@@ -65,12 +67,14 @@ class Plan:
         record: the patch record that the model will have.
         changes: every row with the change behind it.
         conversion: where norms are to be the same function: what `patch_model` must check.
+        lengths: (config, attribute, value) where max_positions says another length.
     """
 
     model_name: str
     record: Record
     changes: list[Change] = field(default_factory=list)
     conversion: Conversion | None = None
+    lengths: list[tuple[Any, str, int]] = field(default_factory=list)
 
     @property
     def rows(self) -> list[Row]:
@@ -81,6 +85,11 @@ class Plan:
     def empty(self) -> bool:
         """Whether nothing will change."""
         return not any(change.apply for change in self.changes)
+
+    def lengths_in(self, config: Any) -> dict[str, int]:
+        """What max_positions sets in one config, by the attributes' own names."""
+        names = getattr(type(config), "attribute_map", {})
+        return {names.get(name, name): value for owner, name, value in self.lengths if owner is config}
 
     def losses(self) -> list[str]:
         """What the patch doesn't preserve, each said once."""
@@ -127,9 +136,10 @@ def plan_patch(
     Args:
         model: a bare transformers model, the outermost one (that which will be saved), on any device, meta included.
         norm: a norm scheme: a name ("rms", "dyt", ...), one with options ("dyt:alpha=0.8"), or an object (`DyT(0.8)`).
-        pos: a position scheme, likewise ("rope", "rope:theta=500000", `RoPE(partial=0.5)`, "nope").
+        pos: a position scheme, likewise ("rope", "rope:theta=500000", `RoPE(partial=0.5)`, "nope", "alibi",
+            "sinusoidal", "learned:max_positions=2048"). `max_positions`, the config's new length, is an option of all.
         only: globs over module names; others are kept. For positions they choose attentions: the table that feeds a
-            chosen one goes.
+            chosen one goes; where a model rotates by itself they choose its rotary modules ("model.rotary_emb").
         keep: globs over module names that stay as they are, attentions and position tables included.
         init: how new parameters start: "auto" (exact where that is true, else the nearest closed form), "exact" (keep
             norms that wouldn't be, refuse where nothing is), "copy" (gains and shifts are the replaced norm's own
@@ -166,6 +176,7 @@ def make_plan(
     for kind, settle in SETTLERS.items():  # in this order, so that of two refusals the same is always the first
         if kind in parts:
             parts[kind] = settle(model, parts[kind], example_inputs)
+    parts = {kind: part for kind, part in parts.items() if not record.has(kind, part)}
     planned: dict[str, list[Change]] = {}
     for kind, part in parts.items():
         options: dict[str, Any] = {}
@@ -173,6 +184,10 @@ def make_plan(
             plan.conversion = Conversion.asked_for(model, part, example_inputs, inexact)
             options["conversion"] = plan.conversion
         planned[kind] = PLANNERS[kind](model, part, **options)
+        if kind == "pos" and any(change.apply for change in planned[kind]):
+            plan.lengths = config_lengths(model, part)
+    for kind in [kind for kind, changes in planned.items() if _is_so_already(changes)]:
+        del planned[kind], parts[kind]
     for kind, changes in planned.items():
         plan.changes += changes
         changing = sum(change.apply is not None and change.replayed for change in changes)
@@ -184,6 +199,11 @@ def make_plan(
     for kind, changes in planned.items():
         _require_change(plan, kind, parts[kind], changes)
     return plan
+
+
+def _is_so_already(changes: list[Change]) -> bool:
+    """Whether a request, in other words, asks for what the model is."""
+    return not any(change.apply for change in changes) and any(change.row.reason == SO_ALREADY for change in changes)
 
 
 def _require_order(parts: dict[str, Part], record: Record) -> None:
@@ -279,7 +299,8 @@ def _require_one_patched_model(model: PreTrainedModel) -> None:
         )
     for name, module in model.named_modules():
         inner = name and isinstance(module, PreTrainedModel) and module.config is not model.config
-        if inner and getattr(module.config, KEY, None):
+        own = getattr(module.config, KEY, None) if inner else None
+        if own and own != getattr(model.config, KEY, None):  # some hosts give their stacks copies of it
             raise UnsupportedError(
                 f"{name} inside {type(model).__name__} was patched by itself, which the outer model's record couldn't "
                 "tell of. Patch the outermost model, the one that is saved; only= chooses the part."

@@ -13,6 +13,8 @@ from torch import nn
 from .edits import Edits
 from .errors import WrappedModelError
 
+SO_ALREADY = "is so already"  # reason of a row that a request would change into what it is
+
 
 class Named(Protocol):
     """A row about one module."""

@@ -175,8 +175,11 @@ def lensed_forward(host: type[nn.Module]) -> Callable[..., Any]:
             stand_in.__dict__[name] = functools.partial(getattr(view, name), stand_in)
         if filled:
             seen_there = {**arguments, **filled}
-            return host_forward(stand_in, **{name: value for name, value in seen_there.items() if value is not TAKEN})
-        return host_forward(stand_in, *args, **kwargs)
+            output = host_forward(stand_in, **{name: value for name, value in seen_there.items() if value is not TAKEN})
+        else:
+            output = host_forward(stand_in, *args, **kwargs)
+        finish = getattr(lens, "finish", None)
+        return output if finish is None else finish(output, arguments)
 
     forward.__signature__ = signature  # type: ignore[attr-defined]  # callers inspect it for the arguments to pass
     return forward

@@ -186,11 +186,11 @@ def test_the_files(tmp_path: Path) -> None:
     assert norm["only"] == pos["only"] == ["*.h.*", "*.wpe"]
     assert pos["scheme"] == {
         "name": "rope",
-        "theta": 10000.0,
+        "theta": None,
         "scaling": None,
-        "partial": 1.0,
-        "pairing": "half",
-        "axes": 1,
+        "partial": None,
+        "pairing": None,
+        "axes": None,
     }
     assert model.config.model_type == "gpt2"
     keys = set(load_file(tmp_path / "model.safetensors"))
@@ -323,7 +323,7 @@ def test_loading_with_offload(tmp_path: Path) -> None:
     model = patch(tiny("gpt2", GPT2LMHeadModel), **BOTH)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     places = {"transformer.wte": "cpu", "lm_head": "cpu", "transformer.h.0": "cpu", "transformer.h.1": "disk"}
-    places["transformer.ln_f"] = "cpu"
+    places |= dict.fromkeys(("transformer.wpe", "transformer.ln_f"), "cpu")
     again = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
     assert difference(model, again) < 1e-6
 
@@ -590,7 +590,7 @@ MALFORMED: dict[str, Any] = {
     "option infinite": record(norm=[part(scheme={"name": "dyt", "alpha": float("inf")})]),
     "option a list": record(pos=[part(scheme={"name": "rope", "theta": [1]})]),
     "scaling unknown": record(pos=[part(scheme={"name": "rope", "scaling": {"rope_type": "x"}})]),
-    "scaling by length": record(pos=[part(scheme={"name": "rope", "scaling": {"rope_type": "dynamic", "factor": 2}})]),
+    "scaling without factors": record(pos=[part(scheme={"name": "rope", "scaling": {"rope_type": "longrope"}})]),
     "only a string": record(norm=[part(only="*")]),
     "only of numbers": record(norm=[part(only=[1])]),
     "only an empty glob": record(norm=[part(only=[""])]),

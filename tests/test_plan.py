@@ -431,11 +431,7 @@ def test_a_fraction_isnt_cut_by_floating_point(partial: float, head_dim: int, ch
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("t5", r"t5: its positions are relative biases \(encoder\.block\.0\.layer\.0\.SelfAttention\)"),
-        ("bloom", r"bloom: its positions are ALiBi's relative biases"),
-        ("llama", r"llama: it rotates queries and keys already \(rotary_emb\)"),
-        ("olmo", r"olmo: it rotates queries and keys already"),
-        ("ernie", r"ernie: none of its classes is recorded.* Nearest supported family.*: \w*bert"),
+        ("ernie", r"ernie: none of its classes is recorded.* Nearest supported family.*: \w+"),
         ("albert", r"albert: .* Nearest supported family.*: \w*bert"),
     ],
 )
@@ -449,7 +445,7 @@ def test_families_without_a_record(family: str, message: str, monkeypatch: pytes
 
 def test_no_far_fetched_nearest_family() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        plan_patch(tiny("t5"), pos="rope")
+        plan_patch(tiny("convnext"), pos="rope")
     assert "Nearest" not in str(caught.value)
 
 

@@ -12,8 +12,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfpatch import NORMS, POSITIONS, RMS, Derf, DyT, Layer, NoPE, OptionError, PatchError, RoPE, UnknownNameError
-from hfpatch import UnsupportedError as Unsupported
+from hfpatch import (
+    NORMS,
+    POSITIONS,
+    RMS,
+    ALiBi,
+    Derf,
+    DyT,
+    Layer,
+    Learned,
+    NoPE,
+    OptionError,
+    PatchError,
+    RoPE,
+    Sinusoidal,
+    UnknownNameError,
+)
 from hfpatch.norms import Norm
 from hfpatch.positions import Position
 
@@ -32,8 +46,19 @@ SCHEMES = [
     RoPE(scaling=LLAMA3),
     RoPE(scaling={"rope_type": "linear", "factor": 2}),
     RoPE(scaling={"rope_type": "proportional"}),
+    RoPE(scaling={"rope_type": "yarn"}, max_positions=8192),
+    RoPE(scaling={"rope_type": "dynamic", "factor": 2.0}, max_positions=256, original_max_positions=64),
     NoPE(),
+    ALiBi(),
+    ALiBi(16.0, max_positions=4096),
+    Sinusoidal(),
+    Sinusoidal(base=500.0, layout="half", scale=0.1),
+    Learned(),
+    Learned(max_positions=4096, method="linear"),
 ]
+
+
+LENGTHS = ("max_positions", "original_max_positions")  # told where they were asked for
 
 
 def kind(scheme: Any) -> Any:
@@ -44,7 +69,9 @@ def kind(scheme: Any) -> Any:
 def test_json_round_trip(scheme: Any) -> None:
     record = json.loads(json.dumps(scheme.to_json()))
     assert record["name"] == scheme.name
-    assert set(record) == {"name", *(field.name for field in dataclasses.fields(scheme))}  # defaults are told too
+    told = {field.name for field in dataclasses.fields(scheme) if field.name not in LENGTHS}  # defaults are told too
+    told |= {name for name in LENGTHS if getattr(scheme, name, None) is not None}
+    assert set(record) == {"name", *told}
     assert kind(scheme).from_json(record) == scheme
     assert hash(kind(scheme).from_json(record)) == hash(scheme)
 
@@ -122,11 +149,14 @@ def test_a_position_is_no_norm_by_name() -> None:
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, -math.inf, True, None, "0.5", 1j, [1], torch.tensor(1.0)])
 @pytest.mark.parametrize("make", [DyT, Derf, lambda v: RoPE(theta=v)], ids=["dyt", "derf", "theta"])
 def test_numbers_outside_their_domain(make: Any, value: Any) -> None:
+    if value is None and make not in (DyT, Derf):
+        assert make(value).theta is None  # the model's own
+        return
     with pytest.raises(OptionError, match=r"must be a number in \(0, inf\), not"):
         make(value)
 
 
-@pytest.mark.parametrize("value", [0, -0.5, 1.0001, 2, math.nan, True, None])
+@pytest.mark.parametrize("value", [0, -0.5, 1.0001, 2, math.nan, True, "half"])
 def test_partial_outside_zero_one(value: Any) -> None:
     with pytest.raises(OptionError, match=r"RoPE: partial must be a number in \(0, 1\], not"):
         RoPE(partial=value)
@@ -145,7 +175,7 @@ def test_layer_bias_is_a_bool(value: Any) -> None:
         Layer(bias=value)
 
 
-@pytest.mark.parametrize("value", ["neox", "", None, "HALF"])
+@pytest.mark.parametrize("value", ["neox", "", 2, "HALF"])
 def test_pairing(value: Any) -> None:
     with pytest.raises(OptionError, match="RoPE: pairing must be one of half, interleaved"):
         RoPE(pairing=value)
@@ -154,7 +184,7 @@ def test_pairing(value: Any) -> None:
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ("yarn", "scaling must be a dict with 'rope_type' in linear, yarn, llama3, proportional"),
+        ("yarn", "'rope_type' in default, linear, dynamic, yarn, longrope, llama3, proportional"),
         ({}, "scaling must be a dict"),
         ({"type": "linear", "factor": 2.0}, "scaling must be a dict with 'rope_type'"),
         ({"rope_type": "ntk", "factor": 2.0}, "scaling must be a dict with 'rope_type'"),
@@ -162,6 +192,11 @@ def test_pairing(value: Any) -> None:
         ({"rope_type": "llama3", "factor": 8.0}, "needs low_freq_factor, high_freq_factor"),
         ({"rope_type": "yarn", "factor": 0}, r"scaling\['factor'\] must be a number in \(0, inf\)"),
         ({"rope_type": "linear", "factor": "2"}, r"scaling\['factor'\] must be a number"),
+        ({"rope_type": "dynamic"}, "scaling type 'dynamic' needs factor"),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "needs long_factor"),
+        ({"rope_type": "longrope", "short_factor": 1.0, "long_factor": [1.0]}, "must be a list of numbers, not 1.0"),
+        ({"rope_type": "longrope", "short_factor": [0.0], "long_factor": [1.0]}, "must be a number in"),
+        ({"rope_type": "default", "factor": 2.0}, "scaling type 'default' has no 'factor'"),
         ({"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "rope_theta"),
         ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_type": "linear", "factor": 2.0, "factro": 3.0}, "factro"),
@@ -172,10 +207,14 @@ def test_scaling_errors(scaling: Any, message: str) -> None:
         RoPE(scaling=scaling)
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_scalings_by_input_length_are_refused(rope_type: str) -> None:
-    with pytest.raises(Unsupported, match="changes its frequencies with the input's length"):
-        RoPE(scaling={"rope_type": rope_type, "factor": 2.0})
+def test_options_of_none_are_the_papers_without_a_model() -> None:
+    assert RoPE().resolved() == RoPE(theta=10_000.0, partial=1.0, pairing="half", axes=1)
+    assert RoPE(theta=5.0).resolved().theta == 5.0
+    assert RoPE().describe(8) == "RoPE(theta=10000, half)"
+
+
+def test_no_scaling_by_name() -> None:
+    assert torch.equal(RoPE(scaling={"rope_type": "default"}).frequencies(8, 64)[0], RoPE().frequencies(8, 64)[0])
 
 
 def test_the_callers_dict_isnt_kept() -> None:

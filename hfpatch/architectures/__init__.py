@@ -1,6 +1,6 @@
 """Architecture records, grouped by build. Importing this package registers those that ship with hfpatch."""
 
-from . import audio, decoders, encoder_decoders, encoders, text_towers, vision
+from . import audio, decoders, encoder_decoders, encoders, relative, rotating, text_towers, vision
 from .record import Architecture, Stack
 from .refused import REFUSED
 
@@ -12,6 +12,8 @@ __all__ = [
     "decoders",
     "encoder_decoders",
     "encoders",
+    "relative",
+    "rotating",
     "text_towers",
     "vision",
 ]

@@ -183,6 +183,7 @@ ARCHITECTURES.register("bark")(
                 window=None if owner == "BarkFineModel" else Window("bias"),
                 cache=None if owner == "BarkFineModel" else "past_key_values",
                 causal=owner != "BarkFineModel",
+                config_length="block_size",
             )
             for owner in ("BarkSemanticModel", "BarkCoarseModel", "BarkFineModel")
         ),

@@ -6,8 +6,9 @@ from ..registry import ARCHITECTURES
 from .record import Architecture, Stack
 
 
-def _bart_like(model_type: str, prefix: str, example: str, reserved_rows: int = 0) -> None:
+def _bart_like(model_type: str, prefix: str, example: str, reserved_rows: int = 0, audio: bool = False) -> None:
     """Register a family built as BART is, with an encoder and a decoder class of one prefix."""
+    lengths = ("max_source_positions", "max_target_positions") if audio else ("max_position_embeddings",) * 2
     stacks = tuple(
         Stack(
             f"{prefix}{part}",
@@ -16,8 +17,9 @@ def _bart_like(model_type: str, prefix: str, example: str, reserved_rows: int = 
             Projections("q_proj", "k_proj"),
             reserved_rows=reserved_rows,
             causal=part == "Decoder",
+            config_length=length,
         )
-        for part in ("Encoder", "Decoder")
+        for part, length in zip(("Encoder", "Decoder"), lengths, strict=True)
     )
     ARCHITECTURES.register(model_type)(Architecture(model_type, stacks, example))
 
@@ -26,7 +28,7 @@ _bart_like("bart", "Bart", "facebook/bart-base", reserved_rows=2)
 _bart_like("m2m_100", "M2M100", "facebook/m2m100_418M", reserved_rows=2)
 _bart_like("nllb-moe", "NllbMoe", "facebook/nllb-moe-54b", reserved_rows=2)
 _bart_like("seamless_m4t", "SeamlessM4T", "facebook/hf-seamless-m4t-medium", reserved_rows=2)
-_bart_like("speech_to_text", "Speech2Text", "facebook/s2t-small-librispeech-asr", reserved_rows=2)
+_bart_like("speech_to_text", "Speech2Text", "facebook/s2t-small-librispeech-asr", reserved_rows=2, audio=True)
 _bart_like("time_series_transformer", "TimeSeriesTransformer", "huggingface/time-series-transformer-tourism-monthly")
 _bart_like("informer", "Informer", "huggingface/informer-tourism-monthly")
 _bart_like("blenderbot", "Blenderbot", "facebook/blenderbot-400M-distill")
@@ -47,6 +49,7 @@ ARCHITECTURES.register("whisper")(
                 "layers.*.self_attn",
                 Projections("q_proj", "k_proj"),
                 limits=(("", AnyInputLength("max_source_positions", ("conv1", "conv2"))),),
+                config_length="max_source_positions",
             ),
             Stack(
                 "WhisperDecoder",
@@ -55,6 +58,7 @@ ARCHITECTURES.register("whisper")(
                 Projections("q_proj", "k_proj"),
                 lengths=("max_target_positions",),
                 causal=True,
+                config_length="max_target_positions",
             ),
         ),
         example="openai/whisper-tiny",
@@ -118,6 +122,7 @@ ARCHITECTURES.register("led")(
                 "layers.*.self_attn.longformer_self_attn",
                 WindowProjections("query", "key", time=0),
                 cache=None,
+                config_length="max_encoder_position_embeddings",
             ),
             Stack(
                 "LEDDecoder",
@@ -125,6 +130,7 @@ ARCHITECTURES.register("led")(
                 "layers.*.self_attn",
                 Projections("q_proj", "k_proj"),
                 causal=True,
+                config_length="max_decoder_position_embeddings",
             ),
         ),
         example="allenai/led-base-16384",

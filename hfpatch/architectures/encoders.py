@@ -28,7 +28,7 @@ _TYPES_OUTSIDE: dict[str, Any] = {
     "limits": (("", ZeroArguments("token_type_ids")), ("embeddings", ZeroArguments("position_ids"))),
 }
 _FULL = (("attention_type", "original_full"),)  # else it exchanges attentions while it runs
-_DEBERTA = _NO_TYPES | _NO_CACHE | {"biases": ("relative_attention",)}
+_DEBERTA = _NO_TYPES | _NO_CACHE  # its relative positions: relative.py
 _XLM: dict[str, Any] = {
     "table": "position_embeddings",
     "attention": "attentions.*",
@@ -129,7 +129,6 @@ for _type, _owner, _example, _differs in (
         | {
             "attention": "encoder.layer.*.attention.attn",
             "projections": Projections("q", "k"),
-            "biases": ("position_bias",),
         },
     ),
     ("nystromformer", "NystromformerModel", "uw-madison/nystromformer-512", _NO_CACHE | _TYPES_OUTSIDE | _COUNTED_ON),

@@ -34,6 +34,8 @@ class Stack:
         limits: (path, limit) of modules that refuse or cut inputs beyond the old maximum length; "" is the owner.
         lengths: attributes of the owner, or of modules around it, that hold the old maximum length as a limit.
         causal: whether a mask still shows order when positions are dropped.
+        mask: argument of the attention's forward that is added to its scores, (B, 1, T, S); None where none is.
+        config_length: attribute of the owner's config that holds the table's length.
         others: paths of further tables (of time, say) that go with the first.
         answers: (path, answer) of tables that compute positions from hidden states, as in `limits.NoPositions`.
         states: name of the attention's argument with the hidden states, (T, d), (B, T, d) or (B, rows, columns, d).
@@ -62,6 +64,8 @@ class Stack:
     limits: tuple[tuple[str, LengthLimit], ...] = ()
     lengths: tuple[str, ...] = ()
     causal: bool = False
+    mask: str | None = "attention_mask"
+    config_length: str = "max_position_embeddings"
     others: tuple[str, ...] = ()
     answers: tuple[tuple[str, str], ...] = ()
     states: str = "hidden_states"

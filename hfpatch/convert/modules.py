@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..attention import ROTARY, AttentionLens
+from ..attention import BIAS, ROTARY, AttentionLens
 from ..errors import PatchError
 from ..limits import MEAN_ROW, NOTHING, ConstantPositions, LengthLimit, NoPositions
 from ..norms import NormFacts, describe
@@ -86,7 +86,9 @@ def _runtime(module: nn.Module | None) -> str | None:
     notes = [getattr(module, "hfpatch_note", None)]
     lens = module.__dict__.get(LENS)
     for one in getattr(lens, "lenses", (lens,)):
-        if isinstance(one, AttentionLens) and ROTARY in module._modules:
+        if isinstance(one, AttentionLens) and BIAS in module._modules:
+            notes.append(f"scores biased: {module._modules[BIAS].extra_repr()}")  # type: ignore[union-attr]
+        elif isinstance(one, AttentionLens) and ROTARY in module._modules:
             notes.append(f"queries and keys rotated: {module._modules[ROTARY].extra_repr()}")  # type: ignore[union-attr]
         elif isinstance(one, AttentionLens | LengthLimit):
             notes.append("inputs of any length")
@@ -136,7 +138,7 @@ def _added(
     for name, module in ours.items():
         parent, _, attribute = name.rpartition(".")
         inside = any(name.startswith(f"{one}.") for one in replaced)
-        if name not in theirs and parent in theirs and not inside and attribute != ROTARY:
+        if name not in theirs and parent in theirs and not inside and attribute not in (ROTARY, BIAS):
             yield ModuleRow(name, "none", _text(module, facts), "converted", None, _runtime(module))
 
 

@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
-from hfpatch import ARCHITECTURES, NotPreservedWarning, RoPE, Stack, patch_model
+from hfpatch import ARCHITECTURES, NotPreservedWarning, Stack, patch_model
 from hfpatch.checkpoint import patched_model_class
 from hfpatch.convert.inputs import make_inputs
 from hfpatch.convert.randomness import own_randomness, randomise
@@ -40,7 +40,7 @@ from hfpatch.proof import (
     steps_alike,
 )
 from hfpatch.swap_positions import _Found as FoundStack
-from hfpatch.swap_positions import _max_positions, find_stacks
+from hfpatch.swap_positions import find_stacks, max_positions
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import zoo
@@ -94,7 +94,6 @@ VARIANTS: dict[str, tuple[str, Any, dict[str, Any]]] = {  # owner: (model type, 
     "UniSpeechEncoderStableLayerNorm": ("unispeech", None, STABLE),
     "UniSpeechSatEncoderStableLayerNorm": ("unispeech-sat", None, STABLE),
     "ViTMAEDecoder": ("vit_mae", "AutoModelForPreTraining", {}),
-    "VitDetBackbone": ("vitdet", "AutoBackbone", {}),
     "Wav2Vec2EncoderStableLayerNorm": ("wav2vec2", None, STABLE),
 }
 INPUTS: dict[Any, Any] = {
@@ -280,7 +279,7 @@ def old_length(owner: str) -> int:
     """Positions that the removed table had."""
     model, _ = tiny(HOMES[owner])
     found = stack_of(model, owner)
-    rows = _max_positions(found, RoPE())
+    rows = max_positions(found)
     stated = getattr(getattr(found.owner, "config", None), "max_position_embeddings", None)
     return min(filter(None, (rows, stated)), default=64)
 

@@ -1,0 +1,129 @@
+"""How long inputs may be after a position patch: what configs say, what scaling starts from, what ends nowhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from .errors import OptionError, UnsupportedError
+from .limits import ConstantPositions
+from .native_rope import find_rotations
+from .positions import Position
+from .record import KEY, Part
+from .relative import find_biases
+from .select import Names
+from .swap_positions import affected_stacks, find_stacks, max_positions
+from .swap_tables import ends_somewhere, first_row
+
+LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
+
+
+def settle_positions(model: nn.Module, part: Part, example_inputs: Any = None) -> Part:
+    """The part with the length that the model's tables have, where another is asked for.
+
+    Raises:
+        OptionError: frequencies are scaled from that length, and the stacks have different ones.
+    """
+    scheme = part.scheme
+    assert isinstance(scheme, Position)
+    if scheme.max_positions is None:
+        return part
+    lengths: set[int] = _recorded(model, "original_max_positions")
+    if scheme.original_max_positions is not None:
+        lengths = {scheme.original_max_positions}
+    elif not lengths:
+        lengths = set(map(max_positions, affected_stacks(model, part)))
+        others = [*_configs_of_rotations(model, part), *_configs_of_biases(model, part)]
+        lengths |= {getattr(config, attribute) for config, attribute in others if getattr(config, attribute, None)}
+        lengths -= {0}  # positions that are made without a table
+    if len(lengths) > 1 and getattr(scheme, "scaling", None):
+        raise OptionError(
+            f"pos={scheme.name!r} scales from the old length, and this model has {sorted(lengths)}. Patch one stack at "
+            "a time (only=), or give original_max_positions."
+        )
+    return replace(part, scheme=scheme.for_lengths(lengths))
+
+
+def config_lengths(model: nn.Module, part: Part) -> list[tuple[Any, str, int]]:
+    """What max_positions changes: (a config, its attribute, the new value).
+
+    Raises:
+        UnsupportedError: no config says how many positions there are.
+    """
+    scheme = part.scheme
+    assert isinstance(scheme, Position)
+    if scheme.max_positions is None:
+        return []
+    rotations = _configs_of_rotations(model, part)
+    found = [(config, attribute, scheme.max_positions) for config, attribute in rotations]
+    if found and (getattr(scheme, "scaling", None) or {}).get("rope_type") == "dynamic":
+        raise UnsupportedError(
+            f"dynamic scaling starts from {type(found[0][0]).__name__}.{LENGTH}, which max_positions would change. "
+            "Leave max_positions out."
+        )
+    for config, attribute, _ in found:
+        if getattr(config, attribute, None) is None:
+            raise UnsupportedError(f"{type(config).__name__} has no {attribute} to set. Leave max_positions out.")
+    for item in affected_stacks(model, part):
+        if item.stack.grid is not None:  # a number of patches is no length of text
+            continue
+        config, attribute = getattr(item.owner, "config", None), item.stack.config_length
+        number = getattr(config, attribute, None)
+        positions = {max_positions(item), *_recorded(model, "max_positions")}
+        more = {number - p for p in positions} & {0, first_row(item)} if isinstance(number, int) else set()
+        if isinstance(number, int) and not isinstance(item.table(), nn.Embedding | ConstantPositions):
+            more = {0}  # what its host computes has as many rows as are asked for
+        if not more:
+            raise UnsupportedError(
+                f"{item.table_name}: max_positions can't be told to its config, whose {attribute} is {number!r} where "
+                f"the table holds {max_positions(item)} positions. Leave max_positions out."
+            )
+        found.append((config, attribute, scheme.max_positions + min(more)))
+    told = {id(config) for config, _, _ in found}
+    for config, attribute in _configs_of_biases(model, part):
+        if id(config) not in told and getattr(config, attribute, None) is not None:
+            found.append((config, attribute, scheme.max_positions))
+    if not found:
+        raise UnsupportedError(
+            f"{type(model).__name__}: none of its configs says how many positions there are. Leave max_positions out."
+        )
+    return found
+
+
+def _configs_of_biases(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
+    """The configs of stacks with relative biases that a part changes, and the attributes with their length."""
+    names = Names.of(model)
+    return [
+        (item.owner.config, item.bias.length)
+        for item in find_biases(model)
+        if not any(names.matches(glob, [item.name]) for glob in part.keep)
+        and not all(names.reason_to_keep([name], part.only, part.keep) for name in item.attentions)
+    ]
+
+
+def _configs_of_rotations(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
+    """The configs of the model's own rotations that a part changes, and the attribute with their length."""
+    if part.scheme.name not in ("rope", "nope"):
+        return []
+    names, configs = Names.of(model), {}
+    for rotation in find_rotations(model):
+        if rotation.path is not None and not names.reason_to_keep([rotation.name], part.only, part.keep):
+            config: Any = model.config
+            for name in rotation.path:
+                config = getattr(config, name)
+            configs[id(config)] = config
+    return [(config, LENGTH) for config in configs.values()]
+
+
+def takes_any_length(model: nn.Module) -> bool:
+    """Whether no table is left that would end somewhere, in a model that has or had one."""
+    tables = [None if item.removed_rows() is not None else item.table() for item in find_stacks(model)]
+    return bool(tables) and not any(map(ends_somewhere, tables))
+
+
+def _recorded(model: nn.Module, option: str) -> set[int]:
+    """What earlier position patches of this model set an option to."""
+    stored = getattr(getattr(model, "config", None), KEY, None) or {}
+    return {part["scheme"].get(option) for part in stored.get("pos", [])} - {None}

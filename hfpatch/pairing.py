@@ -1,0 +1,211 @@
+"""Two orders of a head's channels: RoPE turns channels i and i + d/2 together ("half"), or 2i and 2i + 1
+("interleaved"). Reordering the rows of the query and key projections goes from one to the other.
+
+On a model that rotates by itself, in its own pairing, a lens puts the channels of queries and keys back into the host's
+order before the host turns them: scores are sums over channels, whatever their order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .architectures.relative import Clipped
+from .attention import Fused, Projections, Rotate, Rotated, WindowProjections
+from .errors import UnsupportedError
+from .view import Arguments, host_class, lens_of
+
+_SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("to_q", "to_k"), ("linear_q", "linear_k"))
+_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+_NORMS_BEHIND = ("NanoChatAttention",)  # attentions that normalise after the rotation
+_HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+
+
+@dataclass(frozen=True)
+class SharedFused(Fused):
+    """One projection to blocks `[q | k | v]` where k and v have fewer heads than q.
+
+    Attributes:
+        heads: attribute of the attention, or of its config, that holds the number of heads of k and v.
+    """
+
+    heads: str = "num_key_value_heads"
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        heads: int = getattr(module, self.heads, None) or getattr(module.config, self.heads)
+
+        def turn(y: Tensor) -> Tensor:
+            width = y.shape[-1] - heads * head_dim
+            qk = rotate(y[..., :width].unflatten(-1, (-1, head_dim))).flatten(-2)
+            return torch.cat((qk, y[..., width:]), dim=-1)
+
+        return {self.name: Rotated(getattr(module, self.name), turn)}
+
+
+@dataclass(frozen=True)
+class GatedQuery(Projections):
+    """Separate projections, of which that of the queries is to `[q gate]` of the first head, then of the next."""
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        attributes = super().rotated(module, arguments, head_dim, rotate)
+
+        def turn(y: Tensor) -> Tensor:
+            q, gate = y.unflatten(-1, (-1, 2, head_dim)).unbind(-2)
+            return torch.stack((rotate(q), gate), dim=-2).flatten(-3)
+
+        return {**attributes, self.query: Rotated(getattr(module, self.query), turn)}
+
+
+# Attentions that rotate by themselves and whose layout their children's names don't tell.
+LAYOUTS: dict[str, Any] = {
+    **dict.fromkeys(("Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"), GatedQuery("q_proj", "k_proj")),
+    "GPTNeoXAttention": Fused("query_key_value", by_head=True),
+    "GPTNeoXJapaneseAttention": Fused("query_key_value", by_head=True),
+    "PersimmonAttention": Fused("query_key_value", by_head=True),
+    "Phi3Attention": SharedFused("qkv_proj"),
+    "Phi4MultimodalAttention": SharedFused("qkv_proj"),
+    "ModernBertAttention": Fused("Wqkv"),
+}
+
+
+def order(rotary_dim: int, head_dim: int, to: str) -> Tensor:
+    """Which channel of a head comes to each place when it goes from the other pairing to `to`; (head_dim,)."""
+    first = torch.arange(rotary_dim)
+    turned = first.view(2, -1).T if to == "interleaved" else first.view(-1, 2).T
+    return torch.cat((turned.flatten(), torch.arange(rotary_dim, head_dim)))
+
+
+def reordered_rows(layout: Any, module: nn.Module, head_dim: int, places: Tensor) -> dict[str, Tensor]:
+    """For each projection of an attention which output channel comes to each place, (channels,).
+
+    Raises:
+        UnsupportedError: queries meet other vectors than keys, which aren't reordered.
+    """
+    if getattr(layout, "beside_keys", None):
+        raise UnsupportedError(
+            f"{module._get_name()}: its queries meet more than keys ({layout.beside_keys}), so the order "
+            "of their channels stays."
+        )
+    if isinstance(layout, Clipped):
+        layout = Fused(layout.name)
+    if isinstance(layout, Fused) and layout.query_bias:
+        layout = replace(layout, query_bias=None)
+    if isinstance(layout, WindowProjections):
+        every = (layout.query, layout.key, layout.global_query, layout.global_key)
+        projections = {name: getattr(module, name) for name in every}
+        turns = dict.fromkeys(every, lambda y: y.unflatten(-1, (-1, head_dim))[..., places].flatten(-2))
+    else:
+        rotated = layout.rotated(module, {}, head_dim, lambda x, at=None: x[..., places])
+        rotated = {name: one for name, one in rotated.items() if isinstance(one, Rotated)}
+        projections = {name: one.projection for name, one in rotated.items()}
+        turns = {name: one.turn for name, one in rotated.items()}
+    rows = {}
+    for name, projection in projections.items():
+        channels = torch.arange(output_channels(projection))
+        rows[name] = turns[name](channels[None, None])[0, 0]
+    return rows
+
+
+def names_of(layout: Any) -> tuple[str, ...]:
+    """The children of an attention that a layout speaks of."""
+    return (layout.query, layout.key) if isinstance(layout, Projections) else (layout.name,)
+
+
+def output_channels(projection: nn.Module) -> int:
+    """How many channels a projection makes.
+
+    Raises:
+        UnsupportedError: it is no linear layer.
+    """
+    for name in ("nf", "out_features"):
+        if isinstance(getattr(projection, name, None), int):
+            return getattr(projection, name)
+    raise UnsupportedError(f"{projection._get_name()} isn't a linear layer, so its channels can't be reordered.")
+
+
+@dataclass(frozen=True)
+class HostOrder:
+    """A lens on an attention that rotates by itself: queries and keys in the other pairing reach it in its own.
+
+    Attributes:
+        pairing: the order in which the projections' rows, and the gains of norms behind them, are.
+        layout: how q and k leave the input; norms that follow are part of it.
+        head_dim, rotary_dim: channels of a head, and how many of them are turned.
+    """
+
+    pairing: str
+    layout: Any
+    head_dim: int
+    rotary_dim: int
+    hfpatch_note: ClassVar[str] = "queries and keys are put into the host's order of channels"
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        host = "half" if self.pairing == "interleaved" else "interleaved"
+        places = order(self.rotary_dim, self.head_dim, host)
+
+        def put_back(x: Tensor, at: Tensor | None = None) -> Tensor:
+            return x[..., places.to(x.device)]
+
+        return self.layout.rotated(module, arguments, self.head_dim, put_back), {}
+
+
+@dataclass(frozen=True)
+class Rotating:
+    """An attention that rotates by itself.
+
+    Attributes:
+        module: the attention.
+        layout: its projections.
+        last: what of it stands right before the rotation: the projections, or the norms behind them.
+        head_dim: channels of a head.
+    """
+
+    module: nn.Module
+    layout: Any
+    last: Any
+    head_dim: int
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Names of the norms between projection and rotation."""
+        return () if self.last is self.layout else names_of(self.last)
+
+    @property
+    def lens(self) -> HostOrder | None:
+        return lens_of(self.module, HostOrder)
+
+
+def rotating_attentions(rotary: nn.Module, holder: nn.Module) -> dict[str, Rotating | None]:
+    """The attentions below `holder` that take the phases of a rotary module; None where their layout isn't known."""
+    found: dict[str, Rotating | None] = {}
+    source = host_class(type(rotary)).__module__
+    for name, module in holder.named_modules():
+        host = host_class(type(module))
+        if "Attention" not in host.__name__ or host.__module__ != source:
+            continue
+        parameters = inspect.signature(getattr(host, "forward", host)).parameters
+        inside = any(name.startswith(f"{outer}.") for outer, known in found.items() if known is not None)
+        if "position_embeddings" in parameters and not inside:
+            found[name] = _rotating(module)
+    # a layer named "...Attention..." that hands the phases on isn't what turns
+    outer = {name for name in found for other in found if other.startswith(f"{name}.")}
+    return {name: known for name, known in found.items() if name not in outer}
+
+
+def _rotating(module: nn.Module) -> Rotating | None:
+    head_dim = next(
+        (getattr(module, name) for name in _HEAD_DIMS if isinstance(getattr(module, name, None), int)), None
+    )
+    pairs = (Projections(*names) for names in _SEPARATE if all(name in module._modules for name in names))
+    layout = LAYOUTS.get(host_class(type(module)).__name__) or next(pairs, None)
+    if layout is None or head_dim is None or not all(name in module._modules for name in names_of(layout)):
+        return None
+    if host_class(type(module)).__name__ in _NORMS_BEHIND:
+        return Rotating(module, layout, layout, head_dim)
+    norms = (names for names in _NORMS if all(module._modules.get(name) is not None for name in names))
+    last = next((Projections(*names) for names in norms), layout)
+    return Rotating(module, layout, last, head_dim)

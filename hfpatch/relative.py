@@ -1,0 +1,153 @@
+"""Biases on attention scores by distance: where a model has them, and what takes them out."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .architectures.relative import BIASES, STAYING_PARTS, STAYS, Bias
+from .edits import Edits
+from .view import LENS, Arguments, host_class, lensed_class, with_lens
+
+REMOVED = "_hfpatch_removed_biases"  # of an owner whose biases are gone
+
+
+@dataclass(frozen=True)
+class Given:
+    """A lens on an attention that gets other arguments than it is handed: "zeros" stands for zeros like those."""
+
+    arguments: tuple[tuple[str, Any], ...]
+    hfpatch_note: ClassVar[str] = "its own positions are hidden from it"
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        filled = {}
+        for name, value in self.arguments:
+            if arguments.get(name) is not None:
+                filled[name] = torch.zeros_like(arguments[name]) if value == "zeros" else value
+        return {}, filled
+
+
+class NoBias(nn.Module):
+    """Stands where a table of biases stood: zeros for every distance.
+
+    Args:
+        num_embeddings, embedding_dim: the removed table's size.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int):
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+
+    @property
+    def weight(self) -> Tensor:
+        """Scratch of the removed table's shape, for hosts whose `_init_weights` fills it or that ask its device."""
+        return torch.empty(self.num_embeddings, self.embedding_dim)
+
+    def forward(self, distances: Tensor) -> Tensor:
+        return torch.zeros(*distances.shape, self.embedding_dim, device=distances.device)
+
+
+@dataclass
+class FoundBias:
+    """Recorded biases in the model in hand.
+
+    Attributes:
+        bias: the record.
+        owner, prefix: the module that owns them, and what its children's names start with.
+        attentions: the self-attentions that add them, by name.
+    """
+
+    bias: Bias
+    owner: nn.Module
+    prefix: str
+    attentions: dict[str, nn.Module]
+
+    @property
+    def name(self) -> str:
+        return self.prefix + self.bias.name
+
+    @property
+    def removed(self) -> bool:
+        return REMOVED in self.owner.__dict__
+
+    def matching(self, glob: str) -> Iterator[tuple[str, nn.Module]]:
+        """The owner's modules whose paths match; the owner itself for ""."""
+        for name, module in self.owner.named_modules():
+            if fnmatch.fnmatchcase(name, glob):
+                yield name, module
+
+    def tables(self) -> list[tuple[nn.Module, str]]:
+        """(module, attribute) of everything that makes the biases and is there."""
+        found = []
+        for glob in self.bias.tables:
+            path, _, attribute = glob.rpartition(".")
+            for _, holder in self.matching(path):
+                if holder._modules.get(attribute) is not None or holder._parameters.get(attribute) is not None:
+                    found.append((holder, attribute))
+        return found
+
+
+def find_biases(model: nn.Module) -> list[FoundBias]:
+    """The recorded biases of a model, also those that an earlier patch removed."""
+    found = []
+    for name, module in model.named_modules():
+        bias = next((BIASES[base.__name__] for base in type(module).__mro__ if base.__name__ in BIASES), None)
+        if bias is None:
+            continue
+        prefix = f"{name}." if name else ""
+        item = FoundBias(bias, module, prefix, {})
+        item.attentions = {prefix + path: attention for path, attention in item.matching(bias.attention)}
+        if item.attentions and (item.removed or _has_biases(item)):
+            found.append(item)
+    return found
+
+
+def _has_biases(item: FoundBias) -> bool:
+    path, _, attribute = (item.bias.present or "").rpartition(".")
+    if attribute:
+        return bool(getattr(item.owner.get_submodule(path), attribute))
+    return bool(item.tables()) or not item.bias.tables
+
+
+def unremovable(model: nn.Module, found: list[FoundBias]) -> dict[str, str]:
+    """Names of modules with biases that can't be taken out, and why; `found` are those that can."""
+    owned = {id(module) for item in found for module in item.owner.modules()}
+    reasons = {}
+    for name, module in model.named_modules():
+        reason = next((STAYS[base.__name__] for base in type(module).__mro__ if base.__name__ in STAYS), None)
+        if reason is None and id(module) not in owned:
+            parts = (*module._modules, *module._parameters, *module._buffers)
+            reason = next((STAYING_PARTS[part] for part in parts if part in STAYING_PARTS), None)
+        if reason is not None:
+            reasons[name or type(module).__name__] = reason
+    return reasons
+
+
+def remover(item: FoundBias) -> Callable[[Edits], None]:
+    """What takes the biases out."""
+
+    def apply(edits: Edits) -> None:
+        for holder, attribute in item.tables():
+            table = holder._modules.get(attribute)
+            if isinstance(table, nn.Embedding):
+                edits.set_module(holder, attribute, NoBias(table.num_embeddings, table.embedding_dim))
+            elif table is not None:
+                edits.set_module(holder, attribute, None)
+                edits.set_attribute(holder, attribute, None)
+            else:
+                edits.set_parameter(holder, attribute, None)
+        for glob, attribute, value in item.bias.switches:
+            for _, module in item.matching(glob):
+                edits.set_attribute(module, attribute, value)
+        if item.bias.given:
+            for attention in item.attentions.values():
+                edits.set_attribute(attention, LENS, with_lens(attention, Given(item.bias.given)))
+                edits.set_class(attention, lensed_class(host_class(type(attention))))
+        edits.set_attribute(item.owner, REMOVED, True)
+
+    return apply

@@ -1,0 +1,84 @@
+"""What the tests of position schemes share: tiny models of every recorded family, patched, run and compared."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from hfpatch import ARCHITECTURES, NotPreservedWarning, patch_model
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import zoo
+
+# families of every build whose tables are recorded; what is proved here on each, test_schemes.py measures on all others
+FAMILIES = (
+    "bart bert biogpt blenderbot blenderbot-small camembert data2vec-text distilbert electra gpt2 gpt_neo marian mbart "
+    "megatron-bert mpnet mvp opt pegasus plbart rembert roberta roberta-prelayernorm roc_bert splinter vit whisper "
+    "xlm-roberta xlm-roberta-xl xmod"
+)
+RECORDED = sorted({*FAMILIES.split()} & set(ARCHITECTURES) & set(zoo.model_types()))
+TEXT = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "token_type_ids"}
+LM_HEADS = ("AutoModelForSpeechSeq2Seq", "AutoModelForSeq2SeqLM", "AutoModelForCausalLM")
+
+
+def patched(model: Any, **request: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        return patch_model(model, **request)
+
+
+def base(model_type: str, pos: Any = None) -> tuple[Any, dict[str, Any]]:
+    """A tiny base model, patched if asked, in float64 (positions stay float32), and inputs."""
+    model, inputs = zoo.tiny(model_type)
+    if pos is not None:
+        patched(model, pos=pos)
+    return model.double(), {name: value.double() if _floating(value) else value for name, value in inputs.items()}
+
+
+def generator(model_type: str, pos: Any = None, **config: Any) -> tuple[Any, dict[str, Any]]:
+    """A tiny model that generates, patched if asked, and its prompt."""
+    kind = type(zoo.tiny_config(model_type))
+    head = next(name for name in LM_HEADS if kind in getattr(transformers, name)._model_mapping)
+    model, inputs = zoo.tiny(model_type, auto_class=head)
+    if pos is not None:
+        patched(model, pos=pos)
+    return model, {name: value for name, value in inputs.items() if not name.startswith("decoder") and name != "labels"}
+
+
+def _floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def states(model: Any, inputs: dict[str, Any]) -> Tensor:
+    with torch.no_grad():
+        return model(**inputs).last_hidden_state
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Largest difference in units of the spread."""
+    return float((a - b).abs().max() / b.std())
+
+
+def owners(model: Any, model_type: str) -> list[str]:
+    """Names of the stacks that own a table."""
+    names = {stack.owner for stack in ARCHITECTURES[model_type].stacks}
+    return [name for name, module in model.named_modules() if type(module).__name__ in names]
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(5, 60, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def generated(model: Any, given: dict[str, Any], **options: Any) -> Tensor:
+    """Logits (steps, B, V) of a greedy generation; what is forbidden is zero."""
+    settings: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": 1}
+    settings |= {"output_logits": True, "return_dict_in_generate": True, "forced_eos_token_id": None}
+    with torch.no_grad():
+        logits = torch.stack(model.generate(**given, **{**settings, **options}).logits)
+    return logits.masked_fill(~logits.isfinite(), 0.0)

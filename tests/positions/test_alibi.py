@@ -1,0 +1,367 @@
+"""ALiBi: slopes as in the paper, the bias added in every recorded attention or refused, any way of decoding."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+from hfpatch import ALiBi, OptionError, PositionError, UnsupportedError, plan_patch
+from hfpatch.attention import BIAS, AttentionLens
+from hfpatch.checkpoint import patched_model_class
+from hfpatch.positions import LinearBias
+from hfpatch.view import LENS
+
+sys.path.insert(0, str(Path(__file__).parent))
+import zoo
+from checks import (
+    RECORDED,
+    TEXT,
+    base,
+    difference,
+    generated,
+    generator,
+    owners,
+    patched,
+    states,
+    tokens,
+)
+from families import make
+
+from hfpatch import ARCHITECTURES
+
+REFUSED = {"mvp"}  # compares its mask's shape with one head's
+SERVED = [name for name in RECORDED if name not in REFUSED]
+DECODERS = [name for name in SERVED if any(stack.causal for stack in ARCHITECTURES[name].stacks)]
+
+
+# --- slopes and the bias ----------------------------------------------------------------------------------------------
+
+
+def test_slopes_of_the_paper() -> None:
+    assert ALiBi().slopes(8) == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
+    assert ALiBi().slopes(1) == [1 / 256]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 7, 8, 12, 16, 20, 25, 32, 40])
+def test_slopes_of_any_number_of_heads_are_bloom_s(heads: int) -> None:
+    bloom = build_alibi_tensor(torch.ones(1, 5), heads, torch.float32)  # slope * j
+    assert torch.allclose(torch.tensor(ALiBi().slopes(heads)), bloom[:, 0, 1], rtol=1e-6)
+    if heads & (heads - 1) == 0:  # MPT orders the others differently
+        mpt = build_mpt_alibi_tensor(heads, 5, 16).reshape(heads, 1, 5)  # -slope * (T - 1 - j)
+        assert torch.allclose(torch.tensor(ALiBi(16.0).slopes(heads)), -mpt[:, 0, -2], rtol=1e-6)
+
+
+def test_the_bias_of_each_pair() -> None:
+    bias = ALiBi().build_bias(2)(torch.tensor([[3, 4]]), torch.arange(6))
+    assert bias.shape == (1, 2, 2, 6)
+    for h, slope in enumerate((1 / 16, 1 / 256)):
+        for i, query in enumerate((3, 4)):
+            for key in range(6):
+                assert bias[0, h, i, key] == -slope * abs(query - key)
+
+
+@pytest.mark.parametrize("value", [0, -1, math.inf, "8", None])
+def test_options_are_checked(value: Any) -> None:
+    with pytest.raises(OptionError, match="max_bias"):
+        ALiBi(max_bias=value)
+
+
+def by_hand(module: nn.Module, x: Tensor, allowed: Tensor) -> Tensor:
+    """An attention's output (before its projection), token by token; allowed (T, T) says which pairs meet."""
+    heads = 4
+    if hasattr(module, "c_attn"):
+        q, k, v = (x @ module.c_attn.weight + module.c_attn.bias).chunk(3, -1)
+    else:
+        q, k, v = module.query(x), module.key(x), module.value(x)
+    q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
+    out = torch.zeros_like(q)
+    slopes = [2 ** (-8 * (h + 1) / heads) for h in range(heads)]
+    for b in range(len(x)):
+        for h in range(heads):
+            for i in range(x.shape[1]):
+                scores = [
+                    float(q[b, i, h] @ k[b, j, h]) / math.sqrt(q.shape[-1]) - slopes[h] * abs(i - j)
+                    if allowed[i, j]
+                    else -math.inf
+                    for j in range(x.shape[1])
+                ]
+                out[b, i, h] = torch.tensor(scores).softmax(0).to(x.dtype) @ v[b, :, h]
+    return out.flatten(-2)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_an_attention_by_hand(name: str, implementation: str) -> None:
+    model = patched(make(name), pos="alibi")
+    model.set_attn_implementation(implementation)
+    path = "transformer.h.1.attn" if name == "gpt2" else "bert.encoder.layer.1.attention.self"
+    attention, seen = model.get_submodule(path), {}
+    inner = attention.c_proj if name == "gpt2" else None
+    attention.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.update(x=args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    if inner is not None:
+        inner.register_forward_pre_hook(lambda _, args: seen.update(y=args[0]))
+    else:
+        attention.register_forward_hook(lambda _, args, output: seen.update(y=output[0]))
+    with torch.no_grad():
+        model(tokens(2, 7))
+        allowed = torch.ones(7, 7).tril() if name == "gpt2" else torch.ones(7, 7)
+        assert difference(seen["y"], by_hand(attention, seen["x"], allowed)) <= 1e-5
+        shifted = by_hand(attention, seen["x"].flip(1), allowed)
+        assert difference(seen["y"], shifted) > 1e-2  # control
+
+
+# --- every record -----------------------------------------------------------------------------------------------------
+
+
+def with_positions(model: Any, inputs: dict[str, Any], owner: str, change: Any) -> Tensor:
+    """Hidden states when every bias below `owner` sees changed positions."""
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args: tuple(map(change, args)))
+        for name, module in model.named_modules()
+        if name.endswith(BIAS) and name.startswith(owner)
+    ]
+    assert hooks, f"no bias below {owner!r}"
+    try:
+        return states(model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_only_distances_count_and_nothing_else_tells_positions(model_type: str) -> None:
+    model, inputs = base(model_type, "alibi")
+    expected = states(model, inputs)
+    found = owners(model, model_type)
+    assert len(found) == len(ARCHITECTURES[model_type].stacks)
+    for owner in found:
+        assert difference(with_positions(model, inputs, owner, lambda p: p + 10), expected) <= 1e-6
+        assert difference(with_positions(model, inputs, owner, torch.zeros_like), expected) >= 1e-2
+    without, _ = base(model_type, "nope")
+    assert difference(with_positions(model, inputs, "", torch.zeros_like), states(without, inputs)) <= 1e-6
+
+
+@pytest.mark.parametrize("model_type", [name for name in SERVED if set(zoo.tiny(name)[1]) <= TEXT])
+def test_any_length_and_padding(model_type: str) -> None:
+    model, inputs = base(model_type, "alibi")
+    length = 4 * zoo.tiny_config(model_type).max_position_embeddings
+    key = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    short, long = tokens(1, 9), {"input_ids": tokens(1, length, 1)}
+    if key != "input_ids":
+        long[key] = tokens(1, length, 2)
+    assert states(model, long).isfinite().all()
+    alone = states(model, {**({"input_ids": short} if key != "input_ids" else {}), key: short})
+    padded = torch.cat((short, tokens(1, 4, 3)), 1)  # right padding: masked, so its tokens don't matter
+    mask = torch.tensor([[1] * 9 + [0] * 4])
+    given = {"input_ids": padded, "attention_mask": mask}
+    if key != "input_ids":
+        given[key] = short
+    assert difference(states(model, given)[:, :9], alone) <= 1e-6
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_saved_and_loaded(model_type: str, tmp_path: Path) -> None:
+    model, inputs = base(model_type, "alibi:max_bias=6")
+    model.save_pretrained(tmp_path)
+    host = type(zoo.tiny(model_type)[0])
+    loaded = patched_model_class(host).from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert torch.equal(states(loaded, inputs), states(model, inputs))
+
+
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_decoding(model_type: str) -> None:
+    """With a cache (dynamic, static), in beams, in eager attention: as without a cache."""
+    model, prompt = generator(model_type, "alibi")
+    plain = generated(model, prompt, use_cache=False)
+    assert difference(generated(model, prompt), plain) <= 1e-4
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert difference(generated(model, prompt, **static), plain) <= 1e-4
+    beams = generated(model, prompt, num_beams=3, use_cache=False)
+    assert difference(generated(model, prompt, num_beams=3), beams) <= 1e-4
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+        assert difference(generated(model, prompt), plain) <= 1e-4
+        assert difference(generated(model, prompt, **static), plain) <= 1e-4
+
+
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_control_decoding(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = AttentionLens._slots
+    monkeypatch.setattr(AttentionLens, "_slots", lambda self, m, s, a: real(self, m, s, {**a, self.cache: None}))
+    model, prompt = generator(model_type, "alibi")
+    assert difference(generated(model, prompt), generated(model, prompt, use_cache=False)) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_neo"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_left_padding_changes_nothing(name: str, implementation: str, use_cache: bool) -> None:
+    model = patched(make(name), pos="alibi")
+    if name != "gpt_neo":  # which is eager alone
+        model.set_attn_implementation(implementation)
+    prompt, pad = tokens(2, 6), torch.zeros(2, 5, dtype=torch.long)
+    alone = generated(model, {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, use_cache=False)
+    padded = {"input_ids": torch.cat((pad, prompt), 1), "attention_mask": torch.cat((pad, torch.ones_like(prompt)), 1)}
+    assert difference(generated(model, padded, use_cache=use_cache), alone) <= 1e-4
+
+
+def test_a_prompt_in_two_pieces() -> None:
+    model = patched(make("gpt2"), pos="alibi")
+    whole = tokens(2, 11)
+    with torch.no_grad():
+        cache = model(whole[:, :6]).past_key_values
+        second = model(whole[:, 6:], past_key_values=cache).logits
+        assert difference(second, model(whole).logits[:, 6:]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_autocast(name: str, dtype: torch.dtype) -> None:
+    model = patched(make(name), pos="alibi")
+    given = {"input_ids": tokens(2, 12), "attention_mask": torch.tensor([[1] * 12, [1] * 8 + [0] * 4])}
+    with torch.no_grad():
+        expected = model(**given).logits
+        with torch.autocast("cpu", dtype=dtype):
+            cast = model(**given).logits.float()
+        half = model.to(dtype)(**given).logits.float()
+    assert model.get_submodule("transformer.h.0.attn" if name == "gpt2" else "bert.encoder.layer.0.attention.self")
+    for out in (cast[:1], half[:1], cast[1, :8], half[1, :8]):
+        wanted = expected[:1] if out.dim() == 3 else expected[1, :8]
+        assert torch.nn.functional.cosine_similarity(out.flatten(), wanted.flatten(), dim=0) > 0.98
+    slopes = next(module.slopes for module in model.modules() if isinstance(module, LinearBias))
+    assert slopes.dtype == torch.float32
+    assert slopes.tolist() == ALiBi().slopes(4)
+
+
+def test_packed_sequences() -> None:
+    """What a host's mask keeps apart stays apart, and inside a sequence only distances count."""
+    model = patched(make("gpt2"), pos="alibi")
+    one, two = tokens(1, 5), tokens(1, 7, 1)
+    packed, positions = torch.cat((one, two), 1), torch.tensor([[*range(5), *range(7)]])
+    with torch.no_grad():
+        out = model(packed, position_ids=positions, use_cache=False).logits
+        assert difference(out[:, :5], model(one).logits) <= 1e-5
+        assert difference(out[:, 5:], model(two).logits) <= 1e-5
+        assert difference(model(packed, use_cache=False).logits[:, 5:], out[:, 5:]) > 1e-2  # control
+
+
+# --- what can't carry a bias ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention", "paged|sdpa"])
+def test_an_implementation_without_a_bias_is_refused(implementation: str) -> None:
+    model = make("gpt2")
+    model.config._attn_implementation_internal = implementation
+    with pytest.raises(UnsupportedError, match=r"h\.0\.attn: attention '.*' .*set_attn_implementation\('sdpa'\)"):
+        plan_patch(model, pos="alibi")
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
+def test_an_implementation_that_is_switched_later_is_refused_when_it_runs(implementation: str) -> None:
+    model = patched(make("gpt2"), pos="alibi")
+    model.config._attn_implementation_internal = implementation
+    with pytest.raises(PositionError, match=r"ALiBi's bias would be lost.*'eager'"):
+        model.transformer.h[0].attn(torch.randn(1, 3, 32))
+
+
+def test_a_mask_without_heads_is_refused() -> None:
+    model = patched(make("gpt2"), pos="alibi")
+    with pytest.raises(PositionError, match=r"attention_mask \(1, 3\); a bias on its scores needs \(B, 1, T, S\)"):
+        model.transformer.h[0].attn(torch.randn(1, 3, 32), attention_mask=torch.ones(1, 3))
+
+
+class Deaf(nn.Module):
+    """An attention in the place of GPT-2's that takes a mask and does something else with it."""
+
+    how = "ignores"
+
+    def __init__(self, host: nn.Module):
+        super().__init__()
+        self.c_attn, self.num_heads, self.head_dim, self.layer_idx = host.c_attn, 4, 8, host.layer_idx
+        self.config, self.is_causal = host.config, True
+
+    def forward(self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Any = None, **_: Any) -> Any:
+        q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.c_attn(hidden_states).chunk(3, -1))
+        scores = q @ k.transpose(-1, -2) + self.added(attention_mask)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2), None
+
+    def added(self, mask: Tensor) -> Tensor | float:
+        return 0.0
+
+
+class OneHead(Deaf):
+    def added(self, mask: Tensor) -> Tensor:
+        return mask[:, :1]
+
+
+class Boolean(Deaf):
+    def added(self, mask: Tensor) -> Tensor:
+        return torch.zeros(mask.shape).masked_fill(mask.bool(), -1e4)
+
+
+class TwoDimensional(Deaf):
+    def added(self, mask: Tensor) -> Tensor:
+        batch, length = mask.shape
+        return mask.view(batch, 1, 1, length)
+
+
+class Hearing(Deaf):
+    def added(self, mask: Tensor) -> Tensor:
+        return mask
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Deaf, "doesn't add its mask to its scores"),
+        (OneHead, "reads a mask of one head for all"),
+        (Boolean, "takes its mask for yes and no"),
+        (TwoDimensional, "couldn't be tried with a mask of its own for every head"),
+        (Hearing, None),
+    ],
+)
+def test_an_attention_that_would_lose_the_bias_is_refused(kind: type[nn.Module], message: str | None) -> None:
+    model = make("gpt2")
+    for block in model.transformer.h:
+        block.attn = kind(block.attn)
+    if message is None:  # control
+        assert plan_patch(model, pos="alibi")
+        return
+    with pytest.raises(UnsupportedError, match=rf"h\.\d\.attn: {kind.__name__} {message}.*pos='rope' works here"):
+        plan_patch(model, pos="alibi")
+
+
+def test_an_attention_without_a_mask_argument_is_refused() -> None:
+    class NoMask(nn.Module):
+        head_dim, num_heads = 8, 4
+
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return hidden_states
+
+    model = make("gpt2")
+    model.transformer.h[0].attn = NoMask()
+    with pytest.raises(UnsupportedError, match=r"h\.0\.attn: NoMask takes no mask of the shape \(B, 1, T, S\)"):
+        plan_patch(model, pos="alibi")
+
+
+def test_alibi_and_rope_replace_one_another() -> None:
+    given = {"input_ids": tokens(2, 9)}
+    for first, second in (("alibi", "rope"), ("rope", "alibi")):
+        model = patched(patched(make("gpt2"), pos=first), pos=second)
+        direct = patched(make("gpt2"), pos=second)
+        with torch.no_grad():
+            assert torch.equal(model(**given).logits, direct(**given).logits)
+        assert {type(m).__name__ for m in model.modules()} == {type(m).__name__ for m in direct.modules()}
+    model = patched(patched(make("gpt2"), pos="alibi"), pos="nope")
+    assert not any(isinstance(module, LinearBias) for module in model.modules())
+    assert all(LENS in block.attn.__dict__ for block in model.transformer.h)

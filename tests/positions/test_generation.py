@@ -1,0 +1,181 @@
+"""Every way of generating, for decoders of every build: with rotated queries and keys as without a cache."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from transformers import CompileConfig
+
+from hfpatch import ARCHITECTURES
+from hfpatch.attention import AttentionLens
+
+sys.path.insert(0, str(Path(__file__).parent))
+from checks import RECORDED, difference, generated, generator, patched
+
+CAUSAL = [name for name in RECORDED if any(stack.causal for stack in ARCHITECTURES[name].stacks)]
+TEXT = [name for name in CAUSAL if name != "whisper"]  # whose generate() is another
+ALONE = [name for name in TEXT if all(stack.causal for stack in ARCHITECTURES[name].stacks)]  # decoders without encoder
+STEPS = {"max_new_tokens": 7, "min_new_tokens": 7, "forced_eos_token_id": None}
+
+
+def prompt(model: Any, given: dict[str, Any], length: int = 9) -> dict[str, Any]:
+    """A prompt that repeats itself, so that looking up what followed finds something."""
+    tokens = given["input_ids"][:1, :3].repeat(1, length // 3)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+def chosen(model: Any, given: dict[str, Any], **options: Any) -> Tensor:
+    with torch.no_grad():
+        return model.generate(**given, **{**STEPS, "do_sample": False, "num_beams": 1, **options})
+
+
+def made(name: str, pos: str = "rope") -> tuple[Any, dict[str, Any]]:
+    model, given = generator(name, pos)
+    model.generation_config.eos_token_id = None
+    given = {key: value.double() if value.is_floating_point() else value for key, value in given.items()}
+    return model.double(), prompt(model, given) if name in TEXT else given
+
+
+@pytest.mark.parametrize(
+    ("name", "pos"), [(name, "rope") for name in CAUSAL] + [(n, "alibi") for n in ("gpt2", "gpt_neo", "bart")]
+)
+def test_greedy_beams_and_samples(name: str, pos: str) -> None:
+    model, given = made(name, pos)
+    plain = generated(model, given, use_cache=False)
+    assert difference(generated(model, given), plain) <= 1e-4
+    beams = generated(model, given, num_beams=3, use_cache=False)
+    assert difference(generated(model, given, num_beams=3), beams) <= 1e-4
+    samples = []
+    for use_cache in (True, False):
+        torch.manual_seed(11)
+        samples.append(chosen(model, given, do_sample=True, top_k=50, use_cache=use_cache))
+    assert torch.equal(*samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "pos"),
+    [(name, "rope") for name in TEXT] + [(n, p) for n in ("gpt2", "opt", "bart") for p in ("alibi", "sinusoidal")],
+)
+def test_drafted_tokens_are_checked_as_they_would_be_chosen(name: str, pos: str) -> None:
+    """Prompt lookup and an assistant: several tokens at once, and a cache that is cut back where they were wrong."""
+    model, given = made(name, pos)
+    greedy = chosen(model, given, use_cache=False)
+    assert torch.equal(chosen(model, given, prompt_lookup_num_tokens=3), greedy)
+    assistant, drafted = copy.deepcopy(model), []
+    with torch.no_grad():
+        for parameter in assistant.parameters():  # which is often wrong
+            parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    assistant.register_forward_hook(lambda *_: drafted.append(1))
+    assert torch.equal(chosen(model, given, assistant_model=assistant), greedy)
+    assert drafted
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_static_cache(name: str) -> None:
+    model, given = made(name)
+    static = generated(model, given, cache_implementation="static", disable_compile=True)
+    assert difference(static, generated(model, given, use_cache=False)) <= 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="transformers offloads a cache from a GPU alone")
+@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize("pos", ["rope", "alibi"])
+def test_an_offloaded_cache(name: str, pos: str) -> None:
+    if pos == "alibi" and name == "mvp":
+        pytest.skip("takes no bias, see test_alibi.py")
+    model, given = made(name, pos)
+    model, given = model.cuda(), {key: value.cuda() for key, value in given.items()}
+    plain = generated(model, given, use_cache=False)
+    for cache in ("offloaded", "offloaded_static"):
+        assert difference(generated(model, given, cache_implementation=cache, disable_compile=True), plain) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_left_padding_changes_nothing(name: str, use_cache: bool) -> None:
+    model, given = made(name)
+    pad = torch.full((1, 4), model.config.pad_token_id or 0)
+    padded = {
+        "input_ids": torch.cat((pad, given["input_ids"]), 1),
+        "attention_mask": torch.cat((torch.zeros_like(pad), given["attention_mask"]), 1),
+    }
+    plain = generated(model, given, use_cache=False)
+    assert difference(generated(model, padded, use_cache=use_cache), plain) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+@pytest.mark.parametrize("pos", ["rope", "alibi"])
+def test_a_compiled_static_cache(name: str, pos: str) -> None:
+    torch._dynamo.reset()
+    model, given = made(name, pos)
+    plain = generated(model, given, use_cache=False)
+    config = CompileConfig(fullgraph=True, backend="aot_eager", dynamic=False)
+    config._compile_all_devices = True  # CPUs too
+    compiled = generated(model, given, cache_implementation="static", compile_config=config)
+    assert hasattr(model, "_compiled_call")
+    assert difference(compiled, plain) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "biogpt"])
+@pytest.mark.parametrize("pos", ["rope", "alibi"])
+def test_a_quantized_cache(name: str, pos: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import cache_utils
+
+    class ByHand(cache_utils.QuantizedLayer):
+        """Rounds what goes into the cache to 1 part in 2000 of its largest value."""
+
+        def __init__(self) -> None:
+            super().__init__(nbits=8, residual_length=4)
+
+        def _quantize(self, tensor: Tensor, axis: int) -> Any:
+            scale = tensor.abs().amax() / 2000
+            return (tensor / scale).round(), scale
+
+        def _dequantize(self, quantized: Any) -> Tensor:
+            return quantized[0] * quantized[1]
+
+    model, given = made(name, pos)
+    plain = generated(model, given, use_cache=False)
+    cache = cache_utils.DynamicCache()
+    cache.layers = [ByHand() for _ in range(model.config.num_hidden_layers)]
+    assert difference(generated(model, given, past_key_values=cache), plain) <= 0.05
+    assert cache.layers[0].get_seq_length() > 9
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra", "Data2VecText"])
+def test_encoders_that_decode(name: str) -> None:
+    torch.manual_seed(0)
+    config = getattr(hf, f"{name}Config")(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=34, initializer_range=0.4, is_decoder=True, pad_token_id=0, bos_token_id=1,
+        eos_token_id=None, embedding_size=32,
+    )  # fmt: skip
+    model = patched(hf.AutoModelForCausalLM.from_config(config).eval(), pos="rope")
+    given = {"input_ids": torch.randint(3, 97, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    plain = generated(model, given, use_cache=False)
+    assert difference(generated(model, given), plain) <= 1e-4
+    assert (
+        difference(generated(model, given, num_beams=3), generated(model, given, num_beams=3, use_cache=False)) <= 1e-4
+    )
+
+
+def test_there_are_decoders_of_twelve_builds() -> None:
+    assert len(CAUSAL) >= 12
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_control_a_rotation_that_forgets_the_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = AttentionLens.__call__
+    monkeypatch.setattr(
+        AttentionLens, "__call__", lambda self, m, a: real(self, m, {**a, "position_ids": None, self.cache: None})
+    )
+    model, given = made(name)
+    assert difference(generated(model, given), generated(model, given, use_cache=False)) > 1e-2

@@ -1,0 +1,227 @@
+"""Learned positions of another number: what stays bit for bit, what is new, what trains."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hfpatch import (
+    ARCHITECTURES,
+    Learned,
+    NothingToPatchError,
+    OptionError,
+    UnsupportedError,
+    plan_patch,
+    unpatch_model,
+)
+from hfpatch.checkpoint import patched_model_class
+from hfpatch.positions.learned import METHODS
+
+sys.path.insert(0, str(Path(__file__).parent))
+import zoo
+from checks import RECORDED, TEXT, base, difference, generated, generator, owners, patched, states, tokens
+from families import inputs, logits, make
+
+REFUSED = {"vit"}  # a grid of patches
+SERVED = [name for name in RECORDED if name not in REFUSED]
+TABLE = torch.arange(5.0)[:, None] * torch.tensor([[1.0, -2.0]]) + torch.tensor([[0.0, 7.0]])
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_methods() -> None:
+    def rows(method: str, number: int) -> list[float]:
+        return Learned(max_positions=number, method=method).resized(TABLE)[:, 0].tolist()
+
+    assert rows("tile", 12) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+    assert rows("zeros", 7) == [0, 1, 2, 3, 4, 0, 0]
+    assert rows("mean", 7) == [0, 1, 2, 3, 4, 2, 2]
+    assert rows("linear", 9) == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4]
+    assert rows("linear", 3) == [0, 2, 4]
+    assert rows("nearest", 10) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    for method in ("tile", "zeros", "mean", "normal"):
+        assert rows(method, 3) == [0, 1, 2]
+        assert rows(method, 9)[:5] == [0, 1, 2, 3, 4]
+    drawn = Learned(max_positions=4005, method="normal").resized(TABLE)[5:]
+    assert torch.allclose(drawn.mean(0), TABLE.mean(0), atol=0.1)
+    assert torch.allclose(drawn.std(0), TABLE.std(0), rtol=0.1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_number_is_the_same_table(method: str) -> None:
+    assert torch.equal(Learned(max_positions=5, method=method).resized(TABLE), TABLE)
+
+
+def test_half_precision_is_interpolated_in_float32() -> None:
+    table = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    resized = Learned(max_positions=120, method="linear").resized(table)
+    assert resized.dtype == torch.bfloat16
+    wide = Learned(max_positions=120, method="linear").resized(table.float())
+    assert torch.equal(resized, wide.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "options", [{"method": "bicubic"}, {"max_positions": -1}, {"max_positions": 1.5}, {"max_positions": True}]
+)
+def test_options_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=next(iter(options))):
+        Learned(**options)
+
+
+# --- every record -----------------------------------------------------------------------------------------------------
+
+
+def lengths(model_type: str) -> tuple[int, int]:
+    """Positions that the first table holds, and rows before them."""
+    model, _ = zoo.tiny(model_type)
+    stack = ARCHITECTURES[model_type].stacks[0]
+    table = model.get_submodule(f"{owners(model, model_type)[0]}.{stack.table}".strip("."))
+    first = stack.reserved_rows if table.padding_idx is None else table.padding_idx + 1
+    return table.num_embeddings - first, first
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_extended_keeps_the_function_on_what_fitted_before(model_type: str, tmp_path: Path) -> None:
+    original, given = base(model_type)
+    old, first = lengths(model_type)
+    text = set(given) <= TEXT
+    request = Learned(max_positions=3 * old, method="mean")
+    plan = plan_patch(zoo.tiny(model_type)[0], pos=request)
+    assert not plan.losses()
+    model, _ = base(model_type, request)
+    if text:
+        assert torch.equal(states(model, given), states(original, given))
+        long = {name: tokens(2, 3 * old, len(name)) for name in given if name.endswith("input_ids")}
+        assert states(model, long).isfinite().all()
+        with pytest.raises((IndexError, RuntimeError, ValueError)):
+            states(model, {name: torch.cat((value, value), 1) for name, value in long.items()})
+    stack = ARCHITECTURES[model_type].stacks[0]
+    path = f"{owners(model, model_type)[0]}.{stack.table}".strip(".")
+    table, before = model.get_submodule(path), original.get_submodule(path)
+    assert table.weight.shape == (first + 3 * old, before.embedding_dim)
+    assert type(table) is type(before)
+    assert table.weight.requires_grad is before.weight.requires_grad
+    assert torch.equal(table.weight[: first + old], before.weight)
+    model.save_pretrained(tmp_path)
+    host = type(zoo.tiny(model_type)[0])
+    loaded = patched_model_class(host).from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert torch.equal(loaded.get_submodule(path).weight, table.weight)
+    if text:
+        assert torch.equal(states(loaded, long), states(model, long))
+
+
+@pytest.mark.parametrize("method", ["tile", "linear"])
+def test_whisper_takes_as_many_frames_as_its_new_table(method: str) -> None:
+    model = patched(make("whisper"), pos=Learned(max_positions=48, method=method))
+    assert model.config.max_source_positions == model.config.max_target_positions == 48
+    assert logits(model, inputs("whisper", 48)).shape[1] == 48
+    with pytest.raises(IndexError):
+        logits(model, inputs("whisper", 49))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_neo", "bart"])
+def test_decoding_beyond_the_old_length(name: str) -> None:
+    model, prompt = generator(name, "learned:max_positions=300")
+    steps = {"max_new_tokens": 12, "min_new_tokens": 12}
+    plain = generated(model, prompt, use_cache=False, **steps)
+    assert difference(generated(model, prompt, **steps), plain) <= 1e-4
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert difference(generated(model, prompt, **static, **steps), plain) <= 1e-4
+
+
+def test_new_rows_train() -> None:
+    model = patched(make("gpt2"), pos="learned:max_positions=40")
+    model(tokens(1, 38), labels=tokens(1, 38)).loss.backward()
+    grad = model.transformer.wpe.weight.grad
+    assert grad.shape == (40, 32)
+    assert (grad[32:37].abs().sum(-1) > 0).all()  # the last token predicts nothing
+    assert not grad[37:].any()
+
+
+def test_the_optimizer_follows() -> None:
+    model = make("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    patched(model, pos="learned:max_positions=40", optimizer=optimizer)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert held == {id(parameter) for parameter in model.parameters()}
+
+
+def test_cut_or_stretched_is_said() -> None:
+    model = make("gpt2")
+    assert plan_patch(model, pos="learned:max_positions=16").losses() == ["inputs beyond 16 tokens are refused"]
+    stretched = plan_patch(model, pos="learned:max_positions=64,method=linear").losses()
+    assert stretched == ["its 32 positions are stretched over 64"]
+    with pytest.raises(UnsupportedError, match=r"wpe: pos='learned' isn't exact: its 32 positions are stretched"):
+        plan_patch(model, pos="learned:max_positions=64,method=linear", init="exact")
+    assert plan_patch(model, pos="learned:max_positions=64", init="exact")
+    cut = patched(make("gpt2"), pos="learned:max_positions=16")
+    with pytest.raises(IndexError):
+        cut(tokens(1, 17))
+
+
+def test_fresh_rows() -> None:
+    table = patched(make("opt"), pos="learned:max_positions=2000", init="reset").model.decoder.embed_positions.weight
+    assert table.shape == (2002, 32)
+    original = make("opt").model.decoder.embed_positions.weight
+    assert torch.equal(table[:2], original[:2])
+    assert not torch.equal(table[2:34], original[2:])
+    assert table[2:].std().item() == pytest.approx(0.4, rel=0.02)  # its init_std
+    same = patched(make("opt"), pos="learned", init="reset").model.decoder.embed_positions.weight
+    assert same.shape == original.shape
+    assert not torch.equal(same[2:], original[2:])
+
+
+# --- nothing to do, and what can't be ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("request_", ["learned", "learned:max_positions=32"])
+def test_the_size_that_it_has_changes_nothing(request_: str) -> None:
+    model = make("gpt2")
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(NothingToPatchError, match=r"max_positions says how many|holds 32 positions already"):
+        patched(model, pos=request_)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_a_table_that_is_gone_is_refused() -> None:
+    for pos, message in (("rope", "an earlier patch removed this table"), ("sinusoidal", "has no rows to resize")):
+        model = patched(make("gpt2"), pos=pos)
+        with pytest.raises(UnsupportedError, match=message):
+            plan_patch(model, pos="learned:max_positions=64")
+
+
+def test_a_grid_of_patches_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="grid of patches, whose rows have two coordinates"):
+        plan_patch(make("vit"), pos="learned:max_positions=64")
+
+
+def test_resized_twice_and_taken_back(tmp_path: Path) -> None:
+    model = make("opt")
+    original = {name: value.clone() for name, value in model.state_dict().items()}
+    patched(model, pos="learned:max_positions=48", reversible=True)
+    patched(model, pos="learned:max_positions=64,method=linear", reversible=True)
+    table: nn.Embedding = model.model.decoder.embed_positions
+    assert table.num_embeddings == 66
+    assert torch.equal(table.weight[:2], original["model.decoder.embed_positions.weight"][:2])
+    assert model.config.max_position_embeddings == 64
+    given = tokens(1, 60)
+    expected = model(given).logits
+    model.save_pretrained(tmp_path)
+    loaded = patched_model_class(type(make("opt"))).from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(given).logits, expected)
+    unpatch_model(model)
+    assert model.config.max_position_embeddings == 32
+    assert all(torch.equal(value, original[name]) for name, value in model.state_dict().items())
+
+
+def test_rope_after_a_longer_table() -> None:
+    model = patched(patched(make("gpt2"), pos="learned:max_positions=64"), pos="rope")
+    direct = patched(make("gpt2"), pos="rope")  # the mean row is that of the rows which were tiled
+    with torch.no_grad():
+        assert difference(model(tokens(2, 50)).logits, direct(tokens(2, 50)).logits) <= 1e-5

@@ -1,0 +1,446 @@
+"""Lengths: what configs, generation and tokenizers say; scaling from the old length, or by the input's."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from typer.testing import CliRunner
+
+from hfpatch import ARCHITECTURES, NothingToPatchError, OptionError, RoPE, UnsupportedError, plan_patch, unpatch_model
+from hfpatch.checkpoint import patched_model_class
+from hfpatch.cli import app
+from hfpatch.generation import _is_unlimited
+from hfpatch.positions.rope import AdaptiveRotaryEmbedding
+
+sys.path.insert(0, str(Path(__file__).parent))
+import zoo
+from checks import RECORDED, base, difference, generated, owners, patched, states, tokens
+from families import make
+
+IMAGES = {"vit"}  # a grid's number of patches isn't a length
+SEQUENCES = [name for name in RECORDED if name not in IMAGES]
+
+
+# --- configs ----------------------------------------------------------------------------------------------------------
+
+
+def config_lengths(model: Any, model_type: str) -> list[int]:
+    stacks = {stack.owner: stack for stack in ARCHITECTURES[model_type].stacks}
+    found = [module for module in model.modules() if type(module).__name__ in stacks]
+    return [getattr(module.config, stacks[type(module).__name__].config_length) for module in found]
+
+
+@pytest.mark.parametrize("model_type", SEQUENCES)
+@pytest.mark.parametrize("pos", ["rope", "learned"])
+def test_configs_say_the_new_length(model_type: str, pos: str, tmp_path: Path) -> None:
+    model, _ = zoo.tiny(model_type)
+    shared = model.config
+    before = config_lengths(model, model_type)
+    firsts, rows = [], []
+    for owner in owners(model, model_type):
+        stack = next(
+            s for s in ARCHITECTURES[model_type].stacks if s.owner == type(model.get_submodule(owner)).__name__
+        )
+        table = model.get_submodule(f"{owner}.{stack.table}".strip("."))
+        firsts.append(stack.reserved_rows if table.padding_idx is None else table.padding_idx + 1)
+        rows.append(table.num_embeddings)
+    more = [said + first - size for said, first, size in zip(before, firsts, rows, strict=True)]
+    assert all(m in (0, first) for m, first in zip(more, firsts, strict=True)), "the record names another attribute"
+    patched(model, pos=f"{pos}:max_positions=300", reversible=True)
+    assert config_lengths(model, model_type) == [300 + m for m in more]
+    assert model.config.hfpatch["pos"][0]["scheme"]["max_positions"] == 300
+    assert getattr(shared, "hfpatch", None) is None
+    model.save_pretrained(tmp_path)
+    host = type(zoo.tiny(model_type)[0])
+    loaded = patched_model_class(host).from_pretrained(tmp_path)
+    assert config_lengths(loaded, model_type) == [300 + m for m in more]
+    unpatch_model(model)
+    assert config_lengths(model, model_type) == before
+
+
+def test_without_it_the_config_keeps_its_number() -> None:
+    model = patched(make("gpt2"), pos="rope")
+    assert model.config.n_positions == 32
+    assert "max_positions" not in model.config.hfpatch["pos"][0]["scheme"]
+
+
+def test_asked_again_it_changes_nothing_and_another_length_composes() -> None:
+    model = patched(make("gpt2"), pos="rope:max_positions=64")
+    assert not plan_patch(model, pos="rope:max_positions=64").changes
+    patched(model, pos="rope:max_positions=128")
+    assert model.config.n_positions == 128
+    schemes = [part["scheme"] for part in model.config.hfpatch["pos"]]
+    assert [scheme["original_max_positions"] for scheme in schemes] == [32, 32]
+
+
+@pytest.mark.parametrize("pos", ["rope:max_positions=64", "nope:max_positions=64"])
+def test_a_model_that_rotates_by_itself(pos: str, tmp_path: Path) -> None:
+    config = hf.LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=97,
+        max_position_embeddings=32, initializer_range=0.4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(config).eval()
+    if pos.startswith("rope"):
+        scheme = RoPE(scaling={"rope_type": "yarn"}, max_positions=64)
+        other = patched(hf.LlamaForCausalLM(config).eval(), pos=RoPE(scaling={"rope_type": "yarn", "factor": 2.0}))
+        other.load_state_dict(model.state_dict())
+        patched(model, pos=scheme)
+        with torch.no_grad():
+            assert torch.equal(model(tokens(1, 50)).logits, other(tokens(1, 50)).logits)
+    else:
+        patched(model, pos=pos)
+    assert model.config.max_position_embeddings == 64
+    assert config.max_position_embeddings == 32
+    with torch.no_grad():
+        out = model(tokens(1, 50)).logits
+        model.save_pretrained(tmp_path)
+        loaded = patched_model_class(hf.LlamaForCausalLM).from_pretrained(tmp_path).eval()
+        assert loaded.config.max_position_embeddings == 64
+        assert torch.equal(loaded(tokens(1, 50)).logits, out)
+
+
+def test_where_no_config_says_a_length_it_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"none of its configs says how many positions there are"):
+        plan_patch(make("vit"), pos="rope:max_positions=64")
+    config = hf.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
+    with pytest.raises(UnsupportedError, match=r"dynamic scaling starts from LlamaConfig\.max_position_embeddings"):
+        plan_patch(hf.LlamaModel(config), pos=RoPE(scaling={"rope_type": "dynamic", "factor": 2.0}, max_positions=8192))
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+def run(model: Any, length: int, caplog: pytest.LogCaptureFixture, **options: Any) -> int:
+    """How many tokens `generate` adds to a prompt of this length by default; its warnings are errors."""
+    model.generation_config.eos_token_id = None
+    caplog.clear()
+    logger = logging.getLogger("transformers.generation")
+    logger.addHandler(caplog.handler)
+    try:
+        out = model.generate(tokens(1, length), pad_token_id=0, **options)
+    finally:
+        logger.removeHandler(caplog.handler)
+    hf.logging.warning_once.cache_clear() if hasattr(hf.logging.warning_once, "cache_clear") else None
+    said = [record.getMessage() for record in caplog.records if "length" in record.getMessage()]
+    assert not said, said
+    return out.shape[1] - length
+
+
+@pytest.mark.parametrize("pos", ["rope", "nope", "alibi", "sinusoidal"])
+def test_the_old_length_cuts_nothing_and_warns_of_nothing(pos: str, caplog: pytest.LogCaptureFixture) -> None:
+    for length in (20, 32, 40):
+        assert run(patched(make("gpt2"), pos=pos), length, caplog) == 20
+    assert run(patched(make("gpt2"), pos=pos), 30, caplog, max_new_tokens=9) == 9
+
+
+def test_control_the_old_length(caplog: pytest.LogCaptureFixture) -> None:
+    assert run(make("gpt2"), 20, caplog) == 12
+    with pytest.raises((AssertionError, ValueError, IndexError)):
+        run(make("gpt2"), 40, caplog)
+    kept = patched(make("gpt2"), pos="rope", keep="*wpe*")  # its table still ends
+    assert not _is_unlimited(kept)
+    assert run(kept, 20, caplog) == 12
+
+
+@pytest.mark.parametrize("pos", ["rope:max_positions=48", "learned:max_positions=48", "alibi:max_positions=48"])
+def test_a_length_that_was_asked_for_is_kept_to(pos: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert run(patched(make("gpt2"), pos=pos), 40, caplog) == 8
+    assert run(patched(make("gpt2"), pos=pos), 20, caplog) == 20
+
+
+def test_a_generation_config_that_ended_at_the_old_length_follows(tmp_path: Path) -> None:
+    model = make("whisper")
+    model.generation_config.max_length = 32
+    shared = model.generation_config
+    patched(model, pos="rope:max_positions=64", reversible=True)
+    assert model.generation_config.max_length == 64
+    assert shared.max_length == 32
+    model.save_pretrained(tmp_path)
+    loaded = patched_model_class(hf.WhisperForConditionalGeneration).from_pretrained(tmp_path)
+    assert loaded.generation_config.max_length == 64
+    unpatch_model(model)
+    assert model.generation_config is shared
+
+
+# --- tokenizers -------------------------------------------------------------------------------------------------------
+
+
+def tokenizer(**options: Any) -> Any:
+    inner = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return hf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", **options)
+
+
+class Processor:
+    def __init__(self, inner: Any):
+        self.tokenizer = inner
+
+
+def test_a_tokenizer_is_told(tmp_path: Path) -> None:
+    told = tokenizer(model_max_length=32)
+    model = patched(make("gpt2"), pos="rope:max_positions=64", tokenizer=told, reversible=True)
+    assert told.model_max_length == 64
+    assert len(told(" ".join("ab" * 40), truncation=True)["input_ids"]) == 64
+    told.save_pretrained(tmp_path)
+    assert hf.AutoTokenizer.from_pretrained(tmp_path).model_max_length == 64
+    unpatch_model(model)
+    assert told.model_max_length == 32
+    inner = tokenizer(model_max_length=32)
+    patched(make("gpt2"), pos="alibi:max_positions=64", tokenizer=Processor(inner))
+    assert inner.model_max_length == 64
+
+
+def test_a_tokenizer_without_a_length_to_be_told_is_refused() -> None:
+    told, model = tokenizer(model_max_length=32), make("gpt2")
+    with pytest.raises(OptionError, match=r"pos= must say it: pos='rope:max_positions=8192'"):
+        patched(model, pos="rope", tokenizer=told)
+    with pytest.raises(OptionError, match="takes a tokenizer or a processor"):
+        patched(model, pos="rope:max_positions=64", tokenizer="gpt2")
+    assert told.model_max_length == 32
+    assert not hasattr(model.config, "hfpatch")
+
+
+# --- scaling ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_the_factor_follows_from_the_lengths(kind: str, tmp_path: Path) -> None:
+    given = {"input_ids": tokens(1, 100)}
+    follows = patched(make("gpt2"), pos=RoPE(scaling={"rope_type": kind}, max_positions=128))
+    explicit = patched(make("gpt2"), pos=RoPE(scaling={"rope_type": kind, "factor": 4.0}))
+    plain = patched(make("gpt2"), pos="rope")
+    with torch.no_grad():
+        out = follows(**given).logits
+        assert torch.equal(out, explicit(**given).logits)
+        assert difference(plain(**given).logits, out) > 1e-2  # control
+        follows.save_pretrained(tmp_path)
+        loaded = patched_model_class(hf.GPT2LMHeadModel).from_pretrained(tmp_path).eval()
+        assert torch.equal(loaded(**given).logits, out)  # although its config now says 128
+    again = plan_patch(loaded, pos=RoPE(scaling={"rope_type": kind}, max_positions=128))
+    assert not again.changes
+    with pytest.raises(OptionError, match=f"scaling type '{kind}' needs factor"):
+        RoPE(scaling={"rope_type": kind})
+
+
+def test_stacks_of_different_lengths_can_t_share_a_scale() -> None:
+    scheme = {"scaling": {"rope_type": "yarn"}, "max_positions": 64}
+    with pytest.raises(OptionError, match=r"this model has \[16, 32\].*one stack at a time"):
+        plan_patch(make("whisper"), pos=RoPE(**scheme))
+    decoder = patched(make("whisper"), pos=RoPE(**scheme), only="*decoder*")
+    assert decoder.config.hfpatch["pos"][0]["scheme"]["scaling"]["factor"] == 2.0
+    assert plan_patch(make("whisper"), pos=RoPE(**scheme, original_max_positions=32))
+
+
+# --- frequencies that go by the input's length ------------------------------------------------------------------------
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0, 1.2],
+    "long_factor": [2.0, 3.0, 4.0, 6.0],
+    "factor": 4.0,
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 3.0}
+by_length = pytest.mark.parametrize("scaling", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
+
+
+@by_length
+@pytest.mark.parametrize("length", [5, 31, 32, 33, 64, 500])
+def test_frequencies_are_transformers_own(scaling: dict[str, Any], length: int) -> None:
+    rotary = RoPE(theta=500.0, scaling=scaling).build(8, 32)
+    assert isinstance(rotary, AdaptiveRotaryEmbedding)
+    config = hf.LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=32)
+    config.rope_parameters = {**scaling, "rope_theta": 500.0}
+    if scaling is LONGROPE:
+        config.rope_parameters["original_max_position_embeddings"] = 32
+    expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, None, seq_len=length)
+    assert torch.allclose(rotary.frequencies_for(torch.arange(length)[None]), expected, rtol=1e-6)
+    assert rotary.attention_scaling == factor
+    positions = torch.arange(length)[None]
+    cos, sin = rotary(positions)
+    host = hf.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    host_cos, host_sin = host(torch.zeros(1), positions)
+    assert torch.allclose(cos[0, :, 0], host_cos[0, :, :4], atol=1e-4)
+    assert torch.allclose(sin[0, :, 0], host_sin[0, :, :4], atol=1e-4)
+
+
+def as_gpt_neox(model: Any, scaling: dict[str, Any]) -> Any:
+    """A patched GPT-2 as transformers' own GPT-NeoX, which is the same function with RoPE."""
+    d, heads = 32, 4
+    original = {"original_max_position_embeddings": 32} if scaling is LONGROPE else {}
+    config = hf.GPTNeoXConfig(
+        vocab_size=97, hidden_size=d, num_hidden_layers=2, num_attention_heads=heads, intermediate_size=4 * d,
+        hidden_act="gelu_new", max_position_embeddings=32, use_parallel_residual=False, tie_word_embeddings=False,
+        rope_parameters={**scaling, **original, "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    neox = hf.GPTNeoXForCausalLM(config).eval()
+    state = {
+        "gpt_neox.embed_in.weight": model.transformer.wte.weight + model.transformer.wpe.constant,
+        "gpt_neox.final_layer_norm.weight": model.transformer.ln_f.weight,
+        "gpt_neox.final_layer_norm.bias": model.transformer.ln_f.bias,
+    }
+    for i, block in enumerate(model.transformer.h):
+        pairs = {
+            "input_layernorm": block.ln_1,
+            "post_attention_layernorm": block.ln_2,
+            "attention.dense": block.attn.c_proj,
+            "mlp.dense_h_to_4h": block.mlp.c_fc,
+            "mlp.dense_4h_to_h": block.mlp.c_proj,
+        }
+        for name, module in pairs.items():
+            state[f"gpt_neox.layers.{i}.{name}.weight"] = module.weight.T if module.weight.dim() == 2 else module.weight
+            state[f"gpt_neox.layers.{i}.{name}.bias"] = module.bias
+        name = f"gpt_neox.layers.{i}.attention.query_key_value"
+        per_head = block.attn.c_attn.weight.T.reshape(3, heads, d // heads, d).transpose(0, 1)
+        state[f"{name}.weight"] = per_head.reshape(3 * d, d)
+        state[f"{name}.bias"] = block.attn.c_attn.bias.reshape(3, heads, d // heads).transpose(0, 1).reshape(-1)
+    missing, unexpected = neox.load_state_dict(state, strict=False)
+    assert missing in (["lm_head.weight"], ["embed_out.weight"])
+    assert not unexpected
+    neox.get_output_embeddings().weight = model.transformer.wte.weight
+    return neox
+
+
+@by_length
+def test_generating_beyond_the_old_length_is_what_gpt_neox_does(scaling: dict[str, Any]) -> None:
+    """With a cache keys keep the frequencies of their time, in transformers' model as here."""
+    model = patched(make("gpt2"), pos=RoPE(scaling=scaling))
+    prompt = {"input_ids": tokens(2, 20), "attention_mask": torch.ones(2, 20, dtype=torch.long)}
+    steps = {"max_new_tokens": 24, "min_new_tokens": 24}
+    outs: dict[bool, Tensor] = {}
+    for use_cache in (True, False):
+        neox = as_gpt_neox(model, scaling)
+        outs[use_cache] = generated(model, prompt, use_cache=use_cache, **steps)
+        assert difference(outs[use_cache], generated(neox, prompt, use_cache=use_cache, **steps)) <= 1e-3
+    inside = 32 - 20  # steps at which the input is no longer than the table was
+    assert difference(outs[True][:inside], outs[False][:inside]) <= 1e-4
+    assert difference(outs[True][inside + 1 :], outs[False][inside + 1 :]) > 1e-2  # which the documentation says
+
+
+@by_length
+def test_nothing_is_remembered_of_longer_inputs(scaling: dict[str, Any]) -> None:
+    model = patched(make("gpt2"), pos=RoPE(scaling=scaling))
+    with torch.no_grad():
+        before = model(tokens(1, 40)).logits
+        model(tokens(1, 90))
+        assert torch.equal(model(tokens(1, 40)).logits, before)
+
+
+@by_length
+def test_saved_compiled_and_moved(scaling: dict[str, Any], tmp_path: Path) -> None:
+    model = patched(make("gpt2"), pos=RoPE(scaling=scaling))
+    with torch.no_grad():
+        short, long = model(tokens(1, 20)).logits, model(tokens(1, 48)).logits
+        model.save_pretrained(tmp_path)
+        loaded = patched_model_class(hf.GPT2LMHeadModel).from_pretrained(tmp_path).eval()
+        assert torch.equal(loaded(tokens(1, 48)).logits, long)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert difference(compiled(tokens(1, 20), use_cache=False).logits, short) <= 1e-5
+        assert difference(compiled(tokens(1, 48), use_cache=False).logits, long) <= 1e-5
+    rotary = model.bfloat16().transformer.h[0].attn.rotary_emb
+    assert {buffer.dtype for buffer in rotary.buffers()} == {torch.float32}
+    assert torch.equal(rotary.float().long_freq, RoPE(scaling=scaling).build(8, 32).long_freq)
+
+
+def test_scaling_that_doesn_t_fit_a_head() -> None:
+    short = {**LONGROPE, "short_factor": [1.0]}
+    with pytest.raises(OptionError, match=r"h\.0\.attn: scaling\['short_factor'\] has 1 numbers for 4 pairs"):
+        plan_patch(make("gpt2"), pos=RoPE(scaling=short))
+    with pytest.raises(OptionError, match="dynamic scaling needs more than 2 rotated channels"):
+        plan_patch(make("gpt2"), pos=RoPE(scaling=DYNAMIC, partial=0.25))
+
+
+# --- packed sequences -------------------------------------------------------------------------------------------------
+
+
+def packs(model: Any) -> bool:
+    """Whether two sequences in one row, told apart by position_ids, are as each alone (no mask, no cache)."""
+    one, two = tokens(1, 9), tokens(1, 7, 1)
+    positions = torch.tensor([[*range(9), *range(7)]])
+    with torch.no_grad():
+        out = model(torch.cat((one, two), 1), position_ids=positions, use_cache=False).logits
+        first, second = difference(out[:, :9], model(one).logits), difference(out[:, 9:], model(two).logits)
+    assert first <= 1e-5
+    return second <= 1e-5
+
+
+@pytest.mark.parametrize("pos", ["rope", "alibi", "nope", "sinusoidal", "learned:max_positions=64"])
+@pytest.mark.parametrize(("name", "host"), [("gpt2", True), ("gpt_neo", True), ("opt", False)])
+def test_packed_sequences_stay_apart_where_the_host_s_mask_goes_by_position_ids(
+    name: str, host: bool, pos: str
+) -> None:
+    assert packs(make(name)) is host
+    assert packs(patched(make(name), pos=pos)) is host
+
+
+@pytest.mark.parametrize("pos", ["rope", "alibi"])
+def test_packed_sequences_with_a_mask_of_blocks(pos: str) -> None:
+    """What every host takes: a mask (B, 1, T, T) of the caller's own."""
+    model = patched(make("opt"), pos=pos)
+    one, two = tokens(1, 9), tokens(1, 7, 1)
+    blocks = torch.block_diag(torch.ones(9, 9), torch.ones(7, 7)).tril()[None, None].bool()
+    positions = torch.tensor([[*range(9), *range(7)]])
+    with torch.no_grad():
+        out = model(torch.cat((one, two), 1), attention_mask=blocks, position_ids=positions, use_cache=False).logits
+        assert difference(out[:, 9:], model(two).logits) <= 1e-5
+
+
+def test_nothing_is_packed_with_a_cache() -> None:
+    """transformers looks for packed sequences only where there is no cache: patched or not, pass use_cache=False."""
+    one, two = tokens(1, 9), tokens(1, 7, 1)
+    positions = torch.tensor([[*range(9), *range(7)]])
+    for model in (make("gpt2"), patched(make("gpt2"), pos="rope")):
+        with torch.no_grad():
+            out = model(torch.cat((one, two), 1), position_ids=positions, use_cache=True).logits
+            assert difference(out[:, 9:], model(two).logits) > 1e-2
+
+
+def test_a_base_model_of_a_length_runs_beyond_it() -> None:
+    model, _ = base("roberta", "rope:max_positions=300")
+    assert states(model, {"input_ids": tokens(1, 400)}).isfinite().all()
+
+
+def test_nothing_to_patch_is_still_said() -> None:
+    with pytest.raises(NothingToPatchError):
+        plan_patch(patched(make("gpt2"), pos="nope"), pos="nope", keep="*")
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_tells_model_and_tokenizer(tmp_path: Path) -> None:
+    make("gpt2").save_pretrained(tmp_path / "model")
+    tokenizer(model_max_length=32).save_pretrained(tmp_path / "model")
+    request = ["--pos", 'rope:max_positions=64,scaling={"rope_type":"linear"}', "--calibration", "none"]
+    result = CliRunner().invoke(app, ["patch", str(tmp_path / "model"), str(tmp_path / "out"), *request])
+    assert result.exit_code == 0, result.output
+    assert hf.AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 64
+    config = hf.AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.n_positions == 64
+    assert config.hfpatch["pos"][0]["scheme"]["scaling"] == {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("pos", "message"),
+    [
+        ("learned", "max_positions says how many"),
+        ("rope:max_positions=0", "max_positions must be a positive integer, not 0"),
+        ("alibi:max_bias=-1", "max_bias must be a number"),
+        ("sinusoidal:layout=halves", "layout must be one of interleaved, half, tensor2tensor"),
+    ],
+)
+def test_its_errors(pos: str, message: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "config:gpt2", "--pos", pos])
+    assert result.exit_code == 1
+    assert message in result.stderr

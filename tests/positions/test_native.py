@@ -1,0 +1,480 @@
+"""RoPE on models that rotate by themselves: their own settings keep every bit, others are what transformers builds."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, PretrainedConfig
+
+from hfpatch import (
+    NothingToPatchError,
+    NotPreservedWarning,
+    OptionError,
+    RoPE,
+    UnsupportedError,
+    patch_model,
+    plan_patch,
+    unpatch_model,
+)
+from hfpatch.convert.randomness import own_randomness
+from hfpatch.convert.run import outputs_of
+from hfpatch.native_rope import SETTINGS_AT, find_rotations, pairing_of
+from hfpatch.positions import RotaryEmbedding
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import zoo
+
+FAMILIES = [
+    *("llama", "mistral", "phi", "phi3", "gpt_neox", "gpt_neox_japanese", "falcon", "stablelm", "cohere", "cohere2"),
+    *("gemma", "gemma2", "gemma3_text", "qwen2", "qwen3", "qwen3_moe", "glm", "olmo", "olmo2", "modernbert"),
+    *("nomic_bert", "jina_embeddings_v3", "gpt_oss", "deepseek_v3", "llama4_text", "qwen2_vl", "pixtral"),
+]
+INTERLEAVED = {"cohere", "cohere2", "glm", "llama4_text"}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 3.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 8},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "longrope": {
+        "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [4.0 + i / 2 for i in range(8)],
+        "original_max_position_embeddings": 8,
+        "factor": 4.0,
+    },
+    "proportional": {},
+}
+every_family = pytest.mark.parametrize("model_type", FAMILIES)
+
+
+def run(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with own_randomness(0), torch.no_grad():
+        return outputs_of(model, given)
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    assert a.keys() == b.keys()
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Largest difference by the outputs' spread."""
+    return max(float((a[name] - b[name]).abs().max() / b[name].std()) for name in b)
+
+
+def difference_of_caches(model: Any, tokens: torch.Tensor) -> float:
+    """How far logits of a generation with a cache are from those without."""
+    options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    logits = []
+    for use_cache in (True, False):
+        out = model.generate(tokens, **options, use_cache=use_cache, output_logits=True, return_dict_in_generate=True)
+        logits.append(torch.stack(out.logits))
+    return float((logits[0] - logits[1]).abs().max() / logits[1].std())
+
+
+def patched(model: Any, **request: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        return patch_model(model, **request)
+
+
+def rotations_only(model: Any) -> list[str]:
+    """Globs that leave tables of positions, of an image tower say, as they are."""
+    return [rotation.name for rotation in find_rotations(model)]
+
+
+def built(model: Any, settings: dict[str, Any], **config_changes: Any) -> Any:
+    """The model that transformers builds with these settings everywhere, with the same weights."""
+    config = copy.deepcopy(model.config)
+
+    def change(part: Any) -> None:
+        parameters = getattr(part, "rope_parameters", None)
+        if isinstance(parameters, dict):
+            for one in [value for value in parameters.values() if isinstance(value, dict)] or [parameters]:
+                one.update(settings)
+        for value in vars(part).values():
+            if isinstance(value, PretrainedConfig):
+                change(value)
+
+    change(config)
+    for name, value in config_changes.items():
+        setattr(config, name, value)
+    with own_randomness(0):
+        other = type(model)(config).float().eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+# --- the model's own settings -------------------------------------------------------------------------------------
+
+
+@every_family
+def test_unchanged_settings_keep_every_bit(model_type: str) -> None:
+    model, given = zoo.tiny(model_type)
+    before, names = run(model, given), rotations_only(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotPreservedWarning)
+        patch_model(model, pos="rope", only=names)
+    assert any(SETTINGS_AT in module.__dict__ for module in model.modules()), "nothing was rebuilt"
+    assert equal(run(model, given), before)
+
+
+@every_family
+def test_the_same_settings_said_aloud_keep_every_bit(model_type: str) -> None:
+    model, given = zoo.tiny(model_type)
+    before = run(model, given)
+    for rotation in find_rotations(model):
+        theta = rotation.settings["rope_theta"]
+        pairing = None if rotation.layer_type else pairing_of(rotation)  # which is one for all types of layers
+        patched(model, pos=RoPE(theta=theta, pairing=pairing), only=[rotation.name])
+    assert equal(run(model, given), before)
+
+
+@every_family
+def test_another_theta_is_what_transformers_builds(model_type: str) -> None:
+    model, given = zoo.tiny(model_type)
+    before, expected = run(model, given), run(built(model, {"rope_theta": 77.0}), given)
+    patched(model, pos=RoPE(theta=77.0), only=rotations_only(model))
+    assert not equal(before, expected), "the rotation doesn't matter here"
+    assert equal(run(model, given), expected)
+
+
+@every_family
+def test_nope_is_rotation_by_nothing(model_type: str) -> None:
+    """Against theta = infinity in all but the first pair, dropping must still change something; and it is exact."""
+    model, given = zoo.tiny(model_type)
+    before = run(model, given)
+    still = copy.deepcopy(model)
+    for rotation in find_rotations(still):
+        rotation.frequencies(rotation.module).zero_()
+        for name in list(vars(rotation.module)):
+            if name.endswith("attention_scaling"):
+                setattr(rotation.module, name, 1.0)
+    expected = run(still, given)
+    patched(model, pos="nope", only=rotations_only(model))
+    assert not equal(before, expected)
+    assert equal(run(model, given), expected)
+
+
+def test_pairings_are_seen() -> None:
+    for model_type in FAMILIES:
+        model, _ = zoo.tiny(model_type)
+        for rotation in find_rotations(model):
+            expected = "interleaved" if model_type in INTERLEAVED else "half"
+            assert pairing_of(rotation) in (expected, None), model_type
+    model, _ = zoo.tiny("llama")
+    assert pairing_of(find_rotations(model)[0]) == "half"  # control: it isn't None everywhere
+
+
+def test_esm_where_its_config_says_rotary() -> None:
+    config = zoo.tiny_config("esm")
+    config.position_embedding_type = "rotary"
+    model = AutoModel.from_config(config).eval()
+    given = {"input_ids": torch.randint(5, 20, (2, 12), generator=torch.Generator().manual_seed(0))}
+    before = run(model, given)
+    patched(model, pos="rope")
+    assert equal(run(model, given), before)
+    patched(model, pos=RoPE(theta=77.0))
+    assert not equal(run(model, given), before)
+
+
+# --- tables of sines of their own ---------------------------------------------------------------------------------
+
+OWN = ["gptj", "codegen", "roformer"]
+
+
+@pytest.mark.parametrize("model_type", OWN)
+def test_own_settings_keep_every_bit(model_type: str) -> None:
+    model, given = zoo.tiny(model_type)
+    before = run(model, given)
+    for request in ("rope", RoPE(theta=10_000.0, pairing="interleaved")):
+        patched(model, pos=request)
+        assert equal(run(model, given), before)
+
+
+@pytest.mark.parametrize("model_type", OWN)
+def test_our_rotation_is_theirs(model_type: str) -> None:
+    """With their settings our rotation gives their outputs; with others it is relative, and matters."""
+    model, given = zoo.tiny(model_type)
+    before = run(model, given)
+    patched(model, pos=RoPE(theta=77.0))
+    other = run(model, given)
+    assert difference(other, before) >= 1e-2
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args: (args[0] + 100,))
+        for module in model.modules()
+        if isinstance(module, RotaryEmbedding)
+    ]
+    assert len(hooks) == 2
+    assert difference(run(model, given), other) <= 1e-4
+    for hook in hooks:
+        hook.remove()
+    patched(model, pos=RoPE(theta=10_000.0))
+    assert difference(run(model, given), before) <= 1e-4
+
+
+@pytest.mark.parametrize("model_type", OWN)
+def test_own_rotation_dropped_and_back(model_type: str, tmp_path: Path) -> None:
+    model, given = zoo.tiny(model_type)
+    before = run(model, given)
+    patched(model, pos="nope", reversible=True)
+    without = run(model, given)
+    patched(model, pos=RoPE(theta=1e30), reversible=True)  # turns the first pair alone
+    assert difference(run(model, given), without) >= 1e-3
+    patched(model, pos="nope", reversible=True)
+    assert equal(run(model, given), without)
+    model.save_pretrained(tmp_path)
+    assert equal(run(AutoModel.from_pretrained(tmp_path).eval(), given), without)
+    unpatch_model(model)
+    assert equal(run(model, given), before)
+
+
+def test_values_that_are_turned_too() -> None:
+    config = zoo.tiny_config("roformer")
+    config.rotary_value = True
+    with pytest.raises(UnsupportedError, match="it turns values as well"):
+        plan_patch(AutoModel.from_config(config), pos=RoPE(theta=5.0))
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "codegen"])
+def test_own_rotation_decodes(model_type: str) -> None:
+    model, given = zoo.tiny(model_type, auto_class="AutoModelForCausalLM")
+    patched(model, pos=RoPE(theta=77.0))
+    assert difference_of_caches(model, given["input_ids"]) <= 1e-4
+
+
+# --- scaling ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt_neox", "cohere", "gemma3_text", "modernbert"])
+@pytest.mark.parametrize("kind", sorted(SCALINGS))
+def test_scaling_is_what_transformers_builds(model_type: str, kind: str) -> None:
+    model, given = zoo.tiny(model_type)
+    if (model_type, kind) == ("gpt_neox", "proportional"):  # has as many frequencies as a whole head then
+        with pytest.raises(UnsupportedError, match="has 2 frequencies, and 8 with rope_type='proportional'"):
+            plan_patch(model, pos=RoPE(scaling={"rope_type": kind}))
+        return
+    pairs = find_rotations(model)[0].frequencies(find_rotations(model)[0].module).numel()
+    scaling = {"rope_type": kind, **SCALINGS[kind]}
+    for name in ("short_factor", "long_factor"):
+        if name in scaling:
+            scaling[name] = scaling[name][:pairs]
+    before, expected = run(model, given), run(built(model, scaling), given)
+    patched(model, pos=RoPE(scaling=scaling))
+    if kind not in ("proportional", "dynamic"):  # as they are on short inputs
+        assert not equal(before, expected)
+    assert equal(run(model, given), expected)
+
+
+def test_dynamic_frequencies_follow_the_length() -> None:
+    """Longer than the model's maximum, and short again: by the host's own rule."""
+    model, given = zoo.tiny("llama")
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    longest = model.config.max_position_embeddings
+    expected = built(model, scaling)
+    patched(model, pos=RoPE(scaling=scaling))
+    long = {"input_ids": torch.arange(longest + 9)[None] % 90 + 5}
+    control = run(zoo.tiny("llama")[0], long)
+    outputs = [run(model, inputs) for inputs in (given, long, given)]
+    assert all(equal(a, run(expected, inputs)) for a, inputs in zip(outputs, (given, long, given), strict=True))
+    assert not equal(outputs[1], control)
+
+
+def test_scaling_can_be_taken_off() -> None:
+    model, given = zoo.tiny("llama")
+    before = run(model, given)
+    patched(model, pos=RoPE(scaling={"rope_type": "linear", "factor": 4.0}))
+    assert not equal(run(model, given), before)
+    patched(model, pos=RoPE(theta=500.0))  # keeps the scaling
+    assert model.config.rope_parameters["factor"] == 4.0
+    patched(model, pos=RoPE(theta=10_000.0, scaling={"rope_type": "default"}))
+    assert equal(run(model, given), before)
+
+
+def test_a_scale_of_attention_follows() -> None:
+    """DeepSeek's attentions scale their scores by YaRN's settings, which aren't the rotary module's."""
+    model, given = zoo.tiny("deepseek_v3")
+    scaling = {"factor": 4.0, "mscale_all_dim": 0.8, "mscale": 0.7, "original_max_position_embeddings": 8}
+    expected = built(model, {"rope_type": "yarn", **scaling})
+    patched(model, pos=RoPE(scaling={"rope_type": "yarn", **scaling}))
+    scales = [module.scaling for _, module in model.named_modules() if "Attention" in type(module).__name__]
+    assert scales == [m.scaling for m in expected.modules() if "Attention" in type(m).__name__]
+    assert equal(run(model, given), run(expected, given))
+
+
+# --- partial ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["phi", "persimmon", "glm", "glm4", "bamba"])
+def test_another_part_of_each_head(model_type: str) -> None:
+    model, given = zoo.tiny(model_type)
+    own = find_rotations(model)[0].settings.get("partial_rotary_factor", 1.0)
+    partial = 0.25 if own != 0.25 else 0.5
+    before, expected = run(model, given), run(built(model, {"partial_rotary_factor": partial}), given)
+    patched(model, pos=RoPE(partial=partial))
+    assert not equal(before, expected)
+    assert equal(run(model, given), expected)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3", "qwen2_vl"])
+def test_whole_heads_stay_whole(model_type: str) -> None:
+    model, _ = zoo.tiny(model_type)
+    with pytest.raises(UnsupportedError, match=r"turns (whole heads|a fixed part of each head), so partial=0\.25"):
+        plan_patch(model, pos=RoPE(partial=0.25), only=rotations_only(model))
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_several_axes_take_no_scaling() -> None:
+    model, _ = zoo.tiny("pixtral")
+    with pytest.raises(NothingToPatchError, match="positions have several axes"):
+        plan_patch(model, pos=RoPE(scaling={"rope_type": "linear", "factor": 2.0}))
+    plan = plan_patch(zoo.tiny("qwen2_vl")[0], pos=RoPE(scaling={"rope_type": "linear", "factor": 2.0}))
+    assert [row.action for row in plan.rows] == ["keep", "replace"]
+
+
+def test_settings_that_a_class_cant_take() -> None:
+    model, _ = zoo.tiny("phimoe")
+    with pytest.raises(UnsupportedError, match="PhimoeRotaryEmbedding can't be made with"):
+        plan_patch(model, pos=RoPE(scaling={"rope_type": "linear", "factor": 2.0}))
+
+
+def test_rotations_told_apart_by_theta() -> None:
+    model, _ = zoo.tiny("granite_swa")
+    with pytest.raises(UnsupportedError, match="tells its rotations apart by theta"):
+        plan_patch(model, pos=RoPE(theta=5.0))
+
+
+def test_longrope_needs_a_factor_for_each_pair() -> None:
+    model, _ = zoo.tiny("llama")
+    scaling = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0], "factor": 2.0}
+    with pytest.raises((UnsupportedError, OptionError)):
+        plan_patch(model, pos=RoPE(scaling={**scaling, "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}))
+
+
+# --- types of layers ----------------------------------------------------------------------------------------------
+
+
+def test_one_type_of_layers() -> None:
+    model, given = zoo.tiny("gemma3_text")
+    sliding = model.config.rope_parameters["sliding_attention"]["rope_theta"]
+    before = run(model, given)
+    patched(model, pos=RoPE(theta=77.0), only=["*.full_attention"])
+    assert model.config.rope_parameters["full_attention"]["rope_theta"] == 77.0
+    assert model.config.rope_parameters["sliding_attention"]["rope_theta"] == sliding
+    assert not equal(run(model, given), before)
+
+
+def test_one_type_of_layers_without_rotation() -> None:
+    model, given = zoo.tiny("gemma3_text")
+    before = run(model, given)
+    patched(model, pos="nope", only=["*.full_attention"])
+    one = run(model, given)
+    patched(model, pos="nope", only=["*.sliding_attention"])
+    both = run(model, given)
+    assert not equal(one, before)
+    assert not equal(one, both)
+    patched(model, pos="rope", only=["*.sliding_attention"])  # the other type stays without
+    assert equal(run(model, given), one)
+    patched(model, pos="rope")
+    assert equal(run(model, given), before)
+
+
+# --- configs, checkpoints, ways back ------------------------------------------------------------------------------
+
+
+def test_the_config_tells() -> None:
+    model, _ = zoo.tiny("qwen2_vl")
+    config = model.config
+    theta = config.text_config.rope_parameters["rope_theta"]
+    patched(model, pos=RoPE(theta=77.0), only=["*language_model*"])
+    assert model.config.text_config.rope_parameters["rope_theta"] == 77.0
+    assert config.text_config.rope_parameters["rope_theta"] == theta, "a config that others may share was changed"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "phi", "qwen2_vl", "modernbert", "mimi"])
+@pytest.mark.parametrize("request_", [RoPE(), RoPE(theta=77.0), "nope"], ids=str)
+def test_save_and_load(model_type: str, request_: Any, tmp_path: Path) -> None:
+    model, given = zoo.tiny(model_type)
+    patched(model, pos=request_)
+    before = run(model, given)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path).eval()
+    assert equal(run(loaded, given), before)
+    half = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for rotation in find_rotations(half):
+        assert rotation.frequencies(rotation.module).dtype == torch.float32
+
+
+def test_scaling_and_partial_through_a_checkpoint(tmp_path: Path) -> None:
+    model, given = zoo.tiny("phi")
+    patched(model, pos=RoPE(partial=0.25, scaling={"rope_type": "yarn", "factor": 2.0}))
+    patched(model, pos=RoPE(theta=300.0))
+    before = run(model, given)
+    model.save_pretrained(tmp_path)
+    assert equal(run(AutoModel.from_pretrained(tmp_path).eval(), given), before)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi", "gemma3_text", "deepseek_v3"])
+def test_unpatch(model_type: str) -> None:
+    model, given = zoo.tiny(model_type)
+    before, config = run(model, given), model.config.to_dict()
+    attributes = {name: dict(vars(module)) for name, module in model.named_modules()}
+    patched(model, pos=RoPE(theta=77.0), reversible=True)
+    patched(model, pos="nope", reversible=True)
+    patched(model, pos=RoPE(scaling={"rope_type": "yarn", "factor": 2.0}), reversible=True)
+    unpatch_model(model)
+    assert equal(run(model, given), before)
+    assert model.config.to_dict() == config
+    assert {name: sorted(vars(module)) for name, module in model.named_modules()} == {
+        name: sorted(values) for name, values in attributes.items()
+    }
+
+
+def test_copies_and_pickles() -> None:
+    model, given = zoo.tiny("llama")
+    patched(model, pos="nope")
+    before = run(model, given)
+    assert equal(run(copy.deepcopy(model), given), before)
+    assert equal(run(pickle.loads(pickle.dumps(model)), given), before)
+
+
+def test_half_precision_keeps_its_frequencies() -> None:
+    """model.half() rounds a host's frequencies too: unchanged settings keep those bits."""
+    model, given = zoo.tiny("llama")
+    model.bfloat16()
+    before = run(model, given)
+    patched(model, pos="rope")
+    assert equal(run(model, given), before)
+
+
+def test_the_same_request_twice_is_one() -> None:
+    model, _ = zoo.tiny("llama")
+    patched(model, pos=RoPE(theta=77.0))
+    assert plan_patch(model, pos=RoPE(theta=77.0)).empty
+
+
+def test_cached_equals_uncached() -> None:
+    for model_type, request in (("llama", RoPE(theta=77.0)), ("gpt_neox", "nope"), ("gemma3_text", RoPE(theta=77.0))):
+        model, given = zoo.tiny(model_type, auto_class="AutoModelForCausalLM")
+        patched(model, pos=request)
+        assert difference_of_caches(model, given["input_ids"]) <= 1e-4
+
+
+def test_together_with_norms() -> None:
+    model, given = zoo.tiny("llama")
+    patched(model, norm="dyt", pos=RoPE(theta=77.0))
+    assert model.config.rope_parameters["rope_theta"] == 77.0
+    assert all(value.isfinite().all() for value in run(model, given).values())

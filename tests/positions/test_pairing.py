@@ -1,0 +1,247 @@
+"""convert_pairing: other weights, the same function, and bit for bit back."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel
+
+from hfpatch import (
+    NothingToPatchError,
+    NotPreservedWarning,
+    OptionError,
+    RoPE,
+    UnsupportedError,
+    VerificationError,
+    convert_pairing,
+    patch_model,
+    reorder,
+    unpatch_model,
+)
+from hfpatch import pairing as layouts
+from hfpatch.convert.randomness import own_randomness
+from hfpatch.convert.run import outputs_of
+from hfpatch.native_rope import find_rotations, pairing_of, rotary_dim_of
+from hfpatch.pairing import HostOrder, order, rotating_attentions
+from hfpatch.positions import RotaryEmbedding
+from hfpatch.view import lens_of
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import zoo
+
+# Families that rotate by themselves: separate and fused projections, grouped heads, biases, norms between the
+# projections and the rotation, partial rotation, both pairings, types of layers.
+NATIVE = [
+    *("llama", "mistral", "qwen2", "qwen3", "olmo2", "phi", "phi3", "gpt_neox", "stablelm", "cohere", "glm", "gpt_oss"),
+    *("persimmon", "gemma3_text", "modernbert", "llama4_text", "qwen2_vl", "hunyuan_v1_dense"),
+    *("nanochat", "qwen3_next"),  # norms behind the rotation; gates among the queries
+]
+OWN = ["gptj", "codegen", "roformer"]  # by tables of their own
+PATCHED = ["gpt2", "bert", "bart", "whisper", "t5", "bloom", "mpt", "deberta"]
+OTHER = {"half": "interleaved", "interleaved": "half"}
+
+
+def run(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with own_randomness(0), torch.no_grad():
+        return outputs_of(model, given)
+
+
+def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Largest difference by the outputs' root mean square."""
+    return max(float((a[name] - b[name]).abs().max() / b[name].square().mean().sqrt().clamp_min(1e-6)) for name in b)
+
+
+def patched(model: Any, **request: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        return patch_model(model, **request)
+
+
+def make(model_type: str) -> tuple[Any, dict[str, Any], str]:
+    """A model that rotates, its inputs, and its pairing."""
+    model, given = zoo.tiny(model_type)
+    if model_type in PATCHED:
+        patched(model, pos=RoPE(partial=0.5, theta=500.0))
+        return model, given, "half"
+    if model_type in OWN:
+        return model, given, "interleaved"
+    pairing = pairing_of(find_rotations(model)[-1])
+    if pairing is None and model_type == "qwen2_vl":
+        pytest.skip("before transformers 5.23 its attention itself put the three axes together")
+    assert pairing is not None
+    return model, given, pairing
+
+
+def test_order() -> None:
+    assert order(6, 8, "interleaved").tolist() == [0, 3, 1, 4, 2, 5, 6, 7]
+    for channels in (2, 6, 8):
+        there, back = order(channels, 8, "interleaved"), order(channels, 8, "half")
+        assert torch.equal(there[back], torch.arange(8))
+
+
+@pytest.mark.parametrize("model_type", [*NATIVE, *OWN, *PATCHED])
+def test_the_function_stays_and_weights_come_back(model_type: str) -> None:
+    model, given, pairing = make(model_type)
+    before, weights = run(model, given), copy.deepcopy(model.state_dict())
+    assert convert_pairing(model, OTHER[pairing], example_inputs=given) is model
+    changed = [name for name, value in model.state_dict().items() if not torch.equal(value, weights[name])]
+    assert changed, "no weight moved"
+    assert difference(run(model, given), before) <= 1e-4
+    convert_pairing(model, pairing, example_inputs=given)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert difference(run(model, given), before) <= (1e-4 if model_type in OWN else 0)  # whose turning is ours now
+
+
+@pytest.mark.parametrize("model_type", [*NATIVE, *PATCHED])
+def test_control_weights_alone(model_type: str) -> None:
+    """The weights without the other rotation are another function."""
+    model, given, pairing = make(model_type)
+    before = run(model, given)
+    other = copy.deepcopy(model)
+    convert_pairing(model, OTHER[pairing], example_inputs=given)
+    other.load_state_dict(model.state_dict())
+    assert difference(run(other, given), before) >= 1e-2
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi", "gpt_neox", "cohere", "gpt_oss"])
+def test_scores_by_hand(model_type: str) -> None:
+    """What converted projections (and norms) hand out, turned in the new pairing, gives the old scores."""
+    model, given, pairing = make(model_type)
+    rotation = find_rotations(model)[0]
+    dim = rotary_dim_of(rotation)
+    one = next(iter(rotating_attentions(rotation.module, model).values()))
+    assert one is not None
+    theta = rotation.settings["rope_theta"]
+    x = torch.randn(2, 9, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(9)[None]
+
+    def scores(pairing: str) -> torch.Tensor:
+        scheme = RoPE(theta=theta, partial=dim / one.head_dim, pairing=pairing)
+        rotary = RotaryEmbedding(scheme, one.head_dim, 64)
+        phases = rotary(positions)
+        out: list[torch.Tensor] = []
+        # with a lens that only records the heads, whatever the layout
+        seen = one.layout.rotated(one.module, {}, one.head_dim, lambda y, at=None: out.append(y) or y)
+        with torch.no_grad():
+            for projection in seen.values():
+                projection(x)
+        q, k = out if len(out) == 2 else (out[0], out[0])
+        for i, name in enumerate(one.norms):
+            norm = one.module.get_submodule(name)
+            out[i] = norm(out[i])
+        q, k = (out[0], out[1]) if len(out) == 2 else (q, k)
+        q, k = rotary.rotate(q, phases), rotary.rotate(k, phases)
+        k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+        return torch.einsum("bqhd,bkhd->bhqk", q, k).detach()
+
+    before = scores(pairing)
+    convert_pairing(model, OTHER[pairing], example_inputs=given)
+    after, wrong = scores(OTHER[pairing]), scores(pairing)
+    assert (after - before).abs().max() <= 1e-4 * before.abs().max()
+    assert (wrong - before).abs().max() >= 1e-2 * before.abs().max()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "t5"])
+def test_save_and_load(model_type: str, tmp_path: Path) -> None:
+    model, given, pairing = make(model_type)
+    before = run(model, given)
+    convert_pairing(model, OTHER[pairing], example_inputs=given)
+    after = run(model, given)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path).eval()
+    assert difference(run(loaded, given), after) == 0
+    convert_pairing(loaded, pairing, example_inputs=given)
+    assert difference(run(loaded, given), before) <= 1e-4
+    assert loaded.config.hfpatch["pos"][-1]["scheme"]["pairing"] == pairing
+
+
+def test_the_record_doesnt_grow() -> None:
+    model, given, _ = make("gpt2")
+    for _ in range(3):
+        convert_pairing(model, "interleaved", example_inputs=given)
+        convert_pairing(model, "half", example_inputs=given)
+    assert [part["scheme"]["theta"] for part in model.config.hfpatch["pos"]] == [500.0, None]
+
+
+def test_settings_of_an_earlier_patch_are_kept() -> None:
+    model, given, _ = make("gpt2")
+    convert_pairing(model, "interleaved", example_inputs=given)
+    schemes = {module.scheme for module in model.modules() if isinstance(module, RotaryEmbedding)}
+    assert schemes == {RoPE(theta=500.0, partial=0.5, pairing="interleaved", axes=1)}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_unpatch(model_type: str) -> None:
+    model, given = zoo.tiny(model_type)
+    before, weights = run(model, given), copy.deepcopy(model.state_dict())
+    patched(model, pos=RoPE(theta=500.0), reversible=True)
+    convert_pairing(model, "interleaved", example_inputs=given)
+    unpatch_model(model)
+    assert difference(run(model, given), before) == 0
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_a_part_of_the_attentions() -> None:
+    model, given = zoo.tiny("gpt2")
+    patched(model, pos=RoPE(theta=500.0), only=["h.0.attn"])
+    before = run(model, given)
+    convert_pairing(model, "interleaved", example_inputs=given)
+    assert difference(run(model, given), before) <= 1e-4
+
+
+def test_what_isnt_the_same_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given, _ = make("llama")
+    before, weights = run(model, given), copy.deepcopy(model.state_dict())
+    monkeypatch.setattr(reorder, "order", lambda rotary_dim, head_dim, to: torch.arange(head_dim).roll(1))
+    with pytest.raises(VerificationError, match=r"isn't the same function: outputs differ by .*It is as it was"):
+        convert_pairing(model, "interleaved", example_inputs=given)
+    assert difference(run(model, given), before) == 0
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert not any(lens_of(module, HostOrder) for module in model.modules())
+    assert not hasattr(model.config, "hfpatch")
+
+
+def test_an_unknown_layout_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for plain projections, Qwen3-Next's queries with gates fail on the model in hand."""
+    monkeypatch.delitem(layouts.LAYOUTS, "Qwen3NextAttention")
+    model, given = zoo.tiny("qwen3_next")
+    weights = copy.deepcopy(model.state_dict())
+    with pytest.raises(VerificationError):
+        convert_pairing(model, "interleaved", example_inputs=given)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_refusals() -> None:
+    model, given, _ = make("llama")
+    with pytest.raises(OptionError, match="to must be one of half, interleaved, not 'neox'"):
+        convert_pairing(model, "neox")
+    with pytest.raises(NothingToPatchError, match="has the pairing 'half' already"):
+        convert_pairing(model, "half", example_inputs=given)
+    with pytest.raises(UnsupportedError, match="rotates no queries and keys"):
+        convert_pairing(zoo.tiny("gpt2")[0], "interleaved")
+    with pytest.raises(UnsupportedError, match="doesn't know which channels are turned together"):
+        convert_pairing(zoo.tiny("deepseek_v3")[0], "interleaved")
+    with torch.device("meta"):
+        empty = AutoModel.from_config(zoo.tiny_config("llama"))
+    with pytest.raises(UnsupportedError, match="no weights yet"):
+        convert_pairing(empty, "interleaved")
+
+
+def test_inputs_are_made() -> None:
+    model, _ = zoo.tiny("llama")
+    convert_pairing(model, "interleaved")
+
+
+def test_another_pairing_with_the_same_weights_is_another_function() -> None:
+    model, given, _ = make("llama")
+    before = run(model, given)
+    patched(model, pos=RoPE(pairing="interleaved"))
+    assert difference(run(model, given), before) >= 1e-2
+    patched(model, pos=RoPE(pairing="half"))
+    assert difference(run(model, given), before) == 0

@@ -1,0 +1,316 @@
+"""Relative biases: they go when a position scheme comes, and what can't go is refused. Each check has a control."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from hfpatch import NotPreservedWarning, RoPE, UnsupportedError, patch_model, plan_patch, unpatch_model
+from hfpatch import swap_positions as planner
+from hfpatch.architectures.relative import BIASES
+from hfpatch.attention import ROTARY
+from hfpatch.checkpoint import patched_model_class
+from hfpatch.convert.randomness import own_randomness, randomise
+from hfpatch.relative import find_biases
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import zoo
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of biases on a tiny model.
+
+    Attributes:
+        model_type, model: what is built.
+        changes: of the small configuration.
+        stacks: parts of names that tell the stacks apart.
+        decodes: whether it generates with a cache.
+        native: whether the host turns queries and keys by itself once the biases are gone.
+    """
+
+    model_type: str
+    model: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    stacks: tuple[str, ...] = ("",)
+    decodes: bool = False
+    native: bool = False
+    kind: str = "text"
+    blind: bool = True
+
+
+_DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+_TWO = ("encoder", "decoder")
+CASES = {
+    "t5": Case("t5", "T5ForConditionalGeneration", stacks=_TWO, decodes=True, kind="seq2seq"),
+    "mt5": Case("mt5", "MT5ForConditionalGeneration", stacks=_TWO, decodes=True, kind="seq2seq"),
+    "umt5": Case("umt5", "UMT5ForConditionalGeneration", stacks=_TWO, decodes=True, kind="seq2seq"),
+    "switch": Case("switch_transformers", "SwitchTransformersForConditionalGeneration", stacks=_TWO, kind="seq2seq"),
+    "longt5": Case("longt5", "LongT5ForConditionalGeneration", stacks=_TWO, kind="seq2seq", blind=False),
+    "pix2struct": Case("pix2struct_text_model", "Pix2StructTextModel"),
+    "mpnet": Case("mpnet", "MPNetModel"),
+    "deberta": Case("deberta", "DebertaModel", _DISENTANGLED),
+    "deberta-v2": Case("deberta-v2", "DebertaV2Model", {**_DISENTANGLED, "position_buckets": 8}),
+    "deberta-v3": Case(
+        "deberta-v2",
+        "DebertaV2Model",
+        {**_DISENTANGLED, "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False},
+    ),
+    "bloom": Case("bloom", "BloomForCausalLM", decodes=True),
+    "mpt": Case("mpt", "MptForCausalLM", {"max_seq_len": 16}, decodes=True),
+    "falcon": Case("falcon", "FalconForCausalLM", {"alibi": True}, decodes=True, native=True),
+    "beit": Case("beit", "BeitModel", {"use_relative_position_bias": True}, kind="image"),
+    "beit shared": Case("beit", "BeitModel", {"use_shared_relative_position_bias": True}, kind="image"),
+    "data2vec": Case("data2vec-vision", "Data2VecVisionModel", {"use_relative_position_bias": True}, kind="image"),
+}
+every_case = pytest.mark.parametrize("name", sorted(CASES))
+every_decoder = pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.decodes])
+
+
+def make(name: str, layers: int | None = None) -> Any:
+    """A tiny model in float64; `layers` sets how many there are."""
+    case = CASES[name]
+    with own_randomness(0):
+        config = zoo.tiny_config(case.model_type)
+        for key, value in case.changes.items():
+            setattr(config, key, value)
+        for key in ("num_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers"):
+            if layers and hasattr(config, key):
+                setattr(config, key, layers)
+        model = getattr(hf, case.model)(config).eval()
+        randomise(model, torch.Generator().manual_seed(0))
+    return model.double()
+
+
+def inputs(name: str, model: Any, length: int = 12) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    kind = CASES[name].kind
+    if kind == "image":
+        size = model.config.image_size
+        return {"pixel_values": torch.randn(2, 3, size, size, generator=generator).double()}
+    given = {"input_ids": torch.randint(5, 90, (2, length), generator=generator)}
+    if kind == "seq2seq":
+        given["decoder_input_ids"] = torch.randint(5, 90, (2, length), generator=generator)
+    return given
+
+
+def patched(name: str, layers: int | None = None, **request: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        return patch_model(make(name, layers), **{"pos": "rope", **request})
+
+
+def states(model: Any, given: dict[str, Tensor]) -> Tensor:
+    with own_randomness(0), torch.no_grad():
+        return model(**given)[0]
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max() / b.std())
+
+
+def moved(model: Any, given: dict[str, Tensor], change: Callable[[Tensor], Tensor], part: str = "") -> Tensor:
+    """States when the rotations of one stack see other positions."""
+
+    def other(module: Any, args: tuple) -> tuple:
+        return (change(args[0]), *args[1:]) if len(args) == 1 else (args[0], change(args[1]), *args[2:])
+
+    hooks = [
+        module.register_forward_pre_hook(other)
+        for path, module in model.named_modules()
+        if path.endswith(ROTARY) and part in path
+    ]
+    assert hooks, "no rotation"
+    try:
+        return states(model, given)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_every_record_has_a_case() -> None:
+    covered = {item.bias.owner for name in CASES for item in find_biases(make(name))}
+    assert set(BIASES) - covered == {"Pop2PianoStack", "SEWDModel"}  # a T5Stack and a DebertaV2Model by other names
+
+
+@every_case
+def test_shift_and_active(name: str) -> None:
+    model = patched(name)
+    given = inputs(name, model)
+    before = states(model, given)
+    for part in CASES[name].stacks if not CASES[name].native else ():
+        assert difference(moved(model, given, lambda p: p + 100, part), before) <= 1e-4
+        assert difference(moved(model, given, torch.zeros_like, part), before) >= 1e-2
+    if CASES[name].native:  # which takes its position_ids from the caller
+        shifted = states(model, {**given, "position_ids": torch.arange(100, 112)[None]})
+        assert difference(shifted, before) <= 1e-4
+
+
+@every_case
+def test_plan_names_the_biases(name: str) -> None:
+    plan = plan_patch(make(name), pos="rope")
+    removed = [row for row in plan.rows if row.now == "biases by distance"]
+    assert removed
+    assert all(row.becomes == "removed" and row.loss for row in removed)
+
+
+def spread_by_order(name: str, model: Any) -> float:
+    """How much more than the tokens' own rows changes when tokens change places; of the first stack alone.
+
+    A causal model of one layer shows its last token, which sees all others.
+    """
+    given = inputs(name, model)
+    tokens = given["input_ids"]
+    order = torch.tensor([3, 1, 0, 2, 9, 8, 4, 6, 5, 10, 7, 11])
+    if CASES[name].kind == "seq2seq":
+        stack = model.get_encoder()
+        before, after = states(stack, {"input_ids": tokens}), states(stack, {"input_ids": tokens[:, order]})
+    else:
+        before, after = states(model, {"input_ids": tokens}), states(model, {"input_ids": tokens[:, order]})
+    if (CASES[name].decodes or name == "pix2struct") and CASES[name].kind != "seq2seq":
+        return difference(after[:, -1], before[:, -1])
+    return difference(after, before[:, order])
+
+
+TEXTS = sorted(name for name, case in CASES.items() if case.kind != "image" and case.blind)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_blind_to_order_without_positions(name: str) -> None:
+    assert spread_by_order(name, patched(name, layers=1, pos="nope")) <= 1e-6  # some compute their softmax in float32
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_control_biases_left_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "remover", lambda item: lambda edits: None)
+    assert spread_by_order(name, patched(name, layers=1, pos="nope")) >= 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind == "image"])
+def test_patches_are_blind_without_positions(name: str) -> None:
+    model = patched(name, pos="nope")
+    given = inputs(name, model)
+    rows = given["pixel_values"].flip(-2).unfold(-2, model.config.patch_size, model.config.patch_size)
+    swapped = rows.flip(-1).movedim(-1, -2).flatten(-3, -2)  # rows of patches change places, each stays as it is
+    before, after = states(model, given), states(model, {"pixel_values": swapped})
+    side = model.config.image_size // model.config.patch_size
+    patches = before[:, 1:].unflatten(1, (side, side)).flip(1).flatten(1, 2)
+    assert difference(after[:, 1:], patches) <= 1e-8
+    assert difference(after[:, 1:], before[:, 1:]) >= 1e-2
+
+
+@every_decoder
+@pytest.mark.parametrize("pos", ["rope", "nope"])
+def test_cached_equals_uncached(name: str, pos: str) -> None:
+    model = patched(name, pos=pos)
+    given = {"input_ids": inputs(name, model)["input_ids"]}
+    options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    if CASES[name].kind == "seq2seq":
+        options["decoder_start_token_id"] = 0
+    logits = []
+    for use_cache in (True, False):
+        with torch.no_grad():
+            out = model.generate(
+                **given, **options, use_cache=use_cache, output_logits=True, return_dict_in_generate=True
+            )
+        logits.append(torch.stack(out.logits))
+    assert difference(*logits) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["mpt", "deberta", "deberta-v3", "mpnet", "t5"])
+def test_longer_inputs(name: str) -> None:
+    model = patched(name)
+    length = 4 * (getattr(model.config, "max_position_embeddings", None) or 16)
+    assert states(model, inputs(name, model, length)).isfinite().all()
+
+
+def test_control_longer_inputs() -> None:
+    model = make("mpt")
+    with pytest.raises(RuntimeError, match="size"):
+        states(model, inputs("mpt", model, 64))
+
+
+@pytest.mark.parametrize("name", ["t5", "umt5", "mpnet", "deberta", "deberta-v3", "bloom", "mpt", "falcon", "beit"])
+@pytest.mark.parametrize("pos", ["rope", "nope"])
+def test_save_and_load(name: str, pos: str, tmp_path: Path) -> None:
+    model = patched(name, pos=pos)
+    given = inputs(name, model)
+    before = states(model, given)
+    model.save_pretrained(tmp_path)
+    loaded = patched_model_class(type(make(name))).from_pretrained(tmp_path, dtype=torch.float64)
+    assert difference(states(loaded, given), before) <= 1e-12  # as of an unpatched model
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+
+
+@every_case
+def test_unpatch(name: str) -> None:
+    model = make(name)
+    given = inputs(name, model)
+    before, keys = states(model, given), list(model.state_dict())
+    attributes = [sorted(module.__dict__) for module in model.modules()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        patch_model(model, pos="rope", reversible=True)
+        patch_model(model, pos="nope", reversible=True)
+    unpatch_model(model)
+    assert torch.equal(states(model, given), before)
+    assert list(model.state_dict()) == keys
+    assert [sorted(module.__dict__) for module in model.modules()] == attributes
+
+
+def test_a_later_scheme_replaces_an_earlier_one() -> None:
+    model = patched("t5", pos="nope")
+    given = inputs("t5", model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        patch_model(model, pos=RoPE(theta=500.0))
+        again = patched("t5", pos=RoPE(theta=500.0))
+    assert torch.equal(states(model, given), states(again, given))
+
+
+def test_exact_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"encoder.relative_attention_bias.*isn't exact"):
+        plan_patch(make("t5"), pos="rope", init="exact")
+
+
+def test_biases_can_be_kept() -> None:
+    plan = plan_patch(make("t5"), pos="rope", keep=["*.relative_attention_bias"])
+    kept = [row for row in plan.rows if row.module.endswith("relative_attention_bias")]
+    assert [row.reason for row in kept] == ["keep", "keep"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("wavlm", "hands its projections' weights to torch"),
+        ("swin", "attends inside windows"),
+        ("xlnet", "products with projected distances"),
+        ("parakeet_ctc", "products with projected distances"),
+        ("wav2vec2-bert", "a vector for each distance"),
+        ("udop", "places on the page"),
+        ("cpmant", "tell segments apart"),
+    ],
+)
+def test_what_stays_is_refused(model_type: str, reason: str) -> None:
+    model, _ = zoo.tiny(model_type)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UnsupportedError, match=f"relative.* stay: .*{reason}"):
+        patch_model(model, pos="rope")
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_second_table_is_refused() -> None:
+    config = zoo.tiny_config("beit")
+    config.use_relative_position_bias = config.use_absolute_position_embeddings = True
+    with pytest.raises(UnsupportedError, match="adds a table of absolute positions besides"):
+        plan_patch(hf.BeitModel(config), pos="rope")

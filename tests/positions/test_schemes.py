@@ -1,0 +1,139 @@
+"""Position schemes on every recorded class: each is served, which is measured, or refused by the plan with its reason.
+
+All classes take about a minute a scheme (pytest -m sweep); by default a sample of them that moves on day by day.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hfpatch import NotPreservedWarning, UnsupportedError, patch_model, plan_patch
+from hfpatch.attention import BIAS
+from hfpatch.proof import difference, floating_tensors
+from hfpatch.swap_positions import find_stacks
+
+sys.path.insert(0, str(Path(__file__).parent))
+import proof
+
+TYPES = sorted({proof.HOMES[owner] for owner in proof.here()})
+SAMPLE = 8
+REASONS = (
+    "takes no mask",
+    "adds its mask",
+    "add its mask",
+    "takes its mask for yes and no",
+    "couldn't be tried with a mask",
+    "reads a mask of one head",
+    "holds a grid of patches",
+    "is no nn.Embedding",
+    "isn't the only one",
+    "is read by its host in a way of its own",
+    "max_positions can't be told to its config",
+    "none of its configs says how many positions there are",
+    "its positions are relative biases",
+)
+
+
+def sample() -> list[str]:
+    start = datetime.date.today().toordinal() * SAMPLE
+    return [TYPES[(start + place) % len(TYPES)] for place in range(SAMPLE)]
+
+
+def outputs(model: nn.Module, inputs: dict[str, Any], found: Any = None, change: Any = None) -> dict[str, Tensor]:
+    """All floating outputs of the model (and of a stack's owner), with positions changed where its biases read them."""
+    collected: dict[str, Tensor] = {}
+    hooks = []
+    if found is not None:
+        hooks.append(found.owner.register_forward_hook(lambda _, args, out: collected.update(_named(out))))
+        biases = [attention._modules.get(BIAS) for attention in found.attentions.values()]
+        hooks += [
+            bias.register_forward_pre_hook(lambda _, args: tuple(map(change, args)) if change else None)
+            for bias in biases
+            if bias is not None
+        ]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            result = model(**copy.deepcopy(inputs))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return collected | dict(floating_tensors(result))
+
+
+def _named(output: Any) -> dict[str, Tensor]:
+    return {f"owner: {name}": value.clone() for name, value in floating_tensors(output)}
+
+
+def patched(model_type: str, pos: str) -> tuple[Any, dict[str, Any], Any] | None:
+    """A patched tiny model, its inputs and the plan; None where the plan refuses."""
+    model, inputs = proof.tiny(model_type)
+    try:
+        plan = plan_patch(model, pos=pos)
+    except UnsupportedError as error:
+        if not any(reason in str(error) for reason in REASONS):
+            raise
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        return patch_model(model, pos=pos), inputs, plan
+
+
+def alibi(model_type: str) -> bool:
+    served = patched(model_type, "alibi")
+    if served is None:
+        return False
+    model, inputs, _ = served
+    for found in find_stacks(model):
+        plain = outputs(model, inputs, found)
+        assert difference(outputs(model, inputs, found, lambda p: p + 10), plain) <= 1e-4
+        reached: list[int] = []
+        still = outputs(model, inputs, found, lambda p, seen=reached: (seen.append(1), torch.zeros_like(p))[1])
+        if reached:  # some inputs leave a stack out
+            assert difference(still, plain) >= 1e-3
+    return True
+
+
+def sinusoidal(model_type: str) -> bool:
+    served = patched(model_type, "sinusoidal:layout=half")
+    if served is None:
+        return False
+    model, inputs, plan = served
+    change = difference(outputs(model, inputs), outputs(*proof.tiny(model_type)))
+    assert change >= 1e-3 if plan.losses() else change <= 1e-4
+    return True
+
+
+def learned(model_type: str) -> bool:
+    served = patched(model_type, "learned:max_positions=300,method=mean")
+    if served is None:
+        return False
+    model, inputs, plan = served
+    change = difference(outputs(model, inputs), outputs(*proof.tiny(model_type)))
+    assert plan.losses() or change <= 1e-5
+    return True
+
+
+SCHEMES: dict[str, Callable[[str], bool]] = {"alibi": alibi, "sinusoidal": sinusoidal, "learned": learned}
+
+
+@pytest.mark.parametrize("model_type", sample())
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_served_or_refused_with_its_reason(scheme: str, model_type: str) -> None:
+    SCHEMES[scheme](model_type)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("scheme", "at_least"), [("alibi", 130), ("sinusoidal", 80), ("learned", 70)])
+def test_every_recorded_class(scheme: str, at_least: int) -> None:
+    assert sum(map(SCHEMES[scheme], TYPES)) >= at_least

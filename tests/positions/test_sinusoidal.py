@@ -1,0 +1,243 @@
+"""Sinusoidal positions: the paper's numbers, the host's count, any length."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
+from transformers.models.whisper.modeling_whisper import sinusoids
+from transformers.models.xglm.modeling_xglm import XGLMSinusoidalPositionalEmbedding
+
+from hfpatch import ARCHITECTURES, NothingToPatchError, OptionError, Sinusoidal, UnsupportedError, plan_patch
+from hfpatch.checkpoint import patched_model_class
+from hfpatch.tables import ComputedPositions
+
+sys.path.insert(0, str(Path(__file__).parent))
+import zoo
+from checks import RECORDED, TEXT, base, difference, generated, generator, owners, patched, states, tokens
+from families import make
+
+REFUSED = {"vit"}  # a grid of patches
+SERVED = [name for name in RECORDED if name not in REFUSED]
+DECODERS = [name for name in SERVED if any(stack.causal for stack in ARCHITECTURES[name].stacks)]
+
+
+# --- the formula ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [8, 7, 2])
+def test_rows_of_the_paper(width: int) -> None:
+    rows = Sinusoidal(base=500.0, scale=0.5).rows(torch.tensor([0, 3, 11]), width)
+    assert rows.shape == (3, width)
+    for row, position in zip(rows, (0, 3, 11), strict=True):
+        for channel in range(width):
+            angle = position / 500.0 ** (2 * (channel // 2) / width)
+            expected = 0.5 * (math.cos(angle) if channel % 2 else math.sin(angle))
+            assert math.isclose(float(row[channel]), expected, abs_tol=1e-6)
+
+
+@pytest.mark.parametrize("width", [8, 9])
+def test_half_is_marian_s(width: int) -> None:
+    marian = MarianSinusoidalPositionalEmbedding(40, width).create_weight()
+    rows = Sinusoidal(layout="half").rows(torch.arange(40), width)
+    assert torch.allclose(rows, marian, atol=1e-5)
+    assert not torch.allclose(Sinusoidal().rows(torch.arange(40), width), marian, atol=1e-1)  # control
+
+
+def test_tensor2tensor_is_whisper_s_and_fairseq_s() -> None:
+    rows = Sinusoidal(layout="tensor2tensor").rows(torch.arange(40), 8)
+    assert torch.allclose(rows, sinusoids(40, 8), atol=1e-5)
+    assert torch.allclose(rows, XGLMSinusoidalPositionalEmbedding.get_embedding(40, 8), atol=1e-5)
+    assert not torch.allclose(Sinusoidal(layout="half").rows(torch.arange(40), 8), rows, atol=1e-1)  # control
+
+
+@pytest.mark.parametrize("options", [{"layout": "halves"}, {"base": 0}, {"scale": -1.0}, {"max_positions": 0}])
+def test_options_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=next(iter(options))):
+        Sinusoidal(**options)
+
+
+# --- every record -----------------------------------------------------------------------------------------------------
+
+
+def with_a_table_of_sines(model_type: str, scheme: Sinusoidal) -> tuple[Any, dict[str, Any]]:
+    """The original whose tables hold the scheme's rows, as far as they go."""
+    model, inputs = base(model_type)
+    for name, stack in zip(owners(model, model_type), _stacks(model, model_type), strict=True):
+        table = model.get_submodule(f"{name}.{stack.table}".strip("."))
+        padding = table.padding_idx
+        first = stack.reserved_rows if padding is None else padding + 1
+        with torch.no_grad():
+            table.weight.zero_()
+            table.weight[first:] = scheme.rows(torch.arange(len(table.weight) - first), table.embedding_dim)
+    return model, inputs
+
+
+def _stacks(model: nn.Module, model_type: str) -> list[Any]:
+    stacks = {stack.owner: stack for stack in ARCHITECTURES[model_type].stacks}
+    return [stacks[type(module).__name__] for module in model.modules() if type(module).__name__ in stacks]
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_a_patched_model_is_the_original_with_another_table(model_type: str) -> None:
+    scheme = Sinusoidal(base=300.0, scale=2.0, layout="half")
+    model, inputs = base(model_type, scheme)
+    expected, _ = with_a_table_of_sines(model_type, scheme)
+    assert difference(states(model, inputs), states(expected, inputs)) <= 1e-6
+    plain, _ = base(model_type)
+    assert difference(states(model, inputs), states(plain, inputs)) > 1e-2  # control
+    if set(inputs) <= TEXT:
+        padded = dict(inputs)
+        key = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+        padded[key] = inputs[key].clone()
+        padding = getattr(model.config, "pad_token_id", None) or 0
+        padded[key][0, :3] = padding  # RoBERTa and its like don't count these
+        if key == "input_ids":
+            padded["attention_mask"] = (padded[key] != padding).long()
+        ours, theirs = states(model, padded), states(expected, padded)
+        assert difference(ours[0, 3:], theirs[0, 3:]) <= 1e-6
+        assert difference(ours[1:], theirs[1:]) <= 1e-6
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_longer_than_the_old_table_saved_and_loaded(model_type: str, tmp_path: Path) -> None:
+    model, inputs = base(model_type, "sinusoidal:layout=tensor2tensor")
+    if set(inputs) <= TEXT:
+        length = 4 * zoo.tiny_config(model_type).max_position_embeddings
+        inputs = {name: tokens(2, length, len(name)) for name in inputs if name.endswith("input_ids")}
+    out = states(model, inputs)
+    assert out.isfinite().all()
+    model.save_pretrained(tmp_path)
+    host = type(zoo.tiny(model_type)[0])
+    loaded = patched_model_class(host).from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert torch.equal(states(loaded, inputs), out)
+    assert not any("position" in name and parameter.dim() == 2 for name, parameter in loaded.named_parameters())
+
+
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_decoding(model_type: str) -> None:
+    model, prompt = generator(model_type, "sinusoidal")
+    plain = generated(model, prompt, use_cache=False)
+    assert difference(generated(model, prompt), plain) <= 1e-4
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert difference(generated(model, prompt, **static), plain) <= 1e-4
+    assert difference(plain, generated(*generator(model_type, "nope"), use_cache=False)) > 1e-2  # control
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_left_padding_and_packing_count_as_the_host_counts(name: str) -> None:
+    model = patched(make(name), pos="sinusoidal")
+    prompt, pad = tokens(2, 6), torch.zeros(2, 5, dtype=torch.long)
+    mask = torch.ones_like(prompt)
+    alone = generated(model, {"input_ids": prompt, "attention_mask": mask}, use_cache=False)
+    padded = {"input_ids": torch.cat((pad, prompt), 1), "attention_mask": torch.cat((pad, mask), 1)}
+    assert difference(generated(model, padded), alone) <= 1e-4
+    if name == "opt":  # whose mask doesn't go by position_ids
+        return
+    packed, positions = torch.cat((prompt, prompt.flip(1)), 1), torch.arange(6).repeat(1, 2).expand(2, -1)
+    with torch.no_grad():
+        out = model(packed, position_ids=positions, use_cache=False).logits
+        assert difference(out[:, 6:], model(prompt.flip(1)).logits) <= 1e-5
+
+
+def test_marian_s_own_table_is_kept_as_a_function() -> None:
+    model = make("bart")  # learned
+    assert "approximate" in str(plan_patch(model, pos="sinusoidal:layout=half"))
+    import transformers as hf
+
+    config = zoo.tiny_config("marian")
+    marian = hf.MarianMTModel(config).eval()
+    given = {"input_ids": tokens(2, 9), "decoder_input_ids": tokens(2, 7, 1)}
+    with torch.no_grad():
+        expected = marian(**given).logits
+    plan = plan_patch(marian, pos="sinusoidal:layout=half")
+    assert not plan.losses()
+    assert "any length (the table's own rule)" in str(plan)
+    patched(marian, pos="sinusoidal:layout=half")
+    with torch.no_grad():
+        assert difference(marian(**given).logits, expected) <= 1e-4
+        long = tokens(1, 2 * config.max_position_embeddings)
+        assert marian(input_ids=long, decoder_input_ids=long).logits.isfinite().all()
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+def table_of(model: Any) -> ComputedPositions:
+    return next(module for module in model.modules() if isinstance(module, ComputedPositions))
+
+
+def test_half_precision_rounds_rows_and_not_angles() -> None:
+    model = patched(make("gpt2"), pos="sinusoidal")
+    far = torch.tensor([[30_000, 31_234]])
+    exact = table_of(model)(far)
+    assert torch.equal(table_of(model.bfloat16())(far), exact.bfloat16())
+    assert torch.equal(table_of(model.float())(far), exact)
+    assert table_of(model).weight.dtype == torch.float32
+
+
+def test_rows_without_a_position_are_zeros() -> None:
+    roberta = table_of(patched(make("roberta"), pos="sinusoidal"))  # its padding index is 0, so it counts from 1
+    assert roberta.first == 1
+    assert not roberta(torch.tensor([[0]])).any()
+    assert torch.equal(roberta(torch.tensor([[1]])), Sinusoidal().rows(torch.tensor([[0]]), 32))
+    bart = table_of(patched(make("bart"), pos="sinusoidal"))
+    assert bart.first == 2
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "whisper"])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies(name: str, how: Any) -> None:
+    from families import inputs, logits
+
+    model = patched(make(name), pos="sinusoidal")
+    twin = how(model)
+    assert type(table_of(twin)) is type(table_of(model))
+    assert torch.equal(logits(twin, inputs(name)), logits(model, inputs(name)))
+
+
+def test_initialising_weights_again_keeps_the_rows() -> None:
+    model = patched(make("whisper"), pos="sinusoidal")
+    before = table_of(model).weight.clone()
+    for module in model.modules():
+        module._is_hf_initialized = False
+    model.init_weights()
+    assert torch.equal(table_of(model).weight, before)
+
+
+# --- what it can't serve ----------------------------------------------------------------------------------------------
+
+
+def test_a_grid_of_patches_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"Parameter\(17, 32\).*whose rows have two coordinates"):
+        plan_patch(make("vit"), pos="sinusoidal")
+
+
+@pytest.mark.parametrize("pos", ["rope", "nope", "alibi"])
+def test_a_table_that_is_gone_is_refused(pos: str) -> None:
+    model = patched(make("gpt2"), pos=pos)
+    with pytest.raises(UnsupportedError, match=r"transformer\.wpe: an earlier patch removed this table.*unpatch_model"):
+        plan_patch(model, pos="sinusoidal")
+    with pytest.raises(UnsupportedError, match="an earlier patch removed this table"):
+        plan_patch(model, pos="sinusoidal", keep="*wpe*")
+    with pytest.raises(NothingToPatchError):
+        plan_patch(model, pos="sinusoidal", keep="*attn*")
+
+
+def test_rope_after_sines_is_rope() -> None:
+    model = patched(patched(make("gpt2"), pos="sinusoidal"), pos="rope")
+    direct = patched(make("gpt2"), pos="rope")
+    given: Tensor = tokens(2, 9)
+    mean = Sinusoidal().rows(torch.arange(32), 32).mean(0)
+    assert torch.allclose(model.transformer.wpe.constant, mean, atol=1e-5)
+    direct.transformer.wpe.constant.data = model.transformer.wpe.constant.data
+    with torch.no_grad():
+        assert torch.equal(model(given).logits, direct(given).logits)
