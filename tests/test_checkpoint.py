@@ -323,7 +323,7 @@ def test_loading_with_offload(tmp_path: Path) -> None:
     model = patch(tiny("gpt2", GPT2LMHeadModel), **BOTH)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     places = {"transformer.wte": "cpu", "lm_head": "cpu", "transformer.h.0": "cpu", "transformer.h.1": "disk"}
-    places["transformer.ln_f"] = "cpu"
+    places |= dict.fromkeys(("transformer.wpe", "transformer.ln_f"), "cpu")
     again = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
     assert difference(model, again) < 1e-6
 

@@ -47,6 +47,7 @@ ROWS = HERE / "positions.json"
 OWNERS = (HERE / "positions_owners.txt").read_text().split()
 PARTS = {  # where the table and its attentions are in parts of the listed class
     "ClvpModelForConditionalGeneration": ("ClvpConditioningEncoder",),
+    "Florence2Model": ("Florence2MultiModalProjector",),
     "FSMTModel": ("FSMTEncoder", "FSMTDecoder"),
     "GitVisionModel": ("GitVisionTransformer",),
     "GroupViTModel": ("GroupViTVisionTransformer",),

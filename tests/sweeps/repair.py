@@ -101,7 +101,7 @@ class Report:
             lines += [f"## {model}", "", f"| {' | '.join(heads)} |", "|---|---|" + "---:|" * len(names)]
             for row in rows:
                 numbers = " | ".join(f"{row[name]:.5f}" if " " in name else f"{row[name]:.3f}" for name in names)
-                lines.append(f"| {row['norm']} | {row['start']} | {numbers} |")
+                lines.append(f"| {row['swap']} | {row['start']} | {numbers} |")
             lines.append("")
         machine = json.loads((self.folder / "repair.json").read_text())["machine"] if self.rows else ""
         return "\n".join([*lines, f"{machine}.", ""])
