@@ -19,7 +19,8 @@ from hfpatch.attention import AttentionLens
 sys.path.insert(0, str(Path(__file__).parent))
 from checks import RECORDED, difference, generated, generator, patched
 
-CAUSAL = [name for name in RECORDED if any(stack.causal for stack in ARCHITECTURES[name].stacks)]
+MORE = ["ctrl", "gpt_bigcode", "trocr"]  # tables in buffers, one key for all heads
+CAUSAL = [name for name in RECORDED if any(stack.causal for stack in ARCHITECTURES[name].stacks)] + MORE
 TEXT = [name for name in CAUSAL if name != "whisper"]  # whose generate() is another
 ALONE = [name for name in TEXT if all(stack.causal for stack in ARCHITECTURES[name].stacks)]  # decoders without encoder
 STEPS = {"max_new_tokens": 7, "min_new_tokens": 7, "forced_eos_token_id": None}
