@@ -93,6 +93,7 @@ VARIANTS: dict[str, tuple[str, Any, dict[str, Any]]] = {  # owner: (model type, 
     "Tipsv2VisionBackbone": ("tipsv2_vision_model", "AutoBackbone", {}),
     "UniSpeechEncoderStableLayerNorm": ("unispeech", None, STABLE),
     "UniSpeechSatEncoderStableLayerNorm": ("unispeech-sat", None, STABLE),
+    "VitDetBackbone": ("vitdet", "AutoBackbone", {}),
     "ViTMAEDecoder": ("vit_mae", "AutoModelForPreTraining", {}),
     "Wav2Vec2EncoderStableLayerNorm": ("wav2vec2", None, STABLE),
 }

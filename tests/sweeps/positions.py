@@ -119,14 +119,14 @@ def examine(model_type: str) -> Result:
     return result
 
 
-def _refusal(model: Any) -> str | None:
+def _refusal(model: Any) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotPreservedWarning)
             patch_model(model, pos="rope")
     except PatchError as error:
         return str(error)
-    return None
+    return "it has no table: it rotates already, or counts relatively, and that is what pos= changes"
 
 
 def _prove(model_type: str, owner: str, model: Any, inputs: dict[str, Any]) -> Seen:
