@@ -6,13 +6,16 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, ErnieConfig, ErnieModel, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from hfpatch import ARCHITECTURES, NORMS, NotPreservedWarning, patch_model
+from hfpatch.checkpoint import patched_model_class
+from hfpatch.swap_positions import find_stacks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from update_readme import BLOCKS, README, block
@@ -51,10 +54,11 @@ def test_usage_example(gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     lines = examples("unpatch_model").splitlines()
     imports, calls = lines[0], [line for line in lines if line.startswith(("patch_model", "print"))]
-    assert len(calls) == 9
+    assert len(calls) == 10
     for call in calls:
         model = GPT2LMHeadModel(gpt2.config)
         names: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+        names["tokenizer"] = SimpleNamespace(model_max_length=32)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotPreservedWarning)
             exec(f"{imports}\n{call}", names)
@@ -73,17 +77,22 @@ def test_own_norm_example(gpt2: Any, tmp_path: Path) -> None:
         NORMS.unregister("softsign")
 
 
+class MyBertModel(BertModel):
+    """A third party's model."""
+
+
 def test_own_family_example(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    model = ErnieModel(ErnieConfig(vocab_size=97, max_position_embeddings=34, **sizes)).eval()
+    model = MyBertModel(BertConfig(vocab_size=97, max_position_embeddings=34, **sizes)).eval()
     try:
         exec(examples("ARCHITECTURES.register"), {})
+        assert find_stacks(model)[0].stack in ARCHITECTURES["mybert"].stacks
         with pytest.warns(NotPreservedWarning):
             patch_model(model, pos="rope")
         model.save_pretrained(tmp_path)
         ids = torch.arange(3, 15)[None]
-        loaded = AutoModel.from_pretrained(tmp_path).eval()
+        loaded = patched_model_class(MyBertModel).from_pretrained(tmp_path).eval()
         assert torch.equal(loaded(ids).last_hidden_state, model(ids).last_hidden_state)
     finally:
-        ARCHITECTURES.unregister("ernie")
+        ARCHITECTURES.unregister("mybert")

@@ -15,6 +15,7 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "recipes/results/lm"
 SWEEP = ROOT / "tests/sweeps/norm_swap.json"
 EXACT = ROOT / "tests/sweeps/exact.json"
+POSITIONS = ROOT / "tests/sweeps/positions.json"
 REPAIR = ROOT / "tests/sweeps/repair.md"
 
 
@@ -26,8 +27,14 @@ def plan() -> str:
     return f"```text\n{_cli('plan', 'config:gpt2', '--norm', 'rms', '--pos', 'rope')}\n```"
 
 
-def families() -> str:
-    return _cli("families", "--markdown")
+def positions() -> str:
+    totals = json.loads(POSITIONS.read_text())
+    return (
+        f"**{totals['supported']} of {totals['of']} classes** that own a table (transformers {totals['transformers']}) "
+        f"take RoPE, {totals['refused']} are refused with a reason, **{totals['wrong anywhere']} are wrong**; "
+        f"{totals['beyond']} classes beyond that list do as well. Each with its figures, or the reason, in "
+        "[tests/sweeps/positions.md](tests/sweeps/positions.md)."
+    )
 
 
 def results() -> str:
@@ -67,7 +74,7 @@ BLOCKS = {
     "repair": repair,
     "sweep": sweep,
     "exact": exact,
-    "families": families,
+    "positions": positions,
 }
 
 
