@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,14 +111,12 @@ def divergence(target: Tensor, present: Tensor, rows: Tensor) -> Tensor:
     return (target * (target.log() - present.log())).sum(-1).mean()
 
 
-def fit_maps(
-    module: nn.Module, examples: Callable[[int], Example], count: int, fit: str, own: set[str]
-) -> MapFit | None:
+def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]) -> MapFit | None:
     """Fit an attention's queries and keys to the original's maps; the module itself isn't changed.
 
     Args:
         module: the attention; a copy in float32 is what runs.
-        examples: the i-th of `count` batches.
+        examples: batches that are fitted to, in turn.
         fit: "qk" for weights and biases, "bias" for biases alone.
         own: names of Parameters that no other module shares.
 
@@ -127,11 +125,11 @@ def fit_maps(
     """
     work = copy.deepcopy(module).float().requires_grad_(False)
     with eager(work):
-        return _fit(work, examples, count, fit, own)
+        return _fit(work, examples, fit, own)
 
 
-def _fit(work: nn.Module, examples: Callable[[int], Example], count: int, fit: str, own: set[str]) -> MapFit | None:
-    first = examples(0)
+def _fit(work: nn.Module, examples: list[Example], fit: str, own: set[str]) -> MapFit | None:
+    first = examples[0]
     chosen = {name: p.requires_grad_() for name, p in work.named_parameters() if name in own and _wanted(name, p, fit)}
     if not chosen:
         return None
@@ -142,20 +140,20 @@ def _fit(work: nn.Module, examples: Callable[[int], Example], count: int, fit: s
         p.requires_grad_(name in chosen)
     if not chosen:
         return None
-    before = after = _judge(work, examples, count)
+    before = after = _judge(work, examples)
     best = {name: p.detach().clone() for name, p in chosen.items()}
     width = first_tensor([*first.call[0], *first.call[1].values()]).shape[-1]
     optimizer = torch.optim.Adam(chosen.values(), lr=RATE / width, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for step in range(STEPS):
-        loss = _loss(work, examples(step % count))
+        loss = _loss(work, examples[step % len(examples)])
         if loss.isfinite():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         schedule.step()
         if (step + 1) * LOOKS // STEPS > step * LOOKS // STEPS:
-            error = _judge(work, examples, count)
+            error = _judge(work, examples)
             if error < after:
                 after, best = error, {name: p.detach().clone() for name, p in chosen.items()}
     return MapFit(before, after, best)
@@ -172,11 +170,10 @@ def _loss(module: nn.Module, example: Example) -> Tensor:
         return divergence(example.target, present, example.fitted)
 
 
-def _judge(module: nn.Module, examples: Callable[[int], Example], count: int) -> float:
+def _judge(module: nn.Module, examples: list[Example]) -> float:
     total, rows = 0.0, 0
     with torch.no_grad():
-        for i in range(count):
-            example = examples(i)
+        for example in examples:
             chosen = example.held_out
             if chosen.any():
                 present = map_of(module, example.call)

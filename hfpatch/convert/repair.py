@@ -23,7 +23,7 @@ import math
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ _NOISE = 1e-9  # a share of the variance: what is as near to the original as thi
 _SATURATED = 0.95  # |tanh| or |erf| above this
 _AT_ONCE = 64  # rows of logits that are compared in one go
 _SEARCHED = 4096  # rows that a search of scalars looks at
-_MAPPED = 256  # sequences whose attention maps are fitted
+_MAPPED, _MAP_NUMBERS = 256, 2**27  # sequences whose attention maps are fitted, and numbers in them
 
 
 @dataclass
@@ -532,35 +532,42 @@ class _Repairer:
                 last[attention] = name
         return {name: attention for attention, name in last.items()}
 
-    def _mapped(self) -> range:
-        """Batches whose maps are kept: as many as hold some number of sequences."""
-        counts = itertools.accumulate(self.batches.count_of(i) for i in range(len(self.batches)))
-        return range(sum(count <= _MAPPED for count in counts) or 1)
-
     def _save_maps(self, name: str) -> None:
-        """The original's maps; its block isn't run again later."""
-        for i in self._mapped():
+        """The original's maps of as many batches as memory holds; its block isn't run again later."""
+        sequences = numbers = 0
+        for i in range(len(self.batches)):
+            if i and (sequences >= _MAPPED or numbers >= _MAP_NUMBERS):
+                break
             with eager(self.old.model):
                 call = self.old.call(i, self._counterpart(name))
                 target = None if call is None else map_of(self.old.modules[name], call)
-            if target is not None:
-                self.old.save(f"{name} map", i, target)
+            if target is None:
+                break
+            self.old.save(f"{name} map", i, target)
+            sequences, numbers = sequences + self.batches.count_of(i), numbers + target.numel()
 
-    def _fit_maps(self, name: str) -> None:
-        module = self.new.modules[name]
-        if not self.old.has(f"{name} map", 0):
-            self._skip(name, "maps", "it returns no attention map")
-            return
-        examples = []
-        for i in self._mapped():
+    def _examples(self, name: str) -> list[Example]:
+        """What the maps that were saved are to be fitted from."""
+        found = []
+        for i in itertools.takewhile(lambda i: self.old.has(f"{name} map", i), range(len(self.batches))):
             with eager(self.new.model):
                 call = self.new.call(i, name)
             target = self.old.saved(f"{name} map", i)
-            valid, held_out = self.batches.rows(i, target[:, 0].shape, self.decoder)
-            valid, held_out = (rows.unflatten(0, target.shape[::2]).to(target.device) for rows in (valid, held_out))
-            examples.append(Example(wide(call), target, valid & ~held_out, valid & held_out))
+            rows = target[:, 0].shape
+            valid, held_out = (mask.unflatten(0, rows[:2]) for mask in self.batches.rows(i, rows, self.decoder))
+            valid, held_out = valid.to(target.device), held_out.to(target.device)
+            found.append(Example(wide(call), target, valid & ~held_out, valid & held_out))
+        if not any(bool(example.held_out.any()) for example in found):  # too few to hold any out
+            found = [replace(example, held_out=example.fitted) for example in found]
+        return found
+
+    def _fit_maps(self, name: str) -> None:
+        module, examples = self.new.modules[name], self._examples(name)
+        if not examples:
+            self._skip(name, "maps", "it returns no attention map")
+            return
         own = {one for one, p in module.named_parameters() if self.owners[id(p)] == 1}
-        fit = fit_maps(module, examples.__getitem__, len(examples), self.fit, own)
+        fit = fit_maps(module, examples, self.fit, own)
         if fit is None:
             self._skip(name, "maps", "it has no parameter of its own that moves its maps")
             return

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hfpatch import OptionError, RoPE, patch_model, repair, repair_report
 from hfpatch.convert import maps
+from hfpatch.convert import repair as engine
 from hfpatch.convert.maps import Example, eager, fit_maps, map_in, map_of
 from hfpatch.convert.repair import RepairReport
 
@@ -83,16 +84,16 @@ def test_only_what_moves_the_maps_is_fitted() -> None:
     example = Example(((states,), {}), target, rows, rows)
     own = {name for name, _ in attention.named_parameters()}
     before = {name: value.clone() for name, value in attention.state_dict().items()}
-    found = fit_maps(attention, [example].__getitem__, 1, "qk", own)
+    found = fit_maps(attention, [example], "qk", own)
     assert found.after < found.before
     assert set(found.values) == {"c_attn.weight", "c_attn.bias"}
     for name, value in found.values.items():
         assert torch.equal(value[..., 2 * width :], before[name][..., 2 * width :])
         assert not torch.equal(value[..., : 2 * width], before[name][..., : 2 * width])
     assert all(torch.equal(value, before[name]) for name, value in attention.state_dict().items())
-    only = fit_maps(attention, [example].__getitem__, 1, "bias", own)
+    only = fit_maps(attention, [example], "bias", own)
     assert set(only.values) == {"c_attn.bias"}
-    assert fit_maps(attention, [example].__getitem__, 1, "bias", own - {"c_attn.bias"}) is None
+    assert fit_maps(attention, [example], "bias", own - {"c_attn.bias"}) is None
 
 
 def test_biases_alone() -> None:
@@ -164,6 +165,27 @@ def test_another_models_maps_dont_help(monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = (patch(copy.deepcopy(original), pos="rope") for _ in range(2))
     by_right, by_wrong = repair(right, original, batches(original)), repair(wrong, stranger, batches(original))
     assert by_right.after < 0.5 * by_wrong.after
+
+
+def test_maps_are_kept_as_far_as_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those that are kept are judged, though none of their sequences was held out."""
+    original = tiny("gpt2", LM)
+    heads, seen = original.config.n_head, []
+    data = batches(original, 6, 4)
+    inner = engine.fit_maps
+
+    def spied(module: nn.Module, examples: list[Example], *rest: Any) -> Any:
+        seen.append(examples)
+        return inner(module, examples, *rest)
+
+    monkeypatch.setattr(engine, "fit_maps", spied)
+    for numbers, kept in ((2**27, 6), (3 * 4 * heads * 100, 3), (1, 1)):
+        monkeypatch.setattr(engine, "_MAP_NUMBERS", numbers)
+        seen.clear()
+        model = patch_model(copy.deepcopy(original), pos="rope", calibration=data)
+        assert {len(examples) for examples in seen} == {kept}
+        assert fitted(repair_report(model))
+    assert all(torch.equal(example.held_out, example.fitted) for examples in seen for example in examples)
 
 
 def test_in_half_precision() -> None:
