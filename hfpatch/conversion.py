@@ -165,8 +165,9 @@ class Conversion:
 
     def _unpatched(self) -> PreTrainedModel:
         """The model, or a model of its host's class without weights: what is there is found on LayerNorms."""
-        host = host_class(type(self.model))
-        if host is type(self.model):
+        host, stored = host_class(type(self.model)), getattr(self.model.config, KEY, None)
+        record = Record.from_json(stored) if stored else None
+        if record is None or not (record.norm or record.placement):
             return self.model
         config = copy.deepcopy(self.model.config)
         object.__setattr__(config, "__class__", host_class(type(config)))

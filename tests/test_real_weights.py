@@ -47,7 +47,7 @@ def embed(model: Any, texts: list[str] = SENTENCES, length: int | None = None) -
 REQUESTS = [
     *({"norm": name} for name in NORMS),
     *({"pos": name} for name in POSITIONS if name != "learned"),
-    {"pos": "learned:max_positions=600"},
+    {"pos": "learned:max_positions=600,method=linear"},
     {"norm": "rms", "pos": RoPE(theta=1000.0, partial=0.5)},
 ]
 

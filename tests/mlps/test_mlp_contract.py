@@ -447,7 +447,8 @@ def test_the_order_of_patches_is_irrelevant(family: str) -> None:
         model, _ = make(family)
         for kind in order:
             patch(model, **{kind: request[kind]})
-        assert torch.equal(answer(model, given), answer(at_once, given))
+        # a table's mean row is centred before it is taken, or after: equal but for rounding in float64
+        torch.testing.assert_close(answer(model, given), answer(at_once, given), rtol=1e-12, atol=1e-12)
         assert model.config.hfpatch == at_once.config.hfpatch
 
 
