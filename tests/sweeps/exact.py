@@ -14,9 +14,6 @@ import argparse
 import copy
 import json
 import re
-import resource
-import select
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -30,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import transformers
+import workers
 import zoo
 from torch import Tensor, nn
 
@@ -40,7 +38,7 @@ from hfpatch.convert.measure import Float64
 from hfpatch.norms import describe
 
 HERE = Path(__file__).resolve().parent
-SECONDS, GIGABYTES, BATCH = 60, 8, 50  # per type, per process, types per process
+SECONDS, BATCH = 60, 50  # per type, types per process
 PATIENCE = 600  # seconds for a type on the second try
 EXACT, AS_WRITTEN = 1e-9, 1e-5
 INTERNAL = re.compile(r"(^|_)(hidden_states|attentions|past_key_values|mems)\b")
@@ -267,7 +265,7 @@ def sweep(model_types: list[str], progress: bool = True, seconds: int = SECONDS)
     results: list[Result] = []
     while len(results) < len(model_types):
         batch = model_types[len(results) : len(results) + BATCH]
-        for model_type, line in zip(batch, _worker_lines(batch, seconds), strict=False):
+        for model_type, line in zip(batch, workers.lines(__file__, batch, seconds), strict=False):
             result = Result(**json.loads(line)) if line else Result(model_type, "killed: time or memory limit")
             results.append(result)
             if progress:
@@ -282,30 +280,12 @@ def _killed(results: list[Result]) -> list[str]:
     return [result.model_type for result in results if result.status.startswith("killed")]
 
 
-def _worker_lines(batch: list[str], seconds: int) -> Iterator[str]:
-    """A line of JSON for each type; an empty one, the last, for a type that killed or stalled the process."""
-    command = [sys.executable, __file__, "--worker", *batch]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1) as process:
-        assert process.stdout is not None
-        for _ in batch:
-            ready, _, _ = select.select([process.stdout], [], [], seconds)
-            line = process.stdout.readline() if ready else ""
-            yield line
-            if not line:
-                break
-        process.kill()
-
-
-def work(model_types: list[str]) -> None:
-    """Examine the types and print a line of JSON for each, on the real standard output alone."""
-    resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30, GIGABYTES << 30))
-    out, sys.stdout = sys.stdout, sys.stderr
-    for model_type in model_types:
-        try:
-            result = examine(model_type)
-        except Exception as error:
-            result = Result(model_type, f"failed: {zoo.last_line(error)}")
-        print(json.dumps(asdict(result)), file=out, flush=True)
+def examined(model_type: str) -> dict[str, Any]:
+    """What a worker says of a type."""
+    try:
+        return asdict(examine(model_type))
+    except Exception as error:
+        return asdict(Result(model_type, f"failed: {zoo.last_line(error)}"))
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -359,7 +339,7 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     if options.worker:
-        work(options.model_types)
+        workers.work(options.model_types, examined)
     elif options.model_types:
         for result in sweep(options.model_types, progress=False):
             print(json.dumps(asdict(result), indent=1))

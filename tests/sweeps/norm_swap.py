@@ -15,9 +15,6 @@ import argparse
 import copy
 import json
 import math
-import resource
-import select
-import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -30,13 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import transformers
+import workers
 import zoo
 from torch import Tensor, nn
 
 from hfpatch import NothingToPatchError, PatchError, Plan, patch_model, plan_patch
 
 HERE = Path(__file__).resolve().parent
-SECONDS, GIGABYTES, BATCH = 120, 8, 100  # per type, per process, types per process
+SECONDS, BATCH = 120, 100  # per type, types per process
 LENGTH_IS_PREDICTED = {"vits"}  # the model decides how long its waveform is
 UNREACHED = "the forward reaches none of them"
 FIT, FORMULA = 1e-4, 1e-5  # relative errors: of a LayerNorm's fit, and of a new module against the formula
@@ -390,7 +388,7 @@ def sweep(model_types: list[str], progress: bool = True) -> list[Result]:
     results: list[Result] = []
     while len(results) < len(model_types):
         batch = model_types[len(results) : len(results) + BATCH]
-        for model_type, line in zip(batch, _worker_lines(batch), strict=False):
+        for model_type, line in zip(batch, workers.lines(__file__, batch, SECONDS), strict=False):
             result = Result(**json.loads(line)) if line else Result(model_type, "killed: time or memory limit")
             results.append(result)
             if progress and result.status not in ("ok", "no LayerNorm"):
@@ -398,30 +396,12 @@ def sweep(model_types: list[str], progress: bool = True) -> list[Result]:
     return results
 
 
-def _worker_lines(batch: list[str]) -> Iterator[str]:
-    """A line of JSON for each type; an empty one, the last, for a type that killed or stalled the process."""
-    command = [sys.executable, __file__, "--worker", *batch]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1) as process:
-        assert process.stdout is not None
-        for _ in batch:
-            ready, _, _ = select.select([process.stdout], [], [], SECONDS)
-            line = process.stdout.readline() if ready else ""
-            yield line
-            if not line:
-                break
-        process.kill()
-
-
-def work(model_types: list[str]) -> None:
-    """Examine the types and print a line of JSON for each, on the real standard output alone."""
-    resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30, GIGABYTES << 30))
-    out, sys.stdout = sys.stdout, sys.stderr
-    for model_type in model_types:
-        try:
-            result = examine(model_type)
-        except Exception as error:
-            result = Result(model_type, f"the sweep failed: {zoo.last_line(error)}")
-        print(json.dumps(asdict(result)), file=out, flush=True)
+def examined(model_type: str) -> dict[str, Any]:
+    """What a worker says of a type."""
+    try:
+        return asdict(examine(model_type))
+    except Exception as error:
+        return asdict(Result(model_type, f"the sweep failed: {zoo.last_line(error)}"))
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -487,7 +467,7 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     if options.worker:
-        work(options.model_types)
+        workers.work(options.model_types, examined)
     elif options.model_types:
         for result in sweep(options.model_types, progress=False):
             print(json.dumps(asdict(result), indent=1))

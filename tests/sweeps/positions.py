@@ -16,13 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
-import select
-import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "positions"))
 import proof
 import torch
 import transformers
+import workers
 import zoo
 
 from hfpatch import NotPreservedWarning, PatchError, patch_model
@@ -40,7 +36,7 @@ from hfpatch.architectures.refused import REFUSED
 from hfpatch.swap_positions import find_stacks
 
 HERE = Path(__file__).resolve().parent
-SECONDS, GIGABYTES, BATCH = 180, 8, 40  # per type, per process, types per process
+SECONDS, BATCH = 180, 40  # per type, types per process
 ROWS = HERE / "positions.json"
 # Classes of transformers 5.23 that own a table of absolute positions, from a first look at every model type: none that
 # rotates already, that only counts positions relatively, or that makes positions for other modules to add.
@@ -187,7 +183,7 @@ def sweep(model_types: list[str], store: Path | None = None, fresh: bool = False
     done: dict[str, Result] = {} if fresh or store is None else _stored(store)
     while left := [name for name in model_types if name not in done]:
         batch = left[:BATCH]
-        for model_type, line in zip(batch, _worker_lines(batch), strict=False):
+        for model_type, line in zip(batch, workers.lines(__file__, batch, SECONDS), strict=False):
             result = _from_json(json.loads(line)) if line else Result(model_type, "killed: time or memory limit")
             done[model_type] = result
             wrong = [seen for seen in result.seen if seen.wrong]
@@ -212,33 +208,12 @@ def _from_json(held: dict[str, Any]) -> Result:
     return Result(held["model_type"], held.get("status", "ok"), seen)
 
 
-def _worker_lines(batch: list[str]) -> Iterator[str]:
-    """A line of JSON for each type; an empty one, the last, for a type that killed or stalled the process."""
-    command = [sys.executable, __file__, "--worker", *batch]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1, env=environment
-    ) as process:
-        assert process.stdout is not None
-        for _ in batch:
-            ready, _, _ = select.select([process.stdout], [], [], SECONDS)
-            line = process.stdout.readline() if ready else ""
-            yield line
-            if not line:
-                break
-        process.kill()
-
-
-def work(model_types: list[str]) -> None:
-    """Examine the types and print a line of JSON for each, on the real standard output alone."""
-    resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30, GIGABYTES << 30))
-    out, sys.stdout = sys.stdout, sys.stderr
-    for model_type in model_types:
-        try:
-            result = examine(model_type)
-        except Exception as error:
-            result = Result(model_type, f"the sweep failed: {zoo.last_line(error)}")
-        print(json.dumps(_short(result)), file=out, flush=True)
+def examined(model_type: str) -> dict[str, Any]:
+    """What a worker says of a type."""
+    try:
+        return _short(examine(model_type))
+    except Exception as error:
+        return _short(Result(model_type, f"the sweep failed: {zoo.last_line(error)}"))
 
 
 def _short(result: Result) -> dict[str, Any]:
@@ -355,7 +330,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if options.worker:
-        work(options.model_types)
+        workers.work(options.model_types, examined)
     elif options.model_types:
         for result in sweep(options.model_types):
             print(json.dumps(_short(result), indent=1))

@@ -1,0 +1,41 @@
+"""Processes that examine model types for a sweep: one that crashes or hangs costs its type and no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+GIGABYTES = 8  # per process
+
+
+def lines(script: str, batch: list[str], seconds: int) -> Iterator[str]:
+    """A line of JSON for each type, from `script --worker TYPE...`; an empty one, the last, for a type that killed or
+    stalled the process.
+    """
+    command = [sys.executable, script, "--worker", *batch]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1, env=environment
+    ) as process:
+        assert process.stdout is not None
+        for _ in batch:
+            ready, _, _ = select.select([process.stdout], [], [], seconds)
+            line = process.stdout.readline() if ready else ""
+            yield line
+            if not line:
+                break
+        process.kill()
+
+
+def work(model_types: list[str], examine: Callable[[str], dict[str, Any]], gigabytes: int = GIGABYTES) -> None:
+    """Examine the types and print a line of JSON for each, on the real standard output alone."""
+    resource.setrlimit(resource.RLIMIT_AS, (gigabytes << 30, gigabytes << 30))
+    out, sys.stdout = sys.stdout, sys.stderr
+    for model_type in model_types:
+        print(json.dumps(examine(model_type)), file=out, flush=True)
