@@ -20,6 +20,10 @@ MEAN_ROW, NOTHING = "its mean row", "nothing"  # what a plan and a report say of
 class LengthLimit:
     """A lens on a module that would refuse, or cut, inputs beyond the removed table's length."""
 
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        """As of any `view.Lens`."""
+        raise NotImplementedError(f"{type(self).__name__} must define __call__(module, arguments).")
+
     def with_table(self, reserved_rows: int) -> LengthLimit | None:
         """The same for a stack in which a table stays, so that positions must be counted; None where that isn't known.
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from .edits import Edits
 from .errors import PositionError
-from .residual import StandIn, look_through, put, views
-from .view import Arguments, lens_of
+from .residual import StandIn, put, views
+from .view import Arguments, lens_of, look_through
 
 MASK = "attention_mask"  # the argument's name, in blocks and models
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .architectures.relative import BIASES, STAYING_PARTS, STAYS, Bias
 from .edits import Edits
-from .view import LENS, Arguments, host_class, lensed_class, with_lens
+from .view import Arguments, by_class, look_through
 
 REMOVED = "_hfpatch_removed_biases"  # of an owner whose biases are gone
 
@@ -96,7 +96,7 @@ def find_biases(model: nn.Module) -> list[FoundBias]:
     """The recorded biases of a model, also those that an earlier patch removed."""
     found = []
     for name, module in model.named_modules():
-        bias = next((BIASES[base.__name__] for base in type(module).__mro__ if base.__name__ in BIASES), None)
+        bias = by_class(BIASES, module)
         if bias is None:
             continue
         prefix = f"{name}." if name else ""
@@ -119,7 +119,7 @@ def unremovable(model: nn.Module, found: list[FoundBias]) -> dict[str, str]:
     owned = {id(module) for item in found for module in item.owner.modules()}
     reasons = {}
     for name, module in model.named_modules():
-        reason = next((STAYS[base.__name__] for base in type(module).__mro__ if base.__name__ in STAYS), None)
+        reason = by_class(STAYS, module)
         if reason is None and id(module) not in owned:
             parts = (*module._modules, *module._parameters, *module._buffers)
             reason = next((STAYING_PARTS[part] for part in parts if part in STAYING_PARTS), None)
@@ -146,8 +146,7 @@ def remover(item: FoundBias) -> Callable[[Edits], None]:
                 edits.set_attribute(module, attribute, value)
         if item.bias.given:
             for attention in item.attentions.values():
-                edits.set_attribute(attention, LENS, with_lens(attention, Given(item.bias.given)))
-                edits.set_class(attention, lensed_class(host_class(type(attention))))
+                look_through(edits, attention, Given(item.bias.given))
         edits.set_attribute(item.owner, REMOVED, True)
 
     return apply

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .edits import Edits
 from .errors import UnsupportedError
-from .view import LENS, Arguments, InnerView, Lens, ListView, host_class, lens_of, lensed_class, with_lens
+from .view import Arguments, InnerView, ListView, lens_of, look_through
 
 
 @dataclass(frozen=True)
@@ -241,9 +241,3 @@ def add_join(edits: Edits, block: nn.Module, join: Join) -> None:
     present = lens_of(block, Joins)
     others = [one for one in (present.joins if present else ()) if (one.outlet, one.call) != (join.outlet, join.call)]
     look_through(edits, block, Joins((*others, join)))
-
-
-def look_through(edits: Edits, module: nn.Module, lens: Lens) -> None:
-    """Give a module a lens; one of the same kind that it has gives way."""
-    edits.set_attribute(module, LENS, with_lens(module, lens))
-    edits.set_class(module, lensed_class(host_class(type(module))))

@@ -32,14 +32,14 @@ from .rows import SO_ALREADY, Change, Row, refuse_private_forward
 from .select import Names
 from .swap_bias import bias_for, require_bias
 from .swap_tables import ALL_KEPT, first_row, kept_table_change
-from .view import LENS, host_class, lens_of, lensed_class, with_lens
+from .view import by_class, lens_of, look_through
 
 REMOVED_ROWS = "_hfpatch_removed_rows"  # of the module that held a table which was a Parameter
 _RELATIVE = re.compile(r"relative_(attention_)?(bias|position)|rel_pos|rel_embeddings|pos_bias|position_bias", re.I)
 
 
 @dataclass
-class _Found:
+class FoundStack:
     """A stack in the model in hand."""
 
     stack: Stack
@@ -101,7 +101,7 @@ def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
     return changes + staying + [Change(Row("position", "keep", name, "positions", reason=why)) for name, why in refused]
 
 
-def affected_stacks(model: nn.Module, part: Part) -> list[_Found]:
+def affected_stacks(model: nn.Module, part: Part) -> list[FoundStack]:
     """The stacks whose tables a part would change, were they there."""
     names = Names.of(model)
     return [
@@ -112,18 +112,18 @@ def affected_stacks(model: nn.Module, part: Part) -> list[_Found]:
     ]
 
 
-def find_stacks(model: nn.Module) -> list[_Found]:
+def find_stacks(model: nn.Module) -> list[FoundStack]:
     """The recorded stacks of a model, patched or not, in the order of its modules."""
     stacks = {stack.owner: stack for record in ARCHITECTURES.values() for stack in record.stacks}
     found = []
     for name, module in model.named_modules():
-        stack = next((stacks[base.__name__] for base in type(module).__mro__ if base.__name__ in stacks), None)
+        stack = by_class(stacks, module)
         if stack is None or not _has(module, stack.table):
             continue
         prefix = f"{name}." if name else ""
         stack, attentions = _as_built(module, stack)
         attentions = {prefix + child_name: child for child_name, child in attentions.items()}
-        found.append(_Found(stack, module, name, prefix + stack.table, attentions))
+        found.append(FoundStack(stack, module, name, prefix + stack.table, attentions))
     return found
 
 
@@ -131,7 +131,7 @@ def _refused(model: nn.Module) -> dict[str, str]:
     """Names of modules whose positions stay, and why."""
     reasons = {}
     for name, module in model.named_modules():
-        reason = next((REFUSED[base.__name__] for base in type(module).__mro__ if base.__name__ in REFUSED), None)
+        reason = by_class(REFUSED, module)
         if reason is not None:
             reasons[name or type(module).__name__] = reason
     return reasons
@@ -160,7 +160,7 @@ def _has(owner: nn.Module, table: str) -> bool:
     return getattr(holder, attribute, None) is not None
 
 
-def _changes(model: nn.Module, item: _Found, scheme: Position, part: Part, names: Names) -> list[Change]:
+def _changes(model: nn.Module, item: FoundStack, scheme: Position, part: Part, names: Names) -> list[Change]:
     reasons = {name: _reason_to_keep(name, part, names) for name in item.attentions}
     kept_by_name = any(names.matches(glob, [item.table_name]) for glob in part.keep)
     all_kept = all(reasons.values())
@@ -226,7 +226,7 @@ def _bias_changes(model: nn.Module, item: FoundBias, covered: set[str], part: Pa
         causal=bias.causal,
     )
     length = getattr(getattr(item.owner, "config", None), bias.length, None)
-    found = _Found(stack, item.owner, item.prefix.rstrip("."), item.name, left, length or 0)
+    found = FoundStack(stack, item.owner, item.prefix.rstrip("."), item.name, left, length or 0)
     changes += [_attention_change(model, name, module, found, scheme, reasons[name]) for name, module in left.items()]
     _try_bias(left, stack, part, changes)
     return changes
@@ -236,7 +236,7 @@ def find_own_rotations(model: nn.Module) -> list[tuple[nn.Module, str, OwnRotati
     """Owners of attentions that rotate by tables of their own: (owner, its name, the record)."""
     found = []
     for name, module in model.named_modules():
-        own = next((OWN_ROTATIONS[b.__name__] for b in type(module).__mro__ if b.__name__ in OWN_ROTATIONS), None)
+        own = by_class(OWN_ROTATIONS, module)
         if own is not None:
             found.append((module, name, own))
     return found
@@ -270,12 +270,12 @@ def _own_changes(
     )
     length = getattr(getattr(owner, "config", None), "max_position_embeddings", 0)
     attentions = own_attentions(owner, name, own)
-    found = _Found(stack, owner, name, name, {path: module for path, (module, _) in attentions.items()}, length)
+    found = FoundStack(stack, owner, name, name, {path: module for path, (module, _) in attentions.items()}, length)
     return [_own_change(model, path, own, found, itself, part, names) for path, (_, itself) in attentions.items()]
 
 
 def _own_change(
-    model: nn.Module, path: str, own: OwnRotation, found: _Found, itself: RoPE, part: Part, names: Names
+    model: nn.Module, path: str, own: OwnRotation, found: FoundStack, itself: RoPE, part: Part, names: Names
 ) -> Change:
     """What happens to one of them; `itself` is how it turns by its own table."""
     module, scheme = found.attentions[path], part.scheme
@@ -318,8 +318,7 @@ def _hiding(module: nn.Module, own: OwnRotation, then: Callable[[Edits], None]) 
     """The same, once the host turns by nothing."""
 
     def apply(edits: Edits) -> None:
-        edits.set_attribute(module, LENS, with_lens(module, Given(own.given)))
-        edits.set_class(module, lensed_class(host_class(type(module))))
+        look_through(edits, module, Given(own.given))
         then(edits)
 
     return apply
@@ -330,7 +329,7 @@ def _of(owner: nn.Module, path: str) -> Any:
     return getattr(owner.get_submodule(holder), attribute, None)
 
 
-def _other_biases(model: nn.Module, found: list[_Found], biases: list[FoundBias]) -> list[Change]:
+def _other_biases(model: nn.Module, found: list[FoundStack], biases: list[FoundBias]) -> list[Change]:
     """Relative biases that stay where they are, in parts of the model that nothing else changes.
 
     Raises:
@@ -353,7 +352,7 @@ def _other_biases(model: nn.Module, found: list[_Found], biases: list[FoundBias]
     return [Change(row) for row in rows]
 
 
-def _require_settings(item: _Found) -> None:
+def _require_settings(item: FoundStack) -> None:
     for name, value in item.stack.requires:
         present, setting = operator.attrgetter(name)(item.owner), name.rpartition(".")[2]
         if present != value:
@@ -369,7 +368,7 @@ def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
     return f"{reason}: sees no positions unless its table is kept" if reason == "not in only" else reason
 
 
-def _table_change(model: nn.Module, item: _Found, part: Part, why: str | None) -> Change:
+def _table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None) -> Change:
     table, scheme = item.table(), part.scheme
     assert isinstance(scheme, Position)
     if item.removed_rows() is not None and (why == ALL_KEPT or not scheme.keeps_table):
@@ -418,7 +417,7 @@ def _rows_of(table: nn.Module | Tensor) -> Tensor:
     return stored[0] if stored else torch.zeros(1, width)  # computed in the table's forward
 
 
-def _remover(model: nn.Module, item: _Found, fresh: bool) -> Callable[[Edits], None]:
+def _remover(model: nn.Module, item: FoundStack, fresh: bool) -> Callable[[Edits], None]:
     def apply(edits: Edits) -> None:
         for path in (item.stack.table, *item.stack.others):
             _remove(edits, item, path, fresh)
@@ -427,7 +426,7 @@ def _remover(model: nn.Module, item: _Found, fresh: bool) -> Callable[[Edits], N
     return apply
 
 
-def _remove(edits: Edits, item: _Found, path: str, fresh: bool) -> None:
+def _remove(edits: Edits, item: FoundStack, path: str, fresh: bool) -> None:
     """Put a constant where the table at `path` is, or what answers as if there were no positions."""
     above, _, attribute = path.rpartition(".")
     holder = dict(item.owner.named_modules()).get(above)
@@ -463,7 +462,7 @@ def _remove(edits: Edits, item: _Found, path: str, fresh: bool) -> None:
         constant.data.zero_()
 
 
-def _limits_lifter(model: nn.Module, item: _Found) -> Callable[[Edits, Position], None]:
+def _limits_lifter(model: nn.Module, item: FoundStack) -> Callable[[Edits, Position], None]:
     """What lifts the limits of a stack whose table stays."""
 
     def lift(edits: Edits, scheme: Position) -> None:
@@ -478,24 +477,18 @@ def _limits_lifter(model: nn.Module, item: _Found) -> Callable[[Edits, Position]
 
 
 def _lift_limits(
-    edits: Edits, model: nn.Module, item: _Found, limits: Sequence[tuple[str, LengthLimit]], longest: int
+    edits: Edits, model: nn.Module, item: FoundStack, limits: Sequence[tuple[str, LengthLimit]], longest: int
 ) -> None:
     for path, limit in limits:
-        _see_through(edits, model, item.owner.get_submodule(path), limit)
+        look_through(edits, item.owner.get_submodule(path), limit, model)
     for length in item.stack.lengths:
         for module in model.modules():
             if length in module.__dict__ and any(inner is item.owner for inner in module.modules()):
                 edits.set_attribute(module, length, longest)
 
 
-def _see_through(edits: Edits, model: nn.Module, module: nn.Module, lens: Any) -> None:
-    edits.set_attribute(module, LENS, with_lens(module, lens))
-    if module is not model:  # the model itself gets a class that knows lenses, see checkpoint.py
-        edits.set_class(module, lensed_class(host_class(type(module))))
-
-
 def _attention_change(
-    model: nn.Module, name: str, module: nn.Module, item: _Found, scheme: Position, reason: str | None
+    model: nn.Module, name: str, module: nn.Module, item: FoundStack, scheme: Position, reason: str | None
 ) -> Change:
     stack = item.stack
     if scheme.keeps_table:  # and with it what else the attention knows of positions
@@ -544,7 +537,7 @@ def _attention_change(
         for parameter_name in stack.unused:
             if module._parameters.get(parameter_name) is not None:
                 edits.set_parameter(module, parameter_name, None)
-        _see_through(edits, model, module, lens)
+        look_through(edits, module, lens, model)
         if stack.grid is not None and stack.grid.handed_down and new is not None:
             _hand_down(edits, model, item, stack.grid)
 
@@ -572,17 +565,17 @@ def _require_build(name: str, module: nn.Module, stack: Stack) -> None:
         )
 
 
-def _hand_down(edits: Edits, model: nn.Module, item: _Found, grid: Grid) -> None:
+def _hand_down(edits: Edits, model: nn.Module, item: FoundStack, grid: Grid) -> None:
     """Let the stack's owner make the phases for all of its attentions."""
     paths = tuple(path.removeprefix(f"{item.name}.") for path in item.attentions)
     ways = relays(item.owner, paths) if item.stack.relayed else {}
     for path, children in ways.items():
         if path:
-            _see_through(edits, model, item.owner.get_submodule(path), Relay(children))
-    _see_through(edits, model, item.owner, GridLens(grid, paths, ways.get("", ())))
+            look_through(edits, item.owner.get_submodule(path), Relay(children), model)
+    look_through(edits, item.owner, GridLens(grid, paths, ways.get("", ())), model)
 
 
-def _require_axes(item: _Found, scheme: Position, where: str) -> None:
+def _require_axes(item: FoundStack, scheme: Position, where: str) -> None:
     """Refuse positions with more axes than the stack's tokens have, or than its attentions can be told of."""
     axes = getattr(scheme, "axes", None) or 1
     if axes == 1:
@@ -600,7 +593,7 @@ def _require_axes(item: _Found, scheme: Position, where: str) -> None:
         )
 
 
-def max_positions(item: _Found) -> int:
+def max_positions(item: FoundStack) -> int:
     """Positions that the table holds, or held before an earlier patch removed it; 0 where it has no length."""
     if item.length is not None:
         return item.length
@@ -610,7 +603,7 @@ def max_positions(item: _Found) -> int:
     return rows - first_row(item) if rows else 0
 
 
-def _scaled_from(item: _Found, scheme: Position) -> int:
+def _scaled_from(item: FoundStack, scheme: Position) -> int:
     """The length that scaling rules start from.
 
     Raises:

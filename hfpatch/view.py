@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from .edits import Edits
 
 LENS = "_hfpatch_lens"  # attribute of a module that holds its lens
 CENTRED = "_hfpatch_centred"  # attribute of a module: the axis over which the mean of its output is subtracted
@@ -25,6 +27,7 @@ SCALE = "stream_scale"  # and the name of that Parameter, of shape (1,)
 TAKEN: Any = object()  # the value of an argument that a lens takes away: the host doesn't see it
 
 Arguments = dict[str, Any]
+R = TypeVar("R")
 
 
 class Lens(Protocol):
@@ -213,3 +216,17 @@ def _rebuild(host: type[nn.Module]) -> nn.Module:
 def host_class(cls: type) -> type:
     """The class behind one that hfpatch generated (here or in checkpoint.py), or the class itself."""
     return getattr(cls, "hfpatch_host", cls)
+
+
+def look_through(edits: Edits, module: nn.Module, lens: Lens, model: nn.Module | None = None) -> None:
+    """Give a module a lens; one of the same kind that it has gives way. `model` itself gets its class elsewhere, see
+    checkpoint.py.
+    """
+    edits.set_attribute(module, LENS, with_lens(module, lens))
+    if module is not model:
+        edits.set_class(module, lensed_class(host_class(type(module))))
+
+
+def by_class(records: Mapping[str, R], module: nn.Module) -> R | None:
+    """The record of a module's class, or of the nearest class that it derives from; classes go by their names."""
+    return next((records[base.__name__] for base in type(module).__mro__ if base.__name__ in records), None)

@@ -539,7 +539,7 @@ def test_a_failure_after_a_change_restores_everything(name: str, monkeypatch: py
         ("hfpatch.norms.rms.RMSNorm.__init__", ValueError),
         ("hfpatch.record.Record.to_json", StopHereError),
         ("hfpatch.limits.ConstantPositions.__init__", StopHereError),
-        ("hfpatch.swap_positions.lensed_class", SystemExit),
+        ("hfpatch.view.lensed_class", SystemExit),
     ],
 )
 def test_a_failure_in_what_a_step_calls(target: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:

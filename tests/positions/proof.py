@@ -39,8 +39,7 @@ from hfpatch.proof import (
     reached,
     steps_alike,
 )
-from hfpatch.swap_positions import _Found as FoundStack
-from hfpatch.swap_positions import find_stacks, max_positions
+from hfpatch.swap_positions import FoundStack, find_stacks, max_positions
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import zoo
