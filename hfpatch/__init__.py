@@ -23,6 +23,7 @@ from .errors import (
     VerificationError,
     WrappedModelError,
 )
+from .export import Exported, export_model
 from .mlps import MLP, GeGLU, ReGLU, SwiGLU
 from .norms import RMS, AffineNorm, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm, NormFacts
 from .patch import patch_model, repair_report, unpatch_model
@@ -51,6 +52,7 @@ __all__ = [
     "DeepNorm",
     "Derf",
     "DyT",
+    "Exported",
     "Fused",
     "GeGLU",
     "HfpatchConfig",
@@ -85,6 +87,7 @@ __all__ = [
     "VerificationError",
     "WrappedModelError",
     "convert_pairing",
+    "export_model",
     "patch_model",
     "plan_patch",
     "propose_record",

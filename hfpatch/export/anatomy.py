@@ -15,6 +15,8 @@ from torch import Tensor
 from ..pairing import order
 from ..positions import ALiBi, RoPE
 
+CLOSE = 1e-11  # eps of norms that differ by less are alike
+
 
 @dataclass
 class Affine:
@@ -32,6 +34,10 @@ class Affine:
         """x -> weight (x + shift) + bias."""
         moved = self.weight @ shift
         return Affine(self.weight, moved if self.bias is None else self.bias + moved)
+
+    def before(self, gain: Tensor) -> Affine:
+        """x -> weight (gain * x) + bias."""
+        return Affine(self.weight * gain, self.bias)
 
     def rows(self, index: Tensor) -> Affine:
         """The same with the channels of its output in another order."""
@@ -159,3 +165,29 @@ def fold_shifts(anatomy: Anatomy) -> Anatomy:
         return block
 
     return replace(anatomy, blocks=[folded(block) for block in anatomy.blocks])
+
+
+def fold_gains(anatomy: Anatomy) -> Anatomy:
+    """A pre-norm stack without shifts whose norms have no gain: the layers that read them take it up, and the head."""
+
+    def folded(block: Block) -> Block:
+        first, second = block.attention_norm, block.mlp_norm
+        read = {name: getattr(block, name).before(first.gain) for name in ("query", "key", "value")}
+        return replace(
+            block,
+            **read,
+            up=block.up.before(second.gain),
+            gate=None if block.gate is None else block.gate.before(second.gain),
+            attention_norm=replace(first, gain=torch.ones_like(first.gain)),
+            mlp_norm=replace(second, gain=torch.ones_like(second.gain)),
+        )
+
+    anatomy = replace(anatomy, blocks=[folded(block) for block in anatomy.blocks])
+    last, head = anatomy.final_norm, anatomy.head.get("head")
+    if last is None or not isinstance(head, Affine):
+        return anatomy
+    return replace(
+        anatomy,
+        final_norm=replace(last, gain=torch.ones_like(last.gain)),
+        head={**anatomy.head, "head": head.before(last.gain)},
+    )

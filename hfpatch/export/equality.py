@@ -57,7 +57,7 @@ def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0,
         beyond: a length that one text must have, where functions part only there.
         seed: of the inputs.
     """
-    worst, where, count, given = 0.0, "no output", 0, {}
+    worst, where, count, given = -1.0, "no output", 0, {}
     for name, inputs, padding in batches(model, other, longest, beyond, seed):
         given = fitting(model, inputs)
         outputs = []
@@ -73,7 +73,7 @@ def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0,
     tolerance = TOLERANCE.get(next(model.parameters()).dtype, 1e-5)
     if tolerance < worst < _HOPELESS:
         tolerance = max(tolerance, FACTOR * Reference(model, given, []).floor)
-    return Measured(worst, tolerance, count, where)
+    return Measured(worst if worst >= 0 else float("nan"), tolerance, count, where)
 
 
 def _relative(ours: Tensor, theirs: Tensor, padding: Tensor | None) -> float:

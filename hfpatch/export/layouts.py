@@ -32,6 +32,7 @@ BERT: Slots = {
         "head": OUTPUT,
         "dense": "cls.predictions.transform.dense",
         "norm": "cls.predictions.transform.LayerNorm",
+        "bias": "cls.predictions.bias",
     },
     SEQUENCE: {"dense": "{base}.pooler.dense", "out": "classifier"},
     TOKEN: {"out": "classifier"},
@@ -39,12 +40,13 @@ BERT: Slots = {
     BASE: {"pooler": "pooler.dense"},
 }
 ROBERTA: Slots = {
-    MASKED: {"head": OUTPUT, "dense": "lm_head.dense", "norm": "lm_head.layer_norm"},
+    MASKED: {"head": OUTPUT, "dense": "lm_head.dense", "norm": "lm_head.layer_norm", "bias": "lm_head.bias"},
     SEQUENCE: {"dense": "classifier.dense", "out": "classifier.out_proj"},
     TOKEN: {"out": "classifier"},
     QUESTION: {"out": "qa_outputs"},
     BASE: {"pooler": "pooler.dense"},
 }
+ESM: Slots = {auto: {**slots, "contacts": "{base}.contact_head.regression"} for auto, slots in ROBERTA.items()}
 DISTILBERT: Slots = {
     MASKED: {"head": OUTPUT, "dense": "vocab_transform", "norm": "vocab_layer_norm"},
     TOKEN: {"out": "classifier"},
@@ -62,10 +64,10 @@ class Layout:
         blocks, embedding, types, embedding_norm, final_norm: paths of the stack; None where there is none.
         body: path of the stack in the base model.
         table: path of the table of positions, which must be gone.
-        attention: path of the attention; query, key, value, output are relative to it.
+        attention: path of the attention in the block; query, key and value, or fused, are relative to it.
         fused: name of a projection to queries, keys and values, instead of three.
         by_head: its channels are [q k v] of the first head, then of the next; else all queries, all keys, all values.
-        attention_norm, mlp_norm, up, down, gate: paths in the block.
+        output, attention_norm, mlp_norm, up, down, gate: paths in the block.
         activation: path in the block of the activation in front of `down`.
         scale: attribute of the attention with the factor on its scores, a number, or None for 1 / sqrt(head_dim).
         heads: slots of the heads that it can have.
@@ -78,6 +80,8 @@ class Layout:
         pairing: a target's order of a head's channels.
         norm: a target's kind of norm; shift: whether it has one; gain: whether it has one.
         groups: whether a target may have fewer heads of keys and values than of queries.
+        own: paths in the base model of tables that its class computes.
+        bounded: whether a target takes no texts longer than its config's length.
     """
 
     model_type: str
@@ -89,7 +93,7 @@ class Layout:
     query: str = "q_proj"
     key: str = "k_proj"
     value: str = "v_proj"
-    output: str = "o_proj"
+    output: str = "self_attn.o_proj"
     attention_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     activation: str = "mlp.act_fn"
@@ -112,7 +116,10 @@ class Layout:
     pairing: str = "half"
     norm: str = "layer"
     shift: bool = True
+    gain: bool = True
     groups: bool = False
+    own: tuple[str, ...] = ()
+    bounded: bool = False
 
 
 def _sizes(**names: str) -> tuple[tuple[str, str], ...]:
@@ -388,10 +395,10 @@ LAYOUTS: tuple[Layout, ...] = (
             length="max_seq_len",
             eps="layer_norm_epsilon",
             max_bias="attn_config.alibi_bias_max",
-            attention_dropout="attn_config.attn_pdrop",
         ),
         positions=("alibi",),
         shift=False,
+        bounded=True,
     ),
     # decoders with RMSNorm; without a gate, with one, without positions
     replace(_LLAMA, model_type="arcee", gate=None),
@@ -426,6 +433,20 @@ LAYOUTS: tuple[Layout, ...] = (
         fixed=(("qk_layernorm", False), ("use_parallel_residual", False)),
         positions=("rope", "part of it", "scaling"),
     ),
+    replace(
+        _LLAMA,
+        model_type="olmo",
+        norm="layer",
+        gain=False,
+        requires=(("clip_qkv", None),),
+        config=_sizes(
+            **_ROPE,
+            eps="",
+            kv_heads="num_key_value_heads",
+            attention_bias="attention_bias",
+            attention_dropout="attention_dropout",
+        ),
+    ),
     # encoders
     _JINA,
     replace(_JINA, model_type="gte", up="mlp.up_proj", down="mlp.down_proj", gate="mlp.gate_proj"),
@@ -445,6 +466,8 @@ LAYOUTS: tuple[Layout, ...] = (
         requires=(*_BERT.requires, ("rotary_value", False)),
         positions=("rope",),
         pairing="interleaved",
+        own=("encoder.embed_positions",),
+        bounded=True,
     ),
     replace(
         _PRE_NORM_BERT,
@@ -455,7 +478,7 @@ LAYOUTS: tuple[Layout, ...] = (
         final_norm="encoder.emb_layer_norm_after",
         activation="",
         scale=None,
-        heads={**ROBERTA, MASKED: {**ROBERTA[MASKED], "bias": "lm_head.bias"}},
+        heads=ESM,
         requires=(("is_decoder", False), ("token_dropout", False), ("position_embedding_type", "rotary")),
         config=_sizes(
             theta="rope_theta",
@@ -486,9 +509,7 @@ LAYOUTS: tuple[Layout, ...] = (
         requires=(("local_layers", False),),
     ),
     _OPT,
-    replace(
-        _OPT, model_type="xglm", body="", final_norm="layer_norm", requires=(("add_cross_attention", False),)
-    ),
+    replace(_OPT, model_type="xglm", body="", final_norm="layer_norm", requires=(("add_cross_attention", False),)),
     replace(_OPT, model_type="biogpt", body="", final_norm="layer_norm", requires=()),
     *(replace(_LLAMA, model_type=name, config=None) for name in ("qwen2", "mistral", "gemma")),
     _BERT,
@@ -504,7 +525,7 @@ LAYOUTS: tuple[Layout, ...] = (
         final_norm="encoder.emb_layer_norm_after",
         activation="",
         scale=None,
-        heads={**ROBERTA, MASKED: {**ROBERTA[MASKED], "bias": "lm_head.bias"}},
+        heads=ESM,
         requires=(("is_decoder", False), ("token_dropout", False), ("position_embedding_type", "absolute")),
     ),
     Layout(

@@ -16,8 +16,10 @@ from ..mlps import GatedActivation, GatedLinear
 from ..native_rope import find_rotations, pairing_of
 from ..norms import describe
 from ..pairing import rotating_attentions
-from ..positions import ALiBi, LinearBias, RoPE, RotaryEmbedding
-from ..view import CENTRED
+from ..positions import ALiBi, RoPE, RotaryEmbedding
+from ..positions.alibi import LinearBias
+from ..residual import Gains, Joins
+from ..view import CENTRED, lens_of
 from .anatomy import Affine, Anatomy, Block, NormValues
 from .layouts import OUTPUT, Layout
 
@@ -45,6 +47,7 @@ class Reader:
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         self.model, self.dtype = model, dtype
         self.seen: set[int] = set()
+        self.gains = {id(model.get_submodule(name)): gain for name, gain in gains_of(model).items()}
 
     def value(self, parameter: Tensor) -> Tensor:
         self.seen.add(id(parameter))
@@ -53,7 +56,9 @@ class Reader:
     def affine(self, module: Any) -> Affine:
         weight, bias = self.value(module.weight), getattr(module, "bias", None)
         transposed = "Conv1D" in type(module).__name__
-        return Affine(weight.T if transposed else weight, None if bias is None else self.value(bias))
+        affine = Affine(weight.T if transposed else weight, None if bias is None else self.value(bias))
+        gain = self.gains.get(id(module))
+        return affine if gain is None else affine.times(gain)
 
     def norm(self, module: nn.Module, name: str) -> NormValues:
         facts = describe(module)
@@ -70,7 +75,29 @@ class Reader:
         return [name for name, value in self.model.named_parameters() if id(value) not in self.seen]
 
 
+def gains_of(model: nn.Module) -> dict[str, float]:
+    """The linear layers at the end of residual branches whose output is multiplied in every forward, and by how much.
+
+    Raises:
+        UnsupportedError: a branch meets its stream in a way of its own, or what is multiplied is no linear layer.
+    """
+    found: dict[str, float] = {}
+    for name, module in model.named_modules():
+        if lens_of(module, Joins) is not None:
+            raise UnsupportedError(f"{name}: its norms stand elsewhere than in the class that it was patched from")
+        lens = lens_of(module, Gains)
+        for child, _, gain in () if lens is None else lens.gains:
+            path = f"{name}.{child}".strip(".")
+            if isinstance(model.get_submodule(path), nn.Dropout):  # behind the linear layer
+                path = f"{path.rpartition('.')[0]}.dense"
+            if getattr(dict(model.named_modules()).get(path), "weight", None) is None:
+                raise UnsupportedError(f"{path} is multiplied by {gain:g} in every forward")
+            found[path] = found.get(path, 1.0) * gain
+    return found
+
+
 def body_of(model: Any, layout: Layout) -> nn.Module:
+    """The module that holds the stack."""
     base: nn.Module = model.base_model
     return base.get_submodule(layout.body)
 
@@ -91,7 +118,8 @@ def slot(model: Any, path: str) -> Any:
     if path == OUTPUT:
         output = model.get_output_embeddings()
         return found(model, "lm_head.decoder") if output is None else output
-    return found(model, path.replace("{base}", model.base_model_prefix))
+    base = model.base_model
+    return found(base if path.startswith("{base}") else model, path.removeprefix("{base}."))
 
 
 def serves(layout: Layout, config: Any) -> bool:
@@ -116,7 +144,8 @@ def read(model: Any, layout: Layout, auto: str) -> Anatomy:
     """
     reader = Reader(model, model.dtype)
     body, config = body_of(model, layout), model.config.get_text_config()
-    stack = list(body.get_submodule(layout.blocks))  # type: ignore[arg-type]
+    modules: Any = body.get_submodule(layout.blocks)
+    stack = list(modules)
     heads = config.num_attention_heads
     blocks = [_block(reader, block, layout, f"{layout.blocks}.{i}", heads) for i, block in enumerate(stack)]
     head_dim = len(blocks[0].query.weight) // heads
@@ -140,20 +169,24 @@ def read(model: Any, layout: Layout, auto: str) -> Anatomy:
         _head(reader, model, layout.heads.get(auto, {})),
         any(CENTRED in vars(module) for module in model.modules()),
         {name: getattr(config, name) for name in _SETTINGS if getattr(config, name, None) is not None},
-        {kind: next((getattr(config, n) for n in names if hasattr(config, n)), 0.0) for kind, names in _DROPOUTS.items()},
+        {kind: _first(config, names, 0.0) for kind, names in _DROPOUTS.items()},
     )
+    for path in layout.own:
+        reader.seen |= {id(value) for value in model.base_model.get_submodule(path).parameters()}
     unread = reader.unread()
     if unread:
-        raise UnsupportedError(f"{unread[0]} has no counterpart" + (f", nor have {len(unread) - 1} more weights" * (len(unread) > 1)))
+        more = f", nor have {len(unread) - 1} more weights" if len(unread) > 1 else ""
+        raise UnsupportedError(f"{unread[0]} has no counterpart{more}")
     return anatomy
 
 
+def _first(config: Any, names: tuple[str, ...], default: Any) -> Any:
+    """The first of these settings that a config says."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
+
+
 def _length(model: Any) -> int:
-    config = model.config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        if getattr(config, name, None):
-            return getattr(config, name)
-    return 2048
+    return _first(model.config.get_text_config(), ("max_position_embeddings", "n_positions", "max_seq_len"), 2048)
 
 
 def _norm(reader: Reader, body: nn.Module, path: str | None) -> NormValues | None:
@@ -162,7 +195,7 @@ def _norm(reader: Reader, body: nn.Module, path: str | None) -> NormValues | Non
 
 
 def _embeddings(reader: Reader, body: nn.Module, layout: Layout) -> tuple[Tensor, Tensor | None]:
-    """Tokens (V, d) and token types (n, d); what a removed table left is in the types, where there are any."""
+    """Tokens (V, d) and token types (n, d); what a removed table left is added to the types, or is the only one."""
     table, types = found(body, layout.embedding), found(body, layout.types) if layout.types else None
     scale = next((vars(table)[name] for name in _SCALES if name in vars(table)), 1.0)
     embedding = reader.value(table.weight) * scale
@@ -173,7 +206,7 @@ def _embeddings(reader: Reader, body: nn.Module, layout: Layout) -> tuple[Tensor
     if not isinstance(positions, ConstantPositions):
         raise UnsupportedError(f"{layout.table} is a table of positions")
     constant = reader.value(positions.constant).reshape(-1)
-    return (embedding + constant, None) if kinds is None else (embedding, kinds + constant)
+    return embedding, constant[None] if kinds is None else kinds + constant
 
 
 def _block(reader: Reader, block: nn.Module, layout: Layout, name: str, heads: int) -> Block:
@@ -191,13 +224,12 @@ def _block(reader: Reader, block: nn.Module, layout: Layout, name: str, heads: i
     up, gate = found(block, layout.up), found(block, layout.gate) if layout.gate else None
     if isinstance(up, GatedLinear):
         up, gate = up.up, up.gate
-    output = found(block, layout.output) if "." in layout.output else found(attention, layout.output)
     return Block(
         reader.norm(found(block, layout.attention_norm), f"{name}.{layout.attention_norm}"),
         query,
         key,
         value,
-        reader.affine(output),
+        reader.affine(found(block, layout.output)),
         reader.norm(found(block, layout.mlp_norm), f"{name}.{layout.mlp_norm}"),
         reader.affine(up),
         reader.affine(found(block, layout.down)),
@@ -280,11 +312,10 @@ def _head(reader: Reader, model: Any, slots: dict[str, str]) -> dict[str, Affine
     head: dict[str, Affine | NormValues] = {}
     for name, path in slots.items():
         module = slot(model, path)
-        if isinstance(module, nn.Parameter):
-            reader.value(module)
-        elif module is not None:
+        if module is not None and name != "bias":
             head[name] = reader.norm(module, path) if name == "norm" else reader.affine(module)
-    bias, output = slots.get("bias"), head.get("head")
-    if bias and isinstance(output, Affine):
-        output.bias = reader.value(slot(model, bias))
+    bias, output = slot(model, slots["bias"]) if "bias" in slots else None, head.get("head")
+    if bias is not None and isinstance(output, Affine):  # a second name of the output's bias, or the bias itself
+        values = reader.value(bias)
+        output.bias = values if output.bias is None else output.bias
     return head

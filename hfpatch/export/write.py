@@ -14,12 +14,12 @@ from ..errors import UnsupportedError
 from ..norms import describe
 from ..positions import ALiBi, RoPE
 from ..positions.rope import FACTOR_BY_LENGTH, ORIGINAL
-from .anatomy import Affine, Anatomy, NormValues, centre, fold_shifts, with_pairing
-from .layouts import LM, MASKED, OUTPUT, Layout
+from .anatomy import CLOSE, Affine, Anatomy, Block, NormValues, centre, fold_gains, fold_shifts, with_pairing
+from .layouts import Layout
 from .read import body_of, found, fuse, slot
 
-_OWN_VALUES = ("contact",)  # slots of a head that may start afresh: nothing that a forward returns hangs on them
-_CLOSE = 1e-11  # eps that differ by less are alike
+_LOST = ("contacts",)  # slots of a head that no forward reads
+_BESIDE = ("pooler", "contacts")  # slots of a head that are zero where there is nothing for them: beside what counts
 
 
 def config_class(layout: Layout) -> Any:
@@ -47,7 +47,12 @@ def write(anatomy: Anatomy, layout: Layout, auto: str) -> Any:
     """
     anatomy = _fitted(anatomy, layout)
     configs = config_class(layout)
-    config = configs(**_settings(anatomy, layout), **anatomy.settings)
+    try:
+        config = configs(**_settings(anatomy, layout), **anatomy.settings)
+    except (TypeError, ValueError) as error:  # what its validation says
+        raise UnsupportedError(
+            f"its config takes other values: {str(error).strip().splitlines()[-1].strip()}"
+        ) from error
     model_class = getattr(transformers, auto)._model_mapping.get(configs, None)
     if model_class is None or auto not in (layout.heads or {}):
         raise UnsupportedError(f"it has no head for {auto}")
@@ -58,23 +63,12 @@ def write(anatomy: Anatomy, layout: Layout, auto: str) -> Any:
 
 
 def _fitted(anatomy: Anatomy, layout: Layout) -> Anatomy:
-    """The anatomy in a form that the target can take, as far as that keeps the function."""
-    for what, ours, theirs in (
-        ("a causal mask", anatomy.causal, layout.causal),
-        ("norms behind the sums", anatomy.post_norm, layout.post_norm),
-        ("a gate in its MLPs", anatomy.blocks[0].gate is not None, layout.gate is not None),
-        ("a final norm", anatomy.final_norm is not None, layout.final_norm is not None),
-    ):
-        if ours != theirs:
-            raise UnsupportedError(f"it has {'no ' if ours else ''}{what}".replace("no a ", "no "))
-    if anatomy.kv_heads != anatomy.heads and not (layout.groups and (not layout.fused or anatomy.kv_heads == 1)):
-        raise UnsupportedError("it has keys and values for every head")
-    if dict(layout.fixed).get("multi_query") is not None and dict(layout.fixed)["multi_query"] != (anatomy.kv_heads == 1 != anatomy.heads):
-        raise UnsupportedError("it has another number of heads of keys and values")
-    if anatomy.embedding_norm is not None and layout.embedding_norm is None:
-        raise UnsupportedError("it has no norm behind its embeddings")
-    if anatomy.embedding_norm is None and layout.embedding_norm is not None and layout.model_type != "esm":
-        raise UnsupportedError("it has a norm behind its embeddings")
+    """The anatomy in a form that the target can take, as far as that keeps the function.
+
+    Raises:
+        UnsupportedError: the target is built in another way.
+    """
+    _require_structure(anatomy, layout)
     _require_positions(anatomy, layout)
     if isinstance(anatomy.positions, RoPE):
         anatomy = with_pairing(anatomy, layout.pairing)
@@ -83,6 +77,8 @@ def _fitted(anatomy: Anatomy, layout: Layout) -> Anatomy:
         anatomy = centre(anatomy)
     if not layout.shift and not anatomy.post_norm:
         anatomy = fold_shifts(anatomy)
+        if not layout.gain:
+            anatomy = fold_gains(anatomy)
     if layout.types is None and anatomy.types is not None:
         if len(anatomy.types) > 1:
             raise UnsupportedError(f"it has no token types, and there are {len(anatomy.types)}")
@@ -90,6 +86,24 @@ def _fitted(anatomy: Anatomy, layout: Layout) -> Anatomy:
     if layout.types is not None and anatomy.types is None:
         anatomy = replace(anatomy, types=torch.zeros_like(anatomy.embedding[:1]))
     return anatomy
+
+
+def _require_structure(anatomy: Anatomy, layout: Layout) -> None:
+    optional = layout.model_type == "esm"  # whose config says whether there is one
+    for what, ours, theirs in (
+        ("gates in its MLPs", anatomy.blocks[0].gate is not None, layout.gate is not None),
+        ("a final norm", anatomy.final_norm is not None, layout.final_norm is not None),
+        ("a norm behind its embeddings", anatomy.embedding_norm is not None, layout.embedding_norm is not None),
+    ):
+        if ours and not theirs:
+            raise UnsupportedError(f"it has no {what.removeprefix('a ')}")
+        if theirs and not ours and not (optional and "embeddings" in what):
+            raise UnsupportedError(f"it has {what}")
+    grouped, shared = anatomy.kv_heads != anatomy.heads, dict(layout.fixed).get("multi_query")
+    if grouped and not layout.groups:
+        raise UnsupportedError("it has keys and values for every head")
+    if shared is not None and shared != (grouped and anatomy.kv_heads == 1):
+        raise UnsupportedError(f"it has {'one key and value' if shared else 'keys and values'} for all heads")
 
 
 def _require_positions(anatomy: Anatomy, layout: Layout) -> None:
@@ -158,7 +172,7 @@ def _rope(scheme: RoPE, anatomy: Anatomy) -> dict[str, Any]:
 
 def _eps(anatomy: Anatomy) -> float:
     values = [norm.eps for norm in anatomy.norms()]
-    if max(values) - min(values) > _CLOSE:
+    if max(values) - min(values) > CLOSE:
         raise UnsupportedError(f"its norms have one eps, and these have {min(values):g} to {max(values):g}")
     return values[0]
 
@@ -176,88 +190,105 @@ def _settings(anatomy: Anatomy, layout: Layout) -> dict[str, Any]:
     return settings
 
 
-@torch.no_grad()
-def _fill(model: Any, anatomy: Anatomy, layout: Layout, auto: str) -> None:
-    """Every Parameter of a fresh model."""
-    written: set[int] = set()
+class Writer:
+    """Fills a fresh model's Parameters, and remembers which."""
 
-    def put(parameter: Tensor, values: Tensor | None, where: str) -> None:
+    def __init__(self) -> None:
+        self.written: set[int] = set()
+
+    def value(self, parameter: Tensor, values: Tensor | None, where: str) -> None:
         values = torch.zeros_like(parameter) if values is None else values
         if parameter.shape != values.shape:
             raise UnsupportedError(f"its {where} is {tuple(parameter.shape)}, and here {tuple(values.shape)}")
         parameter.copy_(values)
-        written.add(id(parameter))
+        self.written.add(id(parameter))
 
-    def put_affine(module: Any, affine: Affine, where: str) -> None:
+    def affine(self, module: Any, affine: Affine, where: str) -> None:
         transposed = "Conv1D" in type(module).__name__
-        put(module.weight, affine.weight.T if transposed else affine.weight, where)
+        self.value(module.weight, affine.weight.T if transposed else affine.weight, where)
         if getattr(module, "bias", None) is not None:
-            put(module.bias, affine.bias, where)
+            self.value(module.bias, affine.bias, where)
         elif affine.bias is not None and bool(affine.bias.any()):
             raise UnsupportedError(f"its {where} has no bias")
 
-    def put_norm(module: nn.Module, norm: NormValues, where: str) -> None:
+    def norm(self, module: nn.Module, norm: NormValues, where: str) -> None:
         facts = describe(module)
         assert facts is not None
+        if facts.eps is not None and abs(facts.eps - norm.eps) > CLOSE:
+            raise UnsupportedError(f"its {where} has an eps of {facts.eps:g}, and here {norm.eps:g}")
         gain, shift = facts.parameters_of(module)
         if gain is not None:
-            put(gain, norm.gain - facts.offset, where)
+            self.value(gain, norm.gain - facts.offset, where)
         elif bool((norm.gain != 1).any()):
             raise UnsupportedError(f"its {where} has no gain")
         if shift is not None:
-            put(shift, norm.shift, where)
+            self.value(shift, norm.shift, where)
         elif norm.shift is not None and bool(norm.shift.any()):
             raise UnsupportedError(f"its {where} has no shift")
 
-    body = body_of(model, layout)
-    put(found(body, layout.embedding).weight, anatomy.embedding, layout.embedding)
+    def own(self, module: nn.Module) -> None:
+        """A module keeps what its class put there."""
+        self.written |= {id(value) for value in module.parameters()}
+
+
+@torch.no_grad()
+def _fill(model: Any, anatomy: Anatomy, layout: Layout, auto: str) -> None:
+    """Every Parameter of a fresh model."""
+    writer, body = Writer(), body_of(model, layout)
+    writer.value(found(body, layout.embedding).weight, anatomy.embedding, layout.embedding)
     if anatomy.types is not None and layout.types:
-        put(found(body, layout.types).weight, anatomy.types, layout.types)
+        writer.value(found(body, layout.types).weight, anatomy.types, layout.types)
     for norm, path in ((anatomy.embedding_norm, layout.embedding_norm), (anatomy.final_norm, layout.final_norm)):
         if norm is not None and path:
-            put_norm(found(body, path), norm, path)
-    for block, there in zip(anatomy.blocks, body.get_submodule(layout.blocks), strict=True):  # type: ignore[arg-type]
-        attention = found(there, layout.attention)
-        parts = [block.query, block.key, block.value]
-        if layout.fused:
-            put_affine(found(attention, layout.fused), fuse(parts, anatomy.heads, layout.by_head), layout.fused)
-        else:
-            for path, part in zip((layout.query, layout.key, layout.value), parts, strict=True):
-                put_affine(found(attention, path), part, path)
-        output = found(there, layout.output) if "." in layout.output else found(attention, layout.output)
-        put_affine(output, block.output, layout.output)
-        put_norm(found(there, layout.attention_norm), block.attention_norm, layout.attention_norm)
-        put_norm(found(there, layout.mlp_norm), block.mlp_norm, layout.mlp_norm)
-        for path, part in ((layout.up, block.up), (layout.down, block.down), (layout.gate, block.gate)):
-            if part is not None and path:
-                put_affine(found(there, path), part, path)
-    _fill_head(model, anatomy, layout.heads[auto], auto, put, put_affine, put_norm, written)
-    missing = [name for name, value in model.named_parameters() if id(value) not in written]
+            writer.norm(found(body, path), norm, path)
+    stack: Any = body.get_submodule(layout.blocks)
+    for block, there in zip(anatomy.blocks, stack, strict=True):
+        _fill_block(writer, there, block, anatomy.heads, layout)
+    _fill_head(writer, model, anatomy, layout.heads[auto])
+    for path in layout.own:
+        writer.own(model.base_model.get_submodule(path))
+    missing = [name for name, value in model.named_parameters() if id(value) not in writer.written]
     if missing:
         raise UnsupportedError(f"its {missing[0]} has no counterpart")
 
 
-def _fill_head(
-    model: Any, anatomy: Anatomy, slots: dict[str, str], auto: str, put: Any, put_affine: Any, put_norm: Any, written: set[int]
-) -> None:
-    for name, path in slots.items():
-        module, part = slot(model, path), anatomy.head.get(name)
-        if module is None and part is None:
-            continue
-        if name == "bias":
-            head = anatomy.head["head"]
-            put(module, head.bias if isinstance(head, Affine) else None, path)
-        elif module is None:
-            raise UnsupportedError(f"it has no {name} in its head")
-        elif part is None:
-            if name not in _OWN_VALUES:
-                raise UnsupportedError(f"its head has a {name}")
-            written |= {id(value) for value in module.parameters()}
-        elif isinstance(part, NormValues):
-            put_norm(module, part, path)
-        else:
-            bias = getattr(module, "bias", None)
-            put_affine(module, part if bias is not None or "bias" not in slots else Affine(part.weight), path)
-    unplaced = [name for name in anatomy.head if name not in slots]
+def _fill_block(writer: Writer, there: nn.Module, block: Block, heads: int, layout: Layout) -> None:
+    attention = found(there, layout.attention)
+    parts = [block.query, block.key, block.value]
+    if layout.fused:
+        writer.affine(found(attention, layout.fused), fuse(parts, heads, layout.by_head), layout.fused)
+    else:
+        for path, part in zip((layout.query, layout.key, layout.value), parts, strict=True):
+            writer.affine(found(attention, path), part, path)
+    writer.affine(found(there, layout.output), block.output, layout.output)
+    writer.norm(found(there, layout.attention_norm), block.attention_norm, layout.attention_norm)
+    writer.norm(found(there, layout.mlp_norm), block.mlp_norm, layout.mlp_norm)
+    writer.affine(found(there, layout.up), block.up, layout.up)
+    writer.affine(found(there, layout.down), block.down, layout.down)
+    if block.gate is not None and layout.gate:
+        writer.affine(found(there, layout.gate), block.gate, layout.gate)
+
+
+def _fill_head(writer: Writer, model: Any, anatomy: Anatomy, slots: dict[str, str]) -> None:
+    unplaced = [name for name in anatomy.head if name not in (*slots, *_LOST)]
     if unplaced:
         raise UnsupportedError(f"it has no {unplaced[0]} in its head")
+    for name, path in slots.items():
+        module, part = slot(model, path), anatomy.head.get(name)
+        if name == "bias":
+            head = anatomy.head["head"]
+            if module is not None and isinstance(head, Affine):
+                writer.value(module, head.bias, path)
+        elif module is None:
+            if part is not None and name not in _LOST:
+                raise UnsupportedError(f"it has no {name} in its head")
+        elif part is None:
+            if name not in _BESIDE:
+                raise UnsupportedError(f"its head has a {name}")
+            for value in module.parameters():
+                writer.value(value, None, path)
+        elif isinstance(part, NormValues):
+            writer.norm(module, part, path)
+        else:
+            elsewhere = name == "head" and "bias" in slots and getattr(module, "bias", None) is None
+            writer.affine(module, Affine(part.weight) if elsewhere else part, path)
