@@ -167,7 +167,7 @@ CASES = (
     case("xlm-roberta", MASKED, ("jina_embeddings_v3", "roformer"), ROPE),
     case("distilbert", MASKED, ("jina_embeddings_v3", "roformer"), ROPE),
     case("electra", BASE, ("jina_embeddings_v3", "roformer"), ROPE),
-    case("bert", BASE, "gte", ROPE, {"mlp": "geglu:bias=false", "init": "reset"}),
+    case("bert", TOKEN, "gte", ROPE, {"mlp": "geglu:bias=false", "init": "reset"}),
     case("roberta-prelayernorm", MASKED, "esm", ROPE),
     case("roberta-prelayernorm", BASE, "esm", {"norm": "rms", "pos": "rope:theta=500"}),
     case("esm", MASKED, "esm", ROPE),

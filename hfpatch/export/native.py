@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
 from ..errors import UnknownNameError, UnsupportedError, VerificationError
 from ..plan import require_bare
@@ -126,7 +125,8 @@ def export_native(
             raise _refusal(model, tried)
         found = tried[-1]
         stock = found.model.to(model.dtype)
-        stock.generation_config = _generation_config(model, stock)
+        if stock.can_generate() and getattr(model, "generation_config", None) is not None:
+            stock.generation_config = copy.deepcopy(model.generation_config)
         stock.save_pretrained(staging, **save_options)
         if tokenizer is not None:
             save_tokenizer(tokenizer, staging)
@@ -219,11 +219,6 @@ def _auto_class(model: Any) -> str:
         if cls in (mapped if isinstance(mapped, tuple | list) else (mapped,)):
             return auto
     raise UnsupportedError(f"the head of {cls.__name__} is none of those known here")
-
-
-def _generation_config(model: nn.Module, stock: Any) -> Any:
-    ours = getattr(model, "generation_config", None)
-    return copy.deepcopy(ours) if ours is not None and stock.can_generate() else stock.generation_config
 
 
 def _refusal(model: Any, tried: list[Candidate]) -> UnsupportedError | VerificationError:
