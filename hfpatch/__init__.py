@@ -23,7 +23,7 @@ from .errors import (
     VerificationError,
     WrappedModelError,
 )
-from .export import Exported, export_model
+from .export import Exported, export_model, native_model
 from .mlps import MLP, GeGLU, ReGLU, SwiGLU
 from .norms import RMS, AffineNorm, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm, NormFacts
 from .patch import patch_model, repair_report, unpatch_model
@@ -88,6 +88,7 @@ __all__ = [
     "WrappedModelError",
     "convert_pairing",
     "export_model",
+    "native_model",
     "patch_model",
     "plan_patch",
     "propose_record",

@@ -153,8 +153,8 @@ CASES = (
     case("gpt2", LM, "llama", {"norm": "layer:bias=false", "pos": "rope", "mlp": "swiglu", "init": "reset"}, RMS_),
     case("llama", LM, "smollm3", NOPE),
     case("qwen2", LM, "smollm3", NOPE),
-    case("llama", LM, ("stablelm", "olmo", "llama"), {"norm": "layer"}),
-    case("mistral", LM, ("stablelm", "olmo", "llama"), {"norm": "layer"}, num_key_value_heads=2),
+    case("llama", LM, ("stablelm", "olmo", "llama"), {"norm": "layer"}, rms_norm_eps=1e-5),
+    case("mistral", LM, ("stablelm", "olmo", "llama"), {"norm": "layer"}, num_key_value_heads=2, rms_norm_eps=1e-5),
     case("gemma", LM, ("stablelm", "llama"), {"norm": "layer"}),
     # encoders
     *(case("bert", head, ("jina_embeddings_v3", "roformer"), ROPE) for head in (MASKED, TOKEN, QUESTION)),

@@ -8,11 +8,11 @@ from typing import Any
 from ..errors import OptionError
 from ..view import host_class
 from .files import require_free
-from .native import Exported, export_native
+from .native import Exported, export_native, native_model
 
 FORMS = ("plugin", "remote", "native")
 
-__all__ = ["FORMS", "Exported", "export_model", "export_native"]
+__all__ = ["FORMS", "Exported", "export_model", "export_native", "native_model"]
 
 
 def export_model(

@@ -57,7 +57,7 @@ def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0,
         beyond: a length that one text must have, where functions part only there.
         seed: of the inputs.
     """
-    worst, where, count, given = -1.0, "no output", 0, {}
+    worst, where, count, there = -1.0, "no output", 0, {}
     for name, inputs, padding in batches(model, other, longest, beyond, seed):
         given = fitting(model, inputs)
         outputs = []
@@ -69,10 +69,10 @@ def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0,
             theirs = outputs[1].get(key)
             error = float("inf") if theirs is None else _relative(ours, theirs, padding)
             if not error <= worst:
-                worst, where = error, f"{key} ({name})"
+                worst, where, there = error, f"{key} ({name})", given
     tolerance = TOLERANCE.get(next(model.parameters()).dtype, 1e-5)
     if tolerance < worst < _HOPELESS:
-        tolerance = max(tolerance, FACTOR * Reference(model, given, []).floor)
+        tolerance = max(tolerance, FACTOR * Reference(model, there, []).floor)
     return Measured(worst if worst >= 0 else float("nan"), tolerance, count, where)
 
 

@@ -114,23 +114,35 @@ def export_native(
         VerificationError: there are candidates, and none is equal.
         PatchError: the folder isn't empty.
     """
-    tried = []
     with staged(folder, overwrite) as staging:
-        for candidate in candidates(model, architecture):
-            tried.append(candidate)
-            if candidate.equal:
-                break
-            candidate.model = None
-        if not tried[-1].equal:
-            raise _refusal(model, tried)
-        found = tried[-1]
-        stock = found.model.to(model.dtype)
+        found = find_native(model, architecture)
+        stock = found.model
         if stock.can_generate() and getattr(model, "generation_config", None) is not None:
             stock.generation_config = copy.deepcopy(model.generation_config)
         stock.save_pretrained(staging, **save_options)
         if tokenizer is not None:
             save_tokenizer(tokenizer, staging)
     return Exported(folder, "native", type(stock).__name__, found.measured, found.longest)
+
+
+def native_model(model: Any, architecture: str | None = None) -> Any:
+    """A stock transformers model that computes what a patched one does, in its dtype and in eval mode.
+
+    Arguments and errors as in `export_native`, which writes it to a folder.
+    """
+    return find_native(model, architecture).model
+
+
+def find_native(model: Any, architecture: str | None = None) -> Candidate:
+    """The first architecture that a model equals; errors as in `export_native`."""
+    tried = []
+    for candidate in candidates(model, architecture):
+        if candidate.equal:
+            candidate.model = candidate.model.to(model.dtype)
+            return candidate
+        candidate.model = None
+        tried.append(candidate)
+    raise _refusal(model, tried)
 
 
 def candidates(model: Any, architecture: str | None = None) -> Iterator[Candidate]:

@@ -152,7 +152,7 @@ def facts_of(anatomy: Anatomy) -> dict[str, Any]:
         **{f"{kind}_dropout": value for kind, value in anatomy.dropouts.items()},
     }
     if isinstance(scheme, RoPE):
-        facts["theta"], facts["rope"] = scheme.theta, _rope(scheme, anatomy)
+        facts["theta"], facts["rope"] = float(scheme.theta or 0), _rope(scheme, anatomy)
         if scheme.scaling and scheme.scaling["rope_type"] == "dynamic":
             facts["length"] = anatomy.scaled_from
     if isinstance(scheme, ALiBi):
@@ -162,7 +162,7 @@ def facts_of(anatomy: Anatomy) -> dict[str, Any]:
 
 def _rope(scheme: RoPE, anatomy: Anatomy) -> dict[str, Any]:
     """RoPE as `rope_parameters`."""
-    rope = {"rope_type": "default", **(scheme.scaling or {}), "rope_theta": scheme.theta}
+    rope = {"rope_type": "default", **(scheme.scaling or {}), "rope_theta": float(scheme.theta or 0)}
     rope["partial_rotary_factor"] = scheme.rotary_dim(anatomy.head_dim) / anatomy.head_dim
     kind = rope["rope_type"]
     if kind in (*FACTOR_BY_LENGTH, "llama3") and kind not in ("linear", "dynamic"):
