@@ -49,7 +49,8 @@ def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0,
     """Every output of `model` against that of the same name of `other`, on inputs that both take.
 
     Text is random tokens, one batch of each of several lengths, the longer ones also with padding on the left and on
-    the right (whose positions aren't compared); other inputs are random, two draws.
+    the right. What is said of padding isn't compared, nor what is said of a text as a whole that starts with it. Other
+    inputs are random, two draws.
 
     Args:
         model, other: in one dtype, float32 or float64, on one device.
@@ -79,8 +80,9 @@ def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0,
 def _relative(ours: Tensor, theirs: Tensor, padding: Tensor | None) -> float:
     if ours.shape != theirs.shape:
         return float("inf")
-    if padding is not None and ours.dim() > 2 and ours.shape[:2] == padding.shape:
-        kept = padding.bool().to(ours.device)
+    if padding is not None and len(ours) == len(padding):
+        of_tokens = ours.dim() > 1 and ours.shape[:2] == padding.shape
+        kept = (padding if of_tokens else padding[:, 0]).bool().to(ours.device)  # encoders pool the first token
         ours, theirs = ours[kept], theirs[kept]
     finite = theirs.isfinite()
     if not torch.equal(ours.isfinite(), finite):

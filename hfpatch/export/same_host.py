@@ -7,6 +7,7 @@ positions were dropped), settings of a rotation, a stream without a mean, a norm
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from typing import Any
 
 import torch
@@ -48,7 +49,9 @@ def as_host(model: Any) -> tuple[Any, int | None]:
 
 
 def longest_text(model: nn.Module) -> int | None:
-    """How many positions the host's tables hold; None where it has none."""
+    """How many positions of a text the host's tables hold; None where it has none."""
+    if "input_ids" not in inspect.signature(model.forward).parameters:
+        return None
     return min((rows for rows in map(max_positions, find_stacks(model)) if rows), default=None)
 
 

@@ -49,7 +49,7 @@ def write(anatomy: Anatomy, layout: Layout, auto: str) -> Any:
     configs = config_class(layout)
     try:
         config = configs(**_settings(anatomy, layout), **anatomy.settings)
-    except (TypeError, ValueError) as error:  # what its validation says
+    except Exception as error:  # whatever its validation raises
         raise UnsupportedError(
             f"its config takes other values: {str(error).strip().splitlines()[-1].strip()}"
         ) from error

@@ -15,7 +15,7 @@ import torch
 from native_cases import BASE, CASES, LM, MASKED, SEQUENCE, Case
 from tiny_models import VOCABULARY, changes, fingerprint, load, patch, reload, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hfpatch import OptionError, PatchError, UnknownNameError, UnsupportedError, VerificationError, export_model
@@ -149,7 +149,8 @@ def test_what_is_equal(name: str) -> None:
     before = fingerprint(model)
     found = list(candidates(model))
     assert not changes(before, fingerprint(model))
-    assert tuple(dict.fromkeys(each.model_type for each in found if each.equal)) == case.equal
+    wanted = tuple(target for target in case.equal if target in CONFIG_MAPPING)  # older versions have fewer
+    assert tuple(dict.fromkeys(each.model_type for each in found if each.equal)) == wanted
     for each in found:
         if each.equal and case.double:
             inside = {each.model_type, case.family} & set(FLOAT32_INSIDE)
@@ -269,8 +270,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("target", ["gpt_neox", "nemotron", "starcoder2"])
 def test_the_tokenizer_opens_beside_it(target: str, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
     model, ours = patch(tiny("gpt2", LM), pos="rope"), tokenizer()
     export_model(model, tmp_path / "out", "native", architecture=target, tokenizer=ours)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
