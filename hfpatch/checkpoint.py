@@ -20,6 +20,7 @@ from .attention import BIAS, ROTARY
 from .edits import Edits
 from .errors import CheckpointError
 from .generation import without_old_length
+from .guard import guarded, released
 from .native_rope import refill
 from .norms import AffineNorm
 from .plan import PLANNERS
@@ -44,8 +45,8 @@ class HfpatchConfig(PreTrainedConfig):
         Raises:
             CheckpointError: the patch record is missing, malformed, newer, or of a family that is unknown here.
         """
-        where = config_dict.get("_name_or_path") or "this checkpoint's config.json"
-        base = Record.from_json(config_dict.get(KEY), where).base_model_type
+        where = _where(config_dict)
+        base = Record.from_json(released(config_dict, where).get(KEY), where).base_model_type
         try:
             host = CONFIG_MAPPING[base]
         except KeyError as error:
@@ -55,6 +56,11 @@ class HfpatchConfig(PreTrainedConfig):
                 "the checkpoint was made with."
             ) from error
         return registered_config_class(host).from_dict(config_dict, **kwargs)
+
+
+def _where(config_dict: dict[str, Any]) -> Any:
+    """What to call a checkpoint in an error."""
+    return config_dict.get("_name_or_path") or "this checkpoint's config.json"
 
 
 def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
@@ -71,11 +77,13 @@ def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]
     def to_json_string(self: PreTrainedConfig, use_diff: bool = True) -> str:
         stored = json.loads(host.to_json_string(self, use_diff=use_diff))
         stored["model_type"] = KEY
-        return json.dumps(stored, indent=2, sort_keys=True) + "\n"
+        return json.dumps(guarded(self, stored), indent=2, sort_keys=True) + "\n"
 
     def from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        Record.from_json(config_dict.get(KEY), config_dict.get("_name_or_path") or "this checkpoint's config.json")
-        return host.from_dict.__func__(cls, {**config_dict, "model_type": host.model_type}, **kwargs)
+        where = _where(config_dict)
+        settings = released(config_dict, where)
+        Record.from_json(settings.get(KEY), where)
+        return host.from_dict.__func__(cls, {**settings, "model_type": host.model_type}, **kwargs)
 
     body = {
         "to_json_string": to_json_string,

@@ -17,6 +17,7 @@ LAYERS = [
     ["errors"],
     ["registry", "rewrite"],
     ["scheme", "edits", "weights"],
+    ["guard"],
     ["optimizer"],
     ["norms", "positions", "mlps", "placement", "view"],
     ["attention", "limits", "tables"],
