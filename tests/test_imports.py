@@ -24,7 +24,7 @@ LAYERS = [
     ["grid"],
     ["architectures", "rows", "select", "tried_bias"],
     ["convert"],
-    ["branches"],
+    ["branches", "fingerprint"],
     ["initial", "residual"],
     ["padding"],
     ["junctions"],
