@@ -41,7 +41,7 @@ from .least_squares import Affine, Ridge
 from .maps import Example, eager, fit_maps, map_of, require_fit, wide
 from .repair_report import RepairReport, Step
 from .roles import Roles
-from .run import device_of, is_library_hook, quiet
+from .run import device_of, give_back_memory, is_library_hook, quiet
 from .sample import sample_batches
 from .walk import Batches, Segment, Walk, first_tensor, require_batches, segments_of
 
@@ -49,7 +49,7 @@ _NO_PROJECTION = "no linear map's output is added as it is to the block's output
 _NO_REPLAY = "the block can't be run by itself: it returns more than tensors and numbers"
 _NOISE = 1e-9  # a share of the variance: what is as near to the original as this isn't fitted
 _SATURATED = 0.95  # |tanh| or |erf| above this
-_AT_ONCE = 64  # rows of logits that are compared in one go
+_AT_ONCE = 16  # rows of logits that are compared in one go
 _SEARCHED = 4096  # rows that a search of scalars looks at
 _MAPPED, _MAP_NUMBERS = 256, 2**27  # sequences whose attention maps are fitted, and numbers in them
 
@@ -182,6 +182,7 @@ class _Repairer:
         norms = [name for name in segment.modules if name in self.norms]
         if not norms and segment.block is None:
             return
+        give_back_memory()
         points = [name for name in segment.modules if name in self.points or name in norms]
         writers, readers, reached = self.roles.of(segment, norms, points)
         blocks = [segment.block] if segment.block else []
@@ -396,9 +397,10 @@ class _Repairer:
             x, residual, wanted = pair(i)
             (x, residual, wanted), held_out = self._rows(i, x, residual, wanted)
             ridge = ridge or Ridge(x.shape[-1], residual.shape[-1], bias, x.device)
-            ridge.add(x, residual, held_out)
             target.add(wanted)
+            ridge.add(x, residual, held_out)
             del x, residual, wanted
+            give_back_memory()
         assert ridge is not None
         fit = ridge.solve()
         if fit is None:
