@@ -96,9 +96,9 @@ def export_native(
 ) -> Exported:
     """Write a patched model as an architecture that transformers ships and that computes the same.
 
-    Equality is measured on the model itself, in float32 (float64 for a float64 model): random texts of several lengths,
-    with and without padding, every output within 1e-5 of its spread, or within ten times what noise in the last bit
-    explains. Weights of half-precision models are converted in float32 and rounded once, at the end.
+    Equality is measured on the model itself: random texts of several lengths, with and without padding, every output
+    within 1e-5 of its spread, in float32 or, where rounding alone is more, in float64. Weights of half-precision models
+    are converted in float32 and rounded once, at the end.
 
     Args:
         model: a patched transformers model with weights.

@@ -67,7 +67,8 @@ class Reader:
             raise UnsupportedError(f"{name} computes {kind!r}, which no architecture of transformers has")
         gain, shift = facts.parameters_of(module)
         width = facts.shape[0] if facts.shape else 0
-        values = torch.ones(width, dtype=self.dtype) if gain is None else self.value(gain) + facts.offset
+        ones = torch.ones(width, dtype=self.dtype, device=next(self.model.parameters()).device)
+        values = ones if gain is None else self.value(gain) + facts.offset
         eps = facts.eps if facts.eps is not None else torch.finfo(self.dtype).eps
         return NormValues(facts.kind, eps, values, None if shift is None else self.value(shift))
 
