@@ -278,7 +278,6 @@ LAYOUTS: tuple[Layout, ...] = (
         up="mlp.c_fc",
         down="mlp.c_proj",
         activation="mlp.act",
-        requires=(("sliding_window", None),),
         config=_sizes(
             **_ROPE,
             eps="norm_epsilon",
@@ -415,7 +414,6 @@ LAYOUTS: tuple[Layout, ...] = (
             rotated_layers="no_rope_layers",
             attention_dropout="attention_dropout",
         ),
-        requires=(("use_sliding_window", False),),
     ),
     replace(
         _LLAMA,
@@ -506,7 +504,6 @@ LAYOUTS: tuple[Layout, ...] = (
         fused=None,
         output="attn.attention.out_proj",
         scale=1.0,
-        requires=(("local_layers", False),),
     ),
     _OPT,
     replace(_OPT, model_type="xglm", body="", final_norm="layer_norm", requires=(("add_cross_attention", False),)),

@@ -24,7 +24,7 @@ from ..view import host_class
 from .equality import Measured, compare
 from .files import save_tokenizer, staged
 from .layouts import BASE, LAYOUTS, LM, MASKED, QUESTION, SEQUENCE, TOKEN, Layout
-from .read import read, serves
+from .read import read, why_not
 from .same_host import as_host
 from .write import write
 
@@ -159,7 +159,7 @@ def candidates(model: Any, architecture: str | None = None) -> Iterator[Candidat
     require_bare(model)
     source = _wide(model)
     host: str = model.config.model_type
-    layout = next((one for one in LAYOUTS if serves(one, source.config)), None)
+    layout, reason = _layout_of(source.config)
     targets = [] if layout is None else _targets(layout)
     known = list(dict.fromkeys([host, *(target.model_type for target in targets)]))
     if architecture is not None and architecture not in known:
@@ -172,6 +172,8 @@ def candidates(model: Any, architecture: str | None = None) -> Iterator[Candidat
         return
     wanted = [target for target in targets if architecture in (None, target.model_type)]
     try:
+        if reason is not None:
+            raise UnsupportedError(f"it has no {host} with {reason}")
         auto = _auto_class(model)
         anatomy = read(source, layout, auto)
     except UnsupportedError as error:
@@ -187,6 +189,14 @@ def candidates(model: Any, architecture: str | None = None) -> Iterator[Candidat
             return write(anatomy, target, auto).to(source.device), longest
 
         yield _tried(target.model_type, source, build, beyond)
+
+
+def _layout_of(config: Any) -> tuple[Layout | None, str | None]:
+    """The layout of a family, and which setting it doesn't fit."""
+    family = [one for one in LAYOUTS if one.model_type == config.model_type]
+    reasons = [why_not(one, config) for one in family]
+    fitting = next((one for one, reason in zip(family, reasons, strict=True) if reason is None), None)
+    return (fitting, None) if fitting or not family else (family[0], reasons[0])
 
 
 def _targets(host: Layout) -> list[Layout]:

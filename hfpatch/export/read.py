@@ -123,13 +123,19 @@ def slot(model: Any, path: str) -> Any:
     return found(base if path.startswith("{base}") else model, path.removeprefix("{base}."))
 
 
-def serves(layout: Layout, config: Any) -> bool:
-    """Whether a model of this config is built as the layout says."""
-    if config.model_type != layout.model_type:
-        return False
-    local = "local" in getattr(config, "attention_layers", ())
-    facts = {"local_layers": local}
-    return all(facts.get(name, getattr(config, name, value)) == value for name, value in layout.requires)
+def why_not(layout: Layout, config: Any) -> str | None:
+    """Which setting makes another stack of a model than its family's layout says; None where it is as the layout says.
+
+    Windows are settings of which a comparison of short texts would see nothing.
+    """
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    local = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
+    if window is not None:
+        return f"sliding_window={window}"
+    if local - {"full_attention", "global"}:
+        return f"layers of {', '.join(sorted(local))}"
+    given = ((name, getattr(config, name, value), value) for name, value in layout.requires)
+    return next((f"{name}={found!r}" for name, found, value in given if found != value), None)
 
 
 def read(model: Any, layout: Layout, auto: str) -> Anatomy:

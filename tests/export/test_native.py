@@ -182,6 +182,17 @@ def test_reasons() -> None:
     assert reason("gpt_neox", pos="alibi") == "it doesn't have ALiBi"
 
 
+def test_windows_that_short_texts_dont_show() -> None:
+    """Inputs of the comparison are shorter than a window of 4,096; without one the same model is exported."""
+    case = one("mistral (CausalLM")
+    for window, equal in ((None, case.equal), (4096, ())):
+        found = list(candidates(replace(case, options={**case.options, "sliding_window": window}).model()))
+        assert tuple(each.model_type for each in found if each.equal) == equal
+    assert found[-1].reason == "it has no mistral with sliding_window=4096"
+    local = patch(tiny("gpt_neo", LM), pos="rope")
+    assert "layers of global, local" in next(candidates(local, "gpt_neox")).reason
+
+
 WRONG: dict[str, dict[str, Any]] = {
     "fused order": {"by_head": False},
     "queries for keys": {"fused": None, "query": "k_proj", "key": "q_proj"},
