@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,36 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
             longest = "any" if entry["longest"] is None else str(entry["longest"])
             patched = f"{row['family']} ({row['head']})"
             yield f"| {patched} | `{row['asked']}` | `{entry['class']}` | {' | '.join(figures)} | {longest} |"
+
+
+def compact(report: dict[str, Any]) -> str:
+    """Stock architectures, which families become them by what (without schemes' options), and largest differences."""
+    entries = [(row, name, entry) for row in report["rows"] for name, entry in row["equal"].items()]
+    targets: dict[str, list[Any]] = {"the family itself": []}
+    for row, name, entry in entries:
+        targets.setdefault("the family itself" if name == row["family"] else f"`{name}`", []).append((row, entry))
+    merged: dict[str, list[str]] = {}
+    for target, found in targets.items():
+        merged.setdefault(_becomes(row for row, _ in found), []).append(target)
+    lines = ["| stock architecture | equals | float64 | float32 |", "|---|---|---|---|"]
+    for said, names in merged.items():
+        found = [entry for target in names for _, entry in targets[target]]
+        figures = [max((entry[name] for entry in found if name in entry), default=None) for name in DTYPES]
+        shown = ["-" if figure is None else f"{figure:.0e}" for figure in figures]
+        lines.append(f"| {', '.join(names)} | {said} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _becomes(rows: Iterable[dict[str, Any]]) -> str:
+    """Families, each list of them with what was asked for."""
+    asked: dict[str, dict[str, None]] = {}
+    for row in rows:
+        request = re.sub(r"(rope|learned|rms):[^']*'", r"\1'", row["asked"].partition(" (")[0])
+        asked.setdefault(request, {})[row["family"]] = None
+    together: dict[str, list[str]] = {}
+    for request, families in asked.items():
+        together.setdefault(", ".join(sorted(families)), []).append(f"`{request}`")
+    return "; ".join(f"{families}: {' or '.join(requests)}" for families, requests in together.items())
 
 
 def why(row: dict[str, Any]) -> str:
