@@ -41,8 +41,9 @@ LAYERS = [
     ["patch"],
     ["reorder"],
     ["convert.modules", "convert.verify"],
+    ["hub"],
     ["__init__"],
-    ["cli", "__main__", "hub", "compile"],
+    ["cli", "__main__", "compile"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

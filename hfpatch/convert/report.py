@@ -150,6 +150,18 @@ class Report:
             raise OptionError(f"a report is saved as JSON; call the file {Path(path).stem}.json, not {path}.")
         Path(path).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Report:
+        """The report that `save` wrote.
+
+        Raises:
+            OptionError: the file holds none, or one of a later version.
+        """
+        try:
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise OptionError(f"{path} is no JSON: {error}. Give the file that a report was saved to.") from error
+
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the error of the stream layer by layer, one line a run, as an image file (.png, .svg, .pdf).
 

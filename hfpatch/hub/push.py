@@ -1,0 +1,256 @@
+"""`push_patched`: a patched model or its folder becomes one commit of a model repository on the Hub."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResult, HfApi
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from transformers import PreTrainedModel
+
+from ..convert.report import Report
+from ..errors import HubError, NotAModelRepoError, PushConflictError
+from ..rows import table
+from .base import find_base
+from .card import Facts, card
+from .contents import checkpoint_of
+from .failures import MEANWHILE, checked_repo_id, checked_token, told, tried
+from .folder import CARD, Folder, is_stale
+from .remote import Content, Remote, size_of, state_of
+
+
+@dataclass(frozen=True)
+class PushedFile:
+    """One file of a push: its path in the repository, its size in bytes, and "new", "changed", "same" or "deleted"."""
+
+    path: str
+    size: int
+    state: str
+
+
+@dataclass
+class Push:
+    """What a push did, or with `dry_run` would do; `str(push)` is the table.
+
+    Attributes:
+        repo_id, revision: where to; None is the main branch.
+        url: of the repository, its branch, or the pull request.
+        commit: the commit that holds the checkpoint; of a dry run the branch's newest one.
+        files: what the repository gets, keeps and loses.
+        left_out: (path, reason) of what stayed behind.
+        notes: what there is to know besides.
+        dry_run: whether nothing was sent.
+    """
+
+    repo_id: str
+    revision: str | None
+    url: str
+    commit: str | None
+    files: list[PushedFile]
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    dry_run: bool = False
+
+    @property
+    def changed(self) -> list[PushedFile]:
+        """The files that the repository didn't have like this."""
+        return [file for file in self.files if file.state != "same"]
+
+    def __str__(self) -> str:
+        lines = [("file", "bytes", "upload")]
+        words = {"new": "new", "changed": "changed", "same": "no: is there", "deleted": "no: deleted there"}
+        lines += [(file.path, f"{file.size:,}", words[file.state]) for file in self.files]
+        sent = [file.size for file in self.changed if file.state != "deleted"]
+        if not self.changed:
+            did = f"{self.url} holds exactly this; no commit is {'needed' if self.dry_run else 'made'}"
+        else:
+            did = f"{'Would push' if self.dry_run else 'Pushed'} {len(sent)} files ({sum(sent):,} bytes) to {self.url}"
+        did += f" ({self.commit})." if self.commit and not self.dry_run else "."
+        left = [f"Left out: {path} ({reason})." for path, reason in self.left_out]
+        return "\n".join([table(lines, "<><"), did, *left, *(f"Note: {note}." for note in self.notes)])
+
+
+def push_patched(
+    model: PreTrainedModel | str | PathLike[str],
+    repo_id: str,
+    *,
+    tokenizer: Any = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    report: Report | None = None,
+    eval_results: EvalResult | Iterable[EvalResult] = (),
+    private: bool = True,
+    revision: str | None = None,
+    subfolder: str = "",
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    max_shard_size: str | int | None = None,
+    token: str | bool | None = None,
+    endpoint: str | None = None,
+    retries: int = 5,
+    dry_run: bool = False,
+) -> Push:
+    """Push a patched model to a model repository of the Hub, with its card, as one commit.
+
+    The commit is made when every file has arrived and been checked, and only if the branch is still where it was when
+    the push began; until then nobody sees anything of it. A push that broke off is resumed by the same call: files that
+    arrived aren't sent again. Weights travel as safetensors only. Weights in the repository that this push replaces, of
+    another number of shards say, are deleted by the same commit, since transformers might open them instead.
+
+    The card says what was patched, how to open it, and what is known of quality and licence. A README.md of the folder
+    (or of the repository, where the folder has none) keeps its text: only the section of an earlier push is renewed,
+    and its metadata is completed.
+
+    Args:
+        model: the model in memory, or the folder that `save_pretrained` or an export wrote. A folder stays as it is.
+        repo_id: user/name, or name alone for one's own. It is made where it doesn't exist.
+        tokenizer: a tokenizer or processor to carry along, or the name of one; a folder brings its own.
+        base_model: the model that was patched: its Hub id, or its folder, of which only the card is read. Of a model in
+            memory that came from the Hub it is known.
+        license: the licence's id on the Hub. By default the base model's, where its card can be read; never guessed.
+        report: what `verify` measured, for the card.
+        eval_results: results for the card's metadata.
+        private: whether a repository that is made is private; one that exists stays as it is.
+        revision: the branch; it is made, from the main one, where it doesn't exist. None is the main branch.
+        subfolder: the folder in the repository that gets the files.
+        create_pr: open a pull request instead of committing to the branch. Such a commit is sent once: another try
+            could open a second one.
+        commit_message: its first line.
+        max_shard_size: of a model in memory, as in `save_pretrained`.
+        token: as everywhere in huggingface_hub: None is the one that is logged in. It is written nowhere.
+        endpoint: another Hub's address.
+        retries: how often what failed for a reason that passes (no connection, 408, 429, 5xx) is tried again.
+        dry_run: send nothing; tell what would be.
+
+    Returns:
+        What was done; print it.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint that hfpatch made, or its weights are pickles or broken.
+        WrappedModelError: the model is wrapped.
+        OptionError: the metadata of README.md can't be read.
+        RepoIdError, NotAModelRepoError, NoSuchNamespaceError: there can't be, or is, no such model repository.
+        NotLoggedInError, NoWriteAccessError: no valid token, or one that may not write there.
+        PushConflictError: somebody else committed meanwhile.
+        UnreachableError: no answer, or no good one, after all retries.
+        HubError: parent of the last six; the Hub refused something else.
+    """
+    api = HfApi(endpoint=endpoint, token=checked_token(token), library_name="hfpatch")
+    repo_id = checked_repo_id(repo_id)
+    results = (eval_results,) if isinstance(eval_results, EvalResult) else tuple(eval_results)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = checkpoint_of(model, tokenizer, Path(scratch), max_shard_size)
+        with told(api, repo_id):
+            if not dry_run:
+                repo_id = _made(api, repo_id, private, retries)
+            elif "/" not in repo_id:
+                repo_id = f"{api.whoami()['name']}/{repo_id}"
+            remote, notes = _found(api, repo_id, revision, create_pr, retries, dry_run)
+            base = find_base(model, base_model, repo_id, api)
+            contents, said = _contents(folder, Facts(repo_id, subfolder, base, license, report, results), remote)
+            files = _compared(contents, remote, subfolder)
+            if private and remote.private is False:
+                notes.append("the repository is public already, so anyone can read this")
+            url = f"{api.endpoint}/{repo_id}" + (f"/tree/{revision}" if revision else "")
+            notes += [*said, *folder.notes]
+            push = Push(repo_id, revision, url, remote.commit, files, folder.left_out, notes, dry_run)
+            if push.changed and not dry_run:
+                message = commit_message or f"Upload {folder.title}, patched by hfpatch"
+                push.commit, pull_request = _committed(api, push, contents, remote, message, create_pr, retries)
+                push.url = pull_request or push.url
+            return push
+
+
+def _made(api: HfApi, repo_id: str, private: bool, retries: int) -> str:
+    """The repository's full id; it exists from now on."""
+    made = tried(lambda: api.create_repo(repo_id, private=private, exist_ok=True), retries)
+    if made.repo_type not in (None, "model"):
+        raise NotAModelRepoError(f"{repo_id} is a {made.repo_type}, not a model repository. Choose another name.")
+    return repo_id if "/" in repo_id else made.repo_id
+
+
+def _found(
+    api: HfApi, repo_id: str, revision: str | None, create_pr: bool, retries: int, dry_run: bool
+) -> tuple[Remote, list[str]]:
+    """What the branch holds; without one it is made, from the main one, or in a dry run said to be."""
+    try:
+        return tried(lambda: Remote.read(api, repo_id, revision), retries), []
+    except RevisionNotFoundError:
+        if create_pr or revision is None:
+            raise
+        if dry_run:
+            return Remote.read(api, repo_id, None), [f"the branch {revision} would be made from the main one"]
+    except RepositoryNotFoundError:
+        if not dry_run:
+            raise
+        return Remote(None, None, {}), ["there is no such repository yet (or the token can't see it): it would be made"]
+    tried(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True), retries)
+    return tried(lambda: Remote.read(api, repo_id, revision), retries), []
+
+
+def _contents(folder: Folder, facts: Facts, remote: Remote) -> tuple[dict[str, Content], list[str]]:
+    """All files by their path in the repository, the card among them, and notes on the card."""
+    prefix = f"{facts.subfolder.strip('/')}/" if facts.subfolder else ""
+    contents: dict[str, Content] = {f"{prefix}{name}": path for name, path in folder.files.items()}
+    own = folder.files.get(CARD)
+    written = remote.text(f"{prefix}{CARD}") if own is None else own.read_text(encoding="utf-8-sig")
+    text, notes = card(folder, facts, written)
+    contents[f"{prefix}{CARD}"] = text.encode()
+    return contents, notes
+
+
+def _compared(contents: dict[str, Content], remote: Remote, subfolder: str) -> list[PushedFile]:
+    files = [PushedFile(path, size_of(one), state_of(one, remote.files.get(path))) for path, one in contents.items()]
+    prefix = f"{subfolder.strip('/')}/" if subfolder else ""
+    for path, entry in remote.files.items():
+        if path not in contents and path.startswith(prefix) and is_stale(path.removeprefix(prefix)):
+            files.append(PushedFile(path, entry.size, "deleted"))
+    return sorted(files, key=lambda file: file.path)
+
+
+def _committed(
+    api: HfApi, push: Push, contents: dict[str, Content], remote: Remote, message: str, create_pr: bool, retries: int
+) -> tuple[str, str | None]:
+    """The new commit's id, and the pull request's address.
+
+    Raises:
+        PushConflictError: the branch isn't where `remote` found it.
+        HubError: the commit doesn't hold what was sent.
+    """
+    added = [CommitOperationAdd(file.path, contents[file.path]) for file in push.changed if file.state != "deleted"]
+    deleted = [CommitOperationDelete(file.path) for file in push.changed if file.state == "deleted"]
+    sent = False
+
+    def send() -> tuple[str, str | None]:
+        nonlocal sent
+        if sent:  # the commit may have been made, and only the reply lost
+            now = Remote.read(api, push.repo_id, push.revision)
+            if now.commit != remote.commit:
+                if any(file.state != "same" for file in _compared(contents, now, "")):
+                    raise PushConflictError(f"{push.repo_id}: {MEANWHILE}.")
+                return str(now.commit), None
+        sent = True
+        made = api.create_commit(
+            push.repo_id,
+            [*added, *deleted],
+            commit_message=message,
+            revision=push.revision,
+            create_pr=create_pr,
+            parent_commit=remote.commit,
+        )
+        return made.oid, made.pr_url
+
+    commit, pull_request = tried(send, 0 if create_pr else retries)
+    arrived = tried(lambda: Remote.read(api, push.repo_id, commit), retries)
+    missing = [file.path for file in _compared(contents, arrived, "") if file.state in ("new", "changed")]
+    if missing:
+        raise HubError(
+            f"{push.repo_id}: commit {commit} doesn't hold what was sent of {', '.join(missing)} (a .gitignore there, "
+            "say). Look at the repository, then push again."
+        )
+    return commit, pull_request
