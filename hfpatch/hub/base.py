@@ -38,7 +38,7 @@ def _read(path: Path) -> ModelCardData | None:
         return None
     try:
         return ModelCard.load(path, ignore_metadata_errors=True).data
-    except ValueError:  # no metadata that could be read
+    except Exception:  # no metadata that could be read: the client's errors, and those of the YAML package that it uses
         return None
 
 

@@ -97,8 +97,9 @@ def card(folder: Folder, facts: Facts, written: str | None) -> tuple[str, list[s
     data = _metadata(folder, facts, opened)
     try:
         present = ModelCard(f"# {facts.repo_id.split('/')[-1]}\n\n{BEGIN}{END}\n" if written is None else written)
-    except ValueError as error:
-        raise OptionError(f"the metadata of README.md can't be read: {error}. Mend or remove the file.") from error
+    except Exception as error:  # the client's, and those of the YAML package that it uses
+        reason = " ".join(str(error).split())
+        raise OptionError(f"the metadata of README.md can't be read: {reason:.200}. Mend or remove it.") from error
     before, begin, rest = present.text.partition(BEGIN)
     _, end, after = rest.partition(END)
     renewed = bool(begin and end)

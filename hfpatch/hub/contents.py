@@ -60,4 +60,7 @@ def _save(tokenizer: Any, folder: Path) -> None:
             raise OptionError(f"tokenizer: {tokenizer} has none that opens here ({reason:.200}).") from error
     if not hasattr(tokenizer, "save_pretrained"):
         raise OptionError(f"tokenizer is a tokenizer or processor, or the name of one, not {type(tokenizer).__name__}.")
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    if hasattr(inner, "get_vocab") and len(inner.get_vocab()) <= len(inner.all_special_ids):
+        raise OptionError("tokenizer has no vocabulary: transformers opens a folder without tokenizer files as that.")
     tokenizer.save_pretrained(folder)

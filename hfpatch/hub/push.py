@@ -14,12 +14,12 @@ from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundErro
 from transformers import PreTrainedModel
 
 from ..convert.report import Report
-from ..errors import HubError, NotAModelRepoError, PushConflictError
+from ..errors import HubError, NotAModelRepoError, PushConflictError, UnreachableError
 from ..rows import table
 from .base import find_base
 from .card import Facts, card
 from .contents import checkpoint_of
-from .failures import MEANWHILE, checked_repo_id, checked_token, told, tried
+from .failures import MEANWHILE, checked_repo_id, checked_token, passes, told, tried
 from .folder import CARD, Folder, is_stale
 from .remote import Content, Remote, size_of, state_of
 
@@ -245,7 +245,15 @@ def _committed(
         )
         return made.oid, made.pr_url
 
-    commit, pull_request = tried(send, 0 if create_pr else retries)
+    try:
+        commit, pull_request = tried(send, 0 if create_pr else retries)
+    except Exception as error:
+        if create_pr and passes(error):
+            raise UnreachableError(
+                f"{push.repo_id}: no good reply came, so a pull request may have been opened. Look at {api.endpoint}/"
+                f"{push.repo_id}/discussions, and push again if there is none."
+            ) from error
+        raise
     arrived = tried(lambda: Remote.read(api, push.repo_id, commit), retries)
     missing = [file.path for file in _compared(contents, arrived, "") if file.state in ("new", "changed")]
     if missing:

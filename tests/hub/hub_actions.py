@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 from huggingface_hub import HfApi, ModelCard, snapshot_download
@@ -43,20 +44,28 @@ def save_original(folder: str) -> None:
     tiny("gpt2", "AutoModelForCausalLM").save_pretrained(folder)
 
 
-def push(folder: str, repo_id: str, **options: Any) -> Any:
+def push(folder: str, repo_id: str, given_token: str | None = None, **options: Any) -> Any:
     """Push a folder: what came of it, as a dictionary, with its table."""
-    done = hfpatch.push_patched(folder, repo_id, **options)
+    done = hfpatch.push_patched(folder, repo_id, token=given_token, **options)
     return {**vars(done), "changed": [file.path for file in done.changed], "text": str(done)}
 
 
-def push_model(repo_id: str, **options: Any) -> Any:
-    done = hfpatch.push_patched(made(), repo_id, **options)
-    return {**vars(done), "changed": [file.path for file in done.changed], "text": str(done)}
+def push_to_hub_and_open(repo_id: str, cache: str, **options: Any) -> float:
+    """transformers' own method, and the largest difference of outputs to the model that is opened from the Hub."""
+    model = made()
+    model.push_to_hub(repo_id, **options)
+    return difference(model, load(repo_id, "AutoModelForCausalLM", cache_dir=cache))
 
 
-def push_to_hub(repo_id: str, **options: Any) -> str:
-    """transformers' own method."""
-    return str(made().push_to_hub(repo_id, **options))
+def save_tokenizer(folder: str) -> None:
+    words = {word: i for i, word in enumerate(["<unk>", "<end>", "one", "two"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+
+
+def tokenized(name: str, text: str) -> list[int]:
+    return transformers.AutoTokenizer.from_pretrained(name)(text)["input_ids"]
 
 
 def outputs(name: str, **options: Any) -> Any:
@@ -96,3 +105,21 @@ def cli(*args: str) -> tuple[int, str, str]:
     """The command line: exit status, output, errors."""
     result = CliRunner().invoke(app, list(args), terminal_width=200)
     return result.exit_code, result.stdout, result.stderr
+
+
+def upload(folder: str, repo_id: str, card: str) -> None:
+    """A repository that hfpatch had no part in."""
+    client = HfApi()
+    client.create_repo(repo_id, private=True)
+    client.upload_folder(repo_id=repo_id, folder_path=folder)
+    client.upload_file(repo_id=repo_id, path_or_fileobj=card.encode(), path_in_repo="README.md")
+
+
+def open_patch_and_push(original: str, repo_id: str) -> None:
+    model = load(original, "AutoModelForCausalLM")
+    hfpatch.push_patched(patch(model, norm="dyt"), repo_id)
+
+
+def tree(repo_id: str, **options: Any) -> list[dict[str, Any]]:
+    listed = HfApi().list_repo_tree(repo_id, **options)
+    return [{**vars(one), "lfs": vars(one.lfs) if getattr(one, "lfs", None) else None} for one in listed]

@@ -48,6 +48,8 @@ class Fault:
         cut: send only so many bytes of the body; the length says how many there should be.
         short: the same, with a length that says so.
         spoil: large files arrive with a byte flipped.
+        before: is called first.
+        conflict: answer 409, as if a repository of this path were there.
         skip, times: let so many pass, then act on so many.
         headers: of the answer.
     """
@@ -58,6 +60,8 @@ class Fault:
     cut: int | None = None
     short: int | None = None
     spoil: bool = False
+    conflict: str | None = None
+    before: Callable[[], None] | None = None
     skip: int = 0
     times: int = 1
     headers: dict[str, str] = field(default_factory=dict)
@@ -188,6 +192,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> _Reply:
         self.body_read, self.body = False, b""
+        if self.fault and self.fault.before:
+            self.fault.before()
         if self.fault and self.fault.drop == "before":
             self._read(half=True)
             raise _DroppedError
@@ -196,6 +202,8 @@ class _Handler(BaseHTTPRequestHandler):
             return _Reply(
                 self.fault.status, b"<html>out of order</html>", {"Content-Type": "text/html"} | self.fault.headers
             )
+        if self.fault and self.fault.conflict:
+            raise RefusedError(409, "You already created this repo", url=f"{self.hub.url}/{self.fault.conflict}")
         for method, pattern, action in _STORAGE if self.host == "storage" else _HUB:
             match = re.fullmatch(pattern, self.route) if self.command in method.split("|") else None
             if match:
