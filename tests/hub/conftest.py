@@ -43,6 +43,7 @@ def hub(_server: LocalHub) -> Iterator[LocalHub]:
     """The server without faults, and afterwards nothing asked of it that it doesn't know, no token sent to storage."""
     _server.faults.clear()
     _server.requests.clear()
+    _server.unexpected.clear()
     _server.part_size, _server.page, _server.store.before_commit = None, 1000, None
     yield _server
     assert _server.unexpected == []

@@ -91,7 +91,6 @@ def pull(repo_id: str, folder: str, **options: Any) -> dict[str, str]:
 def card(repo_id: str) -> Any:
     """The card's metadata, its results, and its text."""
     loaded = ModelCard.load(repo_id)
-    loaded.validate()
     results = [vars(result) for result in loaded.data.eval_results or []]
     return loaded.data.to_dict(), results, loaded.text
 

@@ -93,7 +93,8 @@ class LocalHub:
         self.page = 1000  # entries of a file listing
         self._lock = threading.Lock()
         self._servers = {host: self._listener(host) for host in ("hub", "storage")}
-        self.url, self.storage = (f"http://127.0.0.1:{self._servers[host].server_port}" for host in ("hub", "storage"))
+        self.url = f"http://127.0.0.1:{self._servers['hub'].server_port}"
+        self.storage = f"http://localhost:{self._servers['storage'].server_port}"  # older clients go by the name alone
 
     def _listener(self, host: str) -> ThreadingHTTPServer:
         handler = type("Handler", (_Handler,), {"hub": self, "host": host})

@@ -140,7 +140,8 @@ def test_control_its_check_of_cards_finds_what_is_wrong() -> None:
 def test_control_a_token_that_is_printed_is_found(hub: LocalHub, client: HubClient) -> None:
     """The last check of a session reads all that the client printed, raised, wrote and sent."""
     before = len(client.transcript)
-    told = client.ask("cli", "plan", OTHER.removeprefix("hf_"), "--norm", "rms")  # as if it were a model's name
+    part = OTHER.removeprefix("hf_")
+    told = client.ask("cli", "plan", f"me/{part}", "--norm", "rms")  # as if it were a model's name
     assert told.value[0] == 1
-    assert tokens_in(client.transcript[before:], [OTHER.removeprefix("hf_"), OWNER]) == [OTHER.removeprefix("hf_")]
+    assert tokens_in(client.transcript[before:], [part, OWNER]) == [part]
     assert tokens_in(["a", f"Bearer {READER}".encode()], [OWNER, READER]) == [READER]

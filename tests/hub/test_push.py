@@ -219,6 +219,7 @@ def test_a_tokenizer_travels_along(hub: LocalHub, client: HubClient, saved: Path
         ("", OWNER, "RepoIdError", "user/name"),
         (None, OWNER, "RepoIdError", "NoneType"),
     ],
+    ids=lambda value: {OWNER: "owner", READER: "reader", INVALID: "invalid"}.get(value, str(value)),
 )
 def test_refusals_are_typed_and_change_nothing(
     hub: LocalHub, client: HubClient, saved: Path, repo_id: Any, token: str | None, error: str, says: str
@@ -262,7 +263,9 @@ def test_a_revision_that_is_none(hub: LocalHub, client: HubClient, saved: Path, 
     assert "no such revision" in told.error[1]
 
 
-@pytest.mark.parametrize("token", [f"{OWNER}\n{OTHER}", f"{OWNER} {OTHER}", f"{OWNER}\u00e9"])
+@pytest.mark.parametrize(
+    "token", [f"{OWNER}\n{OTHER}", f"{OWNER} {OTHER}", f"{OWNER}\u00e9"], ids=["a line break", "a blank", "an accent"]
+)
 def test_a_token_that_no_header_holds_is_not_shown(
     hub: LocalHub, client: HubClient, saved: Path, name: str, token: str
 ) -> None:
