@@ -283,6 +283,7 @@ def push(
     tokenizer: Annotated[
         str | None, typer.Option(help="Hub id or folder of the tokenizer or processor, where the folder has none.")
     ] = None,
+    native: Annotated[bool, typer.Option("--native", help="The folder is a native export, without a record.")] = False,
     public: Annotated[bool, typer.Option("--public", help="A repository that is made is public, not private.")] = False,
     revision: Annotated[str | None, typer.Option(help="The branch; it is made where it doesn't exist.")] = None,
     subfolder: Annotated[str, typer.Option(help="The folder in the repository.")] = "",
@@ -295,6 +296,7 @@ def push(
         push = push_patched(
             folder,
             repo,
+            native=native,
             tokenizer=tokenizer,
             base_model=base,
             license=license,

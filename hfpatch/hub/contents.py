@@ -17,7 +17,11 @@ _VOCABULARIES = ("tokenizer", "vocab", "spiece")
 
 
 def checkpoint_of(
-    model: PreTrainedModel | str | PathLike[str], tokenizer: Any, scratch: Path, max_shard_size: str | int | None
+    model: PreTrainedModel | str | PathLike[str],
+    native: bool,
+    tokenizer: Any,
+    scratch: Path,
+    max_shard_size: str | int | None,
 ) -> Folder:
     """The checkpoint with its tokenizer; what isn't on disk yet is written to `scratch`.
 
@@ -27,7 +31,7 @@ def checkpoint_of(
         OptionError: the tokenizer is none.
     """
     if isinstance(model, str | PathLike):
-        folder = read_folder(Path(model))
+        folder = read_folder(Path(model), native)
     else:
         _require_patched(model)
         limit = {} if max_shard_size is None else {"max_shard_size": max_shard_size}

@@ -11,7 +11,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+import transformers
+from transformers import CONFIG_MAPPING
+
+from ..checkpoint import HfpatchConfig
+from ..errors import CheckpointError, PatchError
 from ..record import KEY, Record
 from ..weights import broken_file
 
@@ -47,7 +51,7 @@ class Folder:
 
     Attributes:
         config: config.json.
-        record: the patch record; None in a native export, which needs none.
+        record: the patch record; None of a native export, which needs none.
         files: those that travel, by their path in the folder, sorted.
         left_out: path and reason of each that doesn't; a folder's path ends in a slash.
         notes: what there is to say about it.
@@ -65,15 +69,15 @@ class Folder:
         return (self.config.get("architectures") or [self.config.get("model_type")])[0]
 
 
-def read_folder(folder: Path) -> Folder:
-    """The checkpoint in a folder, checked.
+def read_folder(folder: Path, native: bool = False) -> Folder:
+    """The checkpoint in a folder, checked; with `native` a stock one, which has no patch record.
 
     Raises:
         CheckpointError: it is no checkpoint that hfpatch made, its weights are pickles, missing or cut off, or a text
             file in it holds an access token.
     """
     config = _config(folder)
-    record = _record(config, folder)
+    record = _record(config, folder, native)
     left_out: list[tuple[str, str]] = []
     files = travelling(folder, left_out)
     _require_weights(folder, files)
@@ -125,16 +129,30 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _record(config: dict[str, Any], folder: Path) -> Record | None:
-    if config.get("model_type") == KEY:
-        return Record.from_json(config.get(KEY), str(folder / CONFIG))
-    if KEY in config:
-        return None
-    raise CheckpointError(
-        f"{folder} holds a {config.get('model_type')!r} model that hfpatch didn't patch: {CONFIG} has neither "
-        f'"model_type": "{KEY}" nor the entry "{KEY}" of an export. Patch it first (hfpatch patch), or push it with '
-        "the model's own push_to_hub."
-    )
+def _record(config: dict[str, Any], folder: Path, native: bool) -> Record | None:
+    kind = config.get("model_type")
+    if kind == KEY:
+        try:
+            opened = HfpatchConfig.from_pretrained(folder)
+        except PatchError:
+            raise
+        except Exception as error:  # what a family's own checks of its settings raise
+            reason = " ".join(str(error).split())
+            raise CheckpointError(
+                f"{folder / CONFIG} doesn't open: {reason:.200}. Save the checkpoint again."
+            ) from error
+        return Record.from_json(getattr(opened, KEY), str(folder / CONFIG))
+    if native and (kind not in CONFIG_MAPPING or config.get("auto_map")):
+        raise CheckpointError(
+            f"{folder} is no native export: transformers {transformers.__version__} "
+            f"{'opens it by code of its own' if config.get('auto_map') else f'has no architecture {kind!r}'}."
+        )
+    if not native:
+        raise CheckpointError(
+            f"{folder} holds a {kind!r} model without a patch record. Patch it first (hfpatch patch); if it is a "
+            "native export, say so with native=True (--native); else push it with its own push_to_hub."
+        )
+    return None
 
 
 def _walk(folder: Path, left_out: list[tuple[str, str]]) -> Iterator[tuple[Path, str]]:

@@ -21,7 +21,7 @@ from .card import Facts, card
 from .contents import checkpoint_of
 from .failures import MEANWHILE, checked_repo_id, checked_token, passes, told, tried
 from .folder import CARD, Folder, is_stale
-from .remote import Content, Remote, size_of, state_of
+from .remote import Local, Remote
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ def push_patched(
     model: PreTrainedModel | str | PathLike[str],
     repo_id: str,
     *,
+    native: bool = False,
     tokenizer: Any = None,
     base_model: str | None = None,
     license: str | None = None,
@@ -109,6 +110,8 @@ def push_patched(
     Args:
         model: the model in memory, or the folder that `save_pretrained` or an export wrote. A folder stays as it is.
         repo_id: user/name, or name alone for one's own. It is made where it doesn't exist.
+        native: the folder is a native export: a stock checkpoint that transformers alone opens. Without this, a folder
+            that has no patch record is refused.
         tokenizer: a tokenizer or processor to carry along, or the name of one; a folder brings its own.
         base_model: the model that was patched: its Hub id, or its folder, of which only the card is read. Of a model in
             memory that came from the Hub it is known.
@@ -144,7 +147,7 @@ def push_patched(
     repo_id = checked_repo_id(repo_id)
     results = (eval_results,) if isinstance(eval_results, EvalResult) else tuple(eval_results)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = checkpoint_of(model, tokenizer, Path(scratch), max_shard_size)
+        folder = checkpoint_of(model, native, tokenizer, Path(scratch), max_shard_size)
         with told(api, repo_id):
             if not dry_run:
                 repo_id = _made(api, repo_id, private, retries)
@@ -193,36 +196,54 @@ def _found(
     return tried(lambda: Remote.read(api, repo_id, revision), retries), []
 
 
-def _contents(folder: Folder, facts: Facts, remote: Remote) -> tuple[dict[str, Content], list[str]]:
+def _contents(folder: Folder, facts: Facts, remote: Remote) -> tuple[dict[str, Local], list[str]]:
     """All files by their path in the repository, the card among them, and notes on the card."""
-    prefix = f"{facts.subfolder.strip('/')}/" if facts.subfolder else ""
-    contents: dict[str, Content] = {f"{prefix}{name}": path for name, path in folder.files.items()}
+    prefix = _prefix(facts.subfolder)
+    contents = {f"{prefix}{name}": Local(path) for name, path in folder.files.items()}
     own = folder.files.get(CARD)
     written = remote.text(f"{prefix}{CARD}") if own is None else own.read_text(encoding="utf-8-sig")
     text, notes = card(folder, facts, written)
-    contents[f"{prefix}{CARD}"] = text.encode()
+    contents[f"{prefix}{CARD}"] = Local(text.encode())
     return contents, notes
 
 
-def _compared(contents: dict[str, Content], remote: Remote, subfolder: str) -> list[PushedFile]:
-    files = [PushedFile(path, size_of(one), state_of(one, remote.files.get(path))) for path, one in contents.items()]
-    prefix = f"{subfolder.strip('/')}/" if subfolder else ""
+def _prefix(subfolder: str) -> str:
+    return f"{subfolder.strip('/')}/" if subfolder.strip("/") else ""
+
+
+def _compared(contents: dict[str, Local], remote: Remote, subfolder: str) -> list[PushedFile]:
+    files = [PushedFile(path, local.size, local.state(remote.files.get(path))) for path, local in contents.items()]
+    prefix = _prefix(subfolder)
     for path, entry in remote.files.items():
         if path not in contents and path.startswith(prefix) and is_stale(path.removeprefix(prefix)):
             files.append(PushedFile(path, entry.size, "deleted"))
     return sorted(files, key=lambda file: file.path)
 
 
+def _missed(push: Push, contents: dict[str, Local], remote: Remote) -> list[str]:
+    """What isn't in the repository as the push would have it."""
+    wrong = []
+    for file in push.files:
+        entry = remote.files.get(file.path)
+        gone = file.state == "deleted"
+        if (entry is not None) if gone else contents[file.path].state(entry) != "same":
+            wrong.append(file.path)
+    return wrong
+
+
 def _committed(
-    api: HfApi, push: Push, contents: dict[str, Content], remote: Remote, message: str, create_pr: bool, retries: int
+    api: HfApi, push: Push, contents: dict[str, Local], remote: Remote, message: str, create_pr: bool, retries: int
 ) -> tuple[str, str | None]:
     """The new commit's id, and the pull request's address.
 
     Raises:
         PushConflictError: the branch isn't where `remote` found it.
+        UnreachableError: whether a pull request was opened isn't known.
         HubError: the commit doesn't hold what was sent.
     """
-    added = [CommitOperationAdd(file.path, contents[file.path]) for file in push.changed if file.state != "deleted"]
+    added = [
+        CommitOperationAdd(file.path, contents[file.path].content) for file in push.changed if file.state != "deleted"
+    ]
     deleted = [CommitOperationDelete(file.path) for file in push.changed if file.state == "deleted"]
     sent = False
 
@@ -231,7 +252,7 @@ def _committed(
         if sent:  # the commit may have been made, and only the reply lost
             now = Remote.read(api, push.repo_id, push.revision)
             if now.commit != remote.commit:
-                if any(file.state != "same" for file in _compared(contents, now, "")):
+                if _missed(push, contents, now):
                     raise PushConflictError(f"{push.repo_id}: {MEANWHILE}.")
                 return str(now.commit), None
         sent = True
@@ -255,10 +276,9 @@ def _committed(
             ) from error
         raise
     arrived = tried(lambda: Remote.read(api, push.repo_id, commit), retries)
-    missing = [file.path for file in _compared(contents, arrived, "") if file.state in ("new", "changed")]
-    if missing:
+    if missed := _missed(push, contents, arrived):
         raise HubError(
-            f"{push.repo_id}: commit {commit} doesn't hold what was sent of {', '.join(missing)} (a .gitignore there, "
+            f"{push.repo_id}: commit {commit} doesn't hold what was sent of {', '.join(missed)} (a .gitignore there, "
             "say). Look at the repository, then push again."
         )
     return commit, pull_request

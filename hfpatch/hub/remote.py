@@ -1,16 +1,15 @@
-"""What a branch of a repository holds, and whether a file is there already."""
+"""What a commit of a repository holds, what a push brings, and whether that is there already."""
 
 from __future__ import annotations
 
 import hashlib
 import tempfile
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from huggingface_hub import HfApi
 from huggingface_hub.hf_api import RepoFile
-
-Content = Path | bytes
 
 
 @dataclass
@@ -46,29 +45,41 @@ class Remote:
             return Path(found).read_text(encoding="utf-8-sig")
 
 
-def size_of(content: Content) -> int:
-    """In bytes."""
-    return len(content) if isinstance(content, bytes) else content.stat().st_size
+@dataclass
+class Local:
+    """One file of a push: where it is, or what is in it."""
 
+    content: Path | bytes
 
-def state_of(content: Content, entry: RepoFile | None) -> str:
-    """ "new", "changed" or "same" against what the repository has at its path."""
-    if entry is None:
-        return "new"
-    size = size_of(content)
-    if size != entry.size:
-        return "changed"
-    if entry.lfs is not None:
-        return "same" if _digest(content, hashlib.sha256()) == entry.lfs.sha256 else "changed"
-    blob = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)  # as git names a file's content
-    return "same" if _digest(content, blob) == entry.blob_id else "changed"
+    @cached_property
+    def size(self) -> int:
+        """In bytes."""
+        return len(self.content) if isinstance(self.content, bytes) else self.content.stat().st_size
 
+    @cached_property
+    def sha256(self) -> str:
+        """What the Hub calls a large file."""
+        return self._digest(hashlib.sha256())
 
-def _digest(content: Content, digest: hashlib._Hash) -> str:
-    if isinstance(content, bytes):
-        digest.update(content)
-    else:
-        with content.open("rb") as file:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
-    return digest.hexdigest()
+    @cached_property
+    def blob_id(self) -> str:
+        """What git, and so the Hub, calls any other."""
+        return self._digest(hashlib.sha1(f"blob {self.size}\0".encode(), usedforsecurity=False))
+
+    def _digest(self, digest: hashlib._Hash) -> str:
+        if isinstance(self.content, bytes):
+            digest.update(self.content)
+        else:
+            with self.content.open("rb") as file:
+                while piece := file.read(1 << 20):
+                    digest.update(piece)
+        return digest.hexdigest()
+
+    def state(self, entry: RepoFile | None) -> str:
+        """ "new", "changed" or "same" against what the repository has at its path."""
+        if entry is None:
+            return "new"
+        if self.size != entry.size:
+            return "changed"
+        same = self.sha256 == entry.lfs.sha256 if entry.lfs is not None else self.blob_id == entry.blob_id
+        return "same" if same else "changed"

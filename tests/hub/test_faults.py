@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_checks import held, require_identical, require_whole
+from hub_checks import held, require_identical, require_whole, sent
 from hub_client import OWNER, HubClient
 from local_hub import LocalHub
 from local_store import Blob, Commit, RefusedError, Repo
@@ -109,6 +109,20 @@ def test_a_file_that_is_spoilt_on_its_way_is_noticed(hub: LocalHub, client: HubC
     assert held(hub.repo(name)) == {}
     client.call("push", str(saved), name, token=OWNER)
     require_identical(hub.repo(name), saved)
+
+
+def test_a_lost_reply_beside_another_checkpoint(
+    hub: LocalHub, client: HubClient, saved: Path, name: str, tmp_path: Path
+) -> None:
+    """What lies outside the subfolder is none of this push's weights."""
+    client.call("save", str(tmp_path / "whole"), seed=1)
+    client.call("push", str(tmp_path / "whole"), name, token=OWNER)
+    hub.fault("POST .*/commit/", drop="after")
+    done = client.call("push", str(saved), name, subfolder="small", token=OWNER)
+    repo = hub.repo(name)
+    assert commits(repo) == 2
+    assert done["commit"] == repo.head().oid
+    assert held(repo) == sent(tmp_path / "whole") | sent(saved, "small/")
 
 
 def somebody_commits(repo: Repo) -> None:

@@ -109,7 +109,7 @@ def test_what_is_no_checkpoint_of_ours(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config\.json, so it is no checkpoint"):
         push_patched(tmp_path / "empty", "me/model")
     tiny("gpt2").save_pretrained(tmp_path / "plain")
-    with pytest.raises(CheckpointError, match="'gpt2' model that hfpatch didn't patch"):
+    with pytest.raises(CheckpointError, match=r"a 'gpt2' model without a patch record.*native=True"):
         push_patched(str(tmp_path / "plain"), "me/model")
     config = json.loads((folder / "config.json").read_text())
     for broken, says in (("{", "can't be read"), ("[]", "is no object")):
@@ -120,6 +120,26 @@ def test_what_is_no_checkpoint_of_ours(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="version 99"):
         push_patched(folder, "me/model")
+    config["hfpatch"]["version"] = 1
+    (folder / "config.json").write_text(json.dumps(config | {"n_embd": "wide"}))
+    with pytest.raises(CheckpointError, match=r"config\.json doesn't open: .*n_embd"):
+        push_patched(folder, "me/model")
+
+
+def test_a_native_export_is_taken_at_ones_word(folder: Path, tmp_path: Path) -> None:
+    tiny("gpt2").save_pretrained(tmp_path / "plain")
+    read = read_folder(tmp_path / "plain", native=True)
+    assert read.record is None
+    assert read.title == "GPT2Model"
+    config = json.loads((tmp_path / "plain/config.json").read_text())
+    for other, says in (
+        ({"model_type": "gpt2_2"}, "has no architecture 'gpt2_2'"),
+        ({"auto_map": {"AutoModel": "a.B"}}, "opens it by code"),
+    ):
+        (tmp_path / "plain/config.json").write_text(json.dumps(config | other))
+        with pytest.raises(CheckpointError, match=says):
+            push_patched(tmp_path / "plain", "me/model", native=True)
+    assert read_folder(folder, native=True).record is not None
 
 
 def test_weights_that_are_not_all_there(folder: Path, tmp_path: Path) -> None:

@@ -199,6 +199,16 @@ def test_a_tokenizer_travels_along(hub: LocalHub, client: HubClient, saved: Path
     assert told.error[0] == "OptionError"
 
 
+def test_a_native_export(hub: LocalHub, client: HubClient, name: str, tmp_path: Path) -> None:
+    client.call("save_original", str(tmp_path / "stock"))
+    done = client.call("push", str(tmp_path / "stock"), name, native=True, token=OWNER)
+    require_identical(hub.repo(name), tmp_path / "stock")
+    assert client.call("outputs", name, token=OWNER) == client.call("outputs", str(tmp_path / "stock"))
+    assert "With transformers alone" in hub.repo(name).files()["README.md"].decode()
+    assert "GPT2LMHeadModel" in hub.repo(name).head().title
+    assert done["changed"]
+
+
 # Refusals
 
 
