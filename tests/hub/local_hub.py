@@ -19,22 +19,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-import yaml
+from local_cards import metadata, problems
 from local_store import Blob, RefusedError, Repo, Store, User
 
 KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
-LICENSES = {
-    "apache-2.0",
-    "mit",
-    "bsd-3-clause",
-    "cc-by-4.0",
-    "cc-by-sa-4.0",
-    "gpl-3.0",
-    "llama3",
-    "gemma",
-    "other",
-    "unknown",
-}
 LARGE = 10_000_000  # bytes from which a file is a large one whatever its name
 
 
@@ -43,7 +31,7 @@ class Fault:
     """Something that goes wrong with requests whose "METHOD path" fits a pattern.
 
     Attributes:
-        status: answer this instead of doing it.
+        status: answer this instead of doing it; with `late`, after doing it.
         drop: "before" reads a part of the body and closes the connection; "after" does what was asked and closes it.
         cut: send only so many bytes of the body; the length says how many there should be.
         short: the same, with a length that says so.
@@ -56,6 +44,7 @@ class Fault:
 
     pattern: str
     status: int | None = None
+    late: bool = False
     drop: str | None = None
     cut: int | None = None
     short: int | None = None
@@ -199,10 +188,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._read(half=True)
             raise _DroppedError
         self._read()
-        if self.fault and self.fault.status:
-            return _Reply(
-                self.fault.status, b"<html>out of order</html>", {"Content-Type": "text/html"} | self.fault.headers
-            )
+        if self.fault and self.fault.status and not self.fault.late:
+            return self._out_of_order(self.fault)
         if self.fault and self.fault.conflict:
             raise RefusedError(409, "You already created this repo", url=f"{self.hub.url}/{self.fault.conflict}")
         for method, pattern, action in _STORAGE if self.host == "storage" else _HUB:
@@ -212,9 +199,12 @@ class _Handler(BaseHTTPRequestHandler):
                 reply = action(self, **named)
                 if self.fault and self.fault.drop == "after":
                     raise _DroppedError
-                return reply
+                return self._out_of_order(self.fault) if self.fault and self.fault.late else reply
         self.hub.unexpected.append(f"{self.host}: {self.command} {self.path}")
         return _json({"error": "Not Found"}, 404)
+
+    def _out_of_order(self, fault: Fault) -> _Reply:
+        return _Reply(fault.status or 500, b"<html>out of order</html>", {"Content-Type": "text/html"} | fault.headers)
 
     def _noted(self, status: int) -> None:
         token = "Authorization" in self.headers
@@ -508,63 +498,6 @@ class _Handler(BaseHTTPRequestHandler):
         if first >= size:
             return _Reply(416, b"", {**headers, "Content-Range": f"bytes */{size}"})
         return _Reply(206, content[first : last + 1], {**headers, "Content-Range": f"bytes {first}-{last}/{size}"})
-
-
-def metadata(card: str) -> tuple[dict[str, Any] | None, str | None]:
-    """The metadata of a card, or what is wrong with its YAML."""
-    match = re.match(r"\s*---\r?\n(.*?)\r?\n---\s*(\n|$)", card, re.DOTALL)
-    if not match:
-        return None, None
-    try:
-        return yaml.safe_load(match[1]), None
-    except yaml.YAMLError as error:
-        return None, str(error)
-
-
-def problems(card: str) -> tuple[list[str], list[str]]:
-    """Errors and warnings, by the rules of the Hub's card validation that concern models."""
-    data, broken = metadata(card)
-    if broken:
-        return [broken], []
-    if not data:
-        return [], ["empty or missing yaml metadata in repo card"]
-    if not isinstance(data, dict):
-        return ["YAML metadata is no mapping"], []
-    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "license": (lambda value: set(_listed(value)) <= LICENSES, "must be a known licence"),
-        "base_model": (lambda value: all(map(_is_id, _listed(value))), "must be ids of models"),
-        "tags": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "must be a list of texts"),
-        "pipeline_tag": (_is_text, "must be a text"),
-        "library_name": (_is_text, "must be a text"),
-        "model-index": (_is_index, "must be a list of models with results"),
-    }
-    return [f'"{name}" {what}' for name, (good, what) in rules.items() if name in data and not good(data[name])], []
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_id(value: Any) -> bool:
-    return _is_text(value) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", value) is not None
-
-
-def _is_index(index: Any) -> bool:
-    try:
-        results = [result for model in index if isinstance(model["name"], str) for result in model["results"]]
-        return bool(results) and all(
-            isinstance(result["task"]["type"], str)
-            and isinstance(result["dataset"]["type"], str)
-            and isinstance(result["dataset"]["name"], str)
-            and all(isinstance(metric["type"], str) and "value" in metric for metric in result["metrics"])
-            for result in results
-        )
-    except (KeyError, TypeError):
-        return False
 
 
 _ID = r"(?P<id>[^/]+/[^/]+)"

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from hub_client import OWNER, HubClient
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from local_hub import LocalHub, problems
+from local_cards import problems
+from local_hub import LocalHub
 from tiny_models import patch, tiny
 
 from hfpatch import DyT, OptionError, RoPE, verify

@@ -28,6 +28,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "committing answers 500 three times": {"pattern": "POST .*/commit/", "status": 500, "times": 3},
     "committing answers 429": {"pattern": "POST .*/commit/", "status": 429, "times": 2},
     "committing, the connection breaks": {"pattern": "POST .*/commit/", "drop": "before", "times": 2},
+    "committed, and yet answered 500": {"pattern": "POST .*/commit/", "status": 500, "late": True},
     "committed, the reply is lost": {"pattern": "POST .*/commit/", "drop": "after"},
     "looking at what arrived answers 503": {
         "pattern": "GET /api/models/.*/tree/",

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from hub_checks import tokens_in
 from hub_client import OTHER, OWNER, READER, HubClient
-from local_hub import LocalHub, problems
+from local_cards import problems
+from local_hub import LocalHub
 from local_store import Blob, Repo
 
 
