@@ -10,9 +10,9 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
-from .card import Base
 from .failures import HTTPError
 from .folder import CARD, CONFIG
+from .section import Base
 
 
 def find_base(model: PreTrainedModel | str | PathLike[str], said: str | None, repo_id: str, api: HfApi) -> Base:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,65 +13,15 @@ from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundErro
 from transformers import PreTrainedModel
 
 from ..convert.report import Report
-from ..errors import HubError, NotAModelRepoError, PushConflictError, UnreachableError
-from ..rows import table
+from ..errors import HubError, NotAModelRepoError, OptionError, PushConflictError, UnreachableError
 from .base import find_base
-from .card import Facts, card
+from .card import card
 from .contents import checkpoint_of
 from .failures import MEANWHILE, checked_repo_id, checked_token, passes, told, tried
 from .folder import CARD, Folder, is_stale
+from .outcome import Push, PushedFile
 from .remote import Local, Remote
-
-
-@dataclass(frozen=True)
-class PushedFile:
-    """One file of a push: its path in the repository, its size in bytes, and "new", "changed", "same" or "deleted"."""
-
-    path: str
-    size: int
-    state: str
-
-
-@dataclass
-class Push:
-    """What a push did, or with `dry_run` would do; `str(push)` is the table.
-
-    Attributes:
-        repo_id, revision: where to; None is the main branch.
-        url: of the repository, its branch, or the pull request.
-        commit: the commit that holds the checkpoint; of a dry run the branch's newest one.
-        files: what the repository gets, keeps and loses.
-        left_out: (path, reason) of what stayed behind.
-        notes: what there is to know besides.
-        dry_run: whether nothing was sent.
-    """
-
-    repo_id: str
-    revision: str | None
-    url: str
-    commit: str | None
-    files: list[PushedFile]
-    left_out: list[tuple[str, str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    dry_run: bool = False
-
-    @property
-    def changed(self) -> list[PushedFile]:
-        """The files that the repository didn't have like this."""
-        return [file for file in self.files if file.state != "same"]
-
-    def __str__(self) -> str:
-        lines = [("file", "bytes", "upload")]
-        words = {"new": "new", "changed": "changed", "same": "no: is there", "deleted": "no: deleted there"}
-        lines += [(file.path, f"{file.size:,}", words[file.state]) for file in self.files]
-        sent = [file.size for file in self.changed if file.state != "deleted"]
-        if not self.changed:
-            did = f"{self.url} holds exactly this; no commit is {'needed' if self.dry_run else 'made'}"
-        else:
-            did = f"{'Would push' if self.dry_run else 'Pushed'} {len(sent)} files ({sum(sent):,} bytes) to {self.url}"
-        did += f" ({self.commit})." if self.commit and not self.dry_run else "."
-        left = [f"Left out: {path} ({reason})." for path, reason in self.left_out]
-        return "\n".join([table(lines, "<><"), did, *left, *(f"Note: {note}." for note in self.notes)])
+from .section import Facts
 
 
 def push_patched(
@@ -136,7 +85,7 @@ def push_patched(
     Raises:
         CheckpointError: the folder is no checkpoint that hfpatch made, or its weights are pickles or broken.
         WrappedModelError: the model is wrapped.
-        OptionError: the metadata of README.md can't be read.
+        OptionError: the metadata of README.md can't be read, or the subfolder or tokenizer is none.
         RepoIdError, NotAModelRepoError, NoSuchNamespaceError: there can't be, or is, no such model repository.
         NotLoggedInError, NoWriteAccessError: no valid token, or one that may not write there.
         PushConflictError: somebody else committed meanwhile.
@@ -145,6 +94,7 @@ def push_patched(
     """
     api = HfApi(endpoint=endpoint, token=checked_token(token), library_name="hfpatch")
     repo_id = checked_repo_id(repo_id)
+    subfolder = _checked_subfolder(subfolder)
     results = (eval_results,) if isinstance(eval_results, EvalResult) else tuple(eval_results)
     with tempfile.TemporaryDirectory() as scratch:
         folder = checkpoint_of(model, native, tokenizer, Path(scratch), max_shard_size)
@@ -155,7 +105,9 @@ def push_patched(
                 repo_id = f"{api.whoami()['name']}/{repo_id}"
             remote, notes = _found(api, repo_id, revision, create_pr, retries, dry_run)
             base = find_base(model, base_model, repo_id, api)
-            contents, said = _contents(folder, Facts(repo_id, subfolder, base, license, report, results), remote)
+            contents, said = _contents(
+                folder, Facts(repo_id, subfolder, base, license, report, results), remote, retries
+            )
             files = _compared(contents, remote, subfolder)
             if private and remote.private is False:
                 notes.append("the repository is public already, so anyone can read this")
@@ -196,19 +148,33 @@ def _found(
     return tried(lambda: Remote.read(api, repo_id, revision), retries), []
 
 
-def _contents(folder: Folder, facts: Facts, remote: Remote) -> tuple[dict[str, Local], list[str]]:
+def _contents(folder: Folder, facts: Facts, remote: Remote, retries: int) -> tuple[dict[str, Local], list[str]]:
     """All files by their path in the repository, the card among them, and notes on the card."""
     prefix = _prefix(facts.subfolder)
     contents = {f"{prefix}{name}": Local(path) for name, path in folder.files.items()}
     own = folder.files.get(CARD)
-    written = remote.text(f"{prefix}{CARD}") if own is None else own.read_text(encoding="utf-8-sig")
+    written = tried(lambda: remote.text(f"{prefix}{CARD}"), retries) if own is None else own.read_text("utf-8-sig")
     text, notes = card(folder, facts, written)
     contents[f"{prefix}{CARD}"] = Local(text.encode())
     return contents, notes
 
 
+def _checked_subfolder(subfolder: str) -> str:
+    """Its path without slashes at the ends.
+
+    Raises:
+        OptionError: it leads out of the repository, or to where git keeps its own.
+    """
+    parts = [part for part in subfolder.split("/") if part]
+    if any(part.startswith(".") or "\\" in part for part in parts):
+        raise OptionError(
+            f"subfolder={subfolder!r:.80} is no folder of a repository; write for example 'variants/rms'."
+        )
+    return "/".join(parts)
+
+
 def _prefix(subfolder: str) -> str:
-    return f"{subfolder.strip('/')}/" if subfolder.strip("/") else ""
+    return f"{subfolder}/" if subfolder else ""
 
 
 def _compared(contents: dict[str, Local], remote: Remote, subfolder: str) -> list[PushedFile]:

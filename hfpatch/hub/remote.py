@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from huggingface_hub import HfApi
+from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
 
@@ -41,7 +42,10 @@ class Remote:
         if self.api is None or path not in self.files:
             return None
         with tempfile.TemporaryDirectory() as scratch:  # a cache entry would outlive the push
-            found = self.api.hf_hub_download(self.repo_id, path, revision=self.commit, local_dir=scratch)
+            try:
+                found = self.api.hf_hub_download(self.repo_id, path, revision=self.commit, local_dir=scratch)
+            except LocalEntryNotFoundError as error:  # what it raises of a Hub that fails
+                raise (error.__cause__ or error) from None
             return Path(found).read_text(encoding="utf-8-sig")
 
 

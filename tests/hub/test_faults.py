@@ -59,6 +59,19 @@ def test_what_passes_is_waited_for(
     assert client_told.waits, "nothing was waited for"
 
 
+@pytest.mark.parametrize("how", [{"status": 503}, {"drop": "before"}], ids=["503", "connection"])
+def test_the_card_that_is_there_is_waited_for(
+    hub: LocalHub, client: HubClient, saved: Path, name: str, how: dict[str, Any]
+) -> None:
+    client.call("push", str(saved), name, license="mit", token=OWNER)
+    hub.fault("HEAD .*/README.md", **how, times=2)
+    hub.fault("GET .*/README.md", **how, times=2)
+    told = client.ask("push", str(saved), name, token=OWNER)
+    assert told.error is None, told.text
+    assert told.value["changed"] == []  # had it not been read, the licence would be gone
+    assert all(fault.hits > fault.times for fault in hub.faults)
+
+
 def test_waits_grow_and_end(hub: LocalHub, client: HubClient, saved: Path, name: str) -> None:
     hub.fault("POST .*/commit/", status=503, times=ALWAYS)
     told = client.ask("push", str(saved), name, token=OWNER)

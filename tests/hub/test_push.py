@@ -151,6 +151,9 @@ def test_a_pull_request_to_somebody_elses_repository(hub: LocalHub, client: HubC
     assert done["url"].endswith("/discussions/1")
     assert done["commit"] == repo.refs["refs/pr/1"]
     require_identical(repo, saved, "refs/pr/1")
+    client.call("push", str(saved), name, license="apache-2.0", revision="refs/pr/1", token=OWNER)
+    assert b"license: apache-2.0" in repo.files("refs/pr/1")["README.md"]
+    assert list(repo.refs) == ["refs/heads/main", "refs/pr/1"]
 
 
 def test_one_may_leave_ones_own_name_out(hub: LocalHub, client: HubClient, saved: Path, name: str) -> None:
@@ -210,6 +213,14 @@ def test_a_native_export(hub: LocalHub, client: HubClient, name: str, tmp_path: 
 
 
 # Refusals
+
+
+@pytest.mark.parametrize("subfolder", ["../up", "a/../../b", ".git", "a\\b", "."])
+def test_a_subfolder_that_is_none(hub: LocalHub, client: HubClient, saved: Path, name: str, subfolder: str) -> None:
+    told = client.ask("push", str(saved), name, subfolder=subfolder, token=OWNER)
+    assert told.error is not None
+    assert told.error[0] == "OptionError"
+    assert hub.requests == []
 
 
 @pytest.mark.parametrize(
