@@ -224,7 +224,8 @@ def _alike(row: ModuleRow) -> tuple[object, ...]:
     return row.reference, row.model, row.state, row.reason, row.runtime, row.change == 0.0
 
 
-def _output_table(rows: list[OutputRow]) -> str:
+def output_lines(rows: list[OutputRow]) -> list[tuple[str, ...]]:
+    """One output's rows as cells, the headings first; the first two columns are words, the others numbers."""
     columns = {
         "max error": [_error(row.max_error) for row in rows],
         "rms error": [_error(row.rms_error) for row in rows],
@@ -243,7 +244,12 @@ def _output_table(rows: list[OutputRow]) -> str:
         if _is_truth(row):
             cells[:2] = "truth", "truth"
         lines.append((row.role, row.dtype, *cells))
-    return table(lines, "<<" + ">" * len(shown))
+    return lines
+
+
+def _output_table(rows: list[OutputRow]) -> str:
+    lines = output_lines(rows)
+    return table(lines, "<<" + ">" * (len(lines[0]) - 2))
 
 
 def _layer_table(rows: list[LayerRow]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResult, HfApi
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
 from transformers import PreTrainedModel
 
 from ..convert.report import Report
@@ -144,6 +144,10 @@ def _found(
         if not dry_run:
             raise
         return Remote(None, None, {}), ["there is no such repository yet (or the token can't see it): it would be made"]
+    except Exception as error:
+        if not dry_run or not (isinstance(error, OfflineModeIsEnabled) or passes(error)):
+            raise
+        return Remote(None, None, {}), ["the Hub can't be reached, so what it holds already isn't known"]
     tried(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True), retries)
     return tried(lambda: Remote.read(api, repo_id, revision), retries), []
 

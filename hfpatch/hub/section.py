@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from ..convert.report import OutputRow, Report
+from ..convert.report import Report, output_lines
 from ..record import KINDS, Part, Record
 from .folder import Folder
 
@@ -134,27 +134,10 @@ def _ways(folder: Folder, facts: Facts, auto: str) -> Iterable[str]:
 
 def _report(report: Report) -> str:
     size = f"{report.examples} examples" + (f", {report.tokens:,} tokens" if report.tokens else "")
-    columns = {
-        "max error": lambda row: f"{row.max_error:.2g}",
-        "rms error": lambda row: f"{row.rms_error:.2g}",
-        "top-1": lambda row: _or_none(row.top1, ".4f"),
-        "KL (nats)": lambda row: _or_none(row.kl, ".2g"),
-        "perplexity": lambda row: _or_none(row.perplexity, ".4g"),
-        "cosine": lambda row: _or_none(row.cosine_mean, ".6f"),
-    }
-    rows: list[OutputRow] = report.outputs
-    shown = {name: cell for name, cell in columns.items() if any(cell(row) for row in rows)}
-    lines = [("output", "run", "dtype", *shown)]
-    lines += [(row.output, row.role, row.dtype, *(cell(row) for cell in shown.values())) for row in rows]
-    notes = "".join(f"\n\nNote: {note}" for note in report.notes)
-    return (
-        f"By `hfpatch verify`, against the original in float64. Inputs: {report.inputs} ({size}); `reference` is the "
-        f"original itself.\n\n{_markdown(lines)}{notes}"
-    )
-
-
-def _or_none(value: float | None, spec: str) -> str:
-    return "" if value is None else format(value, spec)
+    outputs = dict.fromkeys(row.output for row in report.outputs)
+    tables = [_markdown(output_lines([row for row in report.outputs if row.output == name])) for name in outputs]
+    told = f"By `hfpatch verify`; the truth is the original (`reference`) in float64. Inputs: {report.inputs} ({size})."
+    return "\n\n".join([told, *tables, *(f"Note: {note}" for note in report.notes)])
 
 
 def _licence(facts: Facts, data: ModelCardData) -> str:

@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -49,7 +50,8 @@ class HubClient:
     """Calls functions of `hub_actions` in the other process; `transcript` is all that it ever printed or raised."""
 
     def __init__(self, endpoint: str, home: Path):
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+        ours = re.compile(r"HF_|HUGGING|TRANSFORMERS_OFFLINE|.*_PROXY$", re.IGNORECASE)
+        inherited = {name: value for name, value in os.environ.items() if not ours.match(name)}
         paths = [str(Path(hfpatch.__file__).parents[1]), str(Path(__file__).parent), str(Path(__file__).parents[1])]
         settings = {
             "HF_ENDPOINT": endpoint,
@@ -61,7 +63,6 @@ class HubClient:
             "HF_HUB_DISABLE_UPDATE_CHECK": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "PYTHONPATH": os.pathsep.join(paths),
-            "NO_PROXY": "127.0.0.1",
         }
         self.transcript: list[str] = []
         self._process = subprocess.Popen(

@@ -189,6 +189,11 @@ def test_models_that_cant_be_saved(folder: Path) -> None:
 def test_offline_is_said(folder: Path) -> None:
     with pytest.raises(UnreachableError, match="HF_HUB_OFFLINE is set"):
         push_patched(folder, "me/model", token="hf_no")
+    listed = push_patched(folder, "me/model", dry_run=True)
+    assert {file.path: file.size for file in listed.files if file.path != "README.md"} == {
+        path.name: path.stat().st_size for path in folder.iterdir()
+    }
+    assert "Note: the Hub can't be reached, so what it holds already isn't known." in str(listed)
 
 
 def test_which_files_of_a_repository_are_stale() -> None:
