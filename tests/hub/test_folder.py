@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import patch, tiny
+from typer.testing import CliRunner
 
 from hfpatch import CheckpointError, OptionError, UnreachableError, WrappedModelError, push_patched
+from hfpatch.cli import app
 from hfpatch.hub.folder import is_stale, read_folder
 
 
@@ -194,6 +196,27 @@ def test_offline_is_said(folder: Path) -> None:
         path.name: path.stat().st_size for path in folder.iterdir()
     }
     assert "Note: the Hub can't be reached, so what it holds already isn't known." in str(listed)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("./no/such/folder", "me/model"), "there is no folder"),
+        (("{folder}", "me/model/twice"), "Repo id must be in the form"),
+        (("{folder}", "datasets/me/model"), "is a dataset's id"),
+        (("{folder}", "me/model", "--report", "{folder}/model.safetensors"), "is no JSON"),
+        (("{folder}", "me/model", "--report", "{folder}/config.json"), "this is no report"),
+        (("{folder}", "me/model", "--report", "./none.json"), "No such file"),
+        (("{folder}", "me/model"), "HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_the_command_lines_errors_are_one_line(folder: Path, args: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(app, ["push", *(arg.format(folder=folder) for arg in args)])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1
 
 
 def test_which_files_of_a_repository_are_stale() -> None:
