@@ -67,7 +67,7 @@ class MissingPackageError(PatchError, ImportError):
 
 
 class HubError(PatchError):
-    """A push to the Hub couldn't be done; its branch is where it was."""
+    """A push to the Hub couldn't be done, or it isn't known whether it was."""
 
 
 class NotLoggedInError(HubError):

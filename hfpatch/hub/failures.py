@@ -140,7 +140,7 @@ def _explained(error: Exception, api: HfApi, repo_id: str) -> HubError:
 
 
 MEANWHILE = "somebody else committed during the push; look at the repository, then push again"
-_AFTER_RETRIES = "no commit was made. Push again: files that arrived aren't sent twice."
+_AFTER_RETRIES = "nothing half is there. Push again: files that arrived aren't sent twice."
 
 
 def _not_allowed(said: str, api: HfApi, repo_id: str) -> HubError:

@@ -215,6 +215,7 @@ def _committed(
         CommitOperationAdd(file.path, contents[file.path].content) for file in push.changed if file.state != "deleted"
     ]
     deleted = [CommitOperationDelete(file.path) for file in push.changed if file.state == "deleted"]
+    where: dict[str, Any] = {"revision": push.revision, "create_pr": create_pr}
     sent = False
 
     def send() -> tuple[str, str | None]:
@@ -225,21 +226,17 @@ def _committed(
                 if _missed(push, contents, now):
                     raise PushConflictError(f"{push.repo_id}: {MEANWHILE}.")
                 return str(now.commit), None
+        # by itself the client leaves out what the repository's .gitignore names, and commits the rest
+        api.preupload_lfs_files(push.repo_id, added, gitignore_content="# nothing is ignored\n", **where)
         sent = True
-        made = api.create_commit(
-            push.repo_id,
-            [*added, *deleted],
-            commit_message=message,
-            revision=push.revision,
-            create_pr=create_pr,
-            parent_commit=remote.commit,
-        )
+        operations: list[Any] = [*added, *deleted]
+        made = api.create_commit(push.repo_id, operations, commit_message=message, parent_commit=remote.commit, **where)
         return made.oid, made.pr_url
 
     try:
         commit, pull_request = tried(send, 0 if create_pr else retries)
     except Exception as error:
-        if create_pr and passes(error):
+        if create_pr and sent and passes(error):
             raise UnreachableError(
                 f"{push.repo_id}: no good reply came, so a pull request may have been opened. Look at {api.endpoint}/"
                 f"{push.repo_id}/discussions, and push again if there is none."
@@ -248,7 +245,7 @@ def _committed(
     arrived = tried(lambda: Remote.read(api, push.repo_id, commit), retries)
     if missed := _missed(push, contents, arrived):
         raise HubError(
-            f"{push.repo_id}: commit {commit} doesn't hold what was sent of {', '.join(missed)} (a .gitignore there, "
-            "say). Look at the repository, then push again."
+            f"{push.repo_id}: commit {commit} doesn't hold what was sent of {', '.join(missed)}. Look at the "
+            "repository, then push again."
         )
     return commit, pull_request

@@ -78,7 +78,7 @@ def test_waits_grow_and_end(hub: LocalHub, client: HubClient, saved: Path, name:
     assert told.waits == [1.0, 2.0, 4.0, 8.0, 16.0]
     assert told.error is not None
     assert told.error[0] == "UnreachableError"
-    assert "no commit was made. Push again" in told.error[1]
+    assert "nothing half is there. Push again" in told.error[1]
     assert held(hub.repo(name)) == {}
     told = client.ask("push", str(saved), name, retries=1, token=OWNER)
     assert told.waits == [1.0]
@@ -188,11 +188,28 @@ def test_a_pull_request_is_asked_for_once(hub: LocalHub, client: HubClient, save
     assert [ref for ref in hub.repo(name).refs if "/pr/" in ref] == ["refs/pr/1"]
 
 
-def test_files_that_the_repository_ignores_are_missed(hub: LocalHub, client: HubClient, saved: Path, name: str) -> None:
-    client.call("push", str(saved), name, dry_run=True, token=OWNER)
+def test_files_that_the_repository_ignores_arrive_too(hub: LocalHub, client: HubClient, saved: Path, name: str) -> None:
     repo = hub.store.repos["model", name] = Repo(name)
-    ignoring = {**repo.head().files, ".gitignore": Blob(b"generation_config.json\n")}
-    repo.move("refs/heads/main", repo.add(repo.head().oid, "ignore", ignoring))
+    ignoring = Blob(b"generation_config.json\nmodel-00002-of-00007.safetensors\n")
+    repo.move("refs/heads/main", repo.add(repo.head().oid, "ignore", {**repo.head().files, ".gitignore": ignoring}))
+    client.call("push", str(saved), name, token=OWNER)
+    assert {path: digest for path, digest in held(repo).items() if path != ".gitignore"} == sent(saved)
+    assert "model-00002-of-00007.safetensors" in held(repo)
+    assert repo.files()[".gitignore"] == ignoring.content
+
+
+class _Forgetful(Repo):
+    """Leaves a file out of every commit."""
+
+    def _apply(self, line: dict[str, Any], files: dict[str, Blob]) -> None:
+        if line["value"]["path"] != "generation_config.json":
+            super()._apply(line, files)
+
+
+def test_a_commit_without_a_file_that_was_sent_is_noticed(
+    hub: LocalHub, client: HubClient, saved: Path, name: str
+) -> None:
+    hub.store.repos["model", name] = _Forgetful(name)
     told = client.ask("push", str(saved), name, token=OWNER)
     assert told.error is not None
     assert told.error[0] == "HubError"
