@@ -443,9 +443,7 @@ NOT_RUN: dict[str, Any] = {
 def test_inputs_that_arent_the_models(value: Any, saved: Path, tmp_path: Path) -> None:
     folder = copied(saved, tmp_path)
     with_config(folder, lambda config: config["hfpatch"].update(fingerprint=value))
-    with pytest.raises(
-        CheckpointError, match=r"can't be run on the inputs of its fing.*check_fingerprint"
-    ):
+    with pytest.raises(CheckpointError, match=r"can't be run on the inputs of its fing.*check_fingerprint"):
         AutoModel.from_pretrained(folder)
     AutoModel.from_pretrained(folder, check_fingerprint=False)
 

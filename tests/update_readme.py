@@ -72,8 +72,8 @@ def native_rope() -> str:
     return (
         f"Of {totals['rotating']} model types that rotate (transformers {totals['transformers']}) {yes['same']} stay the "
         f"same bit for bit; another theta ({yes['theta']}), linear scaling ({yes['linear']}) and a partial rotation "
-        f"({yes['partial']}) equal transformers' own model with these settings bit for bit, the rest is refused or can't "
-        f"be built there; **{wrong} differ** ([tests/sweeps/native_rope.md](tests/sweeps/native_rope.md))."
+        f"({yes['partial']}) equal transformers' own model with these settings bit for bit, the rest is refused with its "
+        f"reason or moves nothing in so small a model; **{wrong} differ** ([tests/sweeps/native_rope.md](tests/sweeps/native_rope.md))."
     )
 
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 import zoo
 
+pytestmark = pytest.mark.filterwarnings("ignore::hfpatch.NotPreservedWarning")
 FIXED = ["llama", "phi", "gpt_neox"]
 SAMPLE = 3
 REPORT = json.loads(native_rope.REPORT.read_text())
