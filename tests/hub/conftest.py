@@ -34,7 +34,6 @@ def _client(_server: LocalHub, tmp_path_factory: pytest.TempPathFactory) -> Iter
     commits = [commit for repo in _server.store.repos.values() for commit in repo.commits.values()]
     blobs = [blob.content for commit in commits for blob in commit.files.values()]
     everything = [*client.transcript, *files, *blobs, *_server.bodies]
-    assert sum(map(len, everything)) > 10_000
     assert tokens_in(everything, (*USERS, INVALID)) == [], "a token was printed, logged, raised, written or committed"
 
 
