@@ -70,10 +70,11 @@ def native_rope() -> str:
     yes = {name: totals[name].get("yes", 0) for name in ("same", "theta", "linear", "partial")}
     wrong = sum(count for name in yes for answer, count in totals[name].items() if answer == "DIFFERS")
     return (
-        f"Of {totals['rotating']} model types that rotate (transformers {totals['transformers']}) {yes['same']} stay the "
-        f"same bit for bit; another theta ({yes['theta']}), linear scaling ({yes['linear']}) and a partial rotation "
-        f"({yes['partial']}) equal transformers' own model with these settings bit for bit, the rest is refused with its "
-        f"reason or moves nothing in so small a model; **{wrong} differ** ([tests/sweeps/native_rope.md](tests/sweeps/native_rope.md))."
+        f"Of {totals['rotating']} model types that rotate (transformers {totals['transformers']}) {yes['same']} stay "
+        f"the same bit for bit; another theta ({yes['theta']}), linear scaling ({yes['linear']}) and a partial rotation "
+        f"({yes['partial']}) equal transformers' own model with these settings bit for bit, the rest is refused with "
+        f"its reason or moves nothing in so small a model; **{wrong} differ** "
+        "([tests/sweeps/native_rope.md](tests/sweeps/native_rope.md))."
     )
 
 
