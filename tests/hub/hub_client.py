@@ -24,8 +24,7 @@ from typing import Any
 import hfpatch
 
 # none of them is a real one; the last is nobody's
-OWNER, READER = "hf_ownerWritesHere0000000000000000001", "hf_readsAndNoMore00000000000000000002"
-OTHER, INVALID = "hf_somebodyElseWrites00000000000000003", "hf_nobodyKnowsThisOne0000000000000004"
+OWNER, READER, OTHER, INVALID = "hf_test-owner-7c1", "hf_test-reader-2e9", "hf_test-other-5d4", "hf_test-nobody-8b0"
 _REAL_SLEEP = time.sleep
 
 
@@ -65,8 +64,9 @@ class HubClient:
             "PYTHONPATH": os.pathsep.join(paths),
         }
         self.transcript: list[str] = []
+        self.environment = inherited | settings
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=inherited | settings
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment
         )
 
     def ask(self, action: str, *args: Any, token: str | None = None, **kwargs: Any) -> Told:

@@ -131,7 +131,7 @@ def test_control_what_it_doesnt_know_is_noticed(hub: LocalHub) -> None:
 def test_control_its_check_of_cards_finds_what_is_wrong() -> None:
     good = "---\nlicense: mit\nbase_model: a/b\ntags: [x]\n---\n"
     assert problems(good) == ([], [])
-    for wrong in ("license: my-own", "base_model: /home/me/gpt2", "tags: x", "pipeline_tag: [x]", "model-index: [{}]"):
+    for wrong in ("license: my-own", "base_model: ./models/gpt2", "tags: x", "pipeline_tag: [x]", "model-index: [{}]"):
         errors, _ = problems(f"---\n{wrong}\n---\n")
         assert len(errors) == 1
     assert problems("# no metadata")[1] == ["empty or missing yaml metadata in repo card"]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,61 @@ def test_a_file_that_is_too_short_is_not_opened(
     hub.faults.clear()
     opened = client.call("outputs", pushed, cache_dir=str(tmp_path), token=OWNER)
     assert opened == client.call("outputs", str(saved))
+
+
+OWN_CODE = """
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+class OwnConfig(PreTrainedConfig):
+    model_type = "own"
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.post_init()
+"""
+WITHOUT_HFPATCH = """
+import json, sys
+
+sys.modules["hfpatch"] = None
+from transformers import AutoModelForCausalLM
+
+found = []
+for name, trusted in json.loads(sys.argv[1]):
+    try:
+        found.append(type(AutoModelForCausalLM.from_pretrained(name, trust_remote_code=trusted)).__module__)
+    except Exception as error:
+        found.append(f"{type(error).__name__}: {error}")
+print(json.dumps(found))
+"""
+
+
+def test_a_process_without_hfpatch_refuses_it_unless_it_brings_its_code(
+    hub: LocalHub, client: HubClient, pushed: str, saved: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(saved, tmp_path / "own")
+    (folder / "modeling_own.py").write_text(OWN_CODE)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps(config))
+    own = f"{pushed}-own"
+    client.call("push", str(folder), own, token=OWNER)
+    assert f'from_pretrained("{own}", trust_remote_code=True)' in hub.repo(own).files()["README.md"].decode()
+    asked = json.dumps([(pushed, False), (pushed, True), (own, False), (own, True)])
+    environment = client.environment | {"HF_TOKEN": OWNER, "HF_HOME": str(tmp_path / "home")}
+    told = subprocess.run(
+        [sys.executable, "-c", WITHOUT_HFPATCH, asked], env=environment, capture_output=True, text=True, check=True
+    )
+    plain, trusted, own_plain, own_trusted = json.loads(told.stdout)
+    for refused in (plain, trusted):
+        assert "does not recognize this architecture" in refused
+    assert "trust_remote_code=True" in own_plain
+    assert own_trusted.startswith("transformers_modules.")
+    assert OWNER not in told.stdout + told.stderr
 
 
 def test_the_command_line_pushes_and_opens_by_repository_id(
