@@ -39,6 +39,7 @@ TASKS: dict[str, str | None] = {
     "AutoModelForAudioClassification": "audio-classification",
     "AutoModel": None,
 }
+_EMPTY = f"---\n{{{{}}}}\n---\n\n# {{}}\n\n{BEGIN}{END}\n"
 
 
 def card(folder: Folder, facts: Facts, written: str | None) -> tuple[str, list[str]]:
@@ -53,7 +54,7 @@ def card(folder: Folder, facts: Facts, written: str | None) -> tuple[str, list[s
     opened = opened_by(folder.config)
     data = _metadata(folder, facts, opened)
     try:
-        present = ModelCard(f"\n# {facts.repo_id.split('/')[-1]}\n\n{BEGIN}{END}\n" if written is None else written)
+        present = ModelCard(_EMPTY.format(facts.repo_id.split("/")[-1]) if written is None else written)
     except Exception as error:  # the client's, and those of the YAML package that it uses
         reason = " ".join(str(error).split())
         raise OptionError(f"the metadata of README.md can't be read: {reason:.200}. Mend or remove it.") from error
