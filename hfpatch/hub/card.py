@@ -39,7 +39,6 @@ TASKS: dict[str, str | None] = {
     "AutoModelForAudioClassification": "audio-classification",
     "AutoModel": None,
 }
-_EMPTY = f"---\n{{{{}}}}\n---\n\n# {{}}\n\n{BEGIN}{END}\n"
 
 
 def card(folder: Folder, facts: Facts, written: str | None) -> tuple[str, list[str]]:
@@ -54,7 +53,7 @@ def card(folder: Folder, facts: Facts, written: str | None) -> tuple[str, list[s
     opened = opened_by(folder.config)
     data = _metadata(folder, facts, opened)
     try:
-        present = ModelCard(_EMPTY.format(facts.repo_id.split("/")[-1]) if written is None else written)
+        present = ModelCard(_new(facts.repo_id.split("/")[-1]) if written is None else written)
     except Exception as error:  # the client's, and those of the YAML package that it uses
         reason = " ".join(str(error).split())
         raise OptionError(f"the metadata of README.md can't be read: {reason:.200}. Mend or remove it.") from error
@@ -71,6 +70,11 @@ def card(folder: Folder, facts: Facts, written: str | None) -> tuple[str, list[s
     if not present.data.base_model:
         notes.append("the model that was patched isn't known: say it with base_model= (--base)")
     return str(present), notes
+
+
+def _new(title: str) -> str:
+    """A card of which nothing is said yet, with metadata that are empty rather than missing."""
+    return f"---\n{{}}\n---\n\n# {title}\n\n{BEGIN}{END}\n"
 
 
 def opened_by(config: Mapping[str, Any]) -> tuple[str, Any] | None:
