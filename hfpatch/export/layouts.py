@@ -68,7 +68,7 @@ class Layout:
         fused: name of a projection to queries, keys and values, instead of three.
         by_head: its channels are [q k v] of the first head, then of the next; else all queries, all keys, all values.
         output, attention_norm, mlp_norm, up, down, gate: paths in the block.
-        activation: path in the block of the activation in front of `down`.
+        activation: path in the block of the activation in front of `down`; "" where that is always gelu.
         scale: attribute of the attention with the factor on its scores, a number, or None for 1 / sqrt(head_dim).
         heads: slots of the heads that it can have.
         causal, post_norm: kind of the stack.
@@ -245,6 +245,18 @@ _PRE_NORM_BERT = replace(
     mlp_norm="intermediate.LayerNorm",
     final_norm="LayerNorm",
     post_norm=False,
+)
+_ESM = replace(
+    _PRE_NORM_BERT,
+    model_type="esm",
+    embedding_norm="embeddings.layer_norm",
+    types=None,
+    mlp_norm="LayerNorm",
+    final_norm="encoder.emb_layer_norm_after",
+    activation="",
+    scale=None,
+    heads=ESM,
+    requires=(("is_decoder", False), ("token_dropout", False)),
 )
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -468,16 +480,8 @@ LAYOUTS: tuple[Layout, ...] = (
         bounded=True,
     ),
     replace(
-        _PRE_NORM_BERT,
-        model_type="esm",
-        embedding_norm="embeddings.layer_norm",
-        types=None,
-        mlp_norm="LayerNorm",
-        final_norm="encoder.emb_layer_norm_after",
-        activation="",
-        scale=None,
-        heads=ESM,
-        requires=(("is_decoder", False), ("token_dropout", False), ("position_embedding_type", "rotary")),
+        _ESM,
+        requires=(*_ESM.requires, ("position_embedding_type", "rotary")),
         config=_sizes(
             theta="rope_theta",
             activation="",
@@ -513,18 +517,7 @@ LAYOUTS: tuple[Layout, ...] = (
     replace(_BERT, model_type="electra", heads={TOKEN: BERT[TOKEN], QUESTION: BERT[QUESTION], BASE: {}}),
     *(replace(_ROBERTA, model_type=name) for name in ("roberta", "xlm-roberta", "camembert", "data2vec-text")),
     _PRE_NORM_BERT,
-    replace(
-        _PRE_NORM_BERT,
-        model_type="esm",
-        embedding_norm="embeddings.layer_norm",
-        types=None,
-        mlp_norm="LayerNorm",
-        final_norm="encoder.emb_layer_norm_after",
-        activation="",
-        scale=None,
-        heads=ESM,
-        requires=(("is_decoder", False), ("token_dropout", False), ("position_embedding_type", "absolute")),
-    ),
+    replace(_ESM, requires=(*_ESM.requires, ("position_embedding_type", "absolute"))),
     Layout(
         "distilbert",
         "transformer.layer",

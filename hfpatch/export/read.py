@@ -291,11 +291,13 @@ def _positions(model: Any, stack: list[nn.Module], layout: Layout, head_dim: int
             found_there.append((bias.scheme, 0))
         elif isinstance(rotary, RotaryEmbedding):
             found_there.append((rotary.scheme, rotary.max_positions))
+        elif any(hasattr(child, "scheme") for child in (rotary, bias)):
+            raise UnsupportedError("the position scheme of its attentions isn't one that configs can say")
     own = [rotation for rotation in find_rotations(model) if not rotation.dropped]
     if own and not found_there:
         return _own(model, own, head_dim)
     if not found_there:
-        return (RoPE(pairing="interleaved").resolved(), 0) if layout.model_type == "roformer" else (None, 0)
+        return (RoPE(pairing=layout.pairing).resolved(), 0) if layout.own else (None, 0)
     if len({str(pair) for pair in found_there}) > 1 or len(found_there) < len(stack):
         raise UnsupportedError("its attentions have different positions")
     return found_there[0]

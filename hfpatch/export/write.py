@@ -89,7 +89,7 @@ def _fitted(anatomy: Anatomy, layout: Layout) -> Anatomy:
 
 
 def _require_structure(anatomy: Anatomy, layout: Layout) -> None:
-    optional = layout.model_type == "esm"  # whose config says whether there is one
+    optional = any(fact == "embedding_norm" for _, fact in layout.config or ())  # there where its config says so
     for what, ours, theirs in (
         ("gates in its MLPs", anatomy.blocks[0].gate is not None, layout.gate is not None),
         ("a final norm", anatomy.final_norm is not None, layout.final_norm is not None),
