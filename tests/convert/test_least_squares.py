@@ -64,7 +64,9 @@ def test_ridge_is_the_closed_form(seed: int, bias: bool, penalty: float) -> None
 
 @some
 @given(SEEDS, st.booleans())
-def test_errors_are_those_on_the_rows_held_out_and_the_penalty_the_best(seed: int, bias: bool) -> None:
+def test_errors_are_those_on_the_rows_held_out_and_the_penalty_the_largest_that_is_nearly_best(
+    seed: int, bias: bool
+) -> None:
     x, r, held_out = problem(seed)
     fit = ridge(x, r, held_out, bias)
     a, b = x[held_out], r[held_out]
@@ -72,8 +74,11 @@ def test_errors_are_those_on_the_rows_held_out_and_the_penalty_the_best(seed: in
     assert fit.after == pytest.approx(float((b - a @ fit.weight - fit.bias).square().mean()), rel=1e-7)
     every = [closed_form(x[~held_out], r[~held_out], penalty, bias) for penalty in PENALTIES]
     errors = [float((b - a @ w - c).square().mean()) for w, c in every]
-    assert fit.after == pytest.approx(min(errors), rel=1e-6)
-    assert fit.penalty == PENALTIES[errors.index(min(errors))]
+    most = min(1.1 * min(errors), min(errors) + 0.1 * (fit.before - min(errors)))
+    assert fit.after <= max(most, min(errors)) * (1 + 1e-6)
+    assert fit.after == pytest.approx(errors[PENALTIES.index(fit.penalty)], rel=1e-6)
+    larger = errors[PENALTIES.index(fit.penalty) + 1 :]
+    assert not larger or larger[0] > most * (1 - 1e-6)
 
 
 @some
