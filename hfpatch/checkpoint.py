@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from .attention import BIAS, ROTARY
 from .edits import Edits
 from .errors import CheckpointError
-from .generation import without_old_length
+from .generation import is_unlimited, without_old_length
 from .native_rope import refill
 from .norms import AffineNorm
 from .plan import PLANNERS
@@ -29,6 +29,7 @@ from .tables import ComputedPositions
 from .view import SCALE, SCALED, host_class, lensed_forward, once_per_class
 from .weights import broken_file
 
+REMOTE = "modeling_hfpatch"  # the module that opens an exported checkpoint where hfpatch isn't there
 MISCOUNTED = "_hfpatch_miscounted"  # of a model whose patch came out otherwise than its record says
 
 
@@ -57,6 +58,14 @@ class HfpatchConfig(PreTrainedConfig):
         return registered_config_class(host).from_dict(config_dict, **kwargs)
 
 
+def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
+    """A config without the classes of the file that an export wrote: hfpatch itself opens such a checkpoint."""
+    auto_map = stored.get("auto_map") or {}
+    others = {auto: ref for auto, ref in auto_map.items() if not str(ref).rpartition("--")[2].startswith(f"{REMOTE}.")}
+    kept = {name: value for name, value in stored.items() if name != "auto_map"}
+    return {**kept, "auto_map": others} if others else kept
+
+
 def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """The config class of patched models of one family, with every Auto class that knows the host's told of it."""
     patched = patched_config_class(host)
@@ -75,7 +84,8 @@ def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]
 
     def from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
         Record.from_json(config_dict.get(KEY), config_dict.get("_name_or_path") or "this checkpoint's config.json")
-        return host.from_dict.__func__(cls, {**config_dict, "model_type": host.model_type}, **kwargs)
+        known = without_remote_code({**config_dict, "model_type": host.model_type})
+        return host.from_dict.__func__(cls, known, **kwargs)
 
     body = {
         "to_json_string": to_json_string,
@@ -115,7 +125,7 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
         "__reduce_ex__": _reduce,
         "config_class": patched_config_class(host_class(host.config_class)),
         **_named_like(host),
-        **without_old_length(host),
+        **without_old_length(host, is_unlimited),
     }
     if _needs_lens(host):
         body["forward"] = lensed_forward(host)
@@ -153,7 +163,7 @@ def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> 
 
     All of them at once: an unregistered one would go by the config's name and build the unpatched model.
     """
-    for auto in _auto_classes():
+    for auto in auto_classes():
         try:
             models = auto._model_mapping.get(host, None)
         except ValueError:  # transformers names a class there that it doesn't have
@@ -190,7 +200,8 @@ class _PartOfPatched:
     _from_config = from_pretrained
 
 
-def _auto_classes() -> Iterator[Any]:
+def auto_classes() -> Iterator[Any]:
+    """Every Auto class of transformers that opens models."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 

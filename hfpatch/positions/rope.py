@@ -44,7 +44,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, scheme: RoPE, head_dim: int, max_positions: int):
         super().__init__()
         self.scheme, self.head_dim, self.max_positions = scheme, head_dim, max_positions
-        self.key = f"{scheme.to_json()} {head_dim} {max_positions}"  # rotations with the same key are equal
+        self.key = f"{scheme} {head_dim} {max_positions}"  # rotations with the same key are equal
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
 
     def _frequencies(self) -> Tensor:

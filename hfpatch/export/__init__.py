@@ -1,0 +1,1 @@
+"""Checkpoints that open without hfpatch."""
