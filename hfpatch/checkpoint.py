@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from .view import SCALE, SCALED, host_class, lensed_forward, once_per_class
 from .weights import broken_file
 
 REMOTE = "modeling_hfpatch"  # the module that opens an exported checkpoint where hfpatch isn't there
+_BEING_BUILT: ContextVar[Any] = ContextVar("being_built", default=None)  # the config of the patched model around
 MISCOUNTED = "_hfpatch_miscounted"  # of a model whose patch came out otherwise than its record says
 
 
@@ -102,8 +104,13 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The class of patched models of one host class: built like the host, then patched as the config's record says."""
 
     def __init__(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        host.__init__(self, config, *args, **kwargs)
-        replay(self)
+        around = _BEING_BUILT.set(config)
+        try:
+            host.__init__(self, config, *args, **kwargs)
+        finally:
+            _BEING_BUILT.reset(around)
+        if _BEING_BUILT.get() is not config:  # else a head that makes its body by AutoModel.from_config, and is patched
+            replay(self)
 
     def initialize_weights(self: PreTrainedModel) -> None:
         host.initialize_weights(self)

@@ -10,7 +10,6 @@ from typing import Any
 from .lengths import LENGTH, takes_any_length
 from .record import KEY
 
-
 Unlimited = Callable[[Any], bool]
 
 

@@ -43,6 +43,7 @@ LAYERS = [
     ["patch"],
     ["reorder"],
     ["convert.modules", "convert.verify"],
+    ["export"],
     ["__init__"],
     ["cli", "__main__", "hub", "compile"],
 ]

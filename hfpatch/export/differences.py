@@ -6,6 +6,7 @@ The host is built on the meta device, remembered, patched as when a checkpoint i
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,13 +22,13 @@ from ..errors import UnsupportedError
 from ..limits import mean_rows
 from ..mlps import GatedActivation, GatedLinear
 from ..native_rope import SETTINGS_AT
-from ..norms import AffineNorm
+from ..norms import AffineNorm, describe
 from ..positions import Learned
 from ..record import KEY, Record
 from ..relative import REMOVED
 from ..stacks import REMOVED_ROWS
 from ..tables import ComputedPositions, computed, resized
-from ..view import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class
+from ..view import CENTRED, LENS, SCALE, SCALED, host_class
 from .runtime import name_inside
 from .spelling import Call, Named, Speller
 
@@ -51,7 +52,7 @@ class State:
     @classmethod
     def of(cls, module: nn.Module) -> State:
         own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
-        return cls(module, type(module), own, *map(dict, (module._parameters, module._modules, module._buffers)))
+        return cls(module, type(module), own, {**module._parameters}, {**module._modules}, {**module._buffers})
 
 
 @dataclass
@@ -90,7 +91,11 @@ def replayed(host: type[PreTrainedModel], config: Any) -> tuple[PreTrainedModel,
     Raises:
         PatchError: the record doesn't apply to it.
     """
-    model = build(host, copy.deepcopy(config))
+    stored = json.loads(config.to_json_string())
+    family: Any = host_class(type(config))
+    plain = family.from_dict({**stored, "model_type": config.model_type})
+    plain._attn_implementation = getattr(config, "_attn_implementation", None)
+    model = build(host, plain)  # from the host's config, lest some part of it be built patched
     before = {name: State.of(module) for name, module in model.named_modules(remove_duplicate=False)}
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         replay(model)
@@ -170,9 +175,9 @@ class Differences:
         if list(module._buffers) != list(old.buffers):
             raise UnsupportedError(f"{where}: a buffer was added or removed, which a modeling file can't tell of.")
         for name, value in module._parameters.items():
-            if name not in old.parameters or value is not old.parameters[name]:
-                if name != SCALE:
-                    yield self._parameter(where, name, value, old, module)
+            changed = name not in old.parameters or value is not old.parameters[name]
+            if changed and name != SCALE:
+                yield self._parameter(where, name, value, old, module)
         gone = set()
         for name, child in module._modules.items():
             if name not in old.children and child is not None:
@@ -225,8 +230,8 @@ class Differences:
         """A rotation made again from other settings is what the host builds, where the config says them."""
         if vars(module)[SETTINGS_AT] is None:
             raise UnsupportedError(
-                f"{where} rotates by settings that stand in no part of the model's config, so the host doesn't build it "
-                "so. Publish the checkpoint for hfpatch."
+                f"{where} rotates by settings that stand in no part of the model's config, so the host alone doesn't "
+                "build it so. Publish the checkpoint for hfpatch."
             )
 
     # new modules
@@ -259,14 +264,11 @@ class Differences:
 
     def _of_norm(self, new: AffineNorm, old: Any, at: str) -> dict[str, Any]:
         """Arguments of a norm's class that are the replaced one's Parameters."""
-        held = {id(value): name for name, value in (old._parameters.items() if old is not None else ())}
+        facts = describe(old) if old is not None else None
         spelled: dict[str, Any] = {"like": self._like(old, at)}
         for argument, name in zip(("gain", "shift"), new.names, strict=True):
             value = new._parameters.get(name)
-            same = held.get(id(value))
-            if same is None and value is not None and old is not None:
-                same = next((n for n, p in old._parameters.items() if p is not None and p.shape == value.shape), None)
-                same = name if name in old._parameters else same
+            same = getattr(facts, argument, None)  # one that starts afresh is another of the same shape
             if value is None:
                 spelled[argument] = "None"
             elif same is not None:
@@ -338,6 +340,7 @@ def grouped(differences: Differences) -> list[tuple[list[str], list[Statement]]]
 def sketch(model: nn.Module) -> dict[str, Any]:
     """What a model is made of, to be compared with another one: classes, shapes, attributes by what they say."""
     found: dict[str, Any] = {}
+    first: dict[int, str] = {}  # where a Parameter or module that stands in several places stands first
     for name, module in model.named_modules(remove_duplicate=False):
         kind = host_class(type(module))
         own = {key: _said(value) for key, value in vars(module).items() if key not in _OF_TORCH and key not in _TOLD}
@@ -345,7 +348,8 @@ def sketch(model: nn.Module) -> dict[str, Any]:
         shapes = {key: None if value is None else (tuple(value.shape), value.dtype) for key, value in held.items()}
         lensed = type(module) is not kind and not isinstance(module, PreTrainedModel)
         said = {"class": kind.__name__, "lensed": lensed, "children": list(module._modules)}
-        found[name] = {**own, **shapes, **said}
+        same = {f"{key}, first": first.setdefault(id(p), f"{name}.{key}") for key, p in held.items() if p is not None}
+        found[name] = {**own, **shapes, **said, **same, "first": first.setdefault(id(module), name)}
     return found
 
 
@@ -359,6 +363,3 @@ def _said(value: Any) -> str:
     if hasattr(type(value), "__dataclass_fields__") and not hasattr(value, "model_type"):
         return repr(value)
     return type(value).__name__
-
-
-__all__ = ["Changed", "Differences", "Statement", "build", "grouped", "lensed_class", "replayed", "sketch"]

@@ -1,6 +1,6 @@
-"""Opening a checkpoint in a process of its own, where hfpatch can't be imported: run as a script, `fresh.py JOB ANSWER`.
+"""Opening a checkpoint in a process of its own, where hfpatch can't be imported: a script, `fresh.py JOB ANSWER`.
 
-The job is a file that `remote.verify` writes; the answer says how far outputs are from those that it holds.
+The job is a file that `remote.verify_remote` writes; the answer says how far outputs are from those that it holds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ def _tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """The largest one of two models' outputs; infinite where they aren't of the same kind."""
-    if not a or a.keys() != b.keys() or any(a[name].shape != b[name].shape or a[name].dtype != b[name].dtype for name in a):
+    if (
+        not a
+        or a.keys() != b.keys()
+        or any(a[name].shape != b[name].shape or a[name].dtype != b[name].dtype for name in a)
+    ):
         return float("inf")
     found = [0.0]
     for name, x in a.items():

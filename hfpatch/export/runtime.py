@@ -19,6 +19,8 @@ from ..norms import AffineNorm
 from ..scheme import KEY
 from ..view import CENTRED, LENS, SCALE, SCALED, Lens, host_class, lensed_class, lensed_forward
 
+AROUND = "<model>"  # what a model with a head is called itself
+
 
 class Place:
     """One module of a freshly built model, and every place where it stands.
@@ -89,7 +91,8 @@ def places(model: nn.Module, *patterns: str) -> Iterator[Place]:
     headed = bool(base) and base in model._modules
     found: dict[int, Place] = {}
     parents: dict[str, nn.Module] = {}
-    missing, done = set(patterns), tuple(f"{name}." for name, one in model.named_modules() if name and isinstance(one, Patched))
+    missing = set(patterns)
+    done = tuple(f"{name}." for name, module in model.named_modules() if name and isinstance(module, Patched))
     for name, module in model.named_modules(remove_duplicate=False):
         parents[name] = module
         inside = name_inside(name, base if headed else "")
@@ -105,8 +108,8 @@ def places(model: nn.Module, *patterns: str) -> Iterator[Place]:
             place.places.append((parents[parent], child))
     if missing and type(model).__name__ in (model.config.architectures or []):  # type: ignore[union-attr,operator]
         raise ValueError(
-            f"{type(model).__name__} of transformers {transformers.__version__} has no {', '.join(sorted(missing))}: this "
-            "file was written for another version. Install the one that it names."
+            f"{type(model).__name__} of transformers {transformers.__version__} has no {', '.join(sorted(missing))}: "
+            "this file was written for another version. Install the one that it names."
         )
     yield from found.values()
 
@@ -116,7 +119,7 @@ def name_inside(name: str, base: str) -> str:
     if not base:
         return name
     if not name:
-        return "<model>"
+        return AROUND
     return "" if name == base else name.removeprefix(f"{base}.")
 
 
@@ -153,7 +156,7 @@ def recompute(model: nn.Module, kinds: tuple[type, ...]) -> None:
     """Fill the buffers that are in no checkpoint; loading leaves them empty."""
     for module in model.modules():
         if isinstance(module, kinds):
-            module.reset()  # type: ignore[attr-defined]
+            module.reset()  # type: ignore[operator]
 
 
 class PatchedConfig:
@@ -180,7 +183,7 @@ class Patched:
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.patch_host()  # type: ignore[attr-defined]
 
     def initialize_weights(self) -> None:

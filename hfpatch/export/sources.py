@@ -236,7 +236,9 @@ class Extract:
         classes = [getattr(importlib.import_module(module), name_, None) for module, name_ in self.kept]
         below = [one for one in classes if isinstance(one, type) and issubclass(one, cls) and one is not cls]
         leaves = [one for one in below if not any(issubclass(other, one) and other is not one for other in below)]
-        return bool(leaves) and all(any(name in vars(b) for b in one.__mro__[: one.__mro__.index(cls)]) for one in leaves)
+        return bool(leaves) and all(
+            any(name in vars(b) for b in one.__mro__[: one.__mro__.index(cls)]) for one in leaves
+        )
 
     def _follow_annotations(self) -> None:
         """Names in annotations: those from outside are imported, short names of types are kept; others become Any."""
@@ -344,7 +346,10 @@ class Extract:
         file, cls = _file(key[0]), getattr(importlib.import_module(key[0]), key[1])
         first = node.body[0]
         if issubclass(cls, Scheme) and isinstance(first, ast.Expr):
-            start, end = (file.offset(first.lineno, first.col_offset), file.offset(first.end_lineno or 0, first.end_col_offset or 0))
+            start, end = (
+                file.offset(first.lineno, first.col_offset),
+                file.offset(first.end_lineno or 0, first.end_col_offset or 0),
+            )
             paragraph, _, rest = file.text[start:end].partition("\n\n")
             if rest:
                 yield start, end, f'{paragraph.rstrip()}"""'
@@ -388,9 +393,16 @@ def import_lines(imports: Iterable[Import]) -> list[str]:
         if one.attribute is not None:
             alias = one.attribute if one.attribute == one.name else f"{one.attribute} as {one.name}"
             parts.setdefault(one.module, set()).add(alias)
-    lines = [(f"import {one.module}" + (f" as {one.name}" if one.name != one.module else ""), one.module) for one in whole]
-    lines += [(f"from {module} import {', '.join(sorted(names, key=_constants_first))}", module) for module, names in parts.items()]
-    standard = sorted({line for line, module in lines if module.partition(".")[0] in sys.stdlib_module_names}, key=_plain_first)
+    lines = [
+        (f"import {one.module}" + (f" as {one.name}" if one.name != one.module else ""), one.module) for one in whole
+    ]
+    lines += [
+        (f"from {module} import {', '.join(sorted(names, key=_constants_first))}", module)
+        for module, names in parts.items()
+    ]
+    standard = sorted(
+        {line for line, module in lines if module.partition(".")[0] in sys.stdlib_module_names}, key=_plain_first
+    )
     others = sorted({line for line, _ in lines} - set(standard), key=_plain_first)
     return [*standard, *([""] if standard and others else []), *others]
 

@@ -85,7 +85,7 @@ class Speller:
             UnsupportedError: it isn't.
         """
         if value is None or isinstance(value, bool | int | str):
-            return "sys.maxsize" if value == sys.maxsize and not isinstance(value, str) else _quoted(value)
+            return "sys.maxsize" if value == sys.maxsize and not isinstance(value, str) else quoted(value)
         if isinstance(value, float):
             return repr(value) if abs(value) < float("inf") else f'float("{value}")'
         if isinstance(value, torch.dtype):
@@ -95,7 +95,7 @@ class Speller:
         if isinstance(value, list):
             return Call("[", tuple(map(self.value, value)), "]")
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-            pairs = (Named(f"{_quoted(key)}: ", self.value(inner)) for key, inner in value.items())
+            pairs = (Named(f"{quoted(key)}: ", self.value(inner)) for key, inner in value.items())
             return Call("{", tuple(pairs), "}")
         if hasattr(type(value), "__dataclass_fields__"):
             return self.call(type(value), vars(value))
@@ -121,7 +121,9 @@ class Speller:
             if text is _MISSING:
                 if value is _MISSING:
                     raise UnsupportedError(f"{cls.__qualname__} takes {name!r}, and doesn't keep it under that name.")
-                if value is parameter.default or (value == parameter.default and type(value) is type(parameter.default)):
+                if value is parameter.default or (
+                    value == parameter.default and type(value) is type(parameter.default)
+                ):
                     by_name = True
                     continue
                 text = self.value(value)
@@ -130,6 +132,7 @@ class Speller:
         return Call(f"{self.name(cls)}(", tuple(arguments))
 
 
-def _quoted(value: Any) -> str:
+def quoted(value: Any) -> str:
+    """A plain value's repr, strings in double quotes."""
     text = repr(value)
     return f'"{text[1:-1]}"' if isinstance(value, str) and text[0] == "'" and '"' not in text else text
