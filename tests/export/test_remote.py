@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import json
 import os
 import re
@@ -16,73 +14,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import CONFIGS, difference, inputs, outputs, patch, randomise, registered, tiny
-from torch import nn
+from exported_models import HEADS, REQUESTS, build, own_scheme
+from tiny_models import CONFIGS, difference, inputs, outputs, patch, registered, tiny
 
-import hfpatch
-from hfpatch import (
-    NORMS,
-    POSITIONS,
-    RMS,
-    DyT,
-    Norm,
-    OptionError,
-    PatchError,
-    RoPE,
-    SwiGLU,
-    UnsupportedError,
-    VerificationError,
-)
-from hfpatch.export import remote
-from hfpatch.export.modeling import FILE, modeling_file
+from hfpatch import NORMS, POSITIONS, PatchError
+from hfpatch.export.modeling import FILE
 from hfpatch.export.remote import export_remote
 
-HEADS = {
-    "gpt2": "AutoModelForCausalLM",
-    "bert": "AutoModelForMaskedLM",
-    "roberta": "AutoModelForSequenceClassification",
-    "distilbert": "AutoModelForMaskedLM",
-    "bart": "AutoModelForSeq2SeqLM",
-    "opt": "AutoModelForCausalLM",
-    "gpt_neo": "AutoModelForCausalLM",
-    "vit": "AutoModelForImageClassification",
-    "whisper": "AutoModelForSpeechSeq2Seq",
-    "llama": "AutoModelForSequenceClassification",
-}
-FRESH = {"norm": DyT(0.4), "pos": RoPE(theta=300.0), "mlp": SwiGLU(), "init": "reset"}
-REQUESTS: dict[str, dict[str, Any]] = {
-    "rms exact": {"norm": "rms"},
-    "rms copy": {"norm": "rms", "init": "copy"},
-    "rms parametrized": {"norm": RMS(mode="parametrize")},
-    "rms without shifts": {"norm": RMS(fold_bias=True)},
-    "prms": {"norm": RMS(fraction=0.25)},
-    "dyt": {"norm": DyT(0.4)},
-    "dyt llm": {"norm": DyT("llm"), "init": "reset"},
-    "derf": {"norm": "derf"},
-    "layer": {"norm": "layer:bias=false"},
-    "batch": {"norm": "batch"},
-    "deepnorm": {"norm": "deepnorm"},
-    "post": {"placement": "post"},
-    "sandwich": {"placement": "sandwich"},
-    "swiglu": {"mlp": SwiGLU()},
-    "swiglu fresh": {"mlp": SwiGLU(), "init": "reset"},
-    "geglu": {"mlp": "geglu"},
-    "rope": {"pos": RoPE(theta=300.0)},
-    "interleaved": {"pos": RoPE(theta=300.0, pairing="interleaved", partial=0.5)},
-    "yarn": {"pos": RoPE(scaling={"rope_type": "yarn", "factor": 4.0})},
-    "dynamic": {"pos": RoPE(scaling={"rope_type": "dynamic", "factor": 4.0})},
-    "axial": {"pos": RoPE(axes=2)},
-    "nope": {"pos": "nope"},
-    "alibi": {"pos": "alibi"},
-    "sinusoidal": {"pos": "sinusoidal"},
-    "learned": {"pos": "learned:max_positions=128"},
-    "only some": {"norm": "dyt", "pos": "rope", "only": ["*.0.*"]},
-    "all": {"norm": DyT(0.4), "pos": RoPE(theta=300.0)},
-    "fresh": FRESH,
-}
 NINE = ("gpt2", "bert", "roberta", "distilbert", "bart", "opt", "gpt_neo", "vit", "whisper")
 CASES = [
-    *(("gpt2", request) for request in REQUESTS if request not in ("batch", "axial", "sandwich")),
+    *(("gpt2", request) for request in ("rms exact", "rms parametrized", "rms without shifts", "dyt", "deepnorm")),
+    *(("gpt2", request) for request in ("rope", "dynamic", "nope", "alibi", "sinusoidal", "learned")),
+    *(("gpt2", request) for request in ("swiglu fresh", "only some", "fresh")),
     *((family, "all") for family in NINE),
     *((family, "rms exact") for family in ("vit", "nemotron")),
     *(("bert", request) for request in ("batch", "deepnorm", "sandwich", "rms without shifts", "swiglu")),
@@ -92,32 +35,28 @@ CASES = [
     *(("t5", request) for request in ("rope", "nope")),
     ("bloom", "rope"),
 ]
-CASES = list(dict.fromkeys(CASES))
+WITH_HEADS = [("gpt2", "all"), ("bert", "all"), ("bart", "all"), ("vit", "all"), ("llama", "dyt")]
 # minutes: every family of tiny_models with every request that it takes
 SWEPT = [(family, request) for family in CONFIGS for request in REQUESTS if (family, request) not in CASES]
-
-
-def build(family: str, request: str) -> Any:
-    model = patch(tiny(family, HEADS.get(family, "AutoModel")), **REQUESTS[request])
-    return randomise(model, seed=5) if not request.startswith("rms exact") else model
 
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a process without hfpatch says of all checkpoints."""
     folder = tmp_path_factory.mktemp("remote")
-    cases = [_exported(build(*case), "-".join(case), folder, heads=case[1] == "all") for case in CASES]
-    own = _own_scheme(folder, "own_norm_of_a_test")
+    cases = [_exported(build(*case), "-".join(case), folder, heads=case in WITH_HEADS) for case in CASES]
+    own = own_scheme(folder, "own_norm_of_a_test")
     with registered(NORMS, "own", own):  # and isn't any more when the checkpoint is opened
         model = patch(tiny("gpt2", "AutoModelForCausalLM"), norm=own(power=0.7))
         cases.append(_exported(model, "third party", folder))
     probed = _exported(build("gpt2", "fresh"), "probed", folder, tokenizer=_tokenizer())
-    controls = [_spoilt(cases[0], name, folder, *lines) for name, lines in SPOILT.items()]
+    spoilt = next(case for case in cases if case["name"] == "gpt2-dyt")
+    controls = [_spoilt(spoilt, name, folder, *lines) for name, lines in SPOILT.items()]
     return {**_asked(folder, cases, probed, controls), "probed": probed}
 
 
 SPOILT = {
-    "another norm": ("return F.rms_norm(", "return 1.01 * F.rms_norm("),
+    "another norm": ("torch.tanh(self.alpha * h)", "torch.tanh(self.alpha * h * 1.01)"),
     "an import": ("\nimport torch\n", "\nimport hfpatch\nimport torch\n"),
     "nothing": ("self.patch_host()", "pass"),
 }
@@ -193,8 +132,9 @@ def test_the_scheme_of_a_third_party(opened: dict[str, Any]) -> None:
 def test_other_heads_open(opened: dict[str, Any]) -> None:
     assert all(found["hidden"] == 0 for found in opened["cases"].values() if found["heads"])
     heads = {name: found["heads"] for name, found in opened["cases"].items() if found["heads"]}
-    assert len(heads) == len(NINE)
+    assert len(heads) == len(WITH_HEADS)
     assert heads["gpt2-all"]["AutoModel"] == "GPT2Model"
+    assert heads["llama-dyt"]["AutoModelForTokenClassification"] == "LlamaForTokenClassification"
     assert heads["bert-all"]["AutoModelForTokenClassification"] == "BertForTokenClassification"
     assert all("AutoModel" in found for found in heads.values())
 
@@ -322,185 +262,6 @@ def test_another_files_classes_stay_in_a_config() -> None:
     assert without_remote_code({"auto_map": {"AutoModel": "modeling_hfpatch.A"}}) == {}
 
 
-# The file
-
-
-@pytest.mark.parametrize(("family", "request_"), [("gpt2", "all"), ("bert", "fresh"), ("vit", "axial"), ("t5", "rope")])
-def test_the_file_stands_alone(family: str, request_: str) -> None:
-    text = modeling_file(build(family, request_)).text
-    roots = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            roots |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            roots.add(str(node.module).partition(".")[0])
-    assert roots - {"torch", "transformers"} <= set(sys.stdlib_module_names)
-    for path in (str(Path(hfpatch.__file__).parents[1]), str(Path.home()), sys.prefix):
-        assert path not in text
-    assert max(map(len, text.splitlines())) <= 120
-    assert "Apache" in text.splitlines()[0]
-
-
-@pytest.mark.parametrize(
-    ("family", "request_"), [("gpt2", "all"), ("bert", "fresh"), ("vit", "axial"), ("gpt2", "only some")]
-)
-def test_the_file_is_tidy(family: str, request_: str, tmp_path: Path) -> None:
-    pytest.importorskip("ruff")
-    (tmp_path / FILE).write_text(modeling_file(build(family, request_)).text)
-    ruff = [sys.executable, "-m", "ruff"]
-    subprocess.run([*ruff, "check", "--isolated", str(tmp_path)], check=True)
-    subprocess.run([*ruff, "format", "--isolated", "--line-length", "120", "--check", str(tmp_path)], check=True)
-
-
-def test_the_table_names_layers_once() -> None:
-    text = modeling_file(build("gpt2", "rms exact")).text
-    assert 'places(self, "h.*.ln_1", "h.*.ln_2", "ln_f")' in text
-    some = modeling_file(build("gpt2", "only some")).text
-    assert "h.0.ln_1" in some
-    assert "h.*" not in some.partition("def patch_host")[2]
-
-
-def test_a_small_patch_is_a_small_file() -> None:
-    assert "class RoPE" not in modeling_file(build("bert", "dyt")).text
-    assert len(modeling_file(build("bert", "dyt")).text.splitlines()) < 400
-
-
-# What is refused, and what a failure leaves behind
-
-
-def test_the_check_passes_and_cleans_up(tmp_path: Path) -> None:
-    model = build("gpt2", "all")
-    folder = export_remote(model, tmp_path / "deep" / "out", max_shard_size="20KB")
-    assert folder == tmp_path / "deep" / "out"
-    assert (folder / "model.safetensors.index.json").exists()
-    assert os.listdir(tmp_path / "deep") == ["out"]
-    assert not hasattr(model.config, "auto_map")
-    assert type(model).__module__ == "transformers.models.gpt2.modeling_gpt2"
-
-
-def test_a_file_that_computes_something_else_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = remote.modeling_file
-
-    def other(model: Any) -> Any:
-        file = made(model)
-        file.text = file.text.replace("torch.tanh(self.alpha * h)", "torch.tanh(self.alpha * h * 1.001)")
-        return file
-
-    monkeypatch.setattr(remote, "modeling_file", other)
-    with pytest.raises(VerificationError, match="opened without hfpatch its outputs differ by") as caught:
-        export_remote(build("gpt2", "dyt"), tmp_path / "out")
-    assert 0 < float(caught.value.measured) < 10
-    assert os.listdir(tmp_path) == []
-
-
-def test_an_unpatched_model(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="isn't patched: save_pretrained is all"):
-        export_remote(tiny("gpt2"), tmp_path / "out")
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_folder_with_files_in_it(tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(OptionError, match="isn't an empty folder"):
-        export_remote(build("gpt2", "dyt"), tmp_path)
-    assert os.listdir(tmp_path) == ["mine.txt"]
-
-
-@pytest.mark.parametrize("option", ["push_to_hub", "state_dict"])
-def test_options_that_would_save_something_else(option: str, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=option):
-        export_remote(build("gpt2", "dyt"), tmp_path / "out", **{option: {}})
-
-
-def test_a_model_without_weights(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model = transformers.GPT2Model(transformers.GPT2Config(n_layer=1))
-    with pytest.raises(UnsupportedError, match="no weights"):
-        export_remote(patch(model, norm="dyt"), tmp_path / "out")
-
-
-def test_a_head_that_no_auto_class_opens(tmp_path: Path) -> None:
-    model = patch(tiny("gpt2", transformers.GPT2DoubleHeadsModel), norm="dyt")
-    with pytest.raises(UnsupportedError, match="no Auto class"):
-        export_remote(model, tmp_path / "out")
-    assert os.listdir(tmp_path) == []
-
-
-# Schemes of third parties
-
-OWN = '''
-"""A norm of one's own."""
-
-from dataclasses import dataclass
-
-import torch
-{more}
-from hfpatch.norms import AffineNorm, Norm
-
-FACTOR = 2.0
-
-
-def half(h):
-    return {half}
-
-
-class OwnNorm(AffineNorm):
-    """half(x / max |x|)."""
-
-    def __init__(self, facts, kind, gain, shift, power):
-        super().__init__(facts, kind, gain, shift)
-        self.power = power
-
-    def normalise(self, h):
-        return half(h / h.abs().amax(-1, keepdim=True).clamp_min(1e-6)).sign().mul(h.abs() ** self.power)
-
-
-@dataclass(frozen=True)
-class Own(Norm):
-    """Its scheme."""
-
-    power: float = 0.5
-
-    def build(self, facts, gain, shift, like):
-        return OwnNorm(facts, self.name, gain, shift, self.power)
-'''
-
-
-def _own_scheme(folder: Path, name: str, more: str = "", half: str = "h / FACTOR") -> Any:
-    (folder / f"{name}.py").write_text(OWN.format(more=more, half=half))
-    sys.path.insert(0, str(folder))
-    try:
-        return importlib.import_module(name).Own
-    finally:
-        sys.path.pop(0)
-
-
-def test_a_scheme_that_needs_another_package(tmp_path: Path) -> None:
-    own = _own_scheme(tmp_path, "greedy_norm_of_a_test", "import numpy", "h / float(numpy.float64(FACTOR))")
-    with registered(NORMS, "own", own):
-        model = patch(tiny("gpt2"), norm=own())
-        with pytest.raises(UnsupportedError, match=r"half of greedy_norm_of_a_test .*: it needs numpy"):
-            modeling_file(model)
-
-
-def test_a_scheme_from_inside_a_function() -> None:
-    from hfpatch.norms import AffineNorm
-
-    class Inner(AffineNorm):
-        def normalise(self, h: Any) -> Any:
-            return h / 2
-
-    class Local(Norm):
-        def build(self, facts: Any, gain: Any, shift: Any, like: Any) -> Any:
-            return Inner(facts, self.name, gain, shift)
-
-    with registered(NORMS, "local", Local):
-        model = patch(tiny("gpt2"), norm=Local())
-        with pytest.raises(UnsupportedError, match="isn't defined at the top of a file"):
-            modeling_file(model)
-
-
 def test_every_scheme_is_tried() -> None:
     """A scheme that joins hfpatch joins these tests."""
     tried = [scheme for request in REQUESTS.values() for scheme in request.values()]
@@ -508,11 +269,3 @@ def test_every_scheme_is_tried() -> None:
         str(scheme).partition(":")[0] if isinstance(scheme, str) else getattr(scheme, "name", None) for scheme in tried
     }
     assert set(NORMS) | set(POSITIONS) <= names
-
-
-def test_nothing_stays_registered() -> None:
-    modeling_file(build("llama", "dyt"))
-    known = transformers.AutoModel._model_mapping._extra_content
-    assert not [config for config in known if "generated" in config.__module__]
-    assert not [name for name in sys.modules if name.endswith("modeling.generated")]
-    assert isinstance(transformers.AutoModel.from_config(tiny("llama").config).layers, nn.ModuleList)
