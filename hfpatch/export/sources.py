@@ -352,9 +352,7 @@ class Extract:
             )
             paragraph, _, rest = file.text[start:end].partition("\n\n")
             if rest:
-                text = paragraph.rstrip()
-                long = len(text.splitlines()[-1]) + first.col_offset + 3 > WIDTH
-                yield start, end, text + ("\n    " if long else "") + '"""'
+                yield start, end, f'{paragraph.rstrip()}"""'
 
     @staticmethod
     def _line(file: File, node: ast.expr) -> tuple[int, int, str]:
