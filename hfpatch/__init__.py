@@ -3,7 +3,8 @@
 from .architectures import Architecture, Stack
 from .attention import Fused, Projections
 from .checkpoint import HfpatchConfig
-from .convert.repair import RepairReport, repair
+from .convert.repair import repair
+from .convert.repair_report import RepairReport
 from .convert.report import Report
 from .convert.sample import sample_batches
 from .convert.verify import verify

@@ -6,6 +6,7 @@ them. On disk `model_type` is "hfpatch": a process that hasn't imported hfpatch 
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -20,7 +21,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from .attention import BIAS, ROTARY
 from .edits import Edits
 from .errors import CheckpointError
+from .fingerprint import ENTRY as FINGERPRINT
+from .fingerprint import Fingerprint, settings_of
 from .generation import is_unlimited, without_old_length
+from .guard import guarded, released
 from .native_rope import refill
 from .norms import AffineNorm
 from .plan import PLANNERS
@@ -32,6 +36,7 @@ from .weights import broken_file
 
 REMOTE = "modeling_hfpatch"  # the module that opens an exported checkpoint where hfpatch isn't there
 _BEING_BUILT: ContextVar[Any] = ContextVar("being_built", default=None)  # the config of the patched model around
+OPENED = "_hfpatch_opened"  # of a config from disk: its fingerprint and a digest of its settings; of a model: the first
 MISCOUNTED = "_hfpatch_miscounted"  # of a model whose patch came out otherwise than its record says
 
 
@@ -47,8 +52,8 @@ class HfpatchConfig(PreTrainedConfig):
         Raises:
             CheckpointError: the patch record is missing, malformed, newer, or of a family that is unknown here.
         """
-        where = config_dict.get("_name_or_path") or "this checkpoint's config.json"
-        base = Record.from_json(config_dict.get(KEY), where).base_model_type
+        where = _where(config_dict)
+        base = _read(config_dict, where)[1].base_model_type
         try:
             host = CONFIG_MAPPING[base]
         except KeyError as error:
@@ -68,6 +73,25 @@ def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "auto_map": others} if others else kept
 
 
+def _where(config_dict: dict[str, Any]) -> Any:
+    """What to call a checkpoint in an error."""
+    return config_dict.get("_name_or_path") or "this checkpoint's config.json"
+
+
+def _read(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Record, Fingerprint | None]:
+    """What a patched config.json says: the settings with the record as it is in memory, the record, the fingerprint.
+
+    Raises:
+        CheckpointError: as in `HfpatchConfig.from_dict`.
+    """
+    settings = without_remote_code(released(config_dict, where))
+    stored, fingerprint = settings.get(KEY), None
+    if isinstance(stored, dict) and FINGERPRINT in stored:
+        fingerprint = Fingerprint.from_json(stored[FINGERPRINT], where)
+        settings[KEY] = {name: value for name, value in stored.items() if name != FINGERPRINT}
+    return settings, Record.from_json(settings.get(KEY), where), fingerprint
+
+
 def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """The config class of patched models of one family, with every Auto class that knows the host's told of it."""
     patched = patched_config_class(host)
@@ -82,14 +106,23 @@ def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]
     def to_json_string(self: PreTrainedConfig, use_diff: bool = True) -> str:
         stored = json.loads(host.to_json_string(self, use_diff=use_diff))
         stored["model_type"] = KEY
-        return json.dumps(stored, indent=2, sort_keys=True) + "\n"
+        return json.dumps(guarded(self, stored), indent=2, sort_keys=True) + "\n"
 
     def from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        Record.from_json(config_dict.get(KEY), config_dict.get("_name_or_path") or "this checkpoint's config.json")
-        known = without_remote_code({**config_dict, "model_type": host.model_type})
-        return host.from_dict.__func__(cls, known, **kwargs)
+        settings, _, fingerprint = _read(config_dict, _where(config_dict))
+        settings["model_type"] = host.model_type
+        as_saved = copy.deepcopy(settings) if fingerprint is not None else {}
+        found = host.from_dict.__func__(cls, settings, **kwargs)
+        if fingerprint is not None:
+            config = found[0] if isinstance(found, tuple) else found
+            config.__dict__[OPENED] = fingerprint, settings_of(host.from_dict.__func__(cls, as_saved))
+        return found
+
+    def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
+        return {name: value for name, value in host.to_dict(self).items() if name != OPENED}
 
     body = {
+        "to_dict": to_dict,
         "to_json_string": to_json_string,
         "from_dict": classmethod(from_dict),
         "__reduce_ex__": _reduce,
@@ -104,6 +137,8 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The class of patched models of one host class: built like the host, then patched as the config's record says."""
 
     def __init__(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        fingerprint, settings = config.__dict__.pop(OPENED, (None, None))
+        as_saved = fingerprint is not None and settings_of(config) == settings
         around = _BEING_BUILT.set(config)
         try:
             host.__init__(self, config, *args, **kwargs)
@@ -111,24 +146,52 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
             _BEING_BUILT.reset(around)
         if _BEING_BUILT.get() is not config:  # else a head that makes its body by AutoModel.from_config, and is patched
             replay(self)
+        if as_saved:
+            self.__dict__[OPENED] = fingerprint
 
     def initialize_weights(self: PreTrainedModel) -> None:
         host.initialize_weights(self)
         _initialize_ours(self)
 
-    def from_pretrained(cls: type[PreTrainedModel], name: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls: type[PreTrainedModel], name: Any, *args: Any, check_fingerprint: bool = True, **kwargs: Any
+    ) -> Any:
+        informed = kwargs.pop("output_loading_info", False)
         try:
-            loaded = host.from_pretrained.__func__(cls, name, *args, **kwargs)
+            loaded = host.from_pretrained.__func__(cls, name, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             reason = broken_file(name, kwargs.get("subfolder") or "") or error
             raise CheckpointError(f"{name}: its weights can't be read: {reason}") from error
-        _require_same_counts(loaded[0] if isinstance(loaded, tuple) else loaded, name)
-        return loaded
+        model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
+        _require_same_counts(model, name)
+        fingerprint = model.__dict__.pop(OPENED, None)
+        if fingerprint is not None and check_fingerprint and _is_of(kwargs.get("config"), name):
+            _require_same_function(model, fingerprint, info, name)
+        return loaded if informed else model
+
+    def save_pretrained(
+        self: PreTrainedModel,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        record = getattr(self.config, KEY)
+        own_weights = is_main_process and state_dict is None
+        fingerprint = Fingerprint.of(self) if own_weights else None
+        if fingerprint is not None:
+            setattr(self.config, KEY, {**record, FINGERPRINT: fingerprint.to_json()})
+        try:
+            host.save_pretrained(self, save_directory, is_main_process, state_dict, *args, **kwargs)
+        finally:
+            setattr(self.config, KEY, record)
 
     body = {
         "__init__": __init__,
         "initialize_weights": initialize_weights,
         "from_pretrained": classmethod(from_pretrained),
+        "save_pretrained": save_pretrained,
         "__reduce_ex__": _reduce,
         "config_class": patched_config_class(host_class(host.config_class)),
         **_named_like(host),
@@ -253,6 +316,24 @@ def _require_same_counts(model: PreTrainedModel, name: Any) -> None:
             f"{name}: {miscounted} when it is opened here. Open it without overriding its settings, and with the "
             "versions of hfpatch and transformers that it was made with."
         )
+
+
+def _is_of(config: Any, name: Any) -> bool:
+    """Whether the config with which a checkpoint is opened is its own, as far as can be told."""
+    return not isinstance(config, PreTrainedConfig) or config.name_or_path in ("", str(name))
+
+
+def _require_same_function(model: PreTrainedModel, fingerprint: Fingerprint, info: dict[str, Any], name: str) -> None:
+    """Refuse a model whose outputs aren't those that were recorded; weights of another shape aren't the checkpoint's.
+
+    Raises:
+        CheckpointError: they aren't.
+    """
+    other = [key for key, *_ in info.get("mismatched_keys", ())]
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+    if not any(key.startswith(prefix) for key in other):
+        missing = [key for key in info.get("missing_keys", ()) if key.startswith(prefix)]
+        fingerprint.require(model, name, strict=not other, missing=missing)
 
 
 def _initialize_ours(model: nn.Module) -> None:

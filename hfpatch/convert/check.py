@@ -98,15 +98,23 @@ def _run(model: nn.Module, given: Mapping[str, Any], norms: list[str], noise: fl
     widths: set[int] = set()
     with quiet(model):
         if noise:
-            torch.manual_seed(seed)
-            for module in model.modules():
-                if module._parameters:
-                    module.register_forward_hook(_shaker(noise))
+            shake(model, noise, seed)
         for name in norms:
             norm = model.get_submodule(name)
             norm.register_forward_pre_hook(_watcher(norm, found.setdefault(name, []), widths), with_kwargs=True)
         outputs = outputs_of(model, given)
     return _Run(outputs, {name: torch.cat(ratios) for name, ratios in found.items() if ratios}, widths)
+
+
+def shake(model: nn.Module, noise: float, seed: int) -> None:
+    """Multiply the output of every module that has Parameters by 1 + noise * u, u uniform in (-1, 1).
+
+    To be called in `quiet`, which takes the hooks off again and puts the random stream back.
+    """
+    torch.manual_seed(seed)
+    for module in model.modules():
+        if module._parameters:
+            module.register_forward_hook(_shaker(noise))
 
 
 def _shaker(noise: float) -> Any:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..checkpoint import MISCOUNTED, replay
+from ..checkpoint import MISCOUNTED, OPENED, replay
 from ..convert.centring import pattern_of
 from ..errors import UnsupportedError
+from ..guard import released
 from ..limits import mean_rows
 from ..mlps import GatedActivation, GatedLinear
 from ..native_rope import SETTINGS_AT
@@ -34,7 +35,7 @@ from .spelling import Call, Named, Speller
 
 _OF_TORCH = set(vars(nn.Module())) | {"_is_hf_initialized"}
 # what tells hfpatch of earlier patches, and no forward
-_TOLD = {REMOVED_ROWS, REMOVED, SETTINGS_AT, MISCOUNTED, "hfpatch_note"}
+_TOLD = {REMOVED_ROWS, REMOVED, SETTINGS_AT, MISCOUNTED, OPENED, "hfpatch_note"}
 _CLASSES = (nn.Linear, nn.SiLU, nn.GELU, nn.ReLU, nn.Identity)
 
 
@@ -91,7 +92,7 @@ def replayed(host: type[PreTrainedModel], config: Any) -> tuple[PreTrainedModel,
     Raises:
         PatchError: the record doesn't apply to it.
     """
-    stored = json.loads(config.to_json_string())
+    stored = released(json.loads(config.to_json_string()), host.__name__)
     family: Any = host_class(type(config))
     plain = family.from_dict({**stored, "model_type": config.model_type})
     plain._attn_implementation = getattr(config, "_attn_implementation", None)

@@ -14,7 +14,9 @@ import torch
 import transformers
 from torch import nn
 
+from ..fingerprint import ENTRY
 from ..generation import without_old_length
+from ..guard import guarded, released
 from ..norms import AffineNorm
 from ..scheme import KEY
 from ..view import CENTRED, LENS, SCALE, SCALED, Lens, host_class, lensed_class, lensed_forward
@@ -169,11 +171,15 @@ class PatchedConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        return super().from_dict({**config_dict, "model_type": cls.model_type}, **kwargs)  # type: ignore[misc,attr-defined]
+        stored = released(config_dict, config_dict.get("_name_or_path") or "this checkpoint's config.json")
+        if isinstance(stored.get(KEY), dict):  # a fingerprint is that of the weights, which may be trained here
+            stored[KEY].pop(ENTRY, None)
+        return super().from_dict({**stored, "model_type": cls.model_type}, **kwargs)  # type: ignore[misc,attr-defined]
 
     def to_json_string(self, use_diff: bool = True) -> str:
         stored = json.loads(super().to_json_string(use_diff=use_diff))  # type: ignore[misc]
-        return json.dumps({**stored, "model_type": KEY}, indent=2, sort_keys=True) + "\n"
+        told: Any = guarded(self, {**stored, "model_type": KEY})
+        return json.dumps(told, indent=2, sort_keys=True) + "\n"
 
 
 class Patched:

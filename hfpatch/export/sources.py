@@ -55,6 +55,7 @@ class File:
         for line in self.text.splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
         self.nodes: dict[str, ast.stmt] = {}
+        self.together: dict[str, str] = {}  # names that one statement assigns, and the first of them
         self.imports: dict[str, Import] = {}
         for node in self.tree.body:
             self._enter(node)
@@ -63,7 +64,9 @@ class File:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             self.nodes[node.name] = node
         elif isinstance(node, ast.Assign):
-            self.nodes.update((target.id, node) for target in node.targets if isinstance(target, ast.Name))
+            targets = [one for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+            self.nodes.update((target.id, node) for target in targets[:1])
+            self.together.update((target.id, targets[0].id) for target in targets)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             self.nodes[node.target.id] = node
         elif isinstance(node, ast.Import):
@@ -182,6 +185,7 @@ class Extract:
     def _resolve(self, module: str, name: str) -> Key | Import | None:
         """What a name of a module stands for; None for built-in and local names."""
         file = _file(module)
+        name = file.together.get(name, name)
         if name in file.nodes:
             return module, name
         if name not in file.imports:
@@ -373,7 +377,8 @@ class Extract:
         for inner in ast.walk(node):
             if isinstance(inner, ast.Name):
                 found = self._resolve(key[0], inner.id)
-                new = self.names.get(found) if isinstance(found, tuple) else None
+                new = self.names.get(found) if isinstance(found, tuple) and found[1] == inner.id else None
+                new = inner.id if isinstance(found, tuple) and found[1] != inner.id and found in self.names else new
                 if isinstance(found, tuple) and new is None and id(inner) in annotated:
                     new = "Any"
                 if new not in (None, inner.id):

@@ -1,0 +1,387 @@
+"""What a checkpoint remembers of a fixed forward, so that loading can tell whether the same model came back.
+
+A clean loading report isn't enough: weights under other names, a module that was renamed, a setting that changed in
+config.json all give a model that runs and isn't the one that was saved. So a few sums over the outputs on a small input
+are stored with the checkpoint, for the model's class and for its base, which other heads share.
+
+An output x of n entries becomes nine numbers: its root mean square, and for k = 0..7 the sum of w_i x_i over the
+entries i = k (mod 8), divided by the root of n / 8, with weights w_i of unit variance, a fixed function of i. If the
+entries of x are off by independent relative errors e, the sums are off by about e times the root mean square.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.fsdp import is_fsdp_enabled
+
+from .convert.check import shake
+from .convert.inputs import example_inputs
+from .convert.run import device_of, fitting, outputs_of, quiet
+from .errors import CheckpointError, UnsupportedError
+from .scheme import KEY
+
+ENTRY = "fingerprint"  # of the record on disk
+FACTOR = 10.0  # how many times as far as noise moves the sums they may be off
+BLUNT = 0.5  # where that is more than this, by the output's size, nothing can be told
+_PRECISIONS = {"float32": torch.finfo(torch.float32).eps, "bfloat16": torch.finfo(torch.bfloat16).eps}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16)}
+_DTYPES["bfloat16"] = torch.bfloat16
+_SUMS = 8
+_GOLDEN = (5**0.5 - 1) / 2
+_MASKED = 6e4  # what is larger stands for minus infinity in one dtype or another
+_MOST_CLASSES, _MOST_INPUTS, _MOST_OUTPUTS = 4, 16, 16
+_MOST_INTEGERS, _MOST_FLOATS, _MOST_AXES = 4096, 2**24, 6
+_LONGEST = 200
+_LARGEST = 1e9
+# of a config: what changes no output in eval mode, or what loading itself sets
+_HARMLESS = {"dtype", "torch_dtype", "transformers_version", "name_or_path", "architectures", "id2label", "label2id"}
+_HARMLESS |= {"problem_type", "return_dict", "use_cache", "quantization_config", "attn_implementation", KEY}
+_HARMLESS |= {"output_attentions", "output_hidden_states", "experts_implementation", "distributed_config", "model_type"}
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward of one class.
+
+    Attributes:
+        inputs: by name a (nested) list of integers, or the shape of a fixed texture of floats.
+        noise: by precision how far the sums move, by the output's root mean square, when the output of every module
+            is off by its last bit.
+        outputs: by path the root mean square and eight sums.
+    """
+
+    inputs: dict[str, Any]
+    noise: dict[str, float]
+    outputs: dict[str, tuple[float, ...]]
+
+    def to_json(self) -> dict[str, Any]:
+        outputs = {path: list(sums) for path, sums in self.outputs.items()}
+        return {"inputs": self.inputs, "noise": self.noise, "outputs": outputs}
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The forwards of a saved model: of its class, and of its base's.
+
+    Attributes:
+        dtype: the coarsest one of the weights that were saved.
+        forwards: by the name of the class.
+    """
+
+    dtype: str
+    forwards: dict[str, Forward]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Fingerprint | None:
+        """What can be told of a model without changing it; None where nothing can.
+
+        Nothing can be told of weights that aren't there (meta device, offloaded, sharded) or are quantized, with
+        adapters, where no inputs can be made, and where the outputs depend on random numbers.
+        """
+        if not is_checkable(model):
+            return None
+        forwards = {}
+        for one in (model, model.base_model):
+            if isinstance(one, PreTrainedModel) and type(one).__name__ not in forwards:
+                forward = _forward_of(one)
+                if forward is not None:
+                    forwards[type(one).__name__] = forward
+        return cls(_dtype_of(model), forwards) if forwards else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "forwards": {name: one.to_json() for name, one in self.forwards.items()}}
+
+    @classmethod
+    def from_json(cls, stored: Any, where: str) -> Fingerprint:
+        """The fingerprint that `to_json` wrote.
+
+        Raises:
+            CheckpointError: it is malformed.
+        """
+        try:
+            return _read(stored)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"{where}: the fingerprint in its patch record is malformed: {error}") from error
+
+    def require(self, model: PreTrainedModel, where: str, strict: bool = True, missing: Collection[str] = ()) -> None:
+        """Refuse a model that isn't the one that was saved, as far as that can be told here.
+
+        Args:
+            model: the loaded one; of another head than was saved its base is looked at.
+            where: what the checkpoint is called in an error.
+            strict: whether the head's own weights are those of the checkpoint.
+            missing: weights that the checkpoint lacks, for the message.
+
+        Raises:
+            CheckpointError: it isn't, or can't be run on the recorded inputs.
+        """
+        if not is_checkable(model):
+            return
+        base = model.base_model
+        one = model if strict and type(model).__name__ in self.forwards else base
+        forward = self.forwards.get(type(one).__name__)
+        if forward is None or not isinstance(one, PreTrainedModel):
+            return
+        precision = _coarser(_DTYPES[self.dtype], _dtype(one))
+        tolerance = FACTOR * max(forward.noise[precision], _PRECISIONS[precision])
+        if tolerance > BLUNT:
+            return
+        name = type(one).__name__
+        try:
+            found = _run(one, _made(forward.inputs))
+        except Exception as error:  # whatever a forward raises
+            raise CheckpointError(
+                f"{where}: its {name} can't be run on the inputs of its fingerprint: {_first_line(error)} "
+                "Open it without this check: from_pretrained(..., check_fingerprint=False)."
+            ) from error
+        off = _deviation(forward.outputs, found)
+        if off <= tolerance:
+            return
+        if not math.isfinite(off) and _dtype(one) is torch.float16 and self.dtype != "float16":
+            return  # beyond the range of that dtype
+        why = (
+            f"The file lacks {len(missing)} weights, which were started afresh ({', '.join(sorted(missing)[:3])})."
+            if missing
+            else "Its weights or its config.json were changed or are damaged, or these versions of transformers and "
+            "hfpatch open it in another way than those that it was made with."
+        )
+        raise CheckpointError(
+            f"{where}: the {name} that was opened isn't the one that was saved. On the inputs of its fingerprint its "
+            f"outputs are off by {off:.1e} where rounding explains {tolerance:.1e}. {why} If that is as it should be: "
+            "from_pretrained(..., check_fingerprint=False), and save_pretrained makes a new one."
+        )
+
+
+def settings_of(config: PreTrainedConfig) -> str:
+    """A digest of the settings that may change what a model computes."""
+    text = json.dumps(_weighty(config.to_dict()), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _weighty(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {str(k): _weighty(v) for k, v in value.items() if str(k) not in _HARMLESS and not str(k).startswith("_")}
+
+
+def is_checkable(model: PreTrainedModel) -> bool:
+    """Whether all weights are here, whole and as they were saved."""
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "_hf_peft_config_loaded", False):
+        return False
+    if is_fsdp_enabled():  # only one process reads the weights
+        return False
+    return all(
+        type(parameter.data) is Tensor
+        and not parameter.is_meta
+        and not hasattr(parameter, "ds_id")  # DeepSpeed's shards
+        and (not parameter.is_floating_point() or parameter.dtype in _DTYPES.values())
+        for parameter in model.parameters()
+    )
+
+
+# One forward
+
+
+def _forward_of(model: PreTrainedModel) -> Forward | None:
+    for inputs in _candidates(model):
+        try:
+            given = _made(inputs)
+            outputs = _run(model, given)
+            noise = {name: _deviation(outputs, _run(model, given, eps)) for name, eps in _PRECISIONS.items()}
+        except Exception:  # no such inputs, then
+            continue
+        if outputs and all(math.isfinite(value) for sums in outputs.values() for value in sums):
+            return Forward(inputs, {name: min(_rounded(value, 2), _LARGEST) for name, value in noise.items()}, outputs)
+    return None
+
+
+def _run(model: PreTrainedModel, given: Mapping[str, Any], noise: float = 0.0) -> dict[str, tuple[float, ...]]:
+    """The sums over each output of one forward, on the model as it is and leaving no trace.
+
+    Raises:
+        UnsupportedError: it draws random numbers.
+    """
+    device = device_of(model)
+    with quiet(model), torch.autocast(device.type, enabled=False):
+        if noise:
+            shake(model, noise, seed=0)
+        before = _random_states(device)
+        found = outputs_of(model, fitting(model, given))
+        if not noise and before != _random_states(device):
+            raise UnsupportedError("its outputs depend on random numbers.")
+    return {path: _sums(x) for path, x in list(found.items())[:_MOST_OUTPUTS] if x.numel() and path != "loss"}
+
+
+def _sums(x: Tensor) -> tuple[float, ...]:
+    flat = x.detach().cpu().double().flatten()
+    flat = flat.where(flat.abs() < _MASKED, 0.0) if not flat.isnan().any() else flat
+    padded = nn.functional.pad(flat, (0, -flat.numel() % _SUMS))
+    sums = (padded * texture(padded.numel())).view(-1, _SUMS).sum(0) / (padded.numel() / _SUMS) ** 0.5
+    return tuple(_rounded(float(value)) for value in (flat.square().mean().sqrt(), *sums))
+
+
+def texture(*shape: int) -> Tensor:
+    """Numbers of mean 0 and variance 1, a fixed function of their place: (golden * i) mod 1, shifted and scaled.
+
+    IEEE arithmetic alone makes them, so that they are the same on every machine.
+    """
+    i = torch.arange(1, math.prod(shape) + 1, dtype=torch.float64)
+    return (12**0.5 * ((i * _GOLDEN).frac() - 0.5)).view(shape)
+
+
+def _deviation(a: Mapping[str, tuple[float, ...]], b: Mapping[str, tuple[float, ...]]) -> float:
+    """How far the sums of outputs that both have are apart, by the root mean square in `a`."""
+    if next(iter(a)) not in b:
+        return math.inf
+    worst = 0.0
+    for path in a.keys() & b.keys():
+        if not all(map(math.isfinite, (*a[path], *b[path]))):
+            return math.inf
+        worst = max(worst, *(abs(x - y) / max(a[path][0], 1e-30) for x, y in zip(a[path], b[path], strict=True)))
+    return worst
+
+
+# Inputs
+
+
+def _candidates(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
+    """Inputs of a forward as they are stored, the smallest first."""
+    try:
+        given = example_inputs(model)
+    except Exception:  # a forward without a signature, a config without sizes, ...
+        return
+    if not all(isinstance(value, Tensor) for value in given.values()):
+        return
+    if _tells_nothing(given.get("attention_mask")):
+        del given["attention_mask"]
+    one = {name: value[:1] for name, value in given.items()}
+    images, patch = one.get("pixel_values"), getattr(model.config, "patch_size", None)
+    if images is not None and images.dim() == 4 and isinstance(patch, int) and 2 * patch < images.shape[-1]:
+        yield {name: _stored(value) for name, value in one.items()} | {
+            "pixel_values": {"shape": [*images.shape[:2], 2 * patch, 2 * patch]}
+        }
+    sound = one.get("input_features")
+    if sound is not None and sound.shape[-1] > 16:
+        yield {name: _stored(value) for name, value in one.items()} | {
+            "input_features": {"shape": [*sound.shape[:-1], 16]}
+        }
+    for inputs in (one, given):
+        yield {name: _stored(value) for name, value in inputs.items()}
+
+
+def _tells_nothing(mask: Tensor | None) -> bool:
+    return mask is not None and bool((mask == 1).all())
+
+
+def _stored(value: Tensor) -> Any:
+    """A float tensor by its shape, another one by its numbers."""
+    return {"shape": list(value.shape)} if value.is_floating_point() else value.tolist()
+
+
+def _made(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Inputs from how they are stored."""
+    return {
+        name: texture(*value["shape"]).float() if isinstance(value, Mapping) else torch.tensor(value)
+        for name, value in inputs.items()
+    }
+
+
+# Precision
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """The coarsest dtype of the weights."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _dtype_of(model: nn.Module) -> str:
+    return str(_dtype(model)).removeprefix("torch.")
+
+
+def _coarser(a: torch.dtype, b: torch.dtype) -> str:
+    fine = max(torch.finfo(a).eps, torch.finfo(b).eps) <= _PRECISIONS["float32"]
+    return "float32" if fine else "bfloat16"
+
+
+def _rounded(value: float, digits: int = 9) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def _random_states(device: torch.device) -> tuple[Any, ...]:
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return *(state.numpy().tobytes() for state in states), random.getstate(), str(numpy.random.get_state())
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]:.200}"
+
+
+# What is stored
+
+
+def _read(stored: Any) -> Fingerprint:
+    _require(isinstance(stored, Mapping) and set(stored) == {"dtype", "forwards"}, "it has other entries")
+    _require(isinstance(stored["dtype"], str) and stored["dtype"] in _DTYPES, f"dtype {stored['dtype']!r:.40}")
+    forwards = stored["forwards"]
+    _require_names(forwards, _MOST_CLASSES)
+    return Fingerprint(stored["dtype"], {name: _read_forward(one) for name, one in forwards.items()})
+
+
+def _read_forward(stored: Any) -> Forward:
+    entries = {"inputs", "noise", "outputs"}
+    _require(isinstance(stored, Mapping) and set(stored) == entries, "a forward has other entries")
+    inputs, noise, outputs = (stored[name] for name in ("inputs", "noise", "outputs"))
+    _require_names(inputs, _MOST_INPUTS)
+    _require_names(outputs, _MOST_OUTPUTS)
+    _require(isinstance(noise, Mapping) and set(noise) == set(_PRECISIONS), "its noise is of other precisions")
+    for value in inputs.values():
+        _require_input(value)
+    for sums in outputs.values():
+        _require(isinstance(sums, list) and len(sums) == _SUMS + 1 and all(map(_is_number, sums)), "sums are missing")
+    _require(all(_is_number(value) and value >= 0 for value in noise.values()), "its noise is no number")
+    return Forward(dict(inputs), dict(noise), {path: tuple(sums) for path, sums in outputs.items()})
+
+
+def _require(holds: bool, reason: str) -> None:
+    if not holds:
+        raise ValueError(f"{reason}.")
+
+
+def _require_names(stored: Any, most: int) -> None:
+    named = isinstance(stored, Mapping) and 0 < len(stored) <= most
+    _require(named and all(isinstance(name, str) and len(name) <= _LONGEST for name in stored), "names are missing")
+
+
+def _require_input(value: Any) -> None:
+    if isinstance(value, Mapping):
+        shape: Any = value.get("shape")
+        sized = set(value) == {"shape"} and isinstance(shape, list) and 0 < len(shape) <= _MOST_AXES
+        sized = sized and all(type(size) is int and 0 < size <= _MOST_FLOATS for size in shape)
+        _require(sized and math.prod(shape) <= _MOST_FLOATS, "an input has no shape, or too large a one")
+        return
+    _require(isinstance(value, list) and _count(value) <= _MOST_INTEGERS, "an input is no list, or too long a one")
+    torch.tensor(value)  # lists of lists of one length
+
+
+def _count(value: Any, depth: int = 0) -> int:
+    """How many integers there are in lists of lists."""
+    if isinstance(value, list) and depth < _MOST_AXES:
+        return sum(_count(one, depth + 1) for one in value)
+    _require(isinstance(value, int) and abs(value) < 2**31, "an input is of something else than integers")
+    return 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e38

@@ -1,0 +1,227 @@
+"""A patched checkpoint opens patched or not at all: its host's own classes refuse it, all else goes on working."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from tiny_models import CONFIGS, RECORDED, difference, load, patch, tiny, tiny_config
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedConfig
+
+from hfpatch import CheckpointError, RoPE
+from hfpatch.checkpoint import patched_config_class
+from hfpatch.guard import SENTENCE, guarded, released
+from hfpatch.record import Record
+
+refused = pytest.raises(StrictDataclassFieldValidationError, match=r"patched by hfpatch.*import hfpatch.*Auto class")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    patch(tiny("gpt2", GPT2LMHeadModel), norm="rms", pos="rope").save_pretrained(folder)
+    return folder
+
+
+def edited(folder: Path, to: Path, **changes: Any) -> Path:
+    """A copy with other entries in config.json; `...` takes one out."""
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    config = json.loads((to / "config.json").read_text())
+    config = {name: value for name, value in (config | changes).items() if value is not ...}
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+@pytest.mark.parametrize("family", RECORDED)
+def test_every_class_of_a_family(family: str, tmp_path: Path) -> None:
+    """Each head's own class and the config class refuse it; each Auto class opens it patched."""
+    from transformers.models.auto import modeling_auto
+
+    model = patch(tiny(family), norm="rms", pos="rope", init="copy")
+    model.save_pretrained(tmp_path)
+    config = getattr(transformers, CONFIGS[family][0])
+    with refused:
+        config.from_pretrained(tmp_path)
+    with refused:
+        config.from_json_file(tmp_path / "config.json")
+    heads: dict[type, str] = {}
+    for name, auto in vars(modeling_auto).items():
+        mapping = getattr(auto, "_model_mapping", None) if name.startswith("Auto") else None
+        found = mapping.get(config, ()) if mapping is not None else ()
+        heads |= dict.fromkeys(found if isinstance(found, tuple | list) else (found,), name)
+    assert len(heads) >= 2
+    for head, auto in heads.items():
+        with refused:
+            head.from_pretrained(tmp_path)
+        assert type(getattr(transformers, auto).from_pretrained(tmp_path)).hfpatch_host is head
+    assert difference(model, load(tmp_path)) == 0
+    assert type(AutoConfig.from_pretrained(tmp_path)) is type(model.config)
+    plain = tiny(family)  # control: the same folder, unpatched, is what those classes are for
+    plain.save_pretrained(tmp_path)
+    assert difference(plain, type(plain).from_pretrained(tmp_path)) == 0
+
+
+def test_parts_of_a_composite_model_refuse_too(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = transformers.CLIPConfig(
+        text_config={**sizes, "vocab_size": 97, "eos_token_id": 2}, vision_config={**sizes, "image_size": 32}
+    )
+    config.save_pretrained(tmp_path)
+    parts = (transformers.CLIPConfig, transformers.CLIPTextConfig, transformers.CLIPVisionConfig)
+    for part in parts:
+        part.from_pretrained(tmp_path)  # control
+    patch(transformers.CLIPModel(config), norm="rms", init="copy").save_pretrained(tmp_path)
+    for part in parts:
+        with refused:
+            part.from_pretrained(tmp_path)
+    with refused:
+        transformers.CLIPTextModel.from_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert again.text_config.to_dict() == config.text_config.to_dict()
+    assert again.vision_config.to_dict() == config.vision_config.to_dict()
+
+
+def test_what_is_on_disk_and_in_memory(saved: Path) -> None:
+    stored = json.loads((saved / "config.json").read_text())
+    assert stored["initializer_range"] == SENTENCE
+    assert stored["hfpatch"]["guarded"] == {"initializer_range": 0.4}
+    config = AutoConfig.from_pretrained(saved)
+    assert config.initializer_range == 0.4
+    assert "guarded" not in config.hfpatch
+    assert SENTENCE not in str(config.to_dict())
+    assert stored == json.loads(config.to_json_string())  # and again
+
+
+def test_settings_that_were_edited_on_disk_hold(saved: Path, tmp_path: Path) -> None:
+    assert AutoConfig.from_pretrained(edited(saved, tmp_path / "1", initializer_range=0.3)).initializer_range == 0.3
+    assert AutoConfig.from_pretrained(saved, initializer_range=0.1).initializer_range == 0.1
+    later = "This checkpoint is patched, as a later version says"
+    assert AutoConfig.from_pretrained(edited(saved, tmp_path / "2", initializer_range=later)).initializer_range == 0.4
+
+
+def test_older_checkpoints_have_no_guard(saved: Path, tmp_path: Path) -> None:
+    record = json.loads((saved / "config.json").read_text())["hfpatch"]
+    del record["guarded"]
+    folder = edited(saved, tmp_path / "1", initializer_range=0.4, hfpatch=record)
+    auto = "AutoModelForCausalLM"
+    assert difference(load(folder, auto), load(saved, auto)) == 0
+
+
+MALFORMED: dict[str, Any] = {
+    "null": None,
+    "a list": ["initializer_range"],
+    "a string": "initializer_range",
+    "a list inside": {"initializer_range": [0.4]},
+    "an object inside": {"initializer_range": {"a": 1}},
+    "too long a name": {"x" * 2000: 1},
+    "too many": {f"x{i}": 1 for i in range(101)},
+}
+
+
+@pytest.mark.parametrize("value", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_guards(value: Any, saved: Path, tmp_path: Path) -> None:
+    record = json.loads((saved / "config.json").read_text())["hfpatch"]
+    folder = edited(saved, tmp_path / "1", hfpatch={**record, "guarded": value})
+    with pytest.raises(CheckpointError, match="guarded in its patch record is no object"):
+        AutoConfig.from_pretrained(folder)
+
+
+def test_it_puts_back_nothing_but_what_it_took(saved: Path, tmp_path: Path) -> None:
+    """A record can't overwrite settings, and names that lead nowhere are nothing."""
+    record = json.loads((saved / "config.json").read_text())["hfpatch"]
+    kept = {**record["guarded"], "n_layer": 7, "hfpatch.version": 9, "nowhere.deep": 1, "n_layer.deep": 1, "": 1}
+    config = AutoConfig.from_pretrained(edited(saved, tmp_path / "1", hfpatch={**record, "guarded": kept}))
+    assert (config.n_layer, config.hfpatch["version"]) == (2, 1)
+
+
+def test_a_guard_whose_value_is_lost(saved: Path, tmp_path: Path) -> None:
+    record = json.loads((saved / "config.json").read_text())["hfpatch"]
+    del record["guarded"]
+    with pytest.raises(CheckpointError, match="lacks the value of initializer_range"):
+        AutoConfig.from_pretrained(edited(saved, tmp_path / "1", hfpatch=record))
+
+
+class CheckedNowhere(PreTrainedConfig):
+    """A family of one's own whose class checks none of its settings."""
+
+    model_type = "checked_nowhere"
+
+    def __init__(self, width: Any = 3, **kwargs: Any) -> None:
+        self.width = width
+        super().__init__(**kwargs)
+
+
+def test_a_config_class_that_checks_nothing_is_left_as_it_is() -> None:
+    stored = {"width": 3, "hfpatch": {}}
+    assert guarded(CheckedNowhere(), stored) == stored
+    assert released(stored, "here") == stored
+
+
+SCRIPT = """
+import sys
+import transformers
+folder = {folder!r}
+print(transformers.AutoTokenizer.from_pretrained(folder)("w3 w9")["input_ids"])
+print(transformers.GenerationConfig.from_pretrained(folder).eos_token_id)
+for name in ("GPT2LMHeadModel", "GPT2Model", "GPT2Config", "AutoModelForCausalLM", "AutoConfig"):
+    try:
+        getattr(transformers, name).from_pretrained(folder)
+        print("OPENED")
+    except Exception as error:
+        print("hfpatch" in str(error))
+assert "hfpatch" not in sys.modules
+"""
+
+
+def test_without_hfpatch_models_are_refused_and_tokenizers_open(saved: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = edited(saved, tmp_path / "1")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder)("w3 w9")["input_ids"] == [3, 9]
+    env = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(folder=str(folder))], capture_output=True, text=True, check=False, env=env
+    )
+    assert done.stdout.splitlines() == ["[3, 9]", "2", *["True"] * 5], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, "gpt_neox", "mamba", "phi", "qwen2", "rwkv", "xlnet", "llava", "clip"])
+def test_config_classes_without_their_models(family: str) -> None:
+    """Refused by the host's class, and the same settings by ours."""
+    host = CONFIG_MAPPING[family]
+    config = tiny_config(family) if family in CONFIGS else host()
+    before = config.to_dict()
+    object.__setattr__(config, "__class__", patched_config_class(host))
+    config.hfpatch = Record(family).to_json()
+    stored = host._decode_special_floats(json.loads(config.to_json_string()))
+    with refused:
+        host.from_dict(dict(stored))
+    after = type(config).from_dict(stored).to_dict()
+    assert {name: value for name, value in after.items() if name != "hfpatch"} == before
+
+
+def test_patched_models_of_a_subclass_are_guarded(tmp_path: Path) -> None:
+    class OwnConfig(GPT2Config):
+        model_type = "gpt2_of_the_guard"
+
+    class OwnModel(GPT2LMHeadModel):
+        config_class = OwnConfig
+
+    model = OwnModel(OwnConfig(**{**tiny_config("gpt2").to_diff_dict(), "model_type": "gpt2_of_the_guard"}))
+    patch(model.eval(), pos=RoPE(theta=100.0)).save_pretrained(tmp_path)
+    for host in (OwnModel, GPT2LMHeadModel):
+        with refused:
+            host.from_pretrained(tmp_path)
+    assert difference(model, type(model).from_pretrained(tmp_path)) == 0
