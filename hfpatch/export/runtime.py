@@ -6,6 +6,8 @@ rest; `sources.Extract` takes from it what a modeling file needs.
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +16,10 @@ import torch
 import transformers
 from torch import nn
 
-from ..fingerprint import ENTRY
+from ..fingerprint import ENTRY as FINGERPRINT
 from ..generation import without_old_length
-from ..guard import guarded, released
+from ..guard import ENTRY as GUARDED
+from ..guard import SENTENCE
 from ..norms import AffineNorm
 from ..scheme import KEY
 from ..view import CENTRED, LENS, SCALE, SCALED, Lens, host_class, lensed_class, lensed_forward
@@ -171,15 +174,24 @@ class PatchedConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        stored = released(config_dict, config_dict.get("_name_or_path") or "this checkpoint's config.json")
-        if isinstance(stored.get(KEY), dict):  # a fingerprint is that of the weights, which may be trained here
-            stored[KEY].pop(ENTRY, None)
-        return super().from_dict({**stored, "model_type": cls.model_type}, **kwargs)  # type: ignore[misc,attr-defined]
+        stored: Any = copy.deepcopy({**config_dict, "model_type": cls.model_type})  # type: ignore[attr-defined]
+        record = stored.get(KEY) or {}
+        record.pop(FINGERPRINT, None)  # that of the weights, which may be trained here
+        for path, value in record.get(GUARDED, {}).items():
+            *parents, name = path.split(".")
+            part = functools.reduce(lambda settings, parent: settings[parent], parents, stored)
+            part[name] = value if isinstance(part[name], str) else part[name]
+        return super().from_dict(stored, **kwargs)  # type: ignore[misc]
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        stored = json.loads(super().to_json_string(use_diff=use_diff))  # type: ignore[misc]
-        told: Any = guarded(self, {**stored, "model_type": KEY})
-        return json.dumps(told, indent=2, sort_keys=True) + "\n"
+        stored = {**json.loads(super().to_json_string(use_diff=use_diff)), "model_type": KEY}  # type: ignore[misc]
+        record = stored.get(KEY) or {}
+        for path in record.get(GUARDED, {}):  # settings that the host needs, so that its own class opens nothing
+            *parents, name = path.split(".")
+            part = functools.reduce(lambda settings, parent: settings.get(parent, {}), parents, stored)
+            record[GUARDED][path] = functools.reduce(getattr, path.split("."), self)
+            part[name] = SENTENCE
+        return json.dumps(stored, indent=2, sort_keys=True) + "\n"
 
 
 class Patched:

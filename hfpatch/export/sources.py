@@ -377,8 +377,9 @@ class Extract:
         for inner in ast.walk(node):
             if isinstance(inner, ast.Name):
                 found = self._resolve(key[0], inner.id)
-                new = self.names.get(found) if isinstance(found, tuple) and found[1] == inner.id else None
-                new = inner.id if isinstance(found, tuple) and found[1] != inner.id and found in self.names else new
+                new = self.names.get(found) if isinstance(found, tuple) else None
+                if file.together.get(inner.id, inner.id) != inner.id:
+                    new = inner.id
                 if isinstance(found, tuple) and new is None and id(inner) in annotated:
                     new = "Any"
                 if new not in (None, inner.id):

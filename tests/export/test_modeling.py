@@ -63,7 +63,7 @@ def test_the_table_names_layers_once() -> None:
 
 def test_a_small_patch_is_a_small_file() -> None:
     assert "class RoPE" not in modeling_file(build("bert", "dyt")).text
-    assert len(modeling_file(build("bert", "dyt")).text.splitlines()) < 400
+    assert len(modeling_file(build("bert", "dyt")).text.splitlines()) < 450
 
 
 # What is refused, and what a failure leaves behind

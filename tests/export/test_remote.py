@@ -119,6 +119,25 @@ def test_it_is_the_same_model(family: str, request_: str, opened: dict[str, Any]
     assert found["stored"] == "hfpatch"
 
 
+@pytest.mark.parametrize(("family", "request_"), WITH_HEADS, ids=["-".join(case) for case in WITH_HEADS])
+def test_what_is_saved_there_opens_here(family: str, request_: str, opened: dict[str, Any]) -> None:
+    """The same settings, but for the fingerprint, which is of weights that may have been trained since."""
+    folder, name = Path(opened["probed"]["folder"]).parent, f"{family}-{request_}"
+    first, again = (json.loads((path / name / "config.json").read_text()) for path in (folder, folder / "again"))
+    assert first["hfpatch"].pop("fingerprint")
+    assert again == first
+    auto = getattr(transformers, HEADS[family])
+    here, there = (auto.from_pretrained(path / name) for path in (folder, folder / "again"))
+    assert type(here) is type(there)
+    assert here.state_dict().keys() == there.state_dict().keys()
+    assert all(torch.equal(value, there.state_dict()[key]) for key, value in here.state_dict().items())
+    host = type(here).__mro__[1]
+    assert host.__module__.startswith("transformers.models")
+    for path in (folder, folder / "again"):
+        with pytest.raises(Exception, match="patched by hfpatch"):  # what the host's own config class raises
+            host.from_pretrained(path / name)
+
+
 def test_the_scheme_of_a_third_party(opened: dict[str, Any]) -> None:
     """It isn't there when the checkpoint is opened."""
     found = opened["cases"]["third party"]
