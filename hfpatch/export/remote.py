@@ -37,6 +37,7 @@ def export_remote(
     tokenizer: Any = None,
     *,
     verify: bool = True,
+    overwrite: bool = False,
     example_inputs: Mapping[str, Any] | None = None,
     **save_options: Any,
 ) -> Path:
@@ -49,7 +50,7 @@ def export_remote(
 
     Args:
         model: a patched model, bare, with its weights. It isn't changed.
-        folder: a new or an empty one.
+        folder: a new or an empty one, or with `overwrite` any: it is replaced once all has gone well.
         tokenizer: a tokenizer or processor to save beside it.
         verify: open the result in another process, where hfpatch can't be imported, save it from there and open that
             as well: outputs of a fixed forward must be the model's own, bit for bit.
@@ -64,14 +65,15 @@ def export_remote(
         UnsupportedError: the model isn't patched, or a file of torch and transformers alone can't build it; says why.
         VerificationError: what was written doesn't open, or not as the same function. Nothing is left behind.
     """
-    folder = Path(folder)
+    folder = Path(folder).absolute()
     require_bare(model)
-    _require_options(folder, save_options)
+    _require_options(folder, overwrite, save_options)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
     code = modeling_file(model)
     folder.parent.mkdir(parents=True, exist_ok=True)
     written = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    replaced = written.with_name(f"{written.name}-replaced")
     try:
         model.save_pretrained(written, **save_options)
         if tokenizer is not None:
@@ -82,10 +84,15 @@ def export_remote(
             verify_remote(model, written, code.auto_of(type(model).__name__), example_inputs)
         written.chmod(0o777 & ~_umask())
         if folder.exists():
-            folder.rmdir()
+            folder.rename(replaced)
         written.rename(folder)
+    except BaseException:
+        if replaced.exists():
+            replaced.rename(folder)
+        raise
     finally:
-        shutil.rmtree(written, ignore_errors=True)
+        for left in (written, replaced):
+            shutil.rmtree(left, ignore_errors=True)
     return folder
 
 
@@ -95,9 +102,9 @@ def _umask() -> int:
     return mask
 
 
-def _require_options(folder: Path, options: Mapping[str, Any]) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OptionError(f"{folder} exists and isn't an empty folder. Choose another one, or remove it first.")
+def _require_options(folder: Path, overwrite: bool, options: Mapping[str, Any]) -> None:
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not overwrite)):
+        raise OptionError(f"{folder} exists and isn't an empty folder. Choose another one, or pass overwrite=True.")
     for option in ("push_to_hub", "state_dict", "distributed_checkpoint", "is_main_process"):
         if option in options:
             raise OptionError(f"{option}= isn't an option here: what is saved is the model that was checked.")

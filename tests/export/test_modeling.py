@@ -105,6 +105,15 @@ def test_a_folder_with_files_in_it(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="isn't an empty folder"):
         export_remote(build("gpt2", "dyt"), tmp_path)
     assert os.listdir(tmp_path) == ["mine.txt"]
+    with pytest.raises(UnsupportedError):
+        export_remote(tiny("gpt2"), tmp_path, overwrite=True, verify=False)
+    assert os.listdir(tmp_path) == ["mine.txt"]
+    export_remote(build("gpt2", "dyt"), tmp_path / "out", verify=False)
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    export_remote(build("gpt2", "rope"), tmp_path / "out", overwrite=True, verify=False)
+    assert not (tmp_path / "out" / "mine.txt").exists()
+    assert "class RoPE" in (tmp_path / "out" / FILE).read_text()
+    assert sorted(os.listdir(tmp_path)) == ["mine.txt", "out"]
 
 
 @pytest.mark.parametrize("option", ["push_to_hub", "state_dict"])
