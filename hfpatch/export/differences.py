@@ -95,7 +95,6 @@ def replayed(host: type[PreTrainedModel], config: Any) -> tuple[PreTrainedModel,
     stored = released(json.loads(config.to_json_string()), host.__name__)
     family: Any = host_class(type(config))
     plain = family.from_dict({**stored, "model_type": config.model_type})
-    plain._attn_implementation = getattr(config, "_attn_implementation", None)
     model = build(host, plain)  # from the host's config, lest some part of it be built patched
     before = {name: State.of(module) for name, module in model.named_modules(remove_duplicate=False)}
     with torch.device("meta"), torch.random.fork_rng(devices=[]):

@@ -72,15 +72,15 @@ def answer(job: Mapping[str, Any]) -> dict[str, Any]:
     auto = getattr(transformers, job["auto"])
     differences = []
     for folder in (job["folder"], job["again"]):
-        options = {"dtype": job["dtype"], "attn_implementation": job["attention"]}
-        model = auto.from_pretrained(folder, trust_remote_code=True, **options).to(job["device"]).eval()
+        model = auto.from_pretrained(folder, trust_remote_code=True, **job["options"]).to(job["device"]).eval()
         if type(model).__name__ != job["class"] or not type(model).__module__.startswith("transformers_modules"):
             return {"error": f"{job['auto']} opens it as {type(model).__module__}.{type(model).__name__}"}
         if folder == job["folder"]:
             model.save_pretrained(job["again"])
         for parameter in model.parameters():  # mapped from a file it may lie unaligned, which moves the last bit
             parameter.data = parameter.data.clone()
-        differences.append(difference(job["outputs"], outputs_of(model, job["inputs"])))
+        given = {name: x.to(job["device"]) if isinstance(x, Tensor) else x for name, x in job["inputs"].items()}
+        differences.append(difference(job["outputs"], outputs_of(model, given)))
     return {"differences": differences}
 
 

@@ -99,6 +99,8 @@ def modeling_file(model: PreTrainedModel) -> ModelingFile:
     for cls in kept:
         for auto in classes[cls]:
             auto_map.setdefault(auto, f"{REMOTE}.{cls.__name__}")
+    if not classes[host]:  # a part of other models, say
+        auto_map.setdefault("AutoModel", f"{REMOTE}.{host.__name__}")
     kept = [cls for cls in kept if cls is host or f"{REMOTE}.{cls.__name__}" in auto_map.values()]
     by_auto = base if base in kept and any(map(_asks_auto_model, kept)) else None
     text = writer.text(kept, auto_map, by_auto)
@@ -108,9 +110,7 @@ def modeling_file(model: PreTrainedModel) -> ModelingFile:
 def _settings(model: PreTrainedModel, host: type) -> Any:
     """The config as a process reads it back."""
     stored = {**json.loads(model.config.to_json_string()), "architectures": [host.__name__]}
-    config = type(model.config).from_dict(stored)
-    config._attn_implementation = getattr(model.config, "_attn_implementation", None)
-    return config
+    return type(model.config).from_dict(stored)
 
 
 def _asks_auto_model(cls: type) -> bool:
@@ -137,7 +137,6 @@ def _heads(config: type) -> dict[type, list[str]]:
 def _why_not(cls: type, file: ModuleType, config: Any) -> str | None:
     """Why the file's class isn't what hfpatch makes of a host's class, None where it is."""
     stored = json.loads(config.to_json_string())
-    attention = getattr(config, "_attn_implementation", None)
     makers: dict[str, tuple[Any, Any]] = {
         "hfpatch": (patched_model_class(cls), type(config)),
         "the file": (getattr(file, cls.__name__), getattr(file, type(config).__name__)),
@@ -145,7 +144,6 @@ def _why_not(cls: type, file: ModuleType, config: Any) -> str | None:
     built = []
     for who, (kind, settings_class) in makers.items():
         settings = settings_class.from_dict(copy.deepcopy(stored))
-        settings._attn_implementation = attention
         try:
             with torch.device("meta"), torch.random.fork_rng(devices=[]):
                 built.append(sketch(kind(settings)))

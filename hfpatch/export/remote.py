@@ -137,9 +137,8 @@ def verify_remote(
                 "again": str(Path(scratch) / "again"),
                 "auto": auto,
                 "class": type(model).__name__,
-                "dtype": model.dtype,
                 "device": str(device),
-                "attention": getattr(model.config, "_attn_implementation", None),
+                "options": {"dtype": model.dtype, **_attention(model)},
                 "threads": torch.get_num_threads(),
                 "inputs": {name: _on_cpu(value) for name, value in given.items()},
                 "outputs": {name: value.cpu() for name, value in outputs.items()},
@@ -160,6 +159,12 @@ def verify_remote(
             f"{type(model).__name__}: opened without hfpatch its outputs differ {which}. Nothing was kept.",
             f"{max(opened, again):.3g}",
         )
+
+
+def _attention(model: PreTrainedModel) -> dict[str, str]:
+    """The option that gives the model's implementation of attention, where that isn't the one it gets anyway."""
+    chosen = getattr(model.config, "_attn_implementation", None)
+    return {} if chosen in (None, "sdpa") else {"attn_implementation": chosen}
 
 
 def _run(job: Path, answer: Path, scratch: str) -> str:

@@ -129,6 +129,15 @@ def test_a_model_without_weights(tmp_path: Path) -> None:
         export_remote(patch(model, norm="dyt"), tmp_path / "out")
 
 
+def test_a_part_of_other_models() -> None:
+    """No Auto class knows BLIP's vision model by itself; AutoModel opens it all the same."""
+    from transformers import BlipVisionConfig, BlipVisionModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = patch(BlipVisionModel(BlipVisionConfig(image_size=8, patch_size=4, **sizes)), norm="dyt")
+    assert modeling_file(model).auto_map["AutoModel"] == "modeling_hfpatch.BlipVisionModel"
+
+
 def test_a_head_that_no_auto_class_opens(tmp_path: Path) -> None:
     model = patch(tiny("gpt2", transformers.GPT2DoubleHeadsModel), norm="dyt")
     with pytest.raises(UnsupportedError, match="no Auto class"):
