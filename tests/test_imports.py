@@ -45,8 +45,9 @@ LAYERS = [
     ["reorder"],
     ["convert.modules", "convert.verify"],
     ["export"],
+    ["hub"],
     ["__init__"],
-    ["cli", "__main__", "hub", "compile"],
+    ["cli", "__main__", "compile"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
