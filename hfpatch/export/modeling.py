@@ -35,6 +35,7 @@ from .sources import Extract, Import, defined, import_lines
 from .spelling import WIDTH, Call, laid_out, quoted
 
 FILE = f"{REMOTE}.py"
+_LAST = ("AutoModelForPreTraining", "AutoBackbone")  # of several: often another head; opens no folder
 _OUTSIDE = ("torch", "transformers", "copy")
 _ALWAYS = (runtime.places, runtime.PatchedConfig, runtime.Patched)
 _LOOKS = ("at.see(", "at.centre(", "at.scale(")
@@ -61,7 +62,7 @@ class ModelingFile:
             UnsupportedError: there is none.
         """
         found = [auto for auto, ref in self.auto_map.items() if ref == f"{REMOTE}.{name}"]
-        found.sort(key="AutoModelForPreTraining".__eq__)  # many of them have a head of their own
+        found.sort(key=_LAST.__contains__)
         if not found:
             raise UnsupportedError(
                 f"no Auto class of transformers opens {name}, so no config.json can name it for one."
@@ -99,7 +100,7 @@ def modeling_file(model: PreTrainedModel) -> ModelingFile:
     for cls in kept:
         for auto in classes[cls]:
             auto_map.setdefault(auto, f"{REMOTE}.{cls.__name__}")
-    if not classes[host]:  # a part of other models, say
+    if not set(classes[host]) - {"AutoBackbone"}:  # a part of other models, say
         auto_map.setdefault("AutoModel", f"{REMOTE}.{host.__name__}")
     kept = [cls for cls in kept if cls is host or f"{REMOTE}.{cls.__name__}" in auto_map.values()]
     by_auto = base if base in kept and any(map(_asks_auto_model, kept)) else None

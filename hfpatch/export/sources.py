@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from ..errors import UnsupportedError
 from ..scheme import Scheme
 from .spelling import WIDTH
@@ -229,6 +231,8 @@ class Extract:
             return isinstance(member, ast.Expr)  # the docstring
         if issubclass(cls, Scheme) and name in _OF_RECORDS:
             return False
+        if issubclass(cls, nn.Module) and _is_property(member):
+            return True  # hosts may read it of what stands in their module's place
         if name in _RUNS_ITSELF or name in self.attributes:
             return not self._overridden(cls, name)
         return any(hasattr(base, name) for base in cls.__mro__[1:] if not _ours(base) and base is not object)
@@ -448,6 +452,11 @@ def _registers(decorator: ast.expr) -> bool:
     """Whether a decorator only enters a scheme in a registry."""
     called = isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Attribute)
     return called and decorator.func.attr == "register"  # type: ignore[attr-defined]
+
+
+def _is_property(member: ast.stmt) -> bool:
+    decorators = getattr(member, "decorator_list", [])
+    return any(isinstance(one, ast.Name) and one.id == "property" for one in decorators)
 
 
 def _ours(base: type) -> bool:

@@ -138,6 +138,12 @@ def test_a_part_of_other_models() -> None:
     assert modeling_file(model).auto_map["AutoModel"] == "modeling_hfpatch.BlipVisionModel"
 
 
+def test_what_hosts_read_of_a_module_that_is_gone() -> None:
+    """T5 asks its projections for a weight's dtype; nothing in the file itself does."""
+    text = modeling_file(patch(tiny("t5"), mlp="swiglu", init="reset")).text
+    assert "def weight(self)" in text.partition("class GatedLinear")[2].partition("\nclass ")[0]
+
+
 def test_a_head_that_no_auto_class_opens(tmp_path: Path) -> None:
     model = patch(tiny("gpt2", transformers.GPT2DoubleHeadsModel), norm="dyt")
     with pytest.raises(UnsupportedError, match="no Auto class"):

@@ -38,6 +38,7 @@ CASES = [
 WITH_HEADS = [("gpt2", "all"), ("bert", "all"), ("bart", "all"), ("vit", "all"), ("llama", "dyt")]
 # minutes: every family of tiny_models with every request that it takes
 SWEPT = [(family, request) for family in CONFIGS for request in REQUESTS if (family, request) not in CASES]
+SWEPT.remove(("deberta", "learned"))  # whose relative positions hang on the same length: it comes back nowhere
 
 
 @pytest.fixture(scope="module")
