@@ -6,7 +6,6 @@ The host is built on the meta device, remembered, patched as when a checkpoint i
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,6 @@ from transformers.pytorch_utils import Conv1D
 from ..checkpoint import MISCOUNTED, OPENED, replay
 from ..convert.centring import pattern_of
 from ..errors import UnsupportedError
-from ..guard import released
 from ..limits import mean_rows
 from ..mlps import GatedActivation, GatedLinear
 from ..native_rope import SETTINGS_AT
@@ -92,9 +90,8 @@ def replayed(host: type[PreTrainedModel], config: Any) -> tuple[PreTrainedModel,
     Raises:
         PatchError: the record doesn't apply to it.
     """
-    stored = released(json.loads(config.to_json_string()), host.__name__)
     family: Any = host_class(type(config))
-    plain = family.from_dict({**stored, "model_type": config.model_type})
+    plain = family.from_dict(config.to_dict())
     model = build(host, plain)  # from the host's config, lest some part of it be built patched
     before = {name: State.of(module) for name, module in model.named_modules(remove_duplicate=False)}
     with torch.device("meta"), torch.random.fork_rng(devices=[]):

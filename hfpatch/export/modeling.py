@@ -110,8 +110,7 @@ def modeling_file(model: PreTrainedModel) -> ModelingFile:
 
 def _settings(model: PreTrainedModel, host: type) -> Any:
     """The config as a process reads it back."""
-    stored = {**json.loads(model.config.to_json_string()), "architectures": [host.__name__]}
-    return type(model.config).from_dict(stored)
+    return type(model.config).from_dict({**model.config.to_dict(), "architectures": [host.__name__]})
 
 
 def _asks_auto_model(cls: type) -> bool:
@@ -137,7 +136,7 @@ def _heads(config: type) -> dict[type, list[str]]:
 
 def _why_not(cls: type, file: ModuleType, config: Any) -> str | None:
     """Why the file's class isn't what hfpatch makes of a host's class, None where it is."""
-    stored = json.loads(config.to_json_string())
+    stored = config.to_dict()
     makers: dict[str, tuple[Any, Any]] = {
         "hfpatch": (patched_model_class(cls), type(config)),
         "the file": (getattr(file, cls.__name__), getattr(file, type(config).__name__)),

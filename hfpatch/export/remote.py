@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from ..convert.run import device_of, fitting, quiet
 from ..errors import OptionError, UnsupportedError, VerificationError
 from ..plan import require_bare
 from . import fresh
+from .files import require_free, save_tokenizer, staged
 from .modeling import FILE, modeling_file
 
 _TIMEOUT = 1800  # seconds for the other process
@@ -61,50 +61,30 @@ def export_remote(
         The folder.
 
     Raises:
-        OptionError: the folder has files in it; an option that would publish or save something else.
+        PatchError: the folder isn't empty, or the tokenizer doesn't open again from it.
+        OptionError: an option that would publish or save something else.
         UnsupportedError: the model isn't patched, or a file of torch and transformers alone can't build it; says why.
         VerificationError: what was written doesn't open, or not as the same function. Nothing is left behind.
     """
-    folder = Path(folder).absolute()
+    folder = Path(folder)
     require_bare(model)
-    _require_options(folder, overwrite, save_options)
+    _require_options(save_options)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
+    require_free(folder, overwrite)
     code = modeling_file(model)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    written = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    replaced = written.with_name(f"{written.name}-replaced")
-    try:
+    with staged(folder, overwrite) as written:
         model.save_pretrained(written, **save_options)
         if tokenizer is not None:
-            tokenizer.save_pretrained(written)
+            save_tokenizer(tokenizer, written)
         (written / FILE).write_text(code.text, encoding="utf-8")
         _tell_config(written / "config.json", code.auto_map)
         if verify:
             verify_remote(model, written, code.auto_of(type(model).__name__), example_inputs)
-        written.chmod(0o777 & ~_umask())
-        if folder.exists():
-            folder.rename(replaced)
-        written.rename(folder)
-    except BaseException:
-        if replaced.exists():
-            replaced.rename(folder)
-        raise
-    finally:
-        for left in (written, replaced):
-            shutil.rmtree(left, ignore_errors=True)
     return folder
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _require_options(folder: Path, overwrite: bool, options: Mapping[str, Any]) -> None:
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not overwrite)):
-        raise OptionError(f"{folder} exists and isn't an empty folder. Choose another one, or pass overwrite=True.")
+def _require_options(options: Mapping[str, Any]) -> None:
     for option in ("push_to_hub", "state_dict", "distributed_checkpoint", "is_main_process"):
         if option in options:
             raise OptionError(f"{option}= isn't an option here: what is saved is the model that was checked.")

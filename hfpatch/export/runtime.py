@@ -191,9 +191,7 @@ class PatchedConfig:
             part = functools.reduce(lambda settings, parent: settings.get(parent, {}), parents, stored)
             record[GUARDED][path] = functools.reduce(getattr, path.split("."), self)
             part[name] = SENTENCE
-        for auto, reference in stored.get(
-            "auto_map", {}
-        ).items():  # transformers takes "...Tokenizer..." for another kind
+        for auto, reference in stored.get("auto_map", {}).items():  # a pair, where a class has "Tokenizer" in its name
             stored["auto_map"][auto] = reference if isinstance(reference, str) else reference[0]
         return json.dumps(stored, indent=2, sort_keys=True) + "\n"
 

@@ -17,8 +17,8 @@ from tiny_models import patch, registered, tiny
 from torch import nn
 
 import hfpatch
-from hfpatch import NORMS, Norm, OptionError, UnsupportedError, VerificationError
-from hfpatch.export import remote
+from hfpatch import NORMS, Norm, OptionError, PatchError, UnsupportedError, VerificationError
+from hfpatch.export import export_model, remote
 from hfpatch.export.modeling import FILE, modeling_file
 from hfpatch.export.remote import export_remote
 
@@ -94,6 +94,14 @@ def test_a_file_that_computes_something_else_is_caught(tmp_path: Path, monkeypat
     assert os.listdir(tmp_path) == []
 
 
+def test_by_its_form(tmp_path: Path) -> None:
+    model = build("gpt2", "dyt")
+    exported = export_model(model, tmp_path / "out", to="remote", verify=False)
+    assert exported.folder == tmp_path / "out"
+    assert (tmp_path / "out" / FILE).exists()
+    export_model(model, tmp_path / "out", to="remote", overwrite=True, verify=False)
+
+
 def test_an_unpatched_model(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="isn't patched: save_pretrained is all"):
         export_remote(tiny("gpt2"), tmp_path / "out")
@@ -102,7 +110,7 @@ def test_an_unpatched_model(tmp_path: Path) -> None:
 
 def test_a_folder_with_files_in_it(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(OptionError, match="isn't an empty folder"):
+    with pytest.raises(PatchError, match="isn't empty"):
         export_remote(build("gpt2", "dyt"), tmp_path)
     assert os.listdir(tmp_path) == ["mine.txt"]
     with pytest.raises(UnsupportedError):
