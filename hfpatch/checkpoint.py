@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from .edits import Edits
 from .errors import CheckpointError
 from .fingerprint import ENTRY as FINGERPRINT
 from .fingerprint import Fingerprint, settings_of
-from .generation import without_old_length
+from .generation import is_unlimited, without_old_length
 from .guard import guarded, released
 from .native_rope import refill
 from .norms import AffineNorm
@@ -33,6 +34,8 @@ from .tables import ComputedPositions
 from .view import SCALE, SCALED, host_class, lensed_forward, once_per_class
 from .weights import broken_file
 
+REMOTE = "modeling_hfpatch"  # the module that opens an exported checkpoint where hfpatch isn't there
+_BEING_BUILT: ContextVar[Any] = ContextVar("being_built", default=None)  # the config of the patched model around
 OPENED = "_hfpatch_opened"  # of a config from disk: its fingerprint and a digest of its settings; of a model: the first
 MISCOUNTED = "_hfpatch_miscounted"  # of a model whose patch came out otherwise than its record says
 
@@ -62,6 +65,14 @@ class HfpatchConfig(PreTrainedConfig):
         return registered_config_class(host).from_dict(config_dict, **kwargs)
 
 
+def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
+    """A config without the classes of the file that an export wrote: hfpatch itself opens such a checkpoint."""
+    auto_map = stored.get("auto_map") or {}
+    others = {auto: ref for auto, ref in auto_map.items() if not str(ref).rpartition("--")[2].startswith(f"{REMOTE}.")}
+    kept = {name: value for name, value in stored.items() if name != "auto_map"}
+    return {**kept, "auto_map": others} if others else kept
+
+
 def _where(config_dict: dict[str, Any]) -> Any:
     """What to call a checkpoint in an error."""
     return config_dict.get("_name_or_path") or "this checkpoint's config.json"
@@ -73,7 +84,7 @@ def _read(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Reco
     Raises:
         CheckpointError: as in `HfpatchConfig.from_dict`.
     """
-    settings = released(config_dict, where)
+    settings = without_remote_code(released(config_dict, where))
     stored, fingerprint = settings.get(KEY), None
     if isinstance(stored, dict) and FINGERPRINT in stored:
         fingerprint = Fingerprint.from_json(stored[FINGERPRINT], where)
@@ -128,8 +139,13 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def __init__(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         fingerprint, settings = config.__dict__.pop(OPENED, (None, None))
         as_saved = fingerprint is not None and settings_of(config) == settings
-        host.__init__(self, config, *args, **kwargs)
-        replay(self)
+        around = _BEING_BUILT.set(config)
+        try:
+            host.__init__(self, config, *args, **kwargs)
+        finally:
+            _BEING_BUILT.reset(around)
+        if _BEING_BUILT.get() is not config:  # else a head that makes its body by AutoModel.from_config, and is patched
+            replay(self)
         if as_saved:
             self.__dict__[OPENED] = fingerprint
 
@@ -179,7 +195,7 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
         "__reduce_ex__": _reduce,
         "config_class": patched_config_class(host_class(host.config_class)),
         **_named_like(host),
-        **without_old_length(host),
+        **without_old_length(host, is_unlimited),
     }
     if _needs_lens(host):
         body["forward"] = lensed_forward(host)
@@ -217,7 +233,7 @@ def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> 
 
     All of them at once: an unregistered one would go by the config's name and build the unpatched model.
     """
-    for auto in _auto_classes():
+    for auto in auto_classes():
         try:
             models = auto._model_mapping.get(host, None)
         except ValueError:  # transformers names a class there that it doesn't have
@@ -254,7 +270,8 @@ class _PartOfPatched:
     _from_config = from_pretrained
 
 
-def _auto_classes() -> Iterator[Any]:
+def auto_classes() -> Iterator[Any]:
+    """Every Auto class of transformers that opens models."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 

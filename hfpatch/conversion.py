@@ -37,7 +37,7 @@ class Conversion:
         centring: what was found; `refuse` replaces it where it can't be carried out.
         plain: whether it was tried and wasn't exact, so that nothing but the norms may change now.
         exact, approximate: names of the norms that are replaced so, filled by `plan_norms`.
-        left: patterns of the norms that stay since they wouldn't be exact.
+        left: names of the norms that stay since they wouldn't be exact.
         readers: norm -> the linear layers that take up its shift, or why they can't.
     """
 
@@ -217,12 +217,13 @@ class Conversion:
 
     def recorded(self) -> Part:
         """The request with all that opening a checkpoint must know."""
+        moved, replaced = self.moved_shifts(), [*self.exact, *self.approximate]
         return replace(
             self.part,
             init=self.part.init if self.centres else "copy",
             centred=runtime(self.centring, self.mode) if self.centres else (),
-            left=tuple(dict.fromkeys(self.left)),
-            biasless=tuple(dict.fromkeys(map(pattern_of, self.moved_shifts()))),
+            left=told_apart(self.left, replaced),
+            biasless=told_apart(moved, [name for name in replaced if name not in moved]),
         )
 
     # On the real model
@@ -280,3 +281,9 @@ class Conversion:
         stream = {*self.centring.exact, *self.centring.approximate}
         norms_of_stream = [name for name, _ in self.model.named_modules() if pattern_of(name) in stream]
         compensate(self.model, given, find_pairs(self.model, given, norms, norms_of_stream, writers), edits)
+
+
+def told_apart(names: list[str], others: list[str]) -> tuple[str, ...]:
+    """Patterns of names; the names themselves where their pattern is also that of one of the others."""
+    taken = set(map(pattern_of, others))
+    return tuple(dict.fromkeys(name if pattern_of(name) in taken else pattern_of(name) for name in names))

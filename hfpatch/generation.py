@@ -10,21 +10,28 @@ from typing import Any
 from .lengths import LENGTH, takes_any_length
 from .record import KEY
 
+Unlimited = Callable[[Any], bool]
 
-def without_old_length(host: type) -> dict[str, Callable[..., Any]]:
-    """Those of a host's methods that read the config's length, as they are to run on a patched model."""
+
+def without_old_length(host: type, unlimited: Unlimited) -> dict[str, Callable[..., Any]]:
+    """Those of a host's methods that read the config's length, as they are to run on a patched model.
+
+    Args:
+        host: the class.
+        unlimited: whether a model of it takes inputs beyond that length.
+    """
     made = {"_prepare_generated_length": _length, "_get_stopping_criteria": _criteria}
-    return {name: make(getattr(host, name)) for name, make in made.items() if hasattr(host, name)}
+    return {name: make(getattr(host, name), unlimited) for name, make in made.items() if hasattr(host, name)}
 
 
-def _is_unlimited(model: Any) -> bool:
+def is_unlimited(model: Any) -> bool:
     """Whether the config's length is a number that positions of an earlier time left behind."""
     parts = (getattr(model.config, KEY, None) or {}).get("pos", [])
     told = parts and parts[-1]["scheme"].get("max_positions") is not None
     return bool(parts) and not told and takes_any_length(model)
 
 
-def _length(method: Callable[..., Any]) -> Callable[..., Any]:
+def _length(method: Callable[..., Any], unlimited: Unlimited) -> Callable[..., Any]:
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -35,18 +42,18 @@ def _length(method: Callable[..., Any]) -> Callable[..., Any]:
         old = getattr(self.config, LENGTH, None)
         if old is not None and generation_config.max_length == old and given.get("has_default_max_length"):
             wanted = (before or 0) + given["input_ids_length"]
-            if wanted > old and generation_config.max_new_tokens is None and _is_unlimited(self):
+            if wanted > old and generation_config.max_new_tokens is None and unlimited(self):
                 generation_config.max_length = wanted
         return generation_config
 
     return prepare
 
 
-def _criteria(method: Callable[..., Any]) -> Callable[..., Any]:
+def _criteria(method: Callable[..., Any], unlimited: Unlimited) -> Callable[..., Any]:
     @functools.wraps(method)
     def criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = method(self, *args, **kwargs)
-        if any(getattr(one, LENGTH, None) is not None for one in found) and _is_unlimited(self):
+        if any(getattr(one, LENGTH, None) is not None for one in found) and unlimited(self):
             for one in found:
                 if hasattr(one, LENGTH):
                     setattr(one, LENGTH, None)

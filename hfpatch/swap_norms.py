@@ -123,7 +123,8 @@ def _plain(site: _Site, part: Part, names: Names, model: nn.Module) -> _Swap:
 
 def _named(patterns: tuple[str, ...], site: _Site, names: Names) -> bool:
     """Whether one of a record's patterns is a norm's, here or as another head calls it."""
-    return any(pattern_of(form) in patterns for name in site.names for form in names.forms(name))
+    forms = {form for name in site.names for form in names.forms(name)}
+    return not forms.isdisjoint(patterns) or not set(map(pattern_of, forms)).isdisjoint(patterns)
 
 
 def _converted(sites: list[_Site], conversion: Conversion) -> dict[int, _Swap]:
@@ -156,7 +157,7 @@ def _convert(site: _Site, conversion: Conversion) -> _Swap:
         conversion.exact.append(name)
         return _Swap(None)
     if conversion.part.init == "exact":
-        conversion.left.append(pattern_of(name))
+        conversion.left.append(name)
         return _Swap(f"{loss} ({why})" if why else loss, stays=f"not exact: {why or loss}")
     conversion.approximate.append(name)
     if conversion.compensates(name):

@@ -79,7 +79,7 @@ def with_lens(module: nn.Module, lens: Lens) -> Lens:
     return Lenses((*kept, lens)) if kept else lens
 
 
-def _view_class(host: type) -> type[View]:
+def _view_class(host: type, named: type) -> type[View]:
     """A View that owns the host's methods, so that helpers called in its forward see the view as well."""
     methods: dict[str, Any] = {}
     for base in reversed(host.__mro__):
@@ -89,8 +89,9 @@ def _view_class(host: type) -> type[View]:
                 for name, value in vars(base).items()
                 if isinstance(value, FunctionType) and not name.startswith("__")
             )
-    # transformers finds a model's recorders by the text of its class, so the view keeps the host's name
-    return type(host.__name__, (View,), {**methods, "__module__": host.__module__, "__qualname__": host.__qualname__})
+    # transformers finds a model's recorders by the text of its class, so the view keeps its name
+    names = {"__module__": named.__module__, "__qualname__": named.__qualname__}
+    return type(named.__name__, (View,), {**methods, **names})
 
 
 class InnerView(View):
@@ -149,9 +150,12 @@ def centred(output: Any, axis: int) -> Any:
     return (wide - wide.mean(axis, keepdim=True)).to(output.dtype)
 
 
-def lensed_forward(host: type[nn.Module]) -> Callable[..., Any]:
-    """The host's forward, run on a view wherever the instance has a lens; its output centred or scaled where set."""
-    view = _view_class(host)
+def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable[..., Any]:
+    """The host's forward, run on a view wherever the instance has a lens; its output centred or scaled where set.
+
+    The view has the name of the host, or of the class `named` that is made of it.
+    """
+    view = _view_class(host, named or host)
     host_forward = host.forward
     signature = inspect.signature(host_forward)
     names = tuple(signature.parameters)[1:]

@@ -102,6 +102,26 @@ def test_families_without_a_record_take_norms(family: str, norm: str, tmp_path: 
     assert difference(model, reload(model, tmp_path)) == 0
 
 
+def test_norms_of_one_pattern_that_differ_from_layer_to_layer(tmp_path: Path) -> None:
+    """BERT's last norm gives its shift to the head's layers; those before it keep theirs, which the stream reads."""
+    model = patch(tiny("bert", "AutoModelForMaskedLM"), norm=RMS(fold_bias=True))
+    shifts = [layer.output.LayerNorm.bias is not None for layer in model.bert.encoder.layer]
+    assert shifts == [True, False]
+    assert model.config.hfpatch["norm"][0]["biasless"] == ["bert.encoder.layer.1.output.LayerNorm"]
+    assert difference(model, reload(model, tmp_path, "AutoModelForMaskedLM")) == 0
+    base = load(tmp_path)
+    assert [layer.output.LayerNorm.bias is not None for layer in base.encoder.layer] == shifts
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_heads_that_make_their_body_by_an_auto_class(family: str, tmp_path: Path) -> None:
+    """`AutoModel.from_config` in the host's own code, given a patched config."""
+    model = patch(tiny(family, "AutoModelForSequenceClassification"), norm="dyt")
+    again = reload(model, tmp_path, "AutoModelForSequenceClassification")
+    assert len(norms_of(again, AffineNorm)) == len(norms_of(model, AffineNorm)) == 5
+    assert difference(model, again) == 0
+
+
 # those of a decoder or an encoder alone have no AutoModel as their base
 WITH_A_BASE = [
     key for key in HEADS if key[1] not in ("BartForCausalLM", "WhisperForCausalLM", "WhisperForAudioClassification")

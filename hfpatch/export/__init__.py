@@ -60,9 +60,9 @@ def export_model(
         )
     require_free(folder, overwrite)
     if to == "remote":
-        from .remote import export_remote  # type: ignore[import-not-found, unused-ignore]
+        from .remote import export_remote
 
-        export_remote(model, folder, tokenizer=tokenizer, **save_options)
+        export_remote(model, folder, tokenizer, overwrite=overwrite, **save_options)
     else:
         model.save_pretrained(folder, **save_options)
         if tokenizer is not None:

@@ -44,7 +44,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, scheme: RoPE, head_dim: int, max_positions: int):
         super().__init__()
         self.scheme, self.head_dim, self.max_positions = scheme, head_dim, max_positions
-        self.key = f"{scheme.to_json()} {head_dim} {max_positions}"  # rotations with the same key are equal
+        self.key = f"{scheme} {head_dim} {max_positions}"  # rotations with the same key are equal
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
 
     def _frequencies(self) -> Tensor:
@@ -135,7 +135,7 @@ class AdaptiveRotaryEmbedding(RotaryEmbedding):
 @POSITIONS.register("rope")
 @dataclass(frozen=True)
 class RoPE(Position):
-    """Rotary position embedding: q and k are rotated by their positions, so that only differences of positions count.
+    """Rotary position embedding: q and k are rotated by their positions, so only differences of positions count.
 
     Pairs of channels (x1, x2) become (x1 cos a - x2 sin a, x2 cos a + x1 sin a) with a = m * theta^(-2i/d), Su et al.
     2021, arXiv:2104.09864, eq. 34.

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from hfpatch import ARCHITECTURES, NothingToPatchError, OptionError, RoPE, UnsupportedError, plan_patch, unpatch_model
 from hfpatch.checkpoint import patched_model_class
 from hfpatch.cli import app
-from hfpatch.generation import _is_unlimited
+from hfpatch.generation import is_unlimited
 from hfpatch.positions.rope import AdaptiveRotaryEmbedding
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -148,7 +148,7 @@ def test_control_the_old_length(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises((AssertionError, ValueError, IndexError)):
         run(make("gpt2"), 40, caplog)
     kept = patched(make("gpt2"), pos="rope", keep="*wpe*")  # its table still ends
-    assert not _is_unlimited(kept)
+    assert not is_unlimited(kept)
     assert run(kept, 20, caplog) == 12
 
 

@@ -1,0 +1,173 @@
+"""A checkpoint that opens with `trust_remote_code=True` where hfpatch isn't installed.
+
+Beside the weights lies one generated file. It holds the modules of the patch, cut out of hfpatch's own sources, and a
+method that says in the open which module of the host each of them replaces: what replaying the patch record comes to,
+not the code that replays it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..convert.inputs import example_inputs as made_inputs
+from ..convert.run import device_of, fitting, quiet
+from ..errors import OptionError, UnsupportedError, VerificationError
+from ..plan import require_bare
+from . import fresh
+from .files import require_free, save_tokenizer, staged
+from .modeling import FILE, modeling_file
+
+_TIMEOUT = 1800  # seconds for the other process
+
+
+def export_remote(
+    model: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    tokenizer: Any = None,
+    *,
+    verify: bool = True,
+    overwrite: bool = False,
+    example_inputs: Mapping[str, Any] | None = None,
+    **save_options: Any,
+) -> Path:
+    """Save a patched model so that it opens without hfpatch, by `from_pretrained(folder, trust_remote_code=True)`.
+
+    The folder gets what `save_pretrained` writes, `modeling_hfpatch.py` and, in config.json, an `auto_map` that names
+    its classes: that of the model, and every other head of the family for which the file makes what hfpatch makes. A
+    process without hfpatch and without `trust_remote_code=True` refuses the checkpoint. Where hfpatch is imported, it
+    opens the checkpoint itself, whatever `trust_remote_code` says, and runs nothing of the file.
+
+    Args:
+        model: a patched model, bare, with its weights. It isn't changed.
+        folder: a new or an empty one, or with `overwrite` any: it is replaced once all has gone well.
+        tokenizer: a tokenizer or processor to save beside it.
+        verify: open the result in another process, where hfpatch can't be imported, save it from there and open that
+            as well: outputs of a fixed forward must be the model's own, bit for bit.
+        example_inputs: keyword arguments of that forward. None makes them from the model's signature and config.
+        save_options: of `save_pretrained`, such as `max_shard_size`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        PatchError: the folder isn't empty, or the tokenizer doesn't open again from it.
+        OptionError: an option that would publish or save something else.
+        UnsupportedError: the model isn't patched, or a file of torch and transformers alone can't build it; says why.
+        VerificationError: what was written doesn't open, or not as the same function. Nothing is left behind.
+    """
+    folder = Path(folder)
+    require_bare(model)
+    _require_options(save_options)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
+    require_free(folder, overwrite)
+    code = modeling_file(model)
+    with staged(folder, overwrite) as written:
+        model.save_pretrained(written, **save_options)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, written)
+        (written / FILE).write_text(code.text, encoding="utf-8")
+        _tell_config(written / "config.json", code.auto_map)
+        if verify:
+            verify_remote(model, written, code.auto_of(type(model).__name__), example_inputs)
+    return folder
+
+
+def _require_options(options: Mapping[str, Any]) -> None:
+    for option in ("push_to_hub", "state_dict", "distributed_checkpoint", "is_main_process"):
+        if option in options:
+            raise OptionError(f"{option}= isn't an option here: what is saved is the model that was checked.")
+
+
+def _tell_config(path: Path, auto_map: Mapping[str, str]) -> None:
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    stored["auto_map"] = dict(auto_map)
+    path.write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def verify_remote(
+    model: PreTrainedModel, folder: Path, auto: str, example_inputs: Mapping[str, Any] | None = None
+) -> None:
+    """Open a checkpoint where hfpatch can't be imported, and what is saved there again; compare both with the model.
+
+    Raises:
+        VerificationError: one doesn't open, or gives other outputs.
+    """
+    device, given = device_of(model), example_inputs
+    if given is None:
+        given = made_inputs(model)
+    with quiet(model):
+        outputs = fresh.outputs_of(_aligned(model), given := fitting(model, given))
+    with tempfile.TemporaryDirectory() as scratch:
+        job, answer = Path(scratch) / "job.pt", Path(scratch) / "answer.json"
+        torch.save(
+            {
+                "folder": str(folder.resolve()),
+                "again": str(Path(scratch) / "again"),
+                "auto": auto,
+                "class": type(model).__name__,
+                "device": str(device),
+                "options": {"dtype": model.dtype, **_attention(model)},
+                "threads": torch.get_num_threads(),
+                "inputs": {name: _on_cpu(value) for name, value in given.items()},
+                "outputs": {name: value.cpu() for name, value in outputs.items()},
+            },
+            job,
+        )
+        done = _run(job, answer, scratch)
+        found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {"error": done}
+    error = found.get("error")
+    if error is not None:
+        raise VerificationError(
+            f"{type(model).__name__}: what was written doesn't open without hfpatch: {error}. Nothing was kept.", error
+        )
+    opened, again = found["differences"]
+    if opened or again:
+        which = f"by {opened:.3g}" + (f", and saved from there again by {again:.3g}" if again != opened else "")
+        raise VerificationError(
+            f"{type(model).__name__}: opened without hfpatch its outputs differ {which}. Nothing was kept.",
+            f"{max(opened, again):.3g}",
+        )
+
+
+def _attention(model: PreTrainedModel) -> dict[str, str]:
+    """The option that gives the model's implementation of attention, where that isn't the one it gets anyway."""
+    chosen = getattr(model.config, "_attn_implementation", None)
+    return {} if chosen in (None, "sdpa") else {"attn_implementation": chosen}
+
+
+def _run(job: Path, answer: Path, scratch: str) -> str:
+    """What the other process said."""
+    env = {**os.environ, "HF_MODULES_CACHE": f"{scratch}/modules", "HF_HUB_OFFLINE": "1"}
+    env["TRANSFORMERS_VERBOSITY"] = "error"
+    command = [sys.executable, "-P", str(Path(fresh.__file__).resolve()), str(job), str(answer)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=env, cwd=scratch, timeout=_TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        return f"it took more than {_TIMEOUT} seconds"
+    return (done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1]
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _aligned(model: nn.Module) -> Any:
+    """The model, called with weights in memory of their own where they lie unaligned, which moves the last bit."""
+    moved = {name: p.detach().clone() for name, p in model.named_parameters() if p.data_ptr() % 64}
+    if not moved:
+        return model
+    return lambda **given: torch.func.functional_call(model, moved, kwargs=given)

@@ -1,0 +1,109 @@
+"""What the tests of exports patch models with."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from tiny_models import patch, randomise, tiny
+
+from hfpatch import RMS, DyT, RoPE, SwiGLU
+
+HEADS = {
+    "gpt2": "AutoModelForCausalLM",
+    "bert": "AutoModelForMaskedLM",
+    "roberta": "AutoModelForSequenceClassification",
+    "distilbert": "AutoModelForMaskedLM",
+    "bart": "AutoModelForSeq2SeqLM",
+    "opt": "AutoModelForCausalLM",
+    "gpt_neo": "AutoModelForCausalLM",
+    "vit": "AutoModelForImageClassification",
+    "whisper": "AutoModelForSpeechSeq2Seq",
+    "llama": "AutoModelForSequenceClassification",
+}
+FRESH = {"norm": DyT(0.4), "pos": RoPE(theta=300.0), "mlp": SwiGLU(), "init": "reset"}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "rms exact": {"norm": "rms"},
+    "rms copy": {"norm": "rms", "init": "copy"},
+    "rms parametrized": {"norm": RMS(mode="parametrize")},
+    "rms without shifts": {"norm": RMS(fold_bias=True)},
+    "prms": {"norm": RMS(fraction=0.25)},
+    "dyt": {"norm": DyT(0.4)},
+    "dyt llm": {"norm": DyT("llm"), "init": "reset"},
+    "derf": {"norm": "derf"},
+    "layer": {"norm": "layer:bias=false"},
+    "batch": {"norm": "batch"},
+    "deepnorm": {"norm": "deepnorm"},
+    "post": {"placement": "post"},
+    "sandwich": {"placement": "sandwich"},
+    "swiglu": {"mlp": SwiGLU()},
+    "swiglu fresh": {"mlp": SwiGLU(), "init": "reset"},
+    "geglu": {"mlp": "geglu"},
+    "rope": {"pos": RoPE(theta=300.0)},
+    "interleaved": {"pos": RoPE(theta=300.0, pairing="interleaved")},
+    "partial": {"pos": RoPE(theta=300.0, partial=0.5)},
+    "yarn": {"pos": RoPE(scaling={"rope_type": "yarn", "factor": 4.0})},
+    "dynamic": {"pos": RoPE(scaling={"rope_type": "dynamic", "factor": 4.0})},
+    "axial": {"pos": RoPE(axes=2)},
+    "nope": {"pos": "nope"},
+    "alibi": {"pos": "alibi"},
+    "sinusoidal": {"pos": "sinusoidal"},
+    "learned": {"pos": "learned:max_positions=128"},
+    "only some": {"norm": "dyt", "pos": "rope", "only": ["*.0.*"]},
+    "all": {"norm": DyT(0.4), "pos": RoPE(theta=300.0)},
+    "fresh": FRESH,
+}
+
+
+def build(family: str, request: str) -> Any:
+    model = patch(tiny(family, HEADS.get(family, "AutoModel")), **REQUESTS[request])
+    return randomise(model, seed=5) if not request.startswith("rms exact") else model
+
+
+OWN = '''
+"""A norm of one's own."""
+
+from dataclasses import dataclass
+
+import torch
+{more}
+from hfpatch.norms import AffineNorm, Norm
+
+FACTOR = 2.0
+
+
+def half(h):
+    return {half}
+
+
+class OwnNorm(AffineNorm):
+    """half(x / max |x|)."""
+
+    def __init__(self, facts, kind, gain, shift, power):
+        super().__init__(facts, kind, gain, shift)
+        self.power = power
+
+    def normalise(self, h):
+        return half(h / h.abs().amax(-1, keepdim=True).clamp_min(1e-6)).sign().mul(h.abs() ** self.power)
+
+
+@dataclass(frozen=True)
+class Own(Norm):
+    """Its scheme."""
+
+    power: float = 0.5
+
+    def build(self, facts, gain, shift, like):
+        return OwnNorm(facts, self.name, gain, shift, self.power)
+'''
+
+
+def own_scheme(folder: Path, name: str, more: str = "", half: str = "h / FACTOR") -> Any:
+    (folder / f"{name}.py").write_text(OWN.format(more=more, half=half))
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(name).Own
+    finally:
+        sys.path.pop(0)

@@ -1,0 +1,291 @@
+"""A modeling file beside the weights opens a patched checkpoint where hfpatch isn't installed, as the same model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from exported_models import HEADS, REQUESTS, build, own_scheme
+from tiny_models import CONFIGS, difference, inputs, outputs, patch, registered, tiny
+
+from hfpatch import NORMS, POSITIONS, PatchError
+from hfpatch.export.modeling import FILE
+from hfpatch.export.remote import export_remote
+
+NINE = ("gpt2", "bert", "roberta", "distilbert", "bart", "opt", "gpt_neo", "vit", "whisper")
+CASES = [
+    *(("gpt2", request) for request in ("rms exact", "rms parametrized", "rms without shifts", "dyt", "deepnorm")),
+    *(("gpt2", request) for request in ("rope", "dynamic", "nope", "alibi", "sinusoidal", "learned")),
+    *(("gpt2", request) for request in ("swiglu fresh", "only some", "fresh")),
+    *((family, "all") for family in NINE),
+    *((family, "rms exact") for family in ("vit", "nemotron")),
+    *(("bert", request) for request in ("batch", "deepnorm", "sandwich", "rms without shifts", "swiglu")),
+    *(("vit", request) for request in ("axial", "deepnorm")),
+    *((family, "dyt") for family in ("llama", "t5", "cohere", "convnext", "deberta")),
+    *(("llama", request) for request in ("rope", "interleaved", "nope")),
+    *(("t5", request) for request in ("rope", "nope")),
+    ("bloom", "rope"),
+]
+WITH_HEADS = [("gpt2", "all"), ("bert", "all"), ("bart", "all"), ("vit", "all"), ("llama", "dyt")]
+# minutes: every family of tiny_models with every request that it takes
+SWEPT = [(family, request) for family in CONFIGS for request in REQUESTS if (family, request) not in CASES]
+SWEPT.remove(("deberta", "learned"))  # whose relative positions hang on the same length: it comes back nowhere
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process without hfpatch says of all checkpoints."""
+    folder = tmp_path_factory.mktemp("remote")
+    cases = [_exported(build(*case), "-".join(case), folder, heads=case in WITH_HEADS) for case in CASES]
+    own = own_scheme(folder, "own_norm_of_a_test")
+    with registered(NORMS, "own", own):  # and isn't any more when the checkpoint is opened
+        model = patch(tiny("gpt2", "AutoModelForCausalLM"), norm=own(power=0.7))
+        cases.append(_exported(model, "third party", folder))
+    probed = _exported(build("gpt2", "fresh"), "probed", folder, tokenizer=_tokenizer())
+    spoilt = next(case for case in cases if case["name"] == "gpt2-dyt")
+    controls = [_spoilt(spoilt, name, folder, *lines) for name, lines in SPOILT.items()]
+    return {**_asked(folder, cases, probed, controls), "probed": probed}
+
+
+SPOILT = {
+    "another norm": ("torch.tanh(self.alpha * h)", "torch.tanh(self.alpha * h * 1.01)"),
+    "an import": ("\nimport torch\n", "\nimport hfpatch\nimport torch\n"),
+    "nothing": ("self.patch_host()", "pass"),
+}
+
+
+def _asked(folder: Path, cases: list[Any], probed: Any = None, controls: Any = ()) -> dict[str, Any]:
+    torch.save({"cases": cases, "probed": probed, "controls": list(controls)}, folder / "cases.pt")
+    env = {**os.environ, "HF_MODULES_CACHE": str(folder / "modules"), "TRANSFORMERS_VERBOSITY": "error"}
+    script = str(Path(__file__).with_name("opener.py"))
+    command = [sys.executable, "-P", script, str(folder)]
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, check=False, stdin=subprocess.DEVNULL)
+    assert (folder / "answers.json").exists(), done.stderr.decode()
+    return json.loads((folder / "answers.json").read_text())
+
+
+def _exported(model: Any, name: str, folder: Path, heads: bool = False, tokenizer: Any = None) -> dict[str, Any]:
+    export_remote(model, folder / name, tokenizer, verify=False)
+    given = inputs(model)
+    return {
+        "name": name,
+        "folder": str(folder / name),
+        "auto": HEADS.get(model.config.model_type, "AutoModel"),
+        "inputs": given,
+        "outputs": outputs(model, **given),
+        "hidden": outputs(model, **given, output_hidden_states=True),
+        "keys": list(model.state_dict()),
+        "heads": heads,
+    }
+
+
+def _spoilt(case: dict[str, Any], name: str, folder: Path, old: str, new: str) -> dict[str, Any]:
+    """The same checkpoint with another line in its file."""
+    path = Path(shutil.copytree(case["folder"], folder / name)) / FILE
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    return {**case, "name": name, "folder": str(folder / name)}
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w1")
+
+
+# In a process without hfpatch
+
+
+@pytest.mark.parametrize(("family", "request_"), CASES, ids=["-".join(case) for case in CASES])
+def test_it_is_the_same_model(family: str, request_: str, opened: dict[str, Any]) -> None:
+    found = opened["cases"][f"{family}-{request_}"]
+    assert isinstance(found, dict), found
+    assert found["difference"] == 0
+    assert found["again"] == 0
+    assert found["keys"]
+    assert found["code"]
+    assert found["module"].startswith("transformers_modules.")
+    assert found["model_type"] == family
+    assert found["stored"] == "hfpatch"
+
+
+@pytest.mark.parametrize(("family", "request_"), WITH_HEADS, ids=["-".join(case) for case in WITH_HEADS])
+def test_what_is_saved_there_opens_here(family: str, request_: str, opened: dict[str, Any]) -> None:
+    """The same settings, but for the fingerprint, which is of weights that may have been trained since."""
+    folder, name = Path(opened["probed"]["folder"]).parent, f"{family}-{request_}"
+    first, again = (json.loads((path / name / "config.json").read_text()) for path in (folder, folder / "again"))
+    assert first["hfpatch"].pop("fingerprint")
+    assert again == first
+    auto = getattr(transformers, HEADS[family])
+    here, there = (auto.from_pretrained(path / name) for path in (folder, folder / "again"))
+    assert type(here) is type(there)
+    assert here.state_dict().keys() == there.state_dict().keys()
+    assert all(torch.equal(value, there.state_dict()[key]) for key, value in here.state_dict().items())
+    host = type(here).__mro__[1]
+    assert host.__module__.startswith("transformers.models")
+    for path in (folder, folder / "again"):
+        with pytest.raises(Exception, match="patched by hfpatch"):  # what the host's own config class raises
+            host.from_pretrained(path / name)
+
+
+def test_the_scheme_of_a_third_party(opened: dict[str, Any]) -> None:
+    """It isn't there when the checkpoint is opened."""
+    found = opened["cases"]["third party"]
+    assert (found["difference"], found["again"]) == (0, 0)
+    text = (Path(opened["probed"]["folder"]).parent / "third party" / FILE).read_text()
+    assert "def half(h)" in text
+    assert "FACTOR = 2.0" in text
+    assert "own_norm_of_a_test" not in re.sub(r"^# .*$", "", text, flags=re.MULTILINE)
+
+
+def test_other_heads_open(opened: dict[str, Any]) -> None:
+    assert all(found["hidden"] == 0 for found in opened["cases"].values() if found["heads"])
+    heads = {name: found["heads"] for name, found in opened["cases"].items() if found["heads"]}
+    assert len(heads) == len(WITH_HEADS)
+    assert heads["gpt2-all"]["AutoModel"] == "GPT2Model"
+    assert heads["llama-dyt"]["AutoModelForTokenClassification"] == "LlamaForTokenClassification"
+    assert heads["bert-all"]["AutoModelForTokenClassification"] == "BertForTokenClassification"
+    assert all("AutoModel" in found for found in heads.values())
+
+
+def test_hfpatch_was_never_imported(opened: dict[str, Any]) -> None:
+    assert opened["imported"] == []
+
+
+def test_a_changed_line_is_seen(opened: dict[str, Any]) -> None:
+    """Controls: what is compared goes through the file, and nothing there can import hfpatch."""
+    assert opened["controls"]["another norm"] > 1e-3
+    assert "hfpatch must not be needed here" in opened["controls"]["an import"]
+    assert opened["controls"]["nothing"] > 1e-3
+
+
+@pytest.fixture(scope="module")
+def here(opened: dict[str, Any]) -> Any:
+    """The probed model as hfpatch opens it."""
+    return transformers.AutoModelForCausalLM.from_pretrained(opened["probed"]["folder"])
+
+
+def test_generation(opened: dict[str, Any], here: Any) -> None:
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = here.generate(opened["probed"]["inputs"]["input_ids"], **options).tolist()
+    assert opened["probes"]["generation"] == [expected] * 3
+
+
+def test_inputs_beyond_the_old_length(opened: dict[str, Any], here: Any) -> None:
+    ids = torch.arange(80)[None] % 90 + 5
+    assert opened["probes"]["beyond_the_old_length"] == outputs(here, input_ids=ids)[0].sum().item()
+
+
+def test_training_with_gradient_checkpointing(opened: dict[str, Any]) -> None:
+    found = opened["probes"]["gradient_checkpointing"]
+    assert found is not False
+    assert found == 0
+
+
+EXPECTED: dict[str, Any] = {
+    "dtypes": [True, 0.0, "torch.float32"],
+    "device_map": 0.0,
+    "shards": [True, 0.0],
+    "tied": True,
+    "copies": [0.0, 0.0],
+    "from_config": [pytest.approx(0.4), 0.0, 9],
+    "missing_values": [pytest.approx(0.4)],
+    "tokenizer": [3, 9],
+    "loading_info": True,
+    "without_trust": [True] * 6,
+}
+
+
+@pytest.mark.parametrize("probe", EXPECTED)
+def test_one_model_in_many_ways(probe: str, opened: dict[str, Any]) -> None:
+    assert opened["probes"][probe] == EXPECTED[probe]
+
+
+def test_attention_can_be_chosen(opened: dict[str, Any]) -> None:
+    chosen, moved = opened["probes"]["attention_implementation"]
+    assert chosen == "eager"
+    assert moved < 1e-4
+
+
+def test_pipelines(opened: dict[str, Any], here: Any) -> None:
+    generate = transformers.pipeline("text-generation", model=here, tokenizer=_tokenizer())
+    expected = generate("w3 w4 w5", max_new_tokens=5, do_sample=False)[0]["generated_text"]
+    assert opened["probes"]["pipeline"] == expected
+
+
+def test_adapters(opened: dict[str, Any]) -> None:
+    pytest.importorskip("peft")
+    assert opened["probes"]["adapters"] is True
+
+
+def test_a_host_with_other_names_is_refused(opened: dict[str, Any]) -> None:
+    assert re.search(r"GPT2LMHeadModel of transformers .* has no h\.\*\.ln_1", opened["probes"]["another_version"])
+
+
+@pytest.mark.sweep
+def test_every_family_with_every_request(tmp_path: Path) -> None:
+    cases, refused = [], []
+    for case in SWEPT:
+        try:
+            model = build(*case)
+        except PatchError:  # the family doesn't take this patch
+            continue
+        try:
+            cases.append(_exported(model, "-".join(case), tmp_path))
+        except PatchError as error:
+            refused.append((case, str(error)))
+    answers = _asked(tmp_path, cases)["cases"]
+    wrong = {name: found for name, found in answers.items() if not isinstance(found, dict) or found["difference"]}
+    assert not wrong
+    assert not refused
+    assert len(answers) > 200
+
+
+# Where hfpatch is imported
+
+
+@pytest.mark.parametrize("trust", [None, False, True])
+def test_hfpatch_opens_it_by_itself(trust: bool | None, tmp_path: Path) -> None:
+    """Whatever is trusted: nothing of the file is run."""
+    model = build("gpt2", "all")
+    export_remote(model, tmp_path / "out", verify=False)
+    (tmp_path / "out" / FILE).write_text("raise SystemError('this file was run')\n")
+    for auto in ("AutoModelForCausalLM", "AutoModel"):
+        again = getattr(transformers, auto).from_pretrained(tmp_path / "out", trust_remote_code=trust)
+        assert type(again).__module__.startswith("transformers.models")
+        assert (
+            type(again) is type(model if auto == "AutoModelForCausalLM" else model.transformer) or auto == "AutoModel"
+        )
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=trust)
+    assert difference(model, again) == 0
+    assert not hasattr(again.config, "auto_map")
+    again.save_pretrained(tmp_path / "again")
+    assert "auto_map" not in json.loads((tmp_path / "again/config.json").read_text())
+
+
+def test_another_files_classes_stay_in_a_config() -> None:
+    from hfpatch.checkpoint import without_remote_code
+
+    stored = {"auto_map": {"AutoModel": "me/it--modeling_hfpatch.A", "AutoConfig": "other.B"}, "x": 1}
+    assert without_remote_code(stored) == {"auto_map": {"AutoConfig": "other.B"}, "x": 1}
+    assert without_remote_code({"auto_map": {"AutoModel": "modeling_hfpatch.A"}}) == {}
+
+
+def test_every_scheme_is_tried() -> None:
+    """A scheme that joins hfpatch joins these tests."""
+    tried = [scheme for request in REQUESTS.values() for scheme in request.values()]
+    names = {
+        str(scheme).partition(":")[0] if isinstance(scheme, str) else getattr(scheme, "name", None) for scheme in tried
+    }
+    assert set(NORMS) | set(POSITIONS) <= names
