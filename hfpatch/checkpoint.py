@@ -31,7 +31,7 @@ from .record import KEY, Record
 from .registry import ARCHITECTURES
 from .tables import ComputedPositions
 from .view import SCALE, SCALED, host_class, lensed_forward, once_per_class
-from .weights import broken_file
+from .weights import broken_file, is_plain_name, require_sound_files
 
 OPENED = "_hfpatch_opened"  # of a config from disk: its fingerprint and a digest of its settings; of a model: the first
 MISCOUNTED = "_hfpatch_miscounted"  # of a model whose patch came out otherwise than its record says
@@ -73,12 +73,18 @@ def _read(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Reco
     Raises:
         CheckpointError: as in `HfpatchConfig.from_dict`.
     """
-    settings = released(config_dict, where)
-    stored, fingerprint = settings.get(KEY), None
-    if isinstance(stored, dict) and FINGERPRINT in stored:
-        fingerprint = Fingerprint.from_json(stored[FINGERPRINT], where)
-        settings[KEY] = {name: value for name, value in stored.items() if name != FINGERPRINT}
-    return settings, Record.from_json(settings.get(KEY), where), fingerprint
+    weights = config_dict.get("transformers_weights")
+    if weights is not None and not is_plain_name(weights):
+        raise CheckpointError(f"{where} names {weights!r:.80} as its weights, not a safetensors file of its folder.")
+    try:
+        settings = released(config_dict, where)
+        stored, fingerprint = settings.get(KEY), None
+        if isinstance(stored, dict) and FINGERPRINT in stored:
+            fingerprint = Fingerprint.from_json(stored[FINGERPRINT], where)
+            settings[KEY] = {name: value for name, value in stored.items() if name != FINGERPRINT}
+        return settings, Record.from_json(settings.get(KEY), where), fingerprint
+    except RecursionError as error:
+        raise CheckpointError(f"{where}: its patch record is nested too deeply.") from error
 
 
 def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
@@ -141,6 +147,9 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
         cls: type[PreTrainedModel], name: Any, *args: Any, check_fingerprint: bool = True, **kwargs: Any
     ) -> Any:
         informed = kwargs.pop("output_loading_info", False)
+        if kwargs.get("use_safetensors") is None and kwargs.get("gguf_file") is None and name is not None:
+            kwargs["use_safetensors"] = True
+            require_sound_files(name, kwargs.get("subfolder") or "", kwargs.get("variant"))
         try:
             loaded = host.from_pretrained.__func__(cls, name, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:

@@ -178,7 +178,8 @@ def test_what_is_stored(saved: Path) -> None:
         assert list(forward["inputs"]) == ["input_ids"]
         assert list(forward["outputs"]) == [output]
         assert len(forward["outputs"][output]) == 9
-        assert 1e-8 < forward["noise"]["float32"] < 1e-4 < forward["noise"]["bfloat16"] < 0.2
+        assert 1e-8 < forward["noise"]["float32"] < 1e-4 < forward["noise"]["float16"] < 0.1
+        assert forward["noise"]["float16"] < forward["noise"]["bfloat16"] < 0.2
     config = AutoConfig.from_pretrained(saved)
     assert "fingerprint" not in config.hfpatch
     assert "fingerprint" not in str(config.to_dict())
@@ -359,7 +360,7 @@ def test_a_chaotic_model_isnt_judged_in_half_precision(saved: Path, tmp_path: Pa
     with_weights(folder, IN_WEIGHTS["a projection"])
     with another:
         AutoModel.from_pretrained(folder, dtype=torch.bfloat16)
-    noise = {"float32": 1e-6, "bfloat16": 0.06}
+    noise = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 0.2}
     with_config(folder, lambda c: c["hfpatch"]["fingerprint"]["forwards"]["GPT2Model"].update(noise=noise))
     AutoModel.from_pretrained(folder, dtype=torch.bfloat16)
     with another:
@@ -372,7 +373,7 @@ def test_a_chaotic_model_isnt_judged_in_half_precision(saved: Path, tmp_path: Pa
 def forward(**changed: Any) -> dict[str, Any]:
     good = {
         "inputs": {"input_ids": [[5, 6, 7]]},
-        "noise": {"float32": 1e-6, "bfloat16": 0.01},
+        "noise": {"float32": 1e-6, "float16": 1e-3, "bfloat16": 0.01},
         "outputs": {"last_hidden_state": [1.0] * 9},
     }
     return {"dtype": "float32", "forwards": {"GPT2Model": {**good, **changed}}}
@@ -409,9 +410,9 @@ MALFORMED: dict[str, Any] = {
     "a shape of floats": forward(inputs={"pixel_values": {"shape": [1.0]}}),
     "a shape with more": forward(inputs={"pixel_values": {"shape": [1], "fill": 1}}),
     "noise missing": forward(noise={"float32": 1e-6}),
-    "noise negative": forward(noise={"float32": -1.0, "bfloat16": 0.01}),
-    "noise infinite": forward(noise={"float32": float("inf"), "bfloat16": 0.01}),
-    "noise true": forward(noise={"float32": True, "bfloat16": 0.01}),
+    "noise negative": forward(noise={"float32": -1.0, "float16": 1e-3, "bfloat16": 0.01}),
+    "noise infinite": forward(noise={"float32": float("inf"), "float16": 1e-3, "bfloat16": 0.01}),
+    "noise true": forward(noise={"float32": True, "float16": 1e-3, "bfloat16": 0.01}),
     "no outputs": forward(outputs={}),
     "an output short": forward(outputs={"last_hidden_state": [1.0]}),
     "an output of text": forward(outputs={"last_hidden_state": ["1"] * 9}),
@@ -443,9 +444,7 @@ NOT_RUN: dict[str, Any] = {
 def test_inputs_that_arent_the_models(value: Any, saved: Path, tmp_path: Path) -> None:
     folder = copied(saved, tmp_path)
     with_config(folder, lambda config: config["hfpatch"].update(fingerprint=value))
-    with pytest.raises(
-        CheckpointError, match=r"can't be run on the inputs of its fing.*check_fingerprint"
-    ):
+    with pytest.raises(CheckpointError, match=r"can't be run on the inputs of its fing.*check_fingerprint"):
         AutoModel.from_pretrained(folder)
     AutoModel.from_pretrained(folder, check_fingerprint=False)
 
@@ -453,7 +452,9 @@ def test_inputs_that_arent_the_models(value: Any, saved: Path, tmp_path: Path) -
 def test_the_control_of_malformed_fingerprints(saved: Path, tmp_path: Path) -> None:
     fingerprint = Fingerprint.from_json(forward(), "here")
     assert fingerprint.forwards["GPT2Model"] == Forward(
-        {"input_ids": [[5, 6, 7]]}, {"float32": 1e-6, "bfloat16": 0.01}, {"last_hidden_state": (1.0,) * 9}
+        {"input_ids": [[5, 6, 7]]},
+        {"float32": 1e-6, "float16": 1e-3, "bfloat16": 0.01},
+        {"last_hidden_state": (1.0,) * 9},
     )
     assert fingerprint.to_json() == forward()
     folder = copied(saved, tmp_path)
