@@ -104,6 +104,12 @@ def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]
         return json.dumps(guarded(self, stored), indent=2, sort_keys=True) + "\n"
 
     def from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        if KEY not in config_dict and config_dict.get("model_type") == host.model_type:
+            raise CheckpointError(
+                f"the config of an unpatched {host.model_type} model was to be opened as that of a patched one. An "
+                "adapter remembers its base by the name that it was opened under, and would come back on the unpatched "
+                "one: save the patched base (save_pretrained), open that, and put the adapter on it."
+            )
         settings, _, fingerprint = _read(config_dict, _where(config_dict))
         settings["model_type"] = host.model_type
         as_saved = copy.deepcopy(settings) if fingerprint is not None else {}
