@@ -317,6 +317,21 @@ class Inscrutable(GPT2LMHeadModel):
         return super().forward(input_ids, **kwargs)
 
 
+def test_what_a_forward_changes_for_good_is_put_back(tmp_path: Path) -> None:
+    """BigBird gives up sparse attention at the first short input, and draws random numbers before."""
+    config = transformers.BigBirdConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, block_size=4
+    )
+    model = patch(randomise(transformers.BigBirdModel(config)), norm="rms", init="copy")
+    before = trace(model)
+    assert Fingerprint.of(model) is None
+    assert not changes(before, trace(model))
+    model.save_pretrained(tmp_path)
+    assert AutoModel.from_pretrained(tmp_path).attention_type == "block_sparse"
+    model(input_ids=torch.tensor([[5, 6, 7]]))
+    assert model.attention_type == "original_full"  # control
+
+
 @pytest.mark.parametrize("kind", [Drawing, Inscrutable])
 def test_a_model_of_which_only_the_base_can_be_told(kind: type, tmp_path: Path) -> None:
     model = patch(randomise(kind(tiny("gpt2").config)), norm="rms", init="copy")
