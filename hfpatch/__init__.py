@@ -3,25 +3,35 @@
 from .architectures import Architecture, Stack
 from .attention import Fused, Projections
 from .checkpoint import HfpatchConfig
-from .convert.repair import RepairReport, repair
+from .convert.repair import repair
+from .convert.repair_report import RepairReport
 from .convert.report import Report
 from .convert.sample import sample_batches
 from .convert.verify import verify
 from .errors import (
     CheckpointError,
+    HubError,
     MissingPackageError,
     NoMatchError,
+    NoSuchNamespaceError,
+    NotAModelRepoError,
     NothingToPatchError,
+    NotLoggedInError,
     NotPreservedWarning,
     NotReversibleError,
+    NoWriteAccessError,
     OptionError,
     PatchError,
     PositionError,
+    PushConflictError,
+    RepoIdError,
     UnknownNameError,
+    UnreachableError,
     UnsupportedError,
     VerificationError,
     WrappedModelError,
 )
+from .hub import Push, PushedFile, push_patched
 from .mlps import MLP, GeGLU, ReGLU, SwiGLU
 from .norms import RMS, AffineNorm, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm, NormFacts
 from .patch import patch_model, repair_report, unpatch_model
@@ -53,13 +63,18 @@ __all__ = [
     "Fused",
     "GeGLU",
     "HfpatchConfig",
+    "HubError",
     "Layer",
     "Learned",
     "MissingPackageError",
     "NoMatchError",
     "NoPE",
+    "NoSuchNamespaceError",
+    "NoWriteAccessError",
     "Norm",
     "NormFacts",
+    "NotAModelRepoError",
+    "NotLoggedInError",
     "NotPreservedWarning",
     "NotReversibleError",
     "NothingToPatchError",
@@ -71,15 +86,20 @@ __all__ = [
     "PositionError",
     "Projections",
     "Proposal",
+    "Push",
+    "PushConflictError",
+    "PushedFile",
     "ReGLU",
     "Registry",
     "RepairReport",
+    "RepoIdError",
     "Report",
     "RoPE",
     "Sinusoidal",
     "Stack",
     "SwiGLU",
     "UnknownNameError",
+    "UnreachableError",
     "UnsupportedError",
     "VerificationError",
     "WrappedModelError",
@@ -87,6 +107,7 @@ __all__ = [
     "patch_model",
     "plan_patch",
     "propose_record",
+    "push_patched",
     "repair",
     "repair_report",
     "sample_batches",

@@ -1,4 +1,4 @@
-"""The command line: `hfpatch families`, `plan MODEL`, `patch MODEL OUT`, `verify MODEL REF`, `inspect MODEL`."""
+"""The command line: `hfpatch families`, `plan MODEL`, `patch MODEL OUT`, `verify MODEL REF`, `push DIR REPO`, ..."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ import hfpatch
 
 from .attention import Fused
 from .convert import verify as verifying
+from .convert.report import Report
 from .convert.sample import generates, sample_batches
 from .errors import NotPreservedWarning, PatchError
+from .hub import push_patched
 from .patch import patch_model, repair_report
 from .plan import plan_patch
 from .positions import Position
@@ -265,6 +267,48 @@ def verify(
         if plot is not None:
             report.plot(plot)
             typer.echo(f"\nPlotted to {plot}.")
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="The patched checkpoint's folder.")],
+    repo: Annotated[str, typer.Argument(help="The Hub id of the repository: user/name, or name for one's own.")],
+    base: Annotated[
+        str | None, typer.Option("--base", help="The model that was patched: its Hub id or folder, for the card.")
+    ] = None,
+    license: Annotated[
+        str | None, typer.Option(help="The licence's id on the Hub; default: the base's, where its card can be read.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="A .json file that verify saved, for the card.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Hub id or folder of the tokenizer or processor, where the folder has none.")
+    ] = None,
+    native: Annotated[bool, typer.Option("--native", help="The folder is a native export, without a record.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="A repository that is made is public, not private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="The branch; it is made where it doesn't exist.")] = None,
+    subfolder: Annotated[str, typer.Option(help="The folder in the repository.")] = "",
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
+    message: Annotated[str | None, typer.Option(help="The commit's first line.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Send nothing; list what would be uploaded.")] = False,
+) -> None:
+    """Push a patched checkpoint to the Hub, with a model card, as one commit; resumed where it broke off."""
+    with _readable_errors():
+        push = push_patched(
+            folder,
+            repo,
+            native=native,
+            tokenizer=tokenizer,
+            base_model=base,
+            license=license,
+            report=None if report is None else Report.load(report),
+            private=not public,
+            revision=revision,
+            subfolder=subfolder,
+            create_pr=create_pr,
+            commit_message=message,
+            dry_run=dry_run,
+        )
+        typer.echo(str(push))
 
 
 def _text_batches(

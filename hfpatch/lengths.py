@@ -14,8 +14,9 @@ from .positions import Position
 from .record import KEY, Part
 from .relative import find_biases
 from .select import Names
-from .swap_positions import affected_stacks, find_stacks, max_positions
-from .swap_tables import ends_somewhere, first_row
+from .stacks import find_stacks, first_row, max_positions
+from .swap_positions import affected_stacks
+from .swap_tables import ends_somewhere
 
 LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .checkpoint import patched_model_class, registered_config_class
 from .convert.maps import require_fit
-from .convert.repair import RepairReport, repair, shadow
+from .convert.repair import repair, shadow
+from .convert.repair_report import RepairReport
 from .convert.sample import sample_batches
 from .convert.walk import tried_batches
 from .edits import Edits

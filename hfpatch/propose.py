@@ -33,7 +33,8 @@ from .positions import RoPE
 from .proof import DIFFERENT, SAME, Proof, decodes_alike, floating_tensors, outputs, prove
 from .record import Part
 from .registry import ARCHITECTURES
-from .swap_positions import find_stacks, plan_positions
+from .stacks import find_stacks
+from .swap_positions import plan_positions
 from .view import host_class
 
 _HEAD_DIMS = ("head_dim", "attention_head_size", "dim_per_head", "d_kv", "head_size")

@@ -24,7 +24,8 @@ from .positions import RoPE, RotaryEmbedding
 from .positions.rope import PAIRINGS
 from .record import KEY, Part, Record
 from .relative import Given
-from .swap_positions import find_own_rotations, own_attentions, plan_positions
+from .swap_positions import plan_positions
+from .swap_rotations import find_own_rotations, own_attentions
 from .view import host_class, lens_of
 
 M = TypeVar("M", bound=PreTrainedModel)

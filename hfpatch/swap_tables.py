@@ -1,38 +1,138 @@
-"""What position schemes that keep a table do to it: rows by a rule, or more and fewer of its own."""
+"""What happens to a table of positions: it goes and leaves a constant, or it stays, by a rule or with other rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .architectures import Stack
 from .edits import Edits
 from .errors import UnsupportedError
-from .limits import ConstantPositions
+from .limits import MEAN_ROW, NO_ROW, NOTHING, ConstantPositions, LengthLimit, NoPositions, constant_of, mean_rows
 from .positions import Learned, Position
 from .record import Part
-from .rows import Change, Row
+from .rows import Change, Row, refuse_private_forward
+from .stacks import REMOVED_ROWS, FoundStack, first_row, rows_of, table_size
 from .tables import ComputedPositions, computed, resized
+from .view import look_through
 
 ALL_KEPT = "its attentions are kept"
 
 
-class FoundTable(Protocol):
-    """A table of positions in the model in hand, and the stack that it feeds."""
+def table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None) -> Change:
+    """What becomes of a stack's table; `why` is why it is kept, if it is.
 
-    stack: Stack
-    owner: Any
-    table_name: str
+    Raises:
+        UnsupportedError: exactness was asked for, or the scheme needs a table of another kind.
+    """
+    table, scheme = item.table(), part.scheme
+    assert isinstance(scheme, Position)
+    if item.removed_rows() is not None and (why == ALL_KEPT or not scheme.keeps_table):
+        return Change(Row("position", "keep", item.table_name, "a constant", reason="its table is removed already"))
+    if table is None:
+        return Change(Row("position", "keep", item.table_name, "no table", reason="this configuration has none"))
+    gone, computed = item.removed_rows() is not None, item.stack.table in dict(item.stack.answers)
+    row = Row("position", "keep", item.table_name, _table_text(table, computed or gone), reason=why)
+    if why and not gone:
+        return Change(row)
+    for path, _ in item.stack.limits:
+        refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
+    if scheme.keeps_table:
+        return kept_table_change(item, part, row, _limits_lifter(model, item))
+    if part.init == "exact":
+        raise UnsupportedError(
+            f"{item.table_name}: pos={part.scheme.name!r} isn't exact: what this table adds can't be had from it. "
+            "Use init='auto' to accept that."
+        )
+    row.action, row.becomes, row.reason = "replace", NOTHING if computed else MEAN_ROW, "inputs of any length"
+    row.loss = "absolute positions are removed"
+    if part.scheme.name == "nope" and not item.stack.causal:
+        row.loss += "; without a causal mask the stack becomes blind to order"
+    return Change(row, _remover(model, item, fresh=part.init == "reset"))
 
-    def holder(self) -> tuple[nn.Module, str]: ...
-    def table(self) -> nn.Module | Tensor | None: ...
-    def removed_rows(self) -> int | None: ...
+
+def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
+    kind = table._get_name() if isinstance(table, nn.Module) else type(table).__name__
+    if computed:
+        return kind
+    rows, width = table_size(table)
+    return f"{kind}({rows}, {width})"
 
 
-def kept_table_change(item: FoundTable, part: Part, row: Row, lift_limits: Callable[[Edits, Position], None]) -> Change:
+def _remover(model: nn.Module, item: FoundStack, fresh: bool) -> Callable[[Edits], None]:
+    def apply(edits: Edits) -> None:
+        for path in (item.stack.table, *item.stack.others):
+            _remove(edits, item, path, fresh)
+        _lift_limits(edits, model, item, item.stack.limits, sys.maxsize)
+
+    return apply
+
+
+def _remove(edits: Edits, item: FoundStack, path: str, fresh: bool) -> None:
+    """Put a constant where the table at `path` is, or what answers as if there were no positions."""
+    above, _, attribute = path.rpartition(".")
+    holder = dict(item.owner.named_modules()).get(above)
+    table = getattr(holder, attribute, None)
+    if holder is None or table is None:  # this configuration has none
+        return
+    answer = dict(item.stack.answers).get(path)
+    if answer is not None:
+        edits.set_module(holder, attribute, NoPositions(answer))
+        return
+    if isinstance(table, nn.Module):
+        padding = getattr(table, "padding_idx", None)
+        stack = item.stack
+        first = first_row(item) if path == stack.table else stack.reserved_rows
+        stand_in = ConstantPositions(rows_of(table), first, padding, stack.by_token, more=stack.returns_more)
+        constant: Tensor = stand_in.constant
+        edits.set_module(holder, attribute, stand_in)
+    elif attribute in holder._buffers:
+        edits.set_attribute(holder, REMOVED_ROWS, table_size(table)[0])  # limits.AnyRow hides it
+        constant = torch.zeros(())
+        if fresh:
+            edits.set_attribute(holder, NO_ROW, True)
+    else:
+        constant = mean_rows(table)
+        if isinstance(table, nn.Parameter):
+            constant = constant_of(table, constant)
+            edits.set_parameter(holder, attribute, constant)
+        else:
+            edits.set_attribute(holder, attribute, constant)
+        if path == item.stack.table:
+            edits.set_attribute(holder, REMOVED_ROWS, table_size(table)[0])
+    if fresh:
+        constant.data.zero_()
+
+
+def _limits_lifter(model: nn.Module, item: FoundStack) -> Callable[[Edits, Position], None]:
+    """What lifts the limits of a stack whose table stays."""
+
+    def lift(edits: Edits, scheme: Position) -> None:
+        counting = [(path, limit.with_table(item.stack.reserved_rows)) for path, limit in item.stack.limits]
+        limits = [(path, limit) for path, limit in counting if limit is not None]
+        if scheme.any_length or scheme.max_positions is not None:
+            longest = sys.maxsize if scheme.any_length else scheme.max_positions
+            assert longest is not None
+            _lift_limits(edits, model, item, limits, longest)
+
+    return lift
+
+
+def _lift_limits(
+    edits: Edits, model: nn.Module, item: FoundStack, limits: Sequence[tuple[str, LengthLimit]], longest: int
+) -> None:
+    for path, limit in limits:
+        look_through(edits, item.owner.get_submodule(path), limit, model)
+    for length in item.stack.lengths:
+        for module in model.modules():
+            if length in module.__dict__ and any(inner is item.owner for inner in module.modules()):
+                edits.set_attribute(module, length, longest)
+
+
+def kept_table_change(item: FoundStack, part: Part, row: Row, lift_limits: Callable[[Edits, Position], None]) -> Change:
     """A table that stays, computed or resized.
 
     Args:
@@ -89,7 +189,7 @@ def kept_table_change(item: FoundTable, part: Part, row: Row, lift_limits: Calla
     return Change(row, apply)
 
 
-def _keep(edits: Edits, item: FoundTable, scheme: Position, first: int, fresh: bool) -> None:
+def _keep(edits: Edits, item: FoundStack, scheme: Position, first: int, fresh: bool) -> None:
     holder, attribute = item.holder()
     table = item.table()
     assert isinstance(table, nn.Embedding)
@@ -103,7 +203,7 @@ def _keep(edits: Edits, item: FoundTable, scheme: Position, first: int, fresh: b
         edits.set_module(holder, attribute, computed(table, scheme, first))
 
 
-def _why_not_kept(item: FoundTable, table: Any) -> str | None:
+def _why_not_kept(item: FoundStack, table: Any) -> str | None:
     """Why a table can't be computed or resized in its place, None where it can."""
     stack = item.stack
     if stack.grid is not None or isinstance(table, nn.Parameter):
@@ -130,12 +230,6 @@ def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:
     rows = scheme.rows(indices, table.embedding_dim)
     exact = 1e-5 if table.weight.dtype in (torch.float32, torch.float64) else 1e-2
     return rows is not None and torch.allclose(table.weight[first:].to(rows.dtype), rows, atol=exact, rtol=0)
-
-
-def first_row(item: FoundTable) -> int:
-    """The row of position 0: after the padding index where the host counts from there, else after reserved rows."""
-    padding = getattr(item.table(), "padding_idx", None)
-    return item.stack.reserved_rows if padding is None else padding + 1
 
 
 def ends_somewhere(table: Any) -> bool:

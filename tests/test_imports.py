@@ -32,7 +32,9 @@ LAYERS = [
     ["conversion", "from_scratch"],
     ["pairing", "relative"],
     ["native_rope"],
-    ["swap_norms", "swap_bias", "swap_tables", "swap_positions", "swap_mlps"],
+    ["stacks"],
+    ["swap_norms", "swap_bias", "swap_tables", "swap_attentions", "swap_rotations", "swap_relative", "swap_mlps"],
+    ["swap_positions"],
     ["lengths"],
     ["swap_batch", "swap_branches", "proof"],
     ["propose"],
@@ -42,8 +44,9 @@ LAYERS = [
     ["patch"],
     ["reorder"],
     ["convert.modules", "convert.verify"],
+    ["hub"],
     ["__init__"],
-    ["cli", "__main__", "hub", "compile"],
+    ["cli", "__main__", "compile"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config
 
 from hfpatch import ARCHITECTURES, NORMS, NotPreservedWarning, patch_model
 from hfpatch.checkpoint import patched_model_class
-from hfpatch.swap_positions import find_stacks
+from hfpatch.stacks import find_stacks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from update_readme import BLOCKS, README, block

@@ -16,6 +16,8 @@ RESULTS = ROOT / "recipes/results/lm"
 SWEEP = ROOT / "tests/sweeps/norm_swap.json"
 EXACT = ROOT / "tests/sweeps/exact.json"
 POSITIONS = ROOT / "tests/sweeps/positions.json"
+NATIVE_ROPE = ROOT / "tests/sweeps/native_rope.json"
+SPEED = ROOT / "recipes/results/benchmark/results.md"
 REPAIR = ROOT / "tests/sweeps/repair.md"
 
 
@@ -63,6 +65,23 @@ def exact() -> str:
     )
 
 
+def native_rope() -> str:
+    totals = json.loads(NATIVE_ROPE.read_text())
+    yes = {name: totals[name].get("yes", 0) for name in ("same", "theta", "linear", "partial")}
+    wrong = sum(count for name in yes for answer, count in totals[name].items() if answer == "DIFFERS")
+    return (
+        f"Of {totals['rotating']} model types that rotate (transformers {totals['transformers']}) {yes['same']} stay "
+        f"the same bit for bit; another theta ({yes['theta']}), linear scaling ({yes['linear']}) and a partial rotation "
+        f"({yes['partial']}) equal transformers' own model with these settings bit for bit, the rest is refused with "
+        f"its reason or moves nothing in so small a model; **{wrong} differ** "
+        "([tests/sweeps/native_rope.md](tests/sweeps/native_rope.md))."
+    )
+
+
+def speed() -> str:
+    return SPEED.read_text().strip()
+
+
 def repair() -> str:
     text = REPAIR.read_text().strip()
     return text[text.index("## ") :].replace("## ", "### ")
@@ -75,6 +94,8 @@ BLOCKS = {
     "sweep": sweep,
     "exact": exact,
     "positions": positions,
+    "native_rope": native_rope,
+    "speed": speed,
 }
 
 

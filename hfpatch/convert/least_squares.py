@@ -56,12 +56,13 @@ class Ridge:
         self.origin: tuple[Tensor, Tensor] | None = None
 
     def add(self, x: Tensor, r: Tensor, held_out: Tensor) -> None:
-        """Add rows X (n, in) and R (n, out); `held_out` (n,) says which of them are for judging."""
+        """Add rows X (n, in) and R (n, out), which are used up; `held_out` (n,) says which of them are for judging."""
         if not len(x):
             return
         if self.origin is None:
             self.origin = x.mean(0) * self.bias, r.mean(0) * self.bias
-        x, r = x - self.origin[0], r - self.origin[1]
+        x -= self.origin[0]
+        r -= self.origin[1]
         for sums, rows in zip(self.sums, (~held_out, held_out), strict=True):
             sums.add(x[rows], r[rows])
 

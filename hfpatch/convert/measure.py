@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ..norms import NormFacts
 from .randomness import own_randomness
 
-# Outputs that other forwards or readers take, in other coordinates when the stream is centred
+# Collections of tensors that other forwards or readers take, in other coordinates when the stream is centred
 _INTERNAL = {"hidden_states", "attentions", "past_key_values", "mems", "cache_params"}
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 _NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
@@ -154,7 +154,7 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield name or "output", value.double() if value.is_floating_point() else value
     elif isinstance(value, Mapping):
         for key, one in value.items():
-            if not any(str(key).endswith(internal) for internal in _INTERNAL):
+            if isinstance(one, Tensor) or not any(str(key).endswith(internal) for internal in _INTERNAL):
                 yield from _tensors(one, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
         for place, one in enumerate(value):

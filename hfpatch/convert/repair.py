@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,89 +36,22 @@ from transformers.utils import logging
 from ..edits import Edits
 from ..errors import OptionError, WrappedModelError
 from ..norms import AffineNorm, describe
-from ..rows import table
 from ..scheme import KEY
-from .centring import pattern_of
 from .least_squares import Affine, Ridge
-from .maps import Example, eager, fit_maps, map_in, map_of, require_fit, wide
-from .run import device_of, is_library_hook, quiet
+from .maps import Example, eager, fit_maps, map_of, require_fit, wide
+from .repair_report import RepairReport, Step
+from .roles import Roles
+from .run import device_of, give_back_memory, is_library_hook, quiet
 from .sample import sample_batches
-from .walk import Batches, Segment, Walk, first_tensor, is_linear_map, require_batches, segments_of
+from .walk import Batches, Segment, Walk, first_tensor, require_batches, segments_of
 
 _NO_PROJECTION = "no linear map's output is added as it is to the block's output (experts, or a scaled branch)"
 _NO_REPLAY = "the block can't be run by itself: it returns more than tensors and numbers"
-_EXACTLY = 1e-2  # relative: how nearly a change of a map's output must show in the stream to be called its addend
 _NOISE = 1e-9  # a share of the variance: what is as near to the original as this isn't fitted
 _SATURATED = 0.95  # |tanh| or |erf| above this
-_AT_ONCE = 64  # rows of logits that are compared in one go
+_AT_ONCE = 16  # rows of logits that are compared in one go
 _SEARCHED = 4096  # rows that a search of scalars looks at
 _MAPPED, _MAP_NUMBERS = 256, 2**27  # sequences whose attention maps are fitted, and numbers in them
-
-
-@dataclass
-class Step:
-    """What was fitted at one place.
-
-    Attributes:
-        module: its name, or that of the first of several maps that read the same tensor.
-        kind: "norm", "maps", "readers" or "projection".
-        before, after: mean squared distance to the original on held-out sequences, as a share of the variance of what
-            is to be matched (a norm's output, a reader's input, the stream); of attention maps their KL divergence in
-            nats, over queries and heads. None where nothing could be fitted.
-        kept: whether it helped; otherwise it was undone.
-        note: what was found, or the reason why nothing was fitted.
-    """
-
-    module: str
-    kind: str
-    before: float | None = None
-    after: float | None = None
-    kept: bool = False
-    note: str = ""
-
-
-@dataclass
-class RepairReport:
-    """What a repair did; `str(report)` is a table.
-
-    Attributes:
-        sequences, held_out: how many were given, and how many of them judged.
-        measure: what `before` and `after` are.
-        before, after: distance of the model's outputs from the original's on the held-out sequences.
-        kept: whether the whole helped there; otherwise all of it was undone.
-        steps: in forward order.
-    """
-
-    sequences: int = 0
-    held_out: int = 0
-    measure: str = ""
-    before: float = math.nan
-    after: float = math.nan
-    kept: bool = False
-    steps: list[Step] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def save(self, path: str | Path) -> None:
-        """Write the report as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
-
-    def __str__(self) -> str:
-        lines: list[tuple[str, ...]] = [("module", "fitted", "before", "after", "note")]
-        for step in self.steps:
-            numbers = tuple("-" if value is None else f"{value:.2e}" for value in (step.before, step.after))
-            undone = "" if step.kept or step.after is None else "undone: it didn't help. "
-            lines.append((step.module, step.kind, *numbers, undone + step.note))
-        return f"{table(lines)}\n{self.summary()}"
-
-    def summary(self) -> str:
-        judged = f"{self.held_out} held-out" if self.held_out else "the fitted (too few to hold any out)"
-        result = "kept" if self.kept else "undone, since it didn't help"
-        return (
-            f"Repair on {self.sequences} sequences: {self.measure} {self.before:.3g} -> "
-            f"{self.after:.3g} on {judged} sequences; {result}."
-        )
 
 
 def repair(
@@ -211,10 +143,9 @@ class _Repairer:
         self.new, self.old = Walk(model, batches, folder / "new"), Walk(reference, batches, folder / "old")
         held_out = sum(int(batches.held_out(i).sum()) for i in range(len(batches)))
         self.report = RepairReport(batches.sequences, held_out)
+        self.roles = Roles(self.new)
         self.decoder = False
-        self.encoder = self._encoder()
         self._latest: dict[str | None, str] = {}
-        self._roles: dict[tuple, tuple[dict[int, int], dict[int, list[int]], bool]] = {}
 
     def run(self) -> None:
         original = dict(self.old.model.named_modules())
@@ -230,10 +161,6 @@ class _Repairer:
             self._skip(name, "norm", "runs several times in a forward (layers share it)")
         self.norms = changed - several
         self.moved = _positions(self.new.model) != _positions(self.old.model)
-        self.owners: dict[int, int] = {}
-        for module in self.new.modules.values():
-            for parameter in module.parameters(recurse=False):
-                self.owners[id(parameter)] = self.owners.get(id(parameter), 0) + 1
         mark = len(self.edits)
         self.report.measure, self.report.before = self._distance()
         for segment in logging.tqdm(segments, desc="Repair", leave=False):
@@ -255,12 +182,13 @@ class _Repairer:
         norms = [name for name in segment.modules if name in self.norms]
         if not norms and segment.block is None:
             return
+        give_back_memory()
         points = [name for name in segment.modules if name in self.points or name in norms]
-        writers, readers, reached = self._roles_in(segment, norms, points)
+        writers, readers, reached = self.roles.of(segment, norms, points)
         blocks = [segment.block] if segment.block else []
         entered = dict.fromkeys([*norms, *readers, *(point for point in writers.values() if point != segment.block)])
         theirs = {name: self._counterpart(name) for name in [*entered, *blocks]}
-        attentions = self._attentions(segment, writers)
+        attentions = self.roles.attentions(segment, writers) if self.moved else {}
         for attention in attentions.values():
             self._save_maps(attention)
         for i in range(len(self.batches)):
@@ -270,7 +198,7 @@ class _Repairer:
             for name in theirs:
                 self.old.save(name, i, seen[theirs[name]])
         for name in segment.modules:
-            self.decoder = self.encoder is not None and not name.startswith(f"{self.encoder}.")
+            self.decoder = self.roles.encoder is not None and not name.startswith(f"{self.roles.encoder}.")
             if name in norms:
                 self._fit_norm(name)
             elif name in writers:
@@ -294,115 +222,6 @@ class _Repairer:
             self.new.drop(self._latest[stack])
             self.old.drop(self._latest[stack])
         self._latest[stack] = block
-
-    def _roles_in(
-        self, segment: Segment, norms: list[str], points: list[str]
-    ) -> tuple[dict[str, str], dict[str, list[str]], bool]:
-        """Which maps write to the stream, and where that shows; which maps read the same tensor, by the first of them;
-        whether the block's output is a map's addition to the stream, or a norm's output.
-
-        Found once for all blocks that look alike.
-        """
-        if segment.block is None:
-            return {}, {}, True
-        names = [segment.block, *segment.modules]
-        key = (tuple(map(pattern_of, names)), tuple(name in norms for name in names))
-        if key not in self._roles:
-            found, reached = self._writers(segment, points)
-            groups = self._readers(segment, found)
-            place = {name: i for i, name in enumerate(names)}
-            self._roles[key] = (
-                {place[name]: place[point] for name, point in found.items()},
-                {place[first]: [place[name] for name in group] for first, group in groups.items()},
-                reached,
-            )
-        writers, readers, reached = self._roles[key]
-        return (
-            {names[i]: names[point] for i, point in writers.items()},
-            {names[first]: [names[i] for i in group] for first, group in readers.items()},
-            reached,
-        )
-
-    def _maps(self, segment: Segment) -> list[str]:
-        """Linear maps of a segment whose weights are nobody else's."""
-        return [
-            name
-            for name in segment.modules
-            if is_linear_map(self.new.modules[name])
-            and all(self.owners[id(p)] == 1 for p in self.new.modules[name].parameters(recurse=False))
-        ]
-
-    def _writers(self, segment: Segment, norms: list[str]) -> tuple[dict[str, str], bool]:
-        """Map -> the first later norm whose input (or the block whose output) moves by just what its output moves.
-
-        Also, whether one moves the block's output so, or that is the output of the last norm.
-        """
-        assert segment.block is not None
-        place = {name: i for i, name in enumerate(segment.modules)}
-        still = self.new.run(0, inputs=norms, outputs=[segment.block])
-        found = {}
-        for name in self._maps(segment):
-            moved, shift = self._moved(name, norms, segment.block)
-            for point in (*(norm for norm in norms if place[norm] > place[name]), segment.block):
-                change = (moved[point] - still[point]).flatten(0, -2)
-                added = shift.flatten(0, -2)  # OPT runs its MLP on (B T, d)
-                if change.shape == added.shape and (change - added).abs().max() <= _EXACTLY * added.abs().max():
-                    found[name] = point
-                    break
-        reached = segment.block in found.values()
-        if norms and not reached:
-            last, end = self.new.run(0, outputs=norms[-1:])[norms[-1]], still[segment.block]
-            reached = last.shape == end.shape and torch.equal(last, end)
-        return found, reached
-
-    def _moved(self, name: str, norms: list[str], block: str) -> tuple[dict[str, Tensor], Tensor]:
-        """What is seen when noise as large as a map's output is added to it, and that noise."""
-        added: list[Tensor] = []
-
-        def add(_module: nn.Module, _args: Any, result: Tensor) -> Tensor:
-            noise = torch.randn(result.shape, generator=torch.Generator().manual_seed(0))
-            added.append((noise * result.float().std().cpu()).to(result))
-            return result + added[-1]
-
-        handle = self.new.modules[name].register_forward_hook(add)
-        try:
-            return self.new.run(0, inputs=norms, outputs=[block]), added[-1]
-        finally:
-            handle.remove()
-
-    def _readers(self, segment: Segment, writers: Mapping[str, str]) -> dict[str, list[str]]:
-        """First map -> all maps of the block that read the same tensor and don't write to the stream."""
-        seen: dict[str, Tensor] = {}
-
-        def note(kind: str, name: str, value: Any) -> None:
-            if kind == "in":
-                seen[name] = first_tensor(value)
-
-        assert segment.block is not None
-        maps = [name for name in self._maps(segment) if name not in writers]
-        with self.new.hooked(dict.fromkeys(maps, note)):
-            self.new.run(0, outputs=[segment.block])
-        groups: dict[str, list[str]] = {}
-        for name, value in seen.items():
-            same = (first for first in groups if seen[first].shape == value.shape and torch.equal(seen[first], value))
-            groups.setdefault(next(same, name), []).append(name)
-        return groups
-
-    def _encoder(self) -> str | None:
-        """The name of an encoder-decoder's encoder, whose padding is another than the decoder's."""
-        model = self.new.model
-        if not model.config.is_encoder_decoder:
-            return None
-        encoder = model.get_encoder()
-        return next((name for name, module in self.new.modules.items() if module is encoder and name), "encoder")
-
-    def _reads_encoder(self, name: str) -> bool:
-        """Whether a decoder's map reads what the encoder returned."""
-        if not self.decoder or self.encoder is None or self.encoder not in self.new.modules:
-            return False
-        seen = self.new.run(0, inputs=[name], outputs=[self.encoder])
-        x, states = seen[name], seen.get(self.encoder)
-        return states is not None and x.shape == states.shape and torch.equal(x, states)
 
     def _is_in_block(self, name: str) -> bool:
         """Whether a module is part of an element of a module list."""
@@ -505,32 +324,12 @@ class _Repairer:
             x, target = self.new.run(i, inputs=[first])[first], self.old.saved(first, i)
             return x, target.to(x) - x, target
 
-        self.decoder = self.decoder and not self._reads_encoder(first)
+        self.decoder = self.decoder and not self.roles.reads_encoder(first)
         fit = self._ridge(first, "readers", pair, bias=True)
         if fit is not None:
             for name in group:
                 weight = _matrix(self.new.modules[name]).double()
                 self._add(self.new.modules[name], fit[0] @ weight, fit[1] @ weight)
-
-    def _attentions(self, segment: Segment, writers: Mapping[str, str]) -> dict[str, str]:
-        """The last map of a segment that an attention's queries, keys and values come from -> that attention."""
-        if not self.moved or segment.block is None:
-            return {}
-        inside = [name for name in self.new.modules if name.startswith(f"{segment.block}.")]
-        found: list[str] = []
-
-        def note(kind: str, name: str, value: Any) -> None:
-            if kind == "out" and map_in(value) is not None and not any(one.startswith(f"{name}.") for one in found):
-                found.append(name)
-
-        with eager(self.new.model), self.new.hooked(dict.fromkeys(inside, note)):
-            self.new.run(0, outputs=[segment.block])
-        last = {}
-        for name in segment.modules:
-            attention = next((one for one in found if name.startswith(f"{one}.")), None)
-            if attention is not None and name not in writers:
-                last[attention] = name
-        return {name: attention for attention, name in last.items()}
 
     def _save_maps(self, name: str) -> None:
         """The original's maps of as many batches as memory holds; its block isn't run again later."""
@@ -566,7 +365,7 @@ class _Repairer:
         if not examples:
             self._skip(name, "maps", "it returns no attention map")
             return
-        own = {one for one, p in module.named_parameters() if self.owners[id(p)] == 1}
+        own = {one for one, p in module.named_parameters() if self.roles.owners[id(p)] == 1}
         fit = fit_maps(module, examples, self.fit, own)
         if fit is None:
             self._skip(name, "maps", "it has no parameter of its own that moves its maps")
@@ -598,9 +397,10 @@ class _Repairer:
             x, residual, wanted = pair(i)
             (x, residual, wanted), held_out = self._rows(i, x, residual, wanted)
             ridge = ridge or Ridge(x.shape[-1], residual.shape[-1], bias, x.device)
-            ridge.add(x, residual, held_out)
             target.add(wanted)
+            ridge.add(x, residual, held_out)
             del x, residual, wanted
+            give_back_memory()
         assert ridge is not None
         fit = ridge.solve()
         if fit is None:
@@ -643,7 +443,7 @@ class _Repairer:
 
     def _valid(self, index: int, row: Tensor, shape: torch.Size) -> Tensor:
         """Which tokens (1, T) of one sequence's outputs aren't padding."""
-        mask = self.batches.mask(index, decoder=self.encoder is not None)
+        mask = self.batches.mask(index, decoder=self.roles.encoder is not None)
         if mask is not None and mask[row[None]].shape == shape:
             return mask[row[None]].bool()
         return torch.ones(shape, dtype=torch.bool)

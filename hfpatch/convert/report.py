@@ -150,6 +150,18 @@ class Report:
             raise OptionError(f"a report is saved as JSON; call the file {Path(path).stem}.json, not {path}.")
         Path(path).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Report:
+        """The report that `save` wrote.
+
+        Raises:
+            OptionError: the file holds none, or one of a later version.
+        """
+        try:
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise OptionError(f"{path} is no JSON: {error}. Give the file that a report was saved to.") from error
+
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the error of the stream layer by layer, one line a run, as an image file (.png, .svg, .pdf).
 
@@ -212,7 +224,8 @@ def _alike(row: ModuleRow) -> tuple[object, ...]:
     return row.reference, row.model, row.state, row.reason, row.runtime, row.change == 0.0
 
 
-def _output_table(rows: list[OutputRow]) -> str:
+def output_lines(rows: list[OutputRow]) -> list[tuple[str, ...]]:
+    """One output's rows as cells, the headings first; the first two columns are words, the others numbers."""
     columns = {
         "max error": [_error(row.max_error) for row in rows],
         "rms error": [_error(row.rms_error) for row in rows],
@@ -231,7 +244,12 @@ def _output_table(rows: list[OutputRow]) -> str:
         if _is_truth(row):
             cells[:2] = "truth", "truth"
         lines.append((row.role, row.dtype, *cells))
-    return table(lines, "<<" + ">" * len(shown))
+    return lines
+
+
+def _output_table(rows: list[OutputRow]) -> str:
+    lines = output_lines(rows)
+    return table(lines, "<<" + ">" * (len(lines[0]) - 2))
 
 
 def _layer_table(rows: list[LayerRow]) -> str:

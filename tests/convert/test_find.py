@@ -190,6 +190,19 @@ class Leaky(transformers.GPT2Model):
         return output
 
 
+class Renaming(transformers.GPT2Model):
+    """Returns its raw stream, alone or in a tuple as hidden states are."""
+
+    alone = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        stream: list[torch.Tensor] = []
+        hook = self.h[-1].register_forward_hook(lambda _, __, output: stream.append(output))
+        output = dict(super().forward(*args, **kwargs))
+        hook.remove()
+        return output | {"intermediate_hidden_states": stream[0] if self.alone else (stream[0],)}
+
+
 class TestPower:
     """What only nearly holds must not pass."""
 
@@ -207,6 +220,12 @@ class TestPower:
         found = self.leaky(leak)
         assert found.exact == ()
         assert found.refused
+
+    @pytest.mark.parametrize("alone", [True, False])
+    def test_a_tensor_counts_whatever_its_name(self, alone: bool) -> None:
+        small, given = twin(tiny("gpt2", n_layer=2))
+        small.__class__ = type("Renaming", (Renaming,), {"alone": alone})
+        assert len(search(small, given).exact) == (0 if alone else 3)
 
     @pytest.mark.parametrize("wrong", [Axis("h.*.mlp.c_fc.weight", 0), Axis("h.*.attn.c_proj.weight", 0)])
     def test_a_wrong_writer_shows(self, wrong: Axis) -> None:

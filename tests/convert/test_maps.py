@@ -12,11 +12,10 @@ from tiny_models import patch, tiny
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hfpatch import OptionError, RoPE, patch_model, repair, repair_report
+from hfpatch import OptionError, RepairReport, RoPE, patch_model, repair, repair_report
 from hfpatch.convert import maps
 from hfpatch.convert import repair as engine
 from hfpatch.convert.maps import Example, eager, fit_maps, map_in, map_of
-from hfpatch.convert.repair import RepairReport
 
 LM = "AutoModelForCausalLM"
 

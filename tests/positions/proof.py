@@ -39,7 +39,7 @@ from hfpatch.proof import (
     reached,
     steps_alike,
 )
-from hfpatch.swap_positions import FoundStack, find_stacks, max_positions
+from hfpatch.stacks import FoundStack, find_stacks, max_positions
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import zoo

@@ -12,10 +12,10 @@ import pytest
 import torch
 from proof import DIFFERENT, EXACT, SAME, Stack
 
-from hfpatch import ARCHITECTURES, Architecture, Fused, Projections, swap_positions
+from hfpatch import ARCHITECTURES, Architecture, Fused, Projections, swap_relative
 from hfpatch.attention import WindowProjections
 from hfpatch.proof import Proof, decodes_alike, difference, outputs, prove, steps_alike
-from hfpatch.swap_positions import find_stacks
+from hfpatch.stacks import find_stacks
 
 
 @contextmanager
@@ -111,7 +111,7 @@ class TestFaultsAreSeen:
             change = proof.blind(owner)
             assert change is not None
             assert change <= EXACT
-        monkeypatch.setattr(swap_positions, "remover", lambda item: lambda edits: None)
+        monkeypatch.setattr(swap_relative, "remover", lambda item: lambda edits: None)
         with changed(owner):
             change = proof.blind(owner)
             assert change is not None

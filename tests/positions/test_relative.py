@@ -15,8 +15,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from hfpatch import NotPreservedWarning, RoPE, UnsupportedError, patch_model, plan_patch, unpatch_model
-from hfpatch import swap_positions as planner
+from hfpatch import NotPreservedWarning, RoPE, UnsupportedError, patch_model, plan_patch, swap_relative, unpatch_model
 from hfpatch.architectures.relative import BIASES
 from hfpatch.attention import ROTARY
 from hfpatch.checkpoint import patched_model_class
@@ -192,7 +191,7 @@ def test_blind_to_order_without_positions(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_control_biases_left_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "remover", lambda item: lambda edits: None)
+    monkeypatch.setattr(swap_relative, "remover", lambda item: lambda edits: None)
     assert spread_by_order(name, patched(name, layers=1, pos="nope")) >= 1e-3
 
 

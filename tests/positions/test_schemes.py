@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hfpatch import NotPreservedWarning, UnsupportedError, patch_model, plan_patch
 from hfpatch.attention import BIAS
 from hfpatch.proof import difference, floating_tensors
-from hfpatch.swap_positions import find_stacks
+from hfpatch.stacks import find_stacks
 
 sys.path.insert(0, str(Path(__file__).parent))
 import proof

@@ -41,7 +41,7 @@ HERE = Path(__file__).resolve().parent
 SECONDS, BATCH = 60, 50  # per type, types per process
 PATIENCE = 600  # seconds for a type on the second try
 EXACT, AS_WRITTEN = 1e-9, 1e-5
-INTERNAL = re.compile(r"(^|_)(hidden_states|attentions|past_key_values|mems)\b")
+INTERNAL = re.compile(r"(^|_|\.)(hidden_states|attentions|past_key_values|mems)\[")  # collections, tensor by tensor
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Every model type that rotates queries and keys by itself: what position schemes make of its rotation.
 
-    python tests/sweeps/native_rope.py [model_type ...] [--json FILE]
+    python tests/sweeps/native_rope.py              # all types; writes native_rope.json and native_rope.md
+    python tests/sweeps/native_rope.py llama phi    # these; prints what it found
 
 One tiny random model each. `same`: pos=RoPE() leaves every bit of the outputs. `theta`, `linear`, `partial`: the
 patched model against one that transformers builds from a config with those settings, bit for bit. `nope`: dropping the
@@ -15,6 +16,7 @@ import json
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import workers
 from zoo import Unbuildable, last_line, model_types, tiny
 
 from hfpatch import NoPE, PatchError, Position, RoPE, patch_model
@@ -30,6 +33,8 @@ from hfpatch.convert.randomness import own_randomness
 from hfpatch.convert.run import outputs_of
 from hfpatch.native_rope import find_rotations
 
+REPORT = Path(__file__).resolve().with_suffix(".json")
+SECONDS, BATCH = 300, 50  # per type, types per process
 CHECKS: dict[str, tuple[Position, dict[str, Any] | None]] = {
     "same": (RoPE(), {}),
     "theta": (RoPE(theta=777.0), {"rope_theta": 777.0}),
@@ -103,39 +108,87 @@ def checked(model_type: str, name: str) -> str:
     return "DIFFERS" if not equal(expected, after) else "unchanged" if equal(before, after) else "yes"
 
 
+def examine(model_type: str) -> dict[str, str]:
+    """Check -> "yes", or what it found; {} for a type that doesn't rotate, "not run" for one that says nothing."""
+    try:
+        model, given = tiny(model_type)
+        if not find_rotations(model):
+            return {}
+        run(model, given)
+    except Unbuildable as error:
+        return {"not run": error.reason}
+    except Exception as error:
+        return {"not run": last_line(error)}
+    row = {}
+    for name in CHECKS:
+        try:
+            row[name] = checked(model_type, name)
+        except Exception as error:
+            row[name] = f"ERROR: {last_line(error)}"
+    return row
+
+
+def sweep(types: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """What was found of each type, in processes of their own."""
+    done = 0
+    while done < len(types):
+        batch = types[done : done + BATCH]
+        for model_type, line in zip(batch, workers.lines(__file__, batch, SECONDS), strict=False):
+            done += 1
+            yield model_type, json.loads(line) if line else {"not run": "killed: time or memory limit"}
+
+
+def totals(rows: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """How many types rotate by themselves, and for each check how many types gave each answer."""
+    ran = [row for row in rows.values() if "same" in row]
+    return {"transformers": transformers.__version__, "rotating": len(ran)} | {
+        name: dict(Counter(row[name].partition(":")[0] for row in ran)) for name in CHECKS
+    }
+
+
+def to_json(rows: dict[str, dict[str, str]]) -> str:
+    return json.dumps(totals(rows) | {"types": rows}, indent=1) + "\n"
+
+
+def to_markdown(rows: dict[str, dict[str, str]]) -> str:
+    """The totals, every type with what isn't "yes", and those that weren't run."""
+    counts = totals(rows)
+    lines = ["# RoPE's settings in every model type that rotates by itself", ""]
+    lines += ["Written by `python tests/sweeps/native_rope.py`; its docstring says what is measured.", ""]
+    lines += [f"transformers {counts['transformers']}: {counts['rotating']} model types.", ""]
+    lines += ["| check | yes | else |", "|---|---:|---|"]
+    for name in CHECKS:
+        rest = ", ".join(f"{count} {answer}" for answer, count in counts[name].items() if answer != "yes")
+        lines.append(f"| {name} | {counts[name].get('yes', 0)} | {rest} |")
+    lines += ["", "| model type | what isn't yes |", "|---|---|"]
+    ran = {model_type: row for model_type, row in rows.items() if "same" in row}
+    odd = {one: "; ".join(f"{k}: {v}" for k, v in row.items() if v != "yes") for one, row in ran.items()}
+    lines += [f"| {model_type} | {text.replace('|', '/')} |" for model_type, text in odd.items() if text]
+    lines += ["", f"All yes: {', '.join(model_type for model_type, text in odd.items() if not text)}."]
+    silent = {model_type: row["not run"] for model_type, row in rows.items() if "not run" in row}
+    lines += ["", "Not run: " + "; ".join(f"{model_type} ({reason})" for model_type, reason in silent.items())]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("types", nargs="*")
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", help="default: all of them, and write the report")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    counts: dict[str, Counter] = {name: Counter() for name in CHECKS}
+    if options.worker:
+        workers.work(options.types, examine)
+        return
     rows = {}
-    for model_type in options.types or model_types():
-        try:
-            model, given = tiny(model_type)
-            if not find_rotations(model):
-                continue
-            run(model, given)
-        except Unbuildable:
-            continue
-        except Exception as error:
-            print(f"{model_type}: doesn't run: {last_line(error)}")
-            continue
-        row = {}
-        for name in CHECKS:
-            try:
-                row[name] = checked(model_type, name)
-            except Exception as error:
-                row[name] = f"ERROR: {last_line(error)}"
-            counts[name][row[name].partition(":")[0]] += 1
-        rows[model_type] = row
-        print(model_type, row if set(row.values()) != {"yes"} else "yes", flush=True)
-    for name, count in counts.items():
-        print(name, dict(count))
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    for model_type, row in sweep(options.types or model_types()):
+        if row:
+            rows[model_type] = row
+            print(model_type, row if set(row.values()) != {"yes"} else "yes", flush=True)
+    if not options.types:
+        REPORT.write_text(to_json(rows))
+        REPORT.with_suffix(".md").write_text(to_markdown(rows))
+    print(totals(rows))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import zoo
 
 from hfpatch import NotPreservedWarning, PatchError, patch_model
 from hfpatch.architectures.refused import REFUSED
-from hfpatch.swap_positions import find_stacks
+from hfpatch.stacks import find_stacks
 
 HERE = Path(__file__).resolve().parent
 SECONDS, BATCH = 180, 40  # per type, types per process

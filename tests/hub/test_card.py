@@ -1,0 +1,301 @@
+"""The card: what it says is so, what isn't known is left out, and what its author wrote stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_client import OWNER, HubClient
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from local_cards import problems
+from local_hub import LocalHub
+from tiny_models import patch, tiny
+
+from hfpatch import DyT, OptionError, RoPE, verify
+from hfpatch.hub.card import BEGIN, END, card
+from hfpatch.hub.folder import Folder, read_folder
+from hfpatch.hub.section import Base, Facts
+
+RESULT = EvalResult(
+    task_type="text-generation",
+    dataset_type="wikitext",
+    dataset_name="WikiText-2",
+    metric_type="perplexity",
+    metric_value=29.5,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("card") / "checkpoint"
+    model = tiny("gpt2", "AutoModelForCausalLM")
+    patch(model, norm=DyT(0.7), only=["transformer.h.0.*"])
+    patch(model, norm="rms", keep=["*.ln_f"], init="copy")
+    patch(model, pos=RoPE(theta=500.0)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(checkpoint: Path) -> Folder:
+    return read_folder(checkpoint)
+
+
+def parsed(text: str) -> ModelCard:
+    """The card as the client reads it back; the Hub's checks have nothing against it."""
+    assert problems(text) == ([], [])
+    return ModelCard(text)
+
+
+def facts(**known: Any) -> Facts:
+    return Facts(repo_id="me/gpt2-dyt", **known)
+
+
+def test_what_it_says(folder: Folder) -> None:
+    base = Base("openai/gpt2", ModelCardData(license="mit", language="en", tags=["theirs"], pipeline_tag="other"))
+    text, notes = card(folder, facts(base=base), None)
+    read = parsed(text)
+    assert read.data.to_dict() == {
+        "base_model": "openai/gpt2",
+        "library_name": "transformers",
+        "license": "mit",
+        "language": "en",
+        "pipeline_tag": "text-generation",
+        "tags": ["hfpatch", "dyt", "rms", "rope"],
+    }
+    assert notes == []
+    assert read.text.startswith("\n# gpt2-dyt\n")
+    assert "[openai/gpt2](https://huggingface.co/openai/gpt2) (`GPT2LMHeadModel`)" in text
+    assert "its norms are `dyt` and `rms`, its positions are `rope`." in text
+    assert "| norm | `dyt` | `alpha=0.7` | 2 | only `transformer.h.0.*` | `auto` |" in text
+    assert "not `*.ln_f`" in text
+    assert "| pos | `rope` | `theta=500.0`" in text
+    assert (
+        "import hfpatch\nfrom transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pret"
+        in text
+    )
+    assert "trust_remote_code" not in text
+    assert "`mit`, carried over from the base model's card." in text
+
+
+def test_what_is_not_known_is_said_and_left_out(folder: Folder) -> None:
+    text, notes = card(folder, facts(), None)
+    data = parsed(text).data.to_dict()
+    assert not {"license", "base_model", "language"} & set(data)
+    assert "Not known: the base model's card wasn't at hand." in text
+    assert len(notes) == 2
+    assert "license=" in notes[0]
+    assert "base_model=" in notes[1]
+    text, _ = card(folder, facts(base=Base("a/b", ModelCardData(tags=["x"]))), None)
+    assert "license" not in parsed(text).data.to_dict()
+    assert "Not known: the base model's card names none." in text
+
+
+def test_a_named_licence_comes_with_its_name_and_link(folder: Folder) -> None:
+    theirs = ModelCardData(license="other", license_name="their-terms", license_link="LICENSE")
+    text, _ = card(folder, facts(base=Base("a/b", theirs)), None)
+    data = parsed(text).data
+    assert (data.license, data.license_name) == ("other", "their-terms")
+    assert data.license_link == "https://huggingface.co/a/b/blob/main/LICENSE"  # the file stays where it is
+    assert "`other` (their-terms), carried over" in text
+    text, _ = card(folder, facts(base=Base("a/b", theirs), license="mit"), None)
+    said = parsed(text).data.to_dict()
+    assert said["license"] == "mit"
+    assert "license_name" not in said
+    assert "`mit`, as the metadata above says." in text
+
+
+def test_how_to_open_it_without_hfpatch(folder: Folder) -> None:
+    folder.config["auto_map"] = {"AutoConfig": "a.B", "AutoModelForCausalLM": "a.C"}
+    text, _ = card(folder, facts(subfolder="small"), None)
+    assert 'from_pretrained("me/gpt2-dyt", subfolder="small", trust_remote_code=True)' in text
+    assert "`revision=`" in text
+    folder.config["auto_map"] = {"AutoModel": "a.C"}
+    assert "trust_remote_code" not in card(folder, facts(), None)[0]
+
+
+def test_an_export_needs_nothing_but_transformers(folder: Folder) -> None:
+    config = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "hfpatch": {"version": 1}}
+    text, _ = card(Folder(config, None, {}, []), facts(base=Base("openai/gpt2")), None)
+    assert "exported as a stock `gpt_neox` model" in text
+    assert "With transformers alone" in text
+    assert "import hfpatch" not in text
+    assert "What was patched" not in text
+    assert parsed(text).data.tags == ["hfpatch"]
+    assert parsed(text).data.pipeline_tag == "text-generation"
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "auto", "task"),
+    [
+        ("gpt2", "AutoModel", "AutoModel", "feature-extraction"),
+        ("bert", "AutoModelForMaskedLM", "AutoModelForMaskedLM", "fill-mask"),
+        ("bert", "AutoModelForTokenClassification", "AutoModelForTokenClassification", "token-classification"),
+        ("vit", "AutoModel", "AutoModel", "image-feature-extraction"),
+        ("vit", "AutoModelForImageClassification", "AutoModelForImageClassification", "image-classification"),
+        ("bart", "AutoModelForSeq2SeqLM", "AutoModelForSeq2SeqLM", None),
+        ("whisper", "AutoModelForSpeechSeq2Seq", "AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
+    ],
+)
+def test_task_and_class(family: str, head: str, auto: str, task: str | None) -> None:
+    model = patch(tiny(family, head), norm="dyt")
+    config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
+    text, _ = card(Folder(config, None, {}, []), facts(), None)
+    assert f"{auto}.from_pretrained" in text
+    assert parsed(text).data.pipeline_tag == task
+
+
+def test_what_was_measured(folder: Folder, checkpoint: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    report = verify(AutoModelForCausalLM.from_pretrained(checkpoint), tiny("gpt2", "AutoModelForCausalLM"))
+    text, _ = card(folder, facts(report=report, eval_results=(RESULT,)), None)
+    lines = [line.strip("|").split("|") for line in text.partition("| logits |")[2].splitlines()]
+    assert [line[0].strip() for line in lines[2:8]] == ["reference", "model"] * 3
+    told = [line.split() for line in str(report).splitlines() if line.startswith("model ")]
+    assert ["".join(line.split("|")).split() for line in text.splitlines() if line.startswith("| model |")] == told
+    assert len(told) == 3
+    assert "Note: random inputs" in text
+    data = parsed(text).data
+    assert data.model_name == "gpt2-dyt"
+    assert data.eval_results == [RESULT]
+
+
+# A card that is there already
+
+
+MINE = """---
+license: gpl-3.0
+tags:
+- mine
+pipeline_tag: text2text-generation
+model-index:
+- name: Mine
+  results:
+  - task:
+      type: text-generation
+    dataset:
+      type: wikitext
+      name: WikiText-2
+    metrics:
+    - type: perplexity
+      value: 99.0
+    - type: accuracy
+      value: 0.5
+custom: [1, 2]
+---
+
+# My own words
+
+with | a table | and `code`
+"""
+
+
+def test_the_authors_text_stays_and_metadata_is_completed(folder: Folder) -> None:
+    text, notes = card(folder, facts(base=Base("a/b", ModelCardData(license="mit")), eval_results=(RESULT,)), MINE)
+    read = parsed(text)
+    assert read.text == ModelCard(MINE).text
+    assert read.data.license == "gpl-3.0"
+    assert read.data.pipeline_tag == "text2text-generation"
+    assert read.data.tags == ["mine", "hfpatch", "dyt", "rms", "rope"]
+    assert read.data.base_model == "a/b"
+    assert read.data.to_dict()["custom"] == [1, 2]
+    assert read.data.model_name == "Mine"
+    values = {result.metric_type: result.metric_value for result in read.data.eval_results}
+    assert values == {"accuracy": 0.5, "perplexity": 29.5}
+    assert notes == ["README.md stays as its author wrote it; its metadata is completed"]
+    assert card(folder, facts(license="mit"), MINE)[0].count("license: mit") == 1
+    assert card(folder, facts(base=Base("a/b"), eval_results=(RESULT,)), text)[0] == text
+
+
+def test_only_the_section_of_an_earlier_push_is_renewed(folder: Folder) -> None:
+    first, _ = card(folder, facts(base=Base("a/b", ModelCardData(license="mit"))), None)
+    edited = first.replace("# gpt2-dyt\n", "# gpt2-dyt\n\nMine, above.\n")
+    edited = edited.replace("- rope", "- rope\n- mine\n- deepnorm")
+    edited += "\n## Training\n\nMine, below.\n"
+    config = {**folder.config, "transformers_version": "9.9.9"}
+    text, notes = card(Folder(config, folder.record, {}, []), facts(), edited)
+    assert notes == []
+    assert text.count(BEGIN) == text.count(END) == 1
+    assert "Saved with transformers 9.9.9." in text
+    above, below = (part.split(mark)[i] for part, mark, i in ((text, BEGIN, 0), (text, END, 1)))
+    assert "Mine, above." in above
+    assert below == edited.split(END)[1]
+    data = parsed(text).data
+    assert data.license == "mit"
+    assert data.base_model == "a/b"
+    assert "[a/b]" in text
+    assert data.tags == ["hfpatch", "mine", "dyt", "rms", "rope"]  # deepnorm was another patch's
+    assert card(Folder(config, folder.record, {}, []), facts(), text)[0] == text
+
+
+def test_a_card_without_metadata_and_one_with_broken_metadata(folder: Folder) -> None:
+    text, _ = card(folder, facts(), "# Only text\n")
+    assert parsed(text).text == "# Only text\n"
+    assert parsed(text).data.tags == ["hfpatch", "dyt", "rms", "rope"]
+    for broken in ("---\n- a list\n---\n", "---\na: [\n---\n", "---\nmodel-index: [{}]\n---\n"):
+        with pytest.raises(OptionError, match=r"the metadata of README\.md can't be read"):
+            card(folder, facts(), broken)
+
+
+# On the Hub
+
+
+def test_it_reads_back_from_the_hub(hub: LocalHub, client: HubClient, saved: Path, name: str) -> None:
+    original = f"{name}-original"
+    client.call("upload", str(saved), original, "---\nlicense: apache-2.0\n---\n", token=OWNER)
+    client.call("push", str(saved), name, base_model=original, eval_results=[RESULT], token=OWNER)
+    assert hub.count("POST /api/validate-yaml", 200) == 2
+    data, results, text = client.call("card", name, token=OWNER)
+    assert data["license"] == "apache-2.0"
+    assert data["base_model"] == original
+    assert data["model-index"][0]["name"] == name.split("/")[1]
+    assert results == [vars(RESULT)]
+    assert "## How to open it" in text
+    assert problems(hub.repo(name).files()["README.md"].decode()) == ([], [])
+    assert client.call("api", "model_info", name, token=OWNER)["tags"] == ["hfpatch", "dyt", "rope"]
+
+
+def test_a_base_that_cant_be_seen_gives_no_licence(hub: LocalHub, client: HubClient, saved: Path, name: str) -> None:
+    done = client.call("push", str(saved), name, base_model="strangers/secret", token=OWNER)
+    assert "the licence isn't known" in done["text"]
+    data, _, _ = client.call("card", name, token=OWNER)
+    assert data["base_model"] == "strangers/secret"
+    assert "license" not in data
+
+
+def test_the_base_of_a_model_in_memory_is_known(hub: LocalHub, client: HubClient, name: str, tmp_path: Path) -> None:
+    original = f"{name}-original"
+    client.call("save_original", str(tmp_path / "original"))
+    client.call("upload", str(tmp_path / "original"), original, "---\nlicense: mit\n---\n", token=OWNER)
+    client.call("open_patch_and_push", original, name, token=OWNER)
+    data, _, _ = client.call("card", name, token=OWNER)
+    assert (data["base_model"], data["license"]) == (original, "mit")
+
+
+def test_a_local_base_gives_its_licence_and_not_its_path(
+    hub: LocalHub, client: HubClient, name: str, tmp_path: Path
+) -> None:
+    client.call("save_original", str(tmp_path / "original"))
+    (tmp_path / "original/README.md").write_text("---\nlicense: mit\n---\n")
+    client.call("open_patch_and_push", str(tmp_path / "original"), name, token=OWNER)
+    data, _, _ = client.call("card", name, token=OWNER)
+    assert data["license"] == "mit"
+    assert "base_model" not in data
+    for content in hub.repo(name).files().values():
+        assert str(tmp_path).encode() not in content
+
+
+def test_cards_in_the_folder_and_on_the_hub(
+    hub: LocalHub, client: HubClient, saved: Path, name: str, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(saved, tmp_path / "mine")
+    (folder / "README.md").write_text(MINE)
+    client.call("push", str(folder), name, token=OWNER)
+    assert (folder / "README.md").read_text() == MINE
+    assert ModelCard(MINE).text.encode() in hub.repo(name).files()["README.md"]
+    (folder / "README.md").unlink()
+    again = client.call("push", str(folder), name, token=OWNER)
+    assert again["changed"] == []  # the Hub's own is kept

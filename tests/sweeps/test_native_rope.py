@@ -1,0 +1,52 @@
+"""RoPE's settings over model types that rotate by themselves: whether the report is true, and a daily sample of it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+import native_rope
+import pytest
+import torch
+import transformers
+import zoo
+
+pytestmark = pytest.mark.filterwarnings("ignore::hfpatch.NotPreservedWarning")
+FIXED = ["llama", "phi", "gpt_neox"]
+SAMPLE = 3
+REPORT = json.loads(native_rope.REPORT.read_text())
+
+
+def _sample() -> list[str]:
+    """The next types in line, other ones every day."""
+    types = [one for one, row in REPORT["types"].items() if "same" in row and one in zoo.model_types()]
+    start = datetime.date.today().toordinal() * SAMPLE
+    return [types[(start + place) % len(types)] for place in range(SAMPLE)]
+
+
+@pytest.mark.parametrize("model_type", [*FIXED, *_sample()])
+def test_type_is_as_reported(model_type: str) -> None:
+    if transformers.__version__ != REPORT["transformers"]:
+        pytest.skip("the report is of another transformers")
+    kinds = lambda row: {name: answer.partition(":")[0] for name, answer in row.items()}  # noqa: E731
+    assert kinds(native_rope.examine(model_type)) == kinds(REPORT["types"][model_type])
+
+
+def test_asking_for_nothing_changes_nothing_anywhere() -> None:
+    assert set(REPORT["same"]) == {"yes"}
+    wrong = {one: row for one, row in REPORT["types"].items() if any("DIFFERS" in answer for answer in row.values())}
+    assert wrong == {}
+    assert native_rope.to_json(REPORT["types"]) == native_rope.REPORT.read_text()
+
+
+def test_a_wrong_angle_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control."""
+    original = native_rope.run
+
+    def off(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+        return {name: value * (1 + 1e-6) for name, value in original(model, given).items()}
+
+    calls = iter([original, original, off])
+    monkeypatch.setattr(native_rope, "run", lambda model, given: next(calls)(model, given))
+    assert native_rope.checked("llama", "theta") == "DIFFERS"
