@@ -155,7 +155,8 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
         informed = kwargs.pop("output_loading_info", False)
         if kwargs.get("use_safetensors") is None and kwargs.get("gguf_file") is None and name is not None:
             kwargs["use_safetensors"] = True
-            require_sound_files(name, kwargs.get("subfolder") or "", kwargs.get("variant"))
+            cache = {option: kwargs.get(option) for option in ("cache_dir", "revision")}
+            require_sound_files(name, kwargs.get("subfolder") or "", kwargs.get("variant"), **cache)
         try:
             loaded = host.from_pretrained.__func__(cls, name, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:

@@ -14,6 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+
 from .errors import CheckpointError
 
 SUFFIX = ".safetensors"
@@ -21,15 +23,25 @@ _INDEX = f"model{SUFFIX}.index.json"
 _UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, struct.error)
 
 
-def require_sound_files(name: Any, subfolder: str = "", variant: str | None = None) -> None:
+def require_sound_files(name: Any, subfolder: str = "", variant: str | None = None, **cache: Any) -> None:
     """Refuse a local folder whose weights are pickled, or whose index leads out of it, lies or is incomplete.
 
-    The Hub's client refuses names that lead out of its cache by itself.
+    Of a repository of the Hub, the index that lies in the cache must not lead out of it either; the Hub's client
+    itself refuses to download such names.
+
+    Args:
+        name, subfolder, variant: as in `from_pretrained`.
+        cache: its `cache_dir` and `revision`.
 
     Raises:
         CheckpointError: naming the file.
     """
-    if not isinstance(name, str | os.PathLike) or not Path(name).is_dir():
+    if not isinstance(name, str | os.PathLike):
+        return
+    if not Path(name).is_dir():
+        index = _cached(str(name), str(Path(subfolder) / _with_variant(_INDEX, variant)), **cache)
+        if index is not None:
+            _require_plain_names(index, _weight_map(index))
         return
     folder = Path(name) / subfolder
     if (folder / _with_variant(f"model{SUFFIX}", variant)).is_file():
@@ -52,7 +64,16 @@ def _with_variant(name: str, variant: str | None) -> str:
     return name if variant is None else f"{stem}.{variant}.{ending}"
 
 
-def _require_sound_index(index: Path) -> None:
+def _cached(repository: str, file: str, cache_dir: Any = None, revision: str | None = None) -> Path | None:
+    try:
+        found = try_to_load_from_cache(repository, file, cache_dir=cache_dir, revision=revision)
+    except ValueError:  # no name of a repository
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _weight_map(index: Path) -> Mapping[str, Any]:
+    """Tensor -> file, as an index says."""
     try:
         stored = json.loads(index.read_text(encoding="utf-8"))
     except _UNREADABLE as error:
@@ -60,9 +81,19 @@ def _require_sound_index(index: Path) -> None:
     shards = stored.get("weight_map") if isinstance(stored, Mapping) else None
     if not isinstance(shards, Mapping) or not shards or not isinstance(stored.get("metadata"), Mapping):
         raise CheckpointError(f"{index} has no weight_map and metadata. Download or save it again.")
+    return shards
+
+
+def _require_plain_names(index: Path, shards: Mapping[str, Any]) -> None:
     for file in sorted({str(file) for file in shards.values()}):
         if not is_plain_name(file):
             raise CheckpointError(f"{index} names {file!r:.80} as weights, not a {SUFFIX} file beside it.")
+
+
+def _require_sound_index(index: Path) -> None:
+    shards = _weight_map(index)
+    _require_plain_names(index, shards)
+    for file in sorted(set(shards.values())):
         if not (index.parent / file).is_file():
             raise CheckpointError(f"{index} names {file}, which isn't there. Download or save it again.")
     listed: dict[str, set[str]] = {}

@@ -290,6 +290,28 @@ def test_an_index_of_a_variant(saved: Path, tmp_path: Path) -> None:
         AutoModel.from_pretrained(tmp_path, variant="fp16")
 
 
+def cached(saved: Path, cache: Path) -> Path:
+    """A repository as it lies in the cache of the Hub's client."""
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = Path(shutil.copytree(saved / "shards", cache / f"models--me--patched/snapshots/{revision}"))
+    (cache / "models--me--patched/refs").mkdir()
+    (cache / "models--me--patched/refs/main").write_text(revision)
+    return snapshot
+
+
+@pytest.mark.parametrize("to", ["../../../outside.safetensors", "pytorch_model.bin"])
+def test_an_index_in_the_cache_of_the_hub(to: str, saved: Path, tmp_path: Path) -> None:
+    snapshot = cached(saved, tmp_path)
+    options = {"cache_dir": tmp_path, "local_files_only": True}
+    original = AutoModel.from_pretrained("me/patched", **options)
+    assert difference(original, AutoModel.from_pretrained(saved / "one")) < 1e-5
+    shutil.copy(saved / "one/model.safetensors", (snapshot / to).resolve())
+    all_in(to)(snapshot)
+    for more in ({}, {"revision": snapshot.name}, {"revision": "main"}):
+        with pytest.raises(CheckpointError, match=ELSEWHERE):
+            AutoModel.from_pretrained("me/patched", **options, **more)
+
+
 # Headers of safetensors files
 
 
