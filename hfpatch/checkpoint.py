@@ -331,8 +331,7 @@ def _require_same_function(model: PreTrainedModel, fingerprint: Fingerprint, inf
     other = [key for key, *_ in info.get("mismatched_keys", ())]
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     if not any(key.startswith(prefix) for key in other):
-        missing = [key for key in info.get("missing_keys", ()) if key.startswith(prefix)]
-        fingerprint.require(model, name, strict=not other, missing=missing)
+        fingerprint.require(model, name, strict=not other, missing=info.get("missing_keys", ()))
 
 
 def _initialize_ours(model: nn.Module) -> None:

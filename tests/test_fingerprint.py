@@ -14,13 +14,14 @@ import numpy
 import pytest
 import torch
 import transformers
+import zoo
 from safetensors.torch import load_file, save_file
 from tiny_models import RECORDED, changes, difference, inputs, patch, randomise, tiny
 from tiny_models import fingerprint as trace
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from hfpatch import CheckpointError, DyT, RoPE
+from hfpatch import CheckpointError, DyT, PatchError, RoPE
 from hfpatch.fingerprint import Fingerprint, Forward, texture
 
 AUTOS = ("AutoModelForCausalLM", "AutoModel", "AutoModelForTokenClassification")
@@ -155,6 +156,27 @@ def test_families(family: str, tmp_path: Path) -> None:
     with_weights(tmp_path, afresh(norm))
     with another:
         AutoModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("model_type", zoo.model_types())
+def test_no_family_gives_a_false_alarm(model_type: str, tmp_path: Path) -> None:
+    """Every model type that can be made and patched opens in three precisions; not all run in each."""
+    try:
+        model, _ = zoo.tiny(model_type)
+    except zoo.Unbuildable as error:
+        pytest.skip(str(error))
+    patched = False
+    for request in ({"norm": "rms", "init": "copy"}, {"norm": "dyt"}, {"pos": "rope"}):
+        try:
+            patched = bool(patch(model, **request)) or patched
+        except PatchError:
+            continue
+    if not patched:
+        pytest.skip("no patch applies")
+    model.save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        type(model).from_pretrained(tmp_path, dtype=dtype)
 
 
 def test_what_a_failure_says(saved: Path, tmp_path: Path) -> None:
