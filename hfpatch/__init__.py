@@ -31,6 +31,7 @@ from .errors import (
     VerificationError,
     WrappedModelError,
 )
+from .export import Exported, export_model, native_model
 from .hub import Push, PushedFile, push_patched
 from .mlps import MLP, GeGLU, ReGLU, SwiGLU
 from .norms import RMS, AffineNorm, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm, NormFacts
@@ -60,6 +61,7 @@ __all__ = [
     "DeepNorm",
     "Derf",
     "DyT",
+    "Exported",
     "Fused",
     "GeGLU",
     "HfpatchConfig",
@@ -104,6 +106,8 @@ __all__ = [
     "VerificationError",
     "WrappedModelError",
     "convert_pairing",
+    "export_model",
+    "native_model",
     "patch_model",
     "plan_patch",
     "propose_record",

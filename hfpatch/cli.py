@@ -22,6 +22,7 @@ from .convert import verify as verifying
 from .convert.report import Report
 from .convert.sample import generates, sample_batches
 from .errors import NotPreservedWarning, PatchError
+from .export import FORMS, export_model
 from .hub import push_patched
 from .patch import patch_model, repair_report
 from .plan import plan_patch
@@ -267,6 +268,53 @@ def verify(
         if plot is not None:
             report.plot(plot)
             typer.echo(f"\nPlotted to {plot}.")
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="The patched checkpoint: a Hub id or a folder.")],
+    out: Annotated[Path, typer.Argument(help="Folder for what is written.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="What opens it: 'native' transformers alone, as a stock architecture of equal outputs, where there is "
+            "one; 'remote' trust_remote_code=True; 'plugin' import hfpatch.",
+        ),
+    ] = "native",
+    architecture: Annotated[
+        str | None,
+        typer.Option(
+            help="Of --to native: the only architecture to try, such as gpt_neox; default: the first equal one."
+        ),
+    ] = None,
+    head: HeadOption = None,
+    overwrite: Annotated[bool, typer.Option(help="Write into OUT although it isn't empty.")] = False,
+) -> None:
+    """Write a patched checkpoint for whoever is to open it, with its tokenizer or processor.
+
+    A native export is measured before it is saved: the stock architecture's outputs against the patched model's, on
+    random inputs. Where no architecture is equal, nothing is written, and the reason is given for each.
+    """
+    with _readable_errors():
+        if to not in FORMS:
+            raise PatchError(f"--to {to}: choose one of {', '.join(FORMS)}.")
+        if _is_config(model):
+            raise PatchError("export writes a checkpoint for others; random weights (config:FAMILY) are none.")
+        built = _load(model, _config(model), head)
+        carried = _processor(model)
+        written = export_model(built, out, to, tokenizer=carried, architecture=architecture, overwrite=overwrite)
+        typer.echo(str(written))
+        if carried is None:
+            typer.echo("No tokenizer or processor was found to carry along.")
+
+
+def _processor(model: str) -> Any:
+    """A checkpoint's tokenizer or processor, None where it has none that opens."""
+    try:
+        return AutoProcessor.from_pretrained(model)
+    except Exception:  # they fail in many ways (missing files, missing packages); none spoils the model
+        return None
 
 
 @app.command()

@@ -341,13 +341,14 @@ def _require_served(rotation: Rotation, old: Settings, new: Settings, difference
     alike = frequencies[0].shape == frequencies[1].shape
     same = alike and torch.equal(*frequencies)
     narrower = _partial(new) != _partial(old)
+    unread = narrower and _reads_no_partial(rotation, {**old, "partial_rotary_factor": _partial(new)})
     if not alike and not narrower:
         raise UnsupportedError(
             f"{where}: {host} has {frequencies[0].numel()} frequencies, and {frequencies[1].numel()} with "
             f"rope_type={new['rope_type']!r}, which its code can't apply."
         )
     resized = any("rot" in attribute for _, attribute, _ in differences)  # of attentions that cut heads by themselves
-    if narrower and (same or not (resized or _applies_to_a_part(before, after, rotation.layer_type))):
+    if narrower and (unread or not (resized or _applies_to_a_part(before, after, rotation.layer_type))):
         raise UnsupportedError(
             f"{where}: {host} turns {'whole heads' if _partial(old) == 1 else 'a fixed part of each head'}, so "
             f"partial={_partial(new):g} can't be had."
@@ -356,6 +357,12 @@ def _require_served(rotation: Rotation, old: Settings, new: Settings, difference
         raise UnsupportedError(f"{where}: the model tells its rotations apart by theta, so theta= can't change one.")
     if new["rope_theta"] != old["rope_theta"] and same and frequencies[0].numel() > 1:
         raise UnsupportedError(f"{where}: {host} doesn't read rope_theta, so theta= can't change it.")
+
+
+def _reads_no_partial(rotation: Rotation, settings: Settings) -> bool:
+    """Whether the host's class makes the same frequencies with another share of the channels."""
+    present, other = (rotation.frequencies(_made(rotation, one)) for one in (rotation.settings, settings))
+    return present.shape == other.shape and torch.equal(present, other)
 
 
 def _last_words(error: BaseException) -> str:

@@ -26,13 +26,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read w
 import torch
 from accelerate import Accelerator
 from data import RecipeError
-from neox import neox_of
 from report import hardware, versions
 from settings import check_numbers, check_output_folder, read_settings
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hfpatch import patch_model
+from hfpatch import native_model, patch_model
 
 MODES = ("eager", "compiled")
 UNPATCHED, PATCHED, NATIVE = "gpt2", "gpt2 + rope", "gpt_neox"
@@ -99,7 +98,7 @@ def subjects(config: BenchmarkConfig, device: torch.device) -> dict[str, nn.Modu
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patched = patch_model(copy.deepcopy(plain), pos="rope")
-    native = neox_of(patched).eval().to(device)
+    native = native_model(patched, "gpt_neox").to(device)
     ids = torch.randint(config.vocab_size, (1, 32), device=device)
     with torch.no_grad():
         a, b = patched(ids).logits, native(ids).logits

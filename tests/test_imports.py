@@ -44,6 +44,7 @@ LAYERS = [
     ["patch"],
     ["reorder"],
     ["convert.modules", "convert.verify"],
+    ["export"],
     ["hub"],
     ["__init__"],
     ["cli", "__main__", "compile"],

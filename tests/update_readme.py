@@ -56,12 +56,13 @@ def sweep() -> str:
 
 def exact() -> str:
     totals, all_types = json.loads(EXACT.read_text()), json.loads(SWEEP.read_text())["of"]
-    count = {kind: totals.get(kind, 0) for kind in ("exact", "in part", "refused", "wrong", "killed")}
+    count = {kind: totals.get(kind, 0) for kind in ("exact", "in part", "refused", "wrong", "killed", "failed")}
     return (
         f"Of {all_types} model types with a LayerNorm {len(totals['types'])} were examined (transformers "
         f"{totals['transformers']}): **{count['exact']} are exact in full**, {count['in part']} in part, "
-        f"{count['refused']} refused, {count['killed']} ran out of time, **{count['wrong']} wrong**; each with its "
-        "error and the reasons in [tests/sweeps/exact.md](tests/sweeps/exact.md)."
+        f"{count['refused']} refused, {count['killed'] + count['failed']} ran out of time or memory, "
+        f"**{count['wrong']} wrong**; each with its error and the reasons in "
+        "[tests/sweeps/exact.md](tests/sweeps/exact.md)."
     )
 
 
@@ -71,9 +72,9 @@ def native_rope() -> str:
     wrong = sum(count for name in yes for answer, count in totals[name].items() if answer == "DIFFERS")
     return (
         f"Of {totals['rotating']} model types that rotate (transformers {totals['transformers']}) {yes['same']} stay "
-        f"the same bit for bit; another theta ({yes['theta']}), linear scaling ({yes['linear']}) and a partial rotation "
-        f"({yes['partial']}) equal transformers' own model with these settings bit for bit, the rest is refused with "
-        f"its reason or moves nothing in so small a model; **{wrong} differ** "
+        f"the same bit for bit; another theta ({yes['theta']}), linear scaling ({yes['linear']}) and partial rotation "
+        f"({yes['partial']}) equal transformers' own model with these settings, likewise; the rest is refused with its "
+        f"reason, or moves nothing in so small a model; **{wrong} differ** "
         "([tests/sweeps/native_rope.md](tests/sweeps/native_rope.md))."
     )
 

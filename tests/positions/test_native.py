@@ -334,6 +334,13 @@ def test_whole_heads_stay_whole(model_type: str) -> None:
         plan_patch(model, pos=RoPE(partial=0.25), only=rotations_only(model))
 
 
+def test_another_theta_hides_no_partial_that_isnt_read() -> None:
+    """Frequencies that change with theta say nothing of whether the class reads the share of a head as well."""
+    model, _ = zoo.tiny("llama")
+    with pytest.raises(UnsupportedError, match=r"turns whole heads, so partial=0\.5"):
+        plan_patch(model, pos=RoPE(theta=500.0, partial=0.5))
+
+
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 

@@ -3,12 +3,15 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
 import benchmark
+
+from hfpatch import native_model
 
 SMALL = [
     "--layers",
@@ -44,8 +47,12 @@ def test_a_ratio_is_that_of_runs_that_followed_one_another() -> None:
 
 
 def test_models_that_dont_agree_arent_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right = benchmark.neox_of
-    monkeypatch.setattr(benchmark, "neox_of", lambda model: right(model, theta=10.0))
+    def wrong(model: Any, architecture: str) -> Any:
+        native = native_model(model, architecture)
+        native.gpt_neox.rotary_emb.inv_freq *= 2
+        return native
+
+    monkeypatch.setattr(benchmark, "native_model", wrong)
     with pytest.raises(benchmark.RecipeError, match="don't agree"):
         benchmark.main([*SMALL, "--output_dir", str(tmp_path)])
 

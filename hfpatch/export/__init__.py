@@ -1,0 +1,70 @@
+"""Checkpoints for others: with the plugin's record, with a file of remote code, or as a stock architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import OptionError
+from ..view import host_class
+from .files import require_free
+from .native import Exported, export_native, native_model
+
+FORMS = ("plugin", "remote", "native")
+
+__all__ = ["FORMS", "Exported", "export_model", "export_native", "native_model"]
+
+
+def export_model(
+    model: Any,
+    folder: str | Path,
+    to: str = "plugin",
+    *,
+    tokenizer: Any = None,
+    architecture: str | None = None,
+    overwrite: bool = False,
+    **save_options: Any,
+) -> Exported:
+    """Write a patched model for whoever is to open it.
+
+        to        opens with                                         is
+        plugin    `import hfpatch`                                   what `save_pretrained` writes
+        remote    `trust_remote_code=True`                           the same with a modeling file of its own
+        native    transformers alone                                 a stock architecture of equal outputs
+
+    Args:
+        model: a patched transformers model.
+        folder: where.
+        to: "plugin", "remote" or "native".
+        tokenizer: a tokenizer or processor to save along.
+        architecture: of a native export, transformers' name of the only architecture to try.
+        overwrite: write into, or of a native export replace, a folder that isn't empty.
+        save_options: for `save_pretrained`.
+
+    Returns:
+        What was written; its text says it in words.
+
+    Raises:
+        OptionError: no such form; an architecture for another form than "native".
+        UnsupportedError, VerificationError: no stock architecture equals the model; the message says for each why.
+        PatchError: the folder isn't empty.
+    """
+    if to not in FORMS:
+        raise OptionError(f"to must be one of {', '.join(FORMS)}, not {to!r:.40}.")
+    if architecture is not None and to != "native":
+        raise OptionError("architecture= chooses what a native export becomes; pass to='native' with it.")
+    folder = Path(folder)
+    if to == "native":
+        return export_native(
+            model, folder, tokenizer=tokenizer, architecture=architecture, overwrite=overwrite, **save_options
+        )
+    require_free(folder, overwrite)
+    if to == "remote":
+        from .remote import export_remote  # type: ignore[import-not-found, unused-ignore]
+
+        export_remote(model, folder, tokenizer=tokenizer, **save_options)
+    else:
+        model.save_pretrained(folder, **save_options)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    return Exported(folder, to, host_class(type(model)).__name__)

@@ -1,0 +1,104 @@
+"""The folder that an export writes: all of it or nothing, with a tokenizer that opens."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from ..errors import PatchError
+
+_SAMPLE = "The quick (brown) fox: 12.5 jumps; c1ccccc1O naïve\n"
+_GENERIC = "PreTrainedTokenizerFast"  # reads tokenizer.json as it stands, whatever the model's type
+
+
+def require_free(folder: Path, overwrite: bool = False) -> None:
+    """Refuse a folder that holds something.
+
+    Raises:
+        PatchError: it is a file, or isn't empty and `overwrite` wasn't asked for.
+    """
+    if folder.is_file():
+        raise PatchError(f"{folder} is a file; a folder is needed.")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise PatchError(f"{folder} isn't empty. Choose another folder, or ask to overwrite it.")
+
+
+@contextmanager
+def staged(folder: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A new folder beside `folder` that takes its place once everything inside the context has gone well.
+
+    Raises:
+        PatchError: as in `require_free`.
+    """
+    require_free(folder, overwrite)
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    mask = os.umask(0)
+    os.umask(mask)
+    staging.chmod(0o777 & ~mask)
+    replaced = staging.with_name(f"{staging.name}-replaced")
+    try:
+        yield staging
+        if folder.is_dir():
+            folder.rename(replaced)
+        staging.rename(folder)
+    except BaseException:
+        if replaced.is_dir() and not folder.exists():
+            replaced.rename(folder)
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer or processor beside a model's config, and see that the Auto class opens the same one.
+
+    An Auto class goes by the model's type as well as by what the tokenizer's config says; where that gives another
+    tokenizer, the config is made to name the class that reads `tokenizer.json` as it stands.
+
+    Raises:
+        PatchError: it opens as another tokenizer all the same.
+    """
+    tokenizer.save_pretrained(folder)
+    if not hasattr(tokenizer, "get_vocab"):  # a processor
+        return
+    if _opens_alike(tokenizer, folder):
+        return
+    path = folder / "tokenizer_config.json"
+    if path.is_file() and (folder / "tokenizer.json").is_file():
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({**stored, "tokenizer_class": _GENERIC}, indent=2) + "\n", encoding="utf-8")
+        if _opens_alike(tokenizer, folder):
+            return
+    raise PatchError(
+        f"{type(tokenizer).__name__} doesn't open again beside a model of this type: it would split text otherwise. "
+        "Export without tokenizer=, and save it in a folder of its own."
+    )
+
+
+def _opens_alike(tokenizer: Any, folder: Path) -> bool:
+    try:
+        other = AutoTokenizer.from_pretrained(folder)
+    except Exception:  # tokenizers fail in many ways
+        return False
+    sample = _SAMPLE + " ".join(sorted(tokenizer.get_vocab())[:50])
+    alike = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "padding_side")
+    if any(getattr(tokenizer, name, None) != getattr(other, name, None) for name in alike):
+        return False
+    return len(tokenizer) == len(other) and _encoded(tokenizer, sample) == _encoded(other, sample)
+
+
+def _encoded(tokenizer: Any, text: str) -> Any:
+    try:
+        return dict(tokenizer(text)), tokenizer.decode(tokenizer(text)["input_ids"])
+    except Exception as error:  # one that can't encode the sample must fail in the same way
+        return type(error).__name__

@@ -1,0 +1,258 @@
+"""Native export: where a patched model equals an architecture that transformers ships, that is what is written.
+
+Whoever opens such a checkpoint needs neither hfpatch nor remote code. Candidates are the class that the model was
+patched from, with other weights or settings, and the targets of `LAYOUTS`; what each computes is compared with the
+model in hand before anything is written.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ..errors import UnknownNameError, UnsupportedError, VerificationError
+from ..plan import require_bare
+from ..positions import RoPE
+from ..positions.rope import ADAPTIVE
+from ..view import host_class
+from .equality import Measured, compare
+from .files import save_tokenizer, staged
+from .layouts import BASE, LAYOUTS, LM, MASKED, QUESTION, SEQUENCE, TOKEN, Layout
+from .read import read, why_not
+from .same_host import as_host
+from .write import write
+
+_HEADS = (LM, MASKED, SEQUENCE, TOKEN, QUESTION, BASE)
+_WIDE = (torch.float32, torch.float64)
+
+
+@dataclass
+class Candidate:
+    """An architecture that a model might equal.
+
+    Attributes:
+        model_type: transformers' name of it.
+        model: the stock model, where one could be made.
+        longest: positions that it holds, None where it takes texts of any length.
+        measured: how far its outputs are from the patched model's.
+        reason: why there is no model, or why it isn't equal.
+    """
+
+    model_type: str
+    model: Any = None
+    longest: int | None = None
+    measured: Measured | None = None
+    reason: str | None = None
+
+    @property
+    def equal(self) -> bool:
+        return self.model is not None and self.measured is not None and self.measured.holds
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        folder: where.
+        to: "plugin", "remote" or "native".
+        architecture: the class that opens it.
+        measured: of a native export, how equal it is to the patched model.
+        longest: of a native export, the longest text that it takes; None where that has no limit of its own.
+    """
+
+    folder: Path
+    to: str
+    architecture: str
+    measured: Measured | None = None
+    longest: int | None = None
+
+    def __str__(self) -> str:
+        lines = [f"Saved to {self.folder} as {self.architecture} ({self.to})."]
+        if self.measured is not None:
+            lines.append(
+                f"Its outputs differ by {self.measured.error:.1e} of their spread on {self.measured.inputs} random "
+                f"batches ({self.measured.tolerance:.0e} is allowed)."
+            )
+        if self.longest is not None:
+            lines.append(f"It takes texts of up to {self.longest} positions.")
+        return "\n".join(lines)
+
+
+def export_native(
+    model: Any,
+    folder: Path,
+    *,
+    tokenizer: Any = None,
+    architecture: str | None = None,
+    overwrite: bool = False,
+    **save_options: Any,
+) -> Exported:
+    """Write a patched model as an architecture that transformers ships and that computes the same.
+
+    Equality is measured on the model itself: random texts of several lengths, with and without padding, every output
+    within 1e-5 of its spread, in float32 or, where rounding alone is more, in float64. Weights of half-precision models
+    are converted in float32 and rounded once, at the end.
+
+    Args:
+        model: a patched transformers model with weights.
+        folder: what is written, all at once or not at all.
+        tokenizer: a tokenizer or processor to save along.
+        architecture: transformers' name of the only architecture to try ("gpt_neox"); None: the first that is equal.
+        overwrite: replace a folder that isn't empty.
+        save_options: for `save_pretrained`.
+
+    Raises:
+        UnknownNameError: hfpatch knows no equality with that architecture.
+        UnsupportedError: no architecture has what the model has; says for each what is missing.
+        VerificationError: there are candidates, and none is equal.
+        PatchError: the folder isn't empty.
+    """
+    with staged(folder, overwrite) as staging:
+        found = find_native(model, architecture)
+        stock = found.model
+        if stock.can_generate() and getattr(model, "generation_config", None) is not None:
+            stock.generation_config = copy.deepcopy(model.generation_config)
+        stock.save_pretrained(staging, **save_options)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, staging)
+    return Exported(folder, "native", type(stock).__name__, found.measured, found.longest)
+
+
+def native_model(model: Any, architecture: str | None = None) -> Any:
+    """A stock transformers model that computes what a patched one does, in its dtype and in eval mode.
+
+    Arguments and errors as in `export_native`, which writes it to a folder.
+    """
+    return find_native(model, architecture).model
+
+
+def find_native(model: Any, architecture: str | None = None) -> Candidate:
+    """The first architecture that a model equals; errors as in `export_native`."""
+    tried = []
+    for candidate in candidates(model, architecture):
+        if candidate.equal:
+            candidate.model = candidate.model.to(model.dtype)
+            return candidate
+        candidate.model = None
+        tried.append(candidate)
+    raise _refusal(model, tried)
+
+
+def candidates(model: Any, architecture: str | None = None) -> Iterator[Candidate]:
+    """Every architecture that the model might equal, with what was measured or why it is none; the likeliest first.
+
+    Args:
+        model: a patched transformers model with weights.
+        architecture: the only one to try.
+
+    Raises:
+        UnknownNameError: hfpatch knows no equality with that architecture.
+        UnsupportedError: the model has no plain weights.
+    """
+    require_bare(model)
+    source = _wide(model)
+    host: str = model.config.model_type
+    layout, reason = _layout_of(source.config)
+    targets = [] if layout is None else _targets(layout)
+    known = list(dict.fromkeys([host, *(target.model_type for target in targets)]))
+    if architecture is not None and architecture not in known:
+        raise UnknownNameError(
+            f"no equality of {host!r} with {architecture!r} is known to hfpatch. Known: {', '.join(known)}."
+        )
+    if architecture in (None, host):
+        yield _tried(host, source, lambda: as_host(source))
+    if layout is None:
+        return
+    wanted = [target for target in targets if architecture in (None, target.model_type)]
+    try:
+        if reason is not None:
+            raise UnsupportedError(f"it has no {host} with {reason}")
+        auto = _auto_class(model)
+        anatomy = read(source, layout, auto)
+    except UnsupportedError as error:
+        yield from (Candidate(target.model_type, reason=str(error)) for target in wanted)
+        return
+    kinds = {norm.kind for norm in anatomy.norms()}
+    scaling = anatomy.positions.scaling if isinstance(anatomy.positions, RoPE) else None
+    beyond = anatomy.scaled_from + 3 if scaling and scaling["rope_type"] in ADAPTIVE else 0
+    for target in sorted(wanted, key=lambda one: {one.norm} != kinds):
+        longest = anatomy.length if target.bounded else None
+
+        def build(target: Layout = target, longest: int | None = longest) -> tuple[Any, int | None]:
+            return write(anatomy, target, auto).to(source.device), longest
+
+        yield _tried(target.model_type, source, build, beyond)
+
+
+def _layout_of(config: Any) -> tuple[Layout | None, str | None]:
+    """The layout of a family, and which setting it doesn't fit."""
+    family = [one for one in LAYOUTS if one.model_type == config.model_type]
+    reasons = [why_not(one, config) for one in family]
+    fitting = next((one for one, reason in zip(family, reasons, strict=True) if reason is None), None)
+    return (fitting, None) if fitting or not family else (family[0], reasons[0])
+
+
+def _targets(host: Layout) -> list[Layout]:
+    alike = [one for one in LAYOUTS if (one.causal, one.post_norm) == (host.causal, host.post_norm)]
+    return [one for one in alike if one.config is not None]
+
+
+def _tried(model_type: str, source: Any, build: Callable[[], tuple[Any, int | None]], beyond: int = 0) -> Candidate:
+    try:
+        model, longest = build()
+    except UnsupportedError as error:
+        return Candidate(model_type, reason=str(error).rstrip("."))
+    measured = compare(source, model, longest, beyond)
+    return Candidate(model_type, model, longest, measured, None if measured.holds else str(measured))
+
+
+def _wide(model: Any) -> Any:
+    """The model, or a float32 copy of one in half precision.
+
+    Raises:
+        UnsupportedError: its weights aren't plain floats, or it has none yet.
+    """
+    for name, value in model.named_parameters():
+        if value.is_meta:
+            raise UnsupportedError(f"{name} has no values (meta device). Load the model's weights first.")
+        if not value.is_floating_point() or type(value.data) is not torch.Tensor:
+            raise UnsupportedError(f"{name} is quantized or sharded. Export the model that it was made from.")
+    if all(value.dtype in _WIDE for value in model.parameters()):
+        return model
+    return copy.deepcopy(model).float()
+
+
+def _auto_class(model: Any) -> str:
+    """The Auto class of the model's head.
+
+    Raises:
+        UnsupportedError: its class is in none whose heads are known here.
+    """
+    config, cls = host_class(type(model.config)), host_class(type(model))
+    for auto in _HEADS:
+        mapped = getattr(transformers, auto)._model_mapping.get(config, None)
+        if cls in (mapped if isinstance(mapped, tuple | list) else (mapped,)):
+            return auto
+    raise UnsupportedError(f"the head of {cls.__name__} is none of those known here")
+
+
+def _refusal(model: Any, tried: list[Candidate]) -> UnsupportedError | VerificationError:
+    """Why there is no native form of a model: a line for each architecture that came into question."""
+    lines = [f"  {one.model_type}: {one.reason}." for one in tried]
+    name = f"{host_class(type(model)).__name__} as patched here"
+    said = (
+        f"{name} equals no architecture that transformers {transformers.__version__} ships and hfpatch knows:\n"
+        + "\n".join(dict.fromkeys(lines))
+        + "\nto='remote' writes a checkpoint that opens without hfpatch all the same, to='plugin' one that needs it."
+    )
+    unequal = [one.measured for one in tried if one.measured is not None]
+    if unequal:
+        return VerificationError(said, str(unequal[0]))
+    return UnsupportedError(said)

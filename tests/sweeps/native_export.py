@@ -1,0 +1,149 @@
+"""Which architectures of transformers a patched model equals, measured in float64 and float32.
+
+    python tests/sweeps/native_export.py            # writes native_export.json and native_export.md beside it
+
+The cases are those of tests/native_cases.py: tiny random models with gains, shifts and biases far from zero. Each
+candidate's outputs are compared with the patched model's (hfpatch/export/equality.py says on which inputs).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import transformers
+from native_cases import CASES, Case
+
+from hfpatch.export.native import candidates
+
+HERE = Path(__file__).parent
+JSON, MARKDOWN = HERE / "native_export.json", HERE / "native_export.md"
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of the cases' names")
+    asked = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    known = {row["case"]: row for row in json.loads(JSON.read_text())["rows"]} if JSON.exists() else {}
+    for case in CASES:
+        if any(part in case.name for part in asked.only):
+            known[case.name] = examine(case)
+            print(case.name, list(known[case.name]["equal"]), flush=True)
+            rows = [known[one.name] for one in CASES if one.name in known]
+            JSON.write_text(json.dumps({"transformers": transformers.__version__, "rows": rows}, indent=1) + "\n")
+            MARKDOWN.write_text(to_markdown(json.loads(JSON.read_text())))
+
+
+def examine(case: Case) -> dict[str, Any]:
+    """What one patched model equals, by dtype, and why it equals nothing else."""
+    equal: dict[str, dict[str, Any]] = {}
+    reasons: dict[str, str] = {}
+    for name, dtype in DTYPES.items():
+        if dtype == torch.float64 and not case.double:
+            continue
+        for found in candidates(case.model(dtype)):
+            if found.equal:
+                entry = equal.setdefault(
+                    found.model_type, {"class": type(found.model).__name__, "longest": found.longest}
+                )
+                entry[name] = float(f"{found.measured.error:.2e}")
+            else:
+                reasons.setdefault(found.model_type, found.reason)
+    head = case.head.removeprefix("Auto").removeprefix("ModelFor").removeprefix("Model") or "base"
+    return {
+        "case": case.name,
+        "family": case.family,
+        "head": head,
+        "asked": asked_for(case),
+        "equal": equal,
+        "reasons": {name: reason for name, reason in reasons.items() if not equal},
+    }
+
+
+def asked_for(case: Case) -> str:
+    asked = "; then ".join(", ".join(f"{k}={v!r}" for k, v in one.items()) for one in case.patches)
+    return asked + "".join(f" ({name}={value})" for name, value in case.options.items())
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    """The table: one line for each equality."""
+    rows = report["rows"]
+    lines = [
+        "# What patched models equal",
+        "",
+        f"transformers {report['transformers']}; `python tests/sweeps/native_export.py`. Tiny random models; the",
+        "largest difference of an output by its spread, with and without padding. Classes that compute in float32",
+        "whatever their weights are don't get below 1e-7 in float64.",
+        "",
+        *table(rows),
+        "",
+        "## Equal to nothing",
+        "",
+        "| patched | asked | why |",
+        "|---|---|---|",
+        *(f"| {row['family']} ({row['head']}) | `{row['asked']}` | {why(row)} |" for row in rows if not row["equal"]),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    yield "| patched | asked | equals | float64 | float32 | positions |"
+    yield "|---|---|---|---|---|---|"
+    for row in rows:
+        for entry in row["equal"].values():
+            figures = [f"{entry[name]:.0e}" if name in entry else "-" for name in DTYPES]
+            longest = "any" if entry["longest"] is None else str(entry["longest"])
+            patched = f"{row['family']} ({row['head']})"
+            yield f"| {patched} | `{row['asked']}` | `{entry['class']}` | {' | '.join(figures)} | {longest} |"
+
+
+def compact(report: dict[str, Any]) -> str:
+    """Stock architectures, which families become them by what (without schemes' options), and largest differences."""
+    entries = [(row, name, entry) for row in report["rows"] for name, entry in row["equal"].items()]
+    targets: dict[str, list[Any]] = {"the family itself": []}
+    for row, name, entry in entries:
+        targets.setdefault("the family itself" if name == row["family"] else f"`{name}`", []).append((row, entry))
+    merged: dict[str, list[str]] = {}
+    for target, found in targets.items():
+        merged.setdefault(_becomes(row for row, _ in found), []).append(target)
+    lines = ["| stock architecture | equals | float64 | float32 |", "|---|---|---|---|"]
+    for said, names in merged.items():
+        found = [entry for target in names for _, entry in targets[target]]
+        figures = [max((entry[name] for entry in found if name in entry), default=None) for name in DTYPES]
+        shown = ["-" if figure is None else f"{figure:.0e}" for figure in figures]
+        lines.append(f"| {', '.join(names)} | {said} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _becomes(rows: Iterable[dict[str, Any]]) -> str:
+    """Families, each list of them with what was asked for."""
+    asked: dict[str, dict[str, None]] = {}
+    for row in rows:
+        request = re.sub(r"(rope|learned|rms):[^']*'", r"\1'", row["asked"].partition(" (")[0])
+        asked.setdefault(request, {})[row["family"]] = None
+    together: dict[str, list[str]] = {}
+    for request, families in asked.items():
+        together.setdefault(", ".join(sorted(families)), []).append(f"`{request}`")
+    return "; ".join(f"{families}: {' or '.join(requests)}" for families, requests in together.items())
+
+
+def why(row: dict[str, Any]) -> str:
+    reasons = dict.fromkeys(f"{name}: {reason}" for name, reason in row["reasons"].items())
+    return "; ".join(list(reasons)[:3])
+
+
+if __name__ == "__main__":
+    main()
