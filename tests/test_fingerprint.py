@@ -179,7 +179,8 @@ def test_no_family_gives_a_false_alarm(model_type: str, tmp_path: Path) -> None:
         try:
             type(model).from_pretrained(tmp_path, dtype=dtype)
         except CheckpointError as error:
-            assert "would open only a part" in str(error)  # ShieldGemma2 builds its inner model by an Auto class
+            if "would open only a part" not in str(error):  # ShieldGemma2 builds its inner model by an Auto class
+                raise
 
 
 def test_what_a_failure_says(saved: Path, tmp_path: Path) -> None:
