@@ -32,7 +32,7 @@ from .record import KEY, Record
 from .registry import ARCHITECTURES
 from .tables import ComputedPositions
 from .view import SCALE, SCALED, host_class, lensed_forward, once_per_class
-from .weights import broken_file
+from .weights import broken_file, is_plain_name, require_sound_files
 
 REMOTE = "modeling_hfpatch"  # the module that opens an exported checkpoint where hfpatch isn't there
 _BEING_BUILT: ContextVar[Any] = ContextVar("being_built", default=None)  # the config of the patched model around
@@ -84,12 +84,18 @@ def _read(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Reco
     Raises:
         CheckpointError: as in `HfpatchConfig.from_dict`.
     """
-    settings = without_remote_code(released(config_dict, where))
-    stored, fingerprint = settings.get(KEY), None
-    if isinstance(stored, dict) and FINGERPRINT in stored:
-        fingerprint = Fingerprint.from_json(stored[FINGERPRINT], where)
-        settings[KEY] = {name: value for name, value in stored.items() if name != FINGERPRINT}
-    return settings, Record.from_json(settings.get(KEY), where), fingerprint
+    weights = config_dict.get("transformers_weights")
+    if weights is not None and not is_plain_name(weights):
+        raise CheckpointError(f"{where} names {weights!r:.80} as its weights, not a safetensors file of its folder.")
+    try:
+        settings = without_remote_code(released(config_dict, where))
+        stored, fingerprint = settings.get(KEY), None
+        if isinstance(stored, dict) and FINGERPRINT in stored:
+            fingerprint = Fingerprint.from_json(stored[FINGERPRINT], where)
+            settings[KEY] = {name: value for name, value in stored.items() if name != FINGERPRINT}
+        return settings, Record.from_json(settings.get(KEY), where), fingerprint
+    except RecursionError as error:
+        raise CheckpointError(f"{where}: its patch record is nested too deeply.") from error
 
 
 def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
@@ -109,6 +115,12 @@ def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]
         return json.dumps(guarded(self, stored), indent=2, sort_keys=True) + "\n"
 
     def from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        if KEY not in config_dict and config_dict.get("model_type") == host.model_type:
+            raise CheckpointError(
+                f"the config of an unpatched {host.model_type} model was to be opened as that of a patched one. An "
+                "adapter remembers its base by the name that it was opened under, and would come back on the unpatched "
+                "one: save the patched base (save_pretrained), open that, and put the adapter on it."
+            )
         settings, _, fingerprint = _read(config_dict, _where(config_dict))
         settings["model_type"] = host.model_type
         as_saved = copy.deepcopy(settings) if fingerprint is not None else {}
@@ -157,6 +169,10 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
         cls: type[PreTrainedModel], name: Any, *args: Any, check_fingerprint: bool = True, **kwargs: Any
     ) -> Any:
         informed = kwargs.pop("output_loading_info", False)
+        if kwargs.get("use_safetensors") is None and kwargs.get("gguf_file") is None and name is not None:
+            kwargs["use_safetensors"] = True
+            cache = {option: kwargs.get(option) for option in ("cache_dir", "revision")}
+            require_sound_files(name, kwargs.get("subfolder") or "", kwargs.get("variant"), **cache)
         try:
             loaded = host.from_pretrained.__func__(cls, name, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
@@ -332,8 +348,7 @@ def _require_same_function(model: PreTrainedModel, fingerprint: Fingerprint, inf
     other = [key for key, *_ in info.get("mismatched_keys", ())]
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     if not any(key.startswith(prefix) for key in other):
-        missing = [key for key in info.get("missing_keys", ()) if key.startswith(prefix)]
-        fingerprint.require(model, name, strict=not other, missing=missing)
+        fingerprint.require(model, name, strict=not other, missing=info.get("missing_keys", ()))
 
 
 def _initialize_ours(model: nn.Module) -> None:

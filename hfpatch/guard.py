@@ -25,7 +25,7 @@ SENTENCE = (
 )
 _PREFIX = "This checkpoint is patched"  # of this version's sentence and of later ones
 _PREFERRED = ("initializer_range", "init_std", "initializer_factor", "layer_norm_eps", "rms_norm_eps")
-_MOST, _LONGEST = 100, 1_000
+_MOST, _LONGEST, _LARGEST = 100, 1_000, 1e30
 
 
 def guarded(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,8 @@ def _is_sentence(value: Any) -> bool:
 
 def _is_setting(item: tuple[Any, Any]) -> bool:
     path, value = item
-    return isinstance(path, str) and len(path) <= _LONGEST and isinstance(value, str | int | float | None)
+    named = isinstance(path, str) and len(path) <= _LONGEST
+    return named and isinstance(value, bool | int | float) and abs(value) < _LARGEST
 
 
 def _at(settings: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any] | None:
@@ -104,7 +105,7 @@ def _refused_as_text(config: PreTrainedConfig) -> str | None:
     """A setting of this class's own that must be a number; None where it checks none of its settings."""
     general = {field.name for field in fields(PreTrainedConfig)}
     own = [field.name for field in fields(config) if field.name not in general and not field.name.startswith("_")]
-    numbers = [name for name in own if isinstance(vars(config).get(name), bool | int | float)]
+    numbers = [name for name in own if _is_setting((name, vars(config).get(name)))]
     numbers.sort(key=lambda name: (_PREFERRED.index(name) if name in _PREFERRED else len(_PREFERRED), own.index(name)))
     return next((name for name in numbers if _refuses(config, name)), None)
 

@@ -21,6 +21,7 @@ _MOST_PARTS = 100
 _MOST_GLOBS = 10_000
 _LONGEST_GLOB = 1_000
 _MOST_AXES = 8
+_MOST_MODULES = 10_000_000
 _CENTRING = {"centred", "left", "biasless"}  # entries of a part that are there only where they aren't empty
 _FOUND = {*_CENTRING, "branches", "attention", "embeddings"}
 
@@ -109,12 +110,12 @@ class Record:
             raise CheckpointError(f"{where}: its patch record has no valid version (found {version!r:.40}).")
         if version > VERSION:
             raise CheckpointError(
-                f"{where}: its patch record has version {version}, this hfpatch reads up to {VERSION}. "
+                f"{where}: its patch record has version {version!r:.40}, this hfpatch reads up to {VERSION}. "
                 "Update with: pip install -U hfpatch"
             )
         unknown = set(stored) - {"version", "base_model_type", *KINDS}
         if unknown:
-            raise CheckpointError(f"{where}: its patch record has unknown entries {sorted(map(str, unknown))}.")
+            raise CheckpointError(f"{where}: its patch record has unknown entries {sorted(map(str, unknown))!r:.200}.")
         base = stored.get("base_model_type")
         if not isinstance(base, str) or not base or base == KEY:
             raise CheckpointError(f"{where}: its patch record names no base_model_type (found {base!r:.40}).")
@@ -133,7 +134,7 @@ def _part(kind: str, stored: Any, where: str) -> Part:
     if not isinstance(stored, Mapping) or set(stored) - _FOUND != {"scheme", "only", "keep", "init", "modules"}:
         raise CheckpointError(f"{where} is no object with scheme, only, keep, init and modules.")
     modules = stored["modules"]
-    if not isinstance(modules, int) or isinstance(modules, bool) or modules < 0:
+    if not isinstance(modules, int) or isinstance(modules, bool) or not 0 <= modules <= _MOST_MODULES:
         raise CheckpointError(f"{where}: modules is {modules!r:.40}, not the number of modules that changed.")
     init = stored["init"]
     if init not in INITS:

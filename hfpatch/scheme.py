@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, TypeVar
@@ -108,6 +109,6 @@ def require_number(
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number:
         enough = value >= above if inclusive else value > above
-        if enough and value < float("inf") and (at_most is None or value <= at_most):
+        if enough and value <= sys.float_info.max and (at_most is None or value <= at_most):
             return
-    raise OptionError(f"{owner}: {option} must be a number in {domain}, not {value!r}.")
+    raise OptionError(f"{owner}: {option} must be a number in {domain}, not {value!r:.80}.")

@@ -43,7 +43,7 @@ class Position(Scheme):
     def __post_init__(self) -> None:
         for option in ("max_positions", "original_max_positions"):
             number = getattr(self, option)
-            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+            if number is not None and (type(number) is not int or not 1 <= number < 2**31):
                 raise OptionError(f"{type(self).__name__}: {option} must be a positive integer, not {number!r:.40}.")
 
     def to_json(self) -> dict[str, Any]:

@@ -1,0 +1,270 @@
+"""The ways in which transformers opens a model, on patched checkpoints: shards, places, precision, pipelines."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_models import RECORDED, difference, inputs, load, norms_of, outputs, patch, tiny
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
+
+from hfpatch import CheckpointError, DyT, RoPE
+from hfpatch.norms import AffineNorm
+from hfpatch.positions import RotaryEmbedding
+
+BOTH = {"norm": DyT(0.4), "pos": RoPE(theta=300.0)}
+CAUSAL = "AutoModelForCausalLM"
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """Wide enough for a shard of 1 MB to be one of several."""
+    return patch(tiny("gpt2", GPT2LMHeadModel, n_embd=128, vocab_size=2000), **BOTH)
+
+
+@pytest.fixture(scope="module")
+def saved(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    model.save_pretrained(folder, max_shard_size="1MB")
+    return folder
+
+
+def test_shards_of_a_megabyte(model: Any, saved: Path) -> None:
+    sizes = [path.stat().st_size for path in saved.glob("*.safetensors")]
+    assert len(sizes) >= 2
+    index = json.loads((saved / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(model.state_dict()) - {"lm_head.weight"}
+    again = load(saved, CAUSAL)
+    assert difference(model, again) == 0
+    assert again.lm_head.weight is again.transformer.wte.weight
+
+
+def test_a_subfolder(model: Any, saved: Path) -> None:
+    options = {"subfolder": saved.name}
+    again = load(saved.parent, CAUSAL, **options)
+    assert difference(model, again) == 0
+    assert AutoConfig.from_pretrained(saved.parent, **options).hfpatch == model.config.hfpatch
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "auto": {"device_map": "auto"},
+    "everything on one": {"device_map": {"": "cpu"}},
+    "sequential": {"device_map": "sequential"},
+    "a block on disk": {
+        "device_map": {
+            **dict.fromkeys(("transformer.wte", "transformer.wpe", "transformer.drop", "lm_head"), "cpu"),
+            "transformer.h.0": "disk",
+            "transformer.h.1": "cpu",
+            "transformer.ln_f": "disk",
+        }
+    },
+    "what memory leaves": {"device_map": "auto", "max_memory": {"cpu": "2MB"}},
+}
+
+
+@pytest.mark.parametrize("options", PLACES.values(), ids=PLACES)
+def test_places(options: dict[str, Any], model: Any, saved: Path, tmp_path: Path) -> None:
+    if torch.cuda.is_available() and "max_memory" not in options and options["device_map"] in ("auto", "sequential"):
+        pytest.skip("would take the GPU")
+    again = AutoModelForCausalLM.from_pretrained(saved, offload_folder=tmp_path, **options)
+    on_disk = "disk" in getattr(again, "hf_device_map", {}).values()
+    assert on_disk == any(parameter.is_meta for parameter in again.parameters())
+    assert on_disk == ("max_memory" in options or "disk" in str(options))
+    assert difference(model, again) < 1e-5
+    assert len(norms_of(again, AffineNorm)) == 5
+    if on_disk:
+        again.save_pretrained(tmp_path / "again")  # which accelerate gathers; nothing can be told of it
+        assert "fingerprint" not in json.loads((tmp_path / "again/config.json").read_text())["hfpatch"]
+        assert difference(model, load(tmp_path / "again", CAUSAL)) == 0
+
+
+MEMORY = """
+import torch
+import transformers
+import hfpatch
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)
+
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+
+def rise(folder, **options):
+    open("/proc/self/clear_refs", "w").write("5")
+    before = peak()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options)
+    return peak() - before
+
+transformers.AutoModelForCausalLM.from_pretrained({small!r})
+print(rise({plain!r}), rise({patched!r}), rise({patched!r}, check_fingerprint=False))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")
+def test_memory_while_loading(saved: Path, tmp_path: Path) -> None:
+    """Built on the meta device and filled tensor by tensor: no second copy, and nearly no more than unpatched."""
+    model = tiny("gpt2", GPT2LMHeadModel, n_embd=384, n_layer=3, vocab_size=2000)
+    model.save_pretrained(tmp_path / "plain")
+    patch(model, norm="rms", pos="rope", init="copy").save_pretrained(tmp_path / "patched")
+    size = 8 * model.num_parameters() // 1024  # converted to float64, so that no file is merely mapped
+    script = MEMORY.format(plain=str(tmp_path / "plain"), patched=str(tmp_path / "patched"), small=str(saved))
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    plain, patched, unchecked = map(int, done.stdout.split())
+    assert 0.9 * size < plain < 1.9 * size
+    assert unchecked < 1.1 * plain
+    assert patched < 1.1 * plain
+
+
+@pytest.mark.parametrize("family", RECORDED)
+def test_attention_implementations(family: str, tmp_path: Path) -> None:
+    model = patch(tiny(family), **BOTH)
+    model.save_pretrained(tmp_path)
+    if not model._supports_sdpa:
+        with pytest.raises(ValueError, match="does not support an attention implementation through"):
+            AutoModel.from_pretrained(tmp_path, attn_implementation="sdpa")
+    for implementation in ("eager", "sdpa") if model._supports_sdpa else ("eager",):
+        again = AutoModel.from_pretrained(tmp_path, attn_implementation=implementation)
+        assert again.config._attn_implementation == implementation
+        assert difference(model, again) < 2e-5
+
+
+def test_an_attention_implementation_that_isnt_there(saved: Path) -> None:
+    if importlib.util.find_spec("flash_attn") is None:
+        with pytest.raises((ImportError, ValueError), match=r"[Ff]lash"):
+            AutoModelForCausalLM.from_pretrained(saved, attn_implementation="flash_attention_2")
+    with pytest.raises(ValueError, match="no_such_attention"):
+        AutoModelForCausalLM.from_pretrained(saved, attn_implementation="no_such_attention")
+
+
+PLANS = ("_tp_plan", "_pp_plan", "_no_split_modules", "_keep_in_fp32_modules", "_tied_weights_keys")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "t5", "gpt2", "opt"])
+def test_plans_for_several_devices_are_the_hosts(family: str, tmp_path: Path) -> None:
+    plain = tiny(family)
+    model = patch(tiny(family), norm="dyt")
+    model.save_pretrained(tmp_path)
+    for one in (model, AutoModel.from_pretrained(tmp_path)):
+        for name in PLANS:
+            assert getattr(one, name, None) == getattr(plain, name, None), name
+        assert one.config.base_model_tp_plan == plain.config.base_model_tp_plan
+        assert one.config.base_model_pp_plan == plain.config.base_model_pp_plan
+    if family == "llama":
+        assert plain.config.base_model_tp_plan  # control
+
+
+# Quantized
+
+
+def quantized(library: str) -> Any:
+    """A library's configuration of eight-bit weights."""
+    if library == "torchao":
+        quantization = pytest.importorskip("torchao.quantization")
+        return transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    if library == "quanto":
+        pytest.importorskip("optimum.quanto")
+        return transformers.QuantoConfig(weights="int8")
+    pytest.importorskip("bitsandbytes")
+    return transformers.BitsAndBytesConfig(load_in_8bit=True)
+
+
+@pytest.mark.parametrize("library", ["torchao", "quanto", "bitsandbytes"])
+def test_quantized_while_loading(library: str, tmp_path: Path) -> None:
+    """The patch stays: as near to the whole model as quantized weights are, and far from the unpatched one."""
+    config = quantized(library)
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128}
+    plain = tiny("opt", CAUSAL, **sizes)
+    model = patch(tiny("opt", CAUSAL, **sizes), norm="rms", pos="rope", init="copy")
+    model.save_pretrained(tmp_path / "1")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "1", quantization_config=config, device_map="cpu")
+    assert len(norms_of(again, AffineNorm)) == 5
+    assert len(norms_of(again, RotaryEmbedding)) == 2
+    given = inputs(model)
+    whole, eight_bits, unpatched = (outputs(one, **given)[0] for one in (model, again, plain))
+    assert 1e-4 < relative(eight_bits, whole) < 0.05
+    assert relative(unpatched, whole) > 0.3
+    if library != "quanto":  # which transformers doesn't save
+        again.save_pretrained(tmp_path / "2")
+        assert "fingerprint" not in (tmp_path / "2/config.json").read_text()
+        reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "2", device_map="cpu")
+        assert relative(outputs(reloaded, **given)[0], eight_bits) < 1e-5
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+# Pipelines
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="w2", pad_token="w0", mask_token="w4", cls_token="w1", sep_token="w2"
+    )
+
+
+PIPELINES: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
+    "text-generation": ("gpt2", CAUSAL, "w3 w5 w6", {"max_new_tokens": 4, "do_sample": False}),
+    "fill-mask": ("bert", "AutoModelForMaskedLM", "w5 w4 w7", {}),
+    "text-classification": ("roberta", "AutoModelForSequenceClassification", "w5 w6", {}),
+    "token-classification": ("distilbert", "AutoModelForTokenClassification", "w5 w6", {}),
+    "feature-extraction": ("opt", "AutoModel", "w5 w6 w7", {}),
+}
+
+
+@pytest.mark.parametrize("task", PIPELINES)
+def test_pipelines(task: str, tokenizer: Any, tmp_path: Path) -> None:
+    """By the folder's name alone they give what the model in memory gives."""
+    family, auto, text, options = PIPELINES[task]
+    plain, model = tiny(family, auto), patch(tiny(family, auto), norm="rms", pos="rope", init="copy")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    results = [
+        list(numbers(transformers.pipeline(task, model=one, tokenizer=given)(text, **options)))
+        for one, given in ((model, tokenizer), (str(tmp_path), None), (plain, tokenizer))
+    ]
+    assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-5)
+    if task != "text-generation":
+        assert results[2] != pytest.approx(results[0], rel=1e-4, abs=1e-5)  # control
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """All numbers in what a pipeline returns; a word as the number in it."""
+    if isinstance(value, dict):
+        for key in sorted(value):
+            yield from numbers(value[key])
+    elif isinstance(value, list):
+        for item in value:
+            yield from numbers(item)
+    elif isinstance(value, str):
+        yield from (float(word[1:]) for word in value.split() if word[1:].isdigit())
+    elif value is not None:
+        yield float(value)
+
+
+def test_a_pipeline_hands_options_to_the_model(tokenizer: Any, tmp_path: Path) -> None:
+    patch(tiny("gpt2", GPT2LMHeadModel), **BOTH).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["layer_norm_epsilon"], config["activation_function"] = 1e-2, "relu"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="isn't the one that was saved"):
+        transformers.pipeline("text-generation", model=str(tmp_path))
+    transformers.pipeline("text-generation", model=str(tmp_path), model_kwargs={"check_fingerprint": False})

@@ -1,0 +1,452 @@
+"""Malicious and broken checkpoints: each is refused with a typed error that says why, and none of them runs anything.
+
+Records, guards and fingerprints that are malformed have tables of their own (test_checkpoint.py, test_guard.py,
+test_fingerprint.py); here are the files around them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import difference, inputs, outputs, patch, tiny
+from transformers import AutoConfig, AutoModel
+
+from hfpatch import CheckpointError, RoPE
+
+Damage = Callable[[Path], Any]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in one file and, in a folder beside it, in shards."""
+    folder = tmp_path_factory.mktemp("saved")
+    model = patch(tiny("gpt2"), norm="dyt", pos=RoPE(theta=300.0, scaling={"rope_type": "linear", "factor": 2.0}))
+    model.save_pretrained(folder / "one")
+    model.save_pretrained(folder / "shards", max_shard_size="20KB")
+    assert len(list((folder / "shards").glob("*.safetensors"))) > 3
+    return folder
+
+
+def copied(saved: Path, to: Path, kind: str = "one") -> Path:
+    return Path(shutil.copytree(saved / kind, to / "copy"))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All there is under a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# config.json
+
+
+def text(change: Callable[[str], str]) -> Damage:
+    def damage(folder: Path) -> None:
+        config = folder / "config.json"
+        config.write_text(change(config.read_text()))
+
+    return damage
+
+
+def setting(**changes: Any) -> Damage:
+    return text(lambda stored: json.dumps(json.loads(stored) | changes))
+
+
+def entry(**changes: Any) -> Damage:
+    """Another entry in the patch record."""
+    return text(lambda s: json.dumps((c := json.loads(s)) | {"hfpatch": c["hfpatch"] | changes}))
+
+
+def rope(value: str, option: str = "theta") -> Damage:
+    """An option of the position scheme, as it is written in JSON."""
+
+    def change(stored: str) -> str:
+        config = json.loads(stored)
+        config["hfpatch"]["pos"][0]["scheme"][option] = "VALUE"
+        return json.dumps(config).replace('"VALUE"', value)
+
+    return text(change)
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+def replaced(by: Callable[[Path], Any]) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / "config.json").unlink()
+        by(folder / "config.json")
+
+    return damage
+
+
+def twice(stored: str) -> str:
+    """A second record after the first, which JSON lets win."""
+    return stored.rstrip().removesuffix("}") + ', "hfpatch": {"version": 99, "guarded": {"initializer_range": 0.4}}}'
+
+
+SCHEME = r"pos\[0\] of its patch record can't be used here"
+CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
+    "theta infinite": (rope("1e400"), CheckpointError, f"{SCHEME}.*theta must be a number.*not inf"),
+    "theta Infinity": (rope("Infinity"), CheckpointError, f"{SCHEME}.*theta must be a number.*not inf"),
+    "theta NaN": (rope("NaN"), CheckpointError, f"{SCHEME}.*theta must be a number.*not nan"),
+    "theta tagged NaN": (rope('{"__float__": "NaN"}'), CheckpointError, f"{SCHEME}.*not nan"),
+    "theta of 4,000 digits": (rope("9" * 4000), CheckpointError, SCHEME),
+    "theta of 5,000 digits": (rope("9" * 5000), ValueError, "integer string conversion"),
+    "theta nested": (rope(nested(50)), CheckpointError, f"{SCHEME}.*theta must be a number"),
+    "theta nested deeply": (rope(nested(400)), CheckpointError, "nested too deeply|theta must be a number"),
+    "theta nested too deeply for JSON": (rope(nested(100_000)), RecursionError, "recursion"),
+    "scaling as code": (rope("\"__import__('os')\"", "scaling"), CheckpointError, SCHEME),
+    "scaling nested": (rope('{"rope_type": [[[]]]}', "scaling"), CheckpointError, SCHEME),
+    "max_positions of 4,000 digits": (rope("9" * 4000, "max_positions"), CheckpointError, SCHEME),
+    "a scheme by its path": (
+        entry(norm=[{"scheme": {"name": "os.path"}, "only": [], "keep": [], "init": "auto", "modules": 5}]),
+        CheckpointError,
+        "no norm called 'os.path'",
+    ),
+    "a file as a base": (entry(base_model_type="../../etc/passwd"), CheckpointError, "transformers .* doesn't know"),
+    "a version of 4,000 digits": (
+        text(lambda s: s.replace('"version": 1', '"version": ' + "9" * 4000)),
+        CheckpointError,
+        r"has version 9+.*this hfpatch reads up to 1\. .*pip install -U",
+    ),
+    "modules of 4,000 digits": (
+        text(lambda s: s.replace('"modules": 3', '"modules": ' + "9" * 4000)),
+        CheckpointError,
+        "not the number of modules",
+    ),
+    "a hundred thousand entries": (
+        entry(**{f"x{i}": 0 for i in range(100_000)}),
+        CheckpointError,
+        "unknown entries",
+    ),
+    "a record twice": (text(twice), CheckpointError, "has version 99"),
+    "weights that are pickled": (setting(transformers_weights="adapter_model.bin"), CheckpointError, "names 'adapter"),
+    "weights elsewhere": (setting(transformers_weights="../x.safetensors"), CheckpointError, "names '../x.safe"),
+    "weights at the root": (setting(transformers_weights="/x.safetensors"), CheckpointError, "names '/x.safe"),
+    "weights as a list": (setting(transformers_weights=["a"]), CheckpointError, r"names \['a'\] as its weights"),
+    "empty": (text(lambda _: ""), OSError, "not a valid JSON file"),
+    "no object": (text(lambda _: "[]"), (ValueError, TypeError), "Unrecognized model|list indices"),
+    "cut": (text(lambda stored: stored[:200]), OSError, "not a valid JSON file"),
+    "not UTF-8": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{}"), OSError, "not a valid JSON"),
+    "a folder": (replaced(lambda path: path.mkdir()), (OSError, ValueError), "config.json"),
+    "missing": (replaced(lambda path: None), (OSError, ValueError), "config.json"),
+    "a link to nowhere": (replaced(lambda path: path.symlink_to("nowhere")), (OSError, ValueError), "config.json"),
+    "a link to itself": (replaced(lambda path: path.symlink_to(path)), (OSError, ValueError), "config.json"),
+    "a link to another file": (
+        replaced(lambda path: path.symlink_to(os.path.abspath(__file__))),
+        OSError,
+        "not a valid JSON",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "kind", "says"), CONFIGS.values(), ids=CONFIGS)
+def test_configs(damage: Damage, kind: Any, says: str, saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path)
+    damage(folder)
+    before = files(tmp_path)
+    for auto in (AutoConfig, AutoModel):
+        with pytest.raises(kind, match=says) as caught:
+            auto.from_pretrained(folder)
+        assert len(str(caught.value)) < 1000
+    assert files(tmp_path) == before
+
+
+def test_the_control_of_configs(saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path)
+    original = AutoModel.from_pretrained(folder)
+    for damage in (text(lambda s: s.replace("{", "{ ", 1)), setting(unheard_of=[1]), rope("300.0"), entry(version=1)):
+        damage(folder)
+        assert difference(AutoModel.from_pretrained(folder), original) < 1e-5
+    rope("310.0")(folder)
+    assert difference(AutoModel.from_pretrained(folder, check_fingerprint=False), original) > 1e-3
+
+
+# The index of shards
+
+
+def index(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    def damage(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        stored = json.loads(path.read_text())
+        path.write_text(json.dumps(change(stored) or stored))
+
+    return damage
+
+
+def all_in(file: Any) -> Damage:
+    return index(lambda stored: stored["weight_map"].update(dict.fromkeys(stored["weight_map"], file)))
+
+
+def first_in(file: Any) -> Damage:
+    return index(lambda stored: stored["weight_map"].update({min(stored["weight_map"]): file}))
+
+
+def raw(content: bytes) -> Damage:
+    return lambda folder: (folder / "model.safetensors.index.json").write_bytes(content)
+
+
+def shard(change: Callable[[Path], Any]) -> Damage:
+    return lambda folder: change(sorted(folder.glob("*.safetensors"))[1])
+
+
+def in_the_wrong_shard(stored: dict[str, Any]) -> None:
+    names = sorted(stored["weight_map"])
+    first, last = stored["weight_map"][names[0]], stored["weight_map"][names[-1]]
+    assert first != last
+    stored["weight_map"].update({names[0]: last, names[-1]: first})
+
+
+ELSEWHERE = "not a .safetensors file beside it"
+INDEXES: dict[str, tuple[Damage, str]] = {
+    "out of the folder": (first_in("../one/model.safetensors"), ELSEWHERE),
+    "far out of the folder": (all_in("../../../../etc/passwd"), ELSEWHERE),
+    "out of a folder inside": (first_in("a/../../one/model.safetensors"), ELSEWHERE),
+    "by an absolute path": (first_in("/etc/passwd.safetensors"), ELSEWHERE),
+    "by a path of Windows": (first_in("..\\one\\model.safetensors"), ELSEWHERE),
+    "by a drive": (first_in("C:model.safetensors"), ELSEWHERE),
+    "by an address": (first_in("https://example.org/model.safetensors"), ELSEWHERE),
+    "with a zero byte": (first_in("model\0.safetensors"), ELSEWHERE),
+    "pickled": (first_in("pytorch_model.bin"), ELSEWHERE),
+    "a name that is a number": (first_in(7), ELSEWHERE),
+    "a name that is a list": (first_in(["model.safetensors"]), ELSEWHERE),
+    "a name that is empty": (first_in(""), ELSEWHERE),
+    "of a shard that isn't there": (first_in("model-9.safetensors"), "which isn't there. Download"),
+    "of a tensor in the wrong shard": (index(in_the_wrong_shard), "is wrong about model-0"),
+    "lacking a tensor": (
+        index(lambda s: s["weight_map"].pop("h.1.ln_1.alpha") and None),
+        "is wrong about .*h.1.ln_1.alpha",
+    ),
+    "with a tensor more": (
+        index(lambda s: s["weight_map"].update(more=min(s["weight_map"].values()))),
+        "is wrong about .*'more'",
+    ),
+    "without weight_map": (index(lambda stored: {"metadata": {}}), "has no weight_map"),
+    "without metadata": (index(lambda s: {"weight_map": s["weight_map"]}), "has no weight_map and metadata"),
+    "with an empty weight_map": (index(lambda s: s["weight_map"].clear()), "has no weight_map"),
+    "with a list as weight_map": (index(lambda s: s.update(weight_map=[1])), "has no weight_map"),
+    "a list": (raw(b"[]"), "has no weight_map"),
+    "empty": (raw(b""), r"can't be read \(JSONDecodeError\)"),
+    "no JSON": (raw(b"<html>404</html>"), r"can't be read \(JSONDecodeError\)"),
+    "not UTF-8": (raw(b"\xff\xfe"), r"can't be read \(UnicodeDecodeError\)"),
+    "nested deeply": (raw(nested(100_000).encode()), r"can't be read \(RecursionError\)"),
+    "with a number of 5,000 digits": (raw(b"9" * 5000), r"can't be read \(ValueError\)"),
+    "a shard missing": (shard(lambda path: path.unlink()), "which isn't there"),
+    "a shard truncated": (shard(lambda path: path.write_bytes(path.read_bytes()[:-10])), "where its header promises"),
+    "a shard empty": (shard(lambda path: path.write_bytes(b"")), "no readable header"),
+    "a shard that is a folder": (shard(lambda path: (path.unlink(), path.mkdir())), "which isn't there"),
+}
+
+
+@pytest.mark.parametrize(("damage", "says"), INDEXES.values(), ids=INDEXES)
+def test_indexes(damage: Damage, says: str, saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path, "shards")
+    shutil.copytree(saved / "one", tmp_path / "one")  # what a lead out of the folder would find
+    damage(folder)
+    before = files(tmp_path)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        AutoModel.from_pretrained(folder)
+    assert len(str(caught.value)) < 500
+    assert files(tmp_path) == before
+
+
+def test_the_control_of_indexes(saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path, "shards")
+    original = AutoModel.from_pretrained(saved / "one")
+    index(lambda stored: stored["metadata"].update(more=1))(folder)
+    assert difference(AutoModel.from_pretrained(folder), original) < 1e-5
+    # shards that are links, as in the cache of the Hub's client
+    for path in sorted(folder.glob("*.safetensors")):
+        blob = tmp_path / f"blob-{path.name[:11]}"
+        path.rename(blob)
+        path.symlink_to(blob)
+    assert difference(AutoModel.from_pretrained(folder), original) < 1e-5
+    inner = Path(shutil.copytree(saved / "shards", tmp_path / "outer/inner"))
+    assert difference(AutoModel.from_pretrained(tmp_path / "outer", subfolder="inner"), original) < 1e-5
+    first_in("../x.safetensors")(inner)
+    with pytest.raises(CheckpointError, match=ELSEWHERE):
+        AutoModel.from_pretrained(tmp_path / "outer", subfolder="inner")
+
+
+def test_an_index_of_a_variant(saved: Path, tmp_path: Path) -> None:
+    model = AutoModel.from_pretrained(saved / "one")
+    model.save_pretrained(tmp_path, max_shard_size="20KB", variant="fp16")
+    assert difference(AutoModel.from_pretrained(tmp_path, variant="fp16"), model) < 1e-5
+    path = tmp_path / "model.safetensors.index.fp16.json"
+    stored = json.loads(path.read_text())
+    stored["weight_map"]["ln_f.alpha"] = "../x.safetensors"
+    path.write_text(json.dumps(stored))
+    with pytest.raises(CheckpointError, match=ELSEWHERE):
+        AutoModel.from_pretrained(tmp_path, variant="fp16")
+
+
+def cached(saved: Path, cache: Path) -> Path:
+    """A repository as it lies in the cache of the Hub's client."""
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = Path(shutil.copytree(saved / "shards", cache / f"models--me--patched/snapshots/{revision}"))
+    (cache / "models--me--patched/refs").mkdir()
+    (cache / "models--me--patched/refs/main").write_text(revision)
+    return snapshot
+
+
+@pytest.mark.parametrize("to", ["../../../outside.safetensors", "pytorch_model.bin"])
+def test_an_index_in_the_cache_of_the_hub(to: str, saved: Path, tmp_path: Path) -> None:
+    snapshot = cached(saved, tmp_path)
+    options = {"cache_dir": tmp_path, "local_files_only": True}
+    original = AutoModel.from_pretrained("me/patched", **options)
+    assert difference(original, AutoModel.from_pretrained(saved / "one")) < 1e-5
+    shutil.copy(saved / "one/model.safetensors", (snapshot / to).resolve())
+    all_in(to)(snapshot)
+    for more in ({}, {"revision": snapshot.name}, {"revision": "main"}):
+        with pytest.raises(CheckpointError, match=ELSEWHERE):
+            AutoModel.from_pretrained("me/patched", **options, **more)
+
+
+# Headers of safetensors files
+
+
+def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        content = path.read_bytes()
+        length = struct.unpack("<Q", content[:8])[0]
+        stored = json.loads(content[8 : 8 + length])
+        stored = change(stored) or stored
+        text = stored if isinstance(stored, bytes) else json.dumps(stored).encode()
+        text += b" " * (-len(text) % 8)
+        path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+    return damage
+
+
+def length(value: int) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(struct.pack("<Q", value) + path.read_bytes()[8:])
+
+
+def offsets(begin: int, end: int) -> Callable[[Path], None]:
+    """Of the last tensor, relative to where it ends."""
+
+    def change(stored: dict[str, Any]) -> None:
+        last = max((name for name in stored if name != "__metadata__"), key=lambda n: stored[n]["data_offsets"][1])
+        first, last_byte = stored[last]["data_offsets"]
+        stored[last]["data_offsets"] = [first + begin, last_byte + end]
+
+    return header(change)
+
+
+def of_first(**changes: Any) -> Callable[[Path], None]:
+    return header(lambda stored: stored["h.0.ln_1.alpha"].update(changes))
+
+
+HEADERS: dict[str, Callable[[Path], Any]] = {
+    "offsets beyond the file": offsets(0, 4096),
+    "offsets that overlap": offsets(-4, -4),
+    "offsets backwards": of_first(data_offsets=[8, 4]),
+    "offsets negative": of_first(data_offsets=[-4, 0]),
+    "offsets huge": of_first(data_offsets=[0, 2**63]),
+    "offsets as text": of_first(data_offsets=["0", "4"]),
+    "offsets null": of_first(data_offsets=None),
+    "a shape that doesn't fit": of_first(shape=[1000]),
+    "a huge shape": of_first(shape=[2**40, 2**40]),
+    "a negative shape": of_first(shape=[-1]),
+    "an unknown dtype": of_first(dtype="PICKLE"),
+    "a huge length": length(2**62),
+    "a length beyond the file": length(10**9),
+    "a length of nothing": length(0),
+    "nested deeply": header(lambda stored: b'{"a":' * 50_000 + b"}" * 50_000),
+    "a list": header(lambda stored: b"[]"),
+    "not UTF-8": header(lambda stored: b'{"\xff\xfe": {}}'),
+}
+
+
+@pytest.mark.parametrize("damage", HEADERS.values(), ids=HEADERS)
+@pytest.mark.parametrize("kind", ["one", "shards"])
+def test_headers(damage: Callable[[Path], Any], kind: str, saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path, kind)
+    holders = (path for path in sorted(folder.glob("*.safetensors")) if "h.0.ln_1.alpha" in load_file(path))
+    damage(next(holders))
+    before = files(tmp_path)
+    with pytest.raises(CheckpointError, match=r"weights can't be read|is wrong about") as caught:
+        AutoModel.from_pretrained(folder)
+    assert len(str(caught.value)) < 500
+    assert files(tmp_path) == before
+
+
+# Pickles
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.marker,)
+
+
+PICKLES = ("pytorch_model.bin", "pytorch_model-00001-of-00001.bin", "model.safetensors", "adapter_model.bin")
+
+
+@pytest.mark.parametrize("file", PICKLES)
+def test_pickles_are_never_opened(file: str, saved: Path, tmp_path: Path) -> None:
+    folder, marker = copied(saved, tmp_path), tmp_path / "exploded"
+    (folder / "model.safetensors").unlink()
+    (folder / file).write_bytes(pickle.dumps(Bomb(marker)))
+    if "-of-" in file:
+        listed = {"metadata": {}, "weight_map": {"ln_f.alpha": file}}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(listed))
+    with pytest.raises((CheckpointError, OSError), match=r"pickled|can't be read|no file named model"):
+        AutoModel.from_pretrained(folder)
+    assert not marker.exists()
+    pickle.loads((folder / file).read_bytes())  # control
+    assert marker.exists()
+
+
+def test_what_is_pickled_opens_when_it_is_asked_for(saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path)
+    original = AutoModel.from_pretrained(folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    assert difference(AutoModel.from_pretrained(folder), original) == 0  # beside the others it is not even looked at
+    (folder / "model.safetensors").unlink()
+    for options in ({}, {"use_safetensors": None}):
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*can run code.*use_safetensors=False"):
+            AutoModel.from_pretrained(folder, **options)
+    again = AutoModel.from_pretrained(folder, use_safetensors=False)
+    assert difference(outputs(again), outputs(original, **inputs(again))) < 1e-5
+
+
+def test_code_in_the_folder_isnt_run(saved: Path, tmp_path: Path) -> None:
+    """Neither named by auto_map nor lying there; and what a patched model is saved as asks for none."""
+    folder, marker = copied(saved, tmp_path), tmp_path / "exploded"
+    for name in ("modeling_gpt2", "configuration_gpt2", "custom_generate/generate", "hfpatch"):
+        path = folder / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"import pathlib; pathlib.Path({str(marker)!r}).touch()\nclass GPT2Model: pass\n")
+    assert "auto_map" not in (folder / "config.json").read_text()
+    setting(auto_map={"AutoConfig": "configuration_gpt2.GPT2Config", "AutoModel": "modeling_gpt2.GPT2Model"})(folder)
+    assert difference(AutoModel.from_pretrained(folder), AutoModel.from_pretrained(saved / "one")) < 1e-5
+    assert not marker.exists()
+
+
+def test_tensors_of_another_dtype_and_shape(saved: Path, tmp_path: Path) -> None:
+    """Right headers, wrong contents: transformers refuses the shape, the fingerprint the rest."""
+    folder = copied(saved, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["ln_f.alpha"] = torch.ones(3)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModel.from_pretrained(folder)
+    weights["ln_f.alpha"] = torch.full((1,), float("nan"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="isn't the one that was saved"):
+        AutoModel.from_pretrained(folder)
