@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ SWEEP = ROOT / "tests/sweeps/norm_swap.json"
 EXACT = ROOT / "tests/sweeps/exact.json"
 POSITIONS = ROOT / "tests/sweeps/positions.json"
 NATIVE_ROPE = ROOT / "tests/sweeps/native_rope.json"
+NATIVE_EXPORT = ROOT / "tests/sweeps/native_export.json"
 SPEED = ROOT / "recipes/results/benchmark/results.md"
 REPAIR = ROOT / "tests/sweeps/repair.md"
 
@@ -79,6 +81,13 @@ def native_rope() -> str:
     )
 
 
+def native_export() -> str:
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/sweeps")]
+    import native_export as sweep
+
+    return sweep.compact(json.loads(NATIVE_EXPORT.read_text()))
+
+
 def speed() -> str:
     return SPEED.read_text().strip()
 
@@ -97,6 +106,7 @@ BLOCKS = {
     "positions": positions,
     "native_rope": native_rope,
     "speed": speed,
+    "native_export": native_export,
 }
 
 

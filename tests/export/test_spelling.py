@@ -63,7 +63,9 @@ def test_long_calls_are_broken() -> None:
     assert laid_out(Call("f(", ("1",)), 4) == "    f(1)"
 
 
-@pytest.mark.parametrize("value", [object(), nn.Linear(1, 1), print, {1: 2}, torch.zeros(2)], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", [object(), nn.Linear(1, 1), print, {1: 2}, torch.zeros(2)], ids=lambda value: type(value).__name__
+)
 def test_what_cant_be_spelled(value: Any) -> None:
     with pytest.raises(UnsupportedError, match="a modeling file can't hold"):
         Speller().value(value)
