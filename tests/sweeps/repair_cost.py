@@ -1,0 +1,87 @@
+"""Time and memory of a repair: GPT-2 of some depth, random weights, DyT, on random tokens.
+
+    python tests/sweeps/repair_cost.py                          # 124M parameters, 65,536 tokens: minutes
+    python tests/sweeps/repair_cost.py --layers 2 --batches 3   # a quick look
+
+Prints what the repair gained, its minutes, and the largest resident memory over that of a process that has repaired a
+tiny model already (so that libraries don't count), as a multiple of the model's own size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hfpatch import patch_model, repair_report
+
+MIB = 2**20
+PAGE = 4096
+
+
+def resident() -> float:
+    """MiB of this process in memory (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE / MIB
+
+
+def jittered(config: GPT2Config) -> GPT2LMHeadModel:
+    """A random model whose norms and biases aren't ones and zeros."""
+    model = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+class Peak:
+    """The largest resident memory while it is open."""
+
+    def __enter__(self) -> Peak:
+        self.most, self.open = resident(), True
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while self.open:
+            self.most = max(self.most, resident())
+            time.sleep(0.01)
+
+    def __exit__(self, *_: object) -> None:
+        self.open = False
+        self.thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--batches", type=int, default=32, help="of 4 sequences of 512 tokens")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    tiny = jittered(GPT2Config(n_layer=1, n_embd=64, n_head=4, vocab_size=99, bos_token_id=0, eos_token_id=0))
+    patch_model(tiny, norm="dyt", calibration=[torch.zeros(2, 4, dtype=torch.long)] * 2)
+    libraries = resident()
+    model = jittered(GPT2Config(n_layer=options.layers))
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / MIB
+    batches = [torch.randint(model.config.vocab_size, (4, 512)) for _ in range(options.batches)]
+    start = time.monotonic()
+    with Peak() as peak:
+        patch_model(model, norm="dyt", calibration=batches)
+    minutes = (time.monotonic() - start) / 60
+    report = repair_report(model)
+    print(report.summary() if report else "nothing to repair")
+    print(
+        f"{minutes:.1f} minutes; model {size:.0f} MiB, libraries {libraries:.0f} MiB, peak {peak.most:.0f} MiB: "
+        f"{(peak.most - libraries) / size:.2f} times the model"
+    )
+
+
+if __name__ == "__main__":
+    main()
