@@ -8,6 +8,7 @@ copy of it chosen inputs; a module whose answers no LayerNorm or RMSNorm could g
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from dataclasses import dataclass, replace
 
@@ -68,6 +69,8 @@ def looks_like_norm(module: nn.Module) -> bool:
 
 
 def _worth_probing(module: nn.Module) -> bool:
+    if _takes_more(module):
+        return False
     if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
         return False
     if isinstance(module, _NOT_NORMS):
@@ -79,6 +82,13 @@ def _worth_probing(module: nn.Module) -> bool:
         return named and not type(module).__module__.startswith("torch.nn.modules.")
     one_shape = len({p.shape for p in parameters}) == 1
     return len(parameters) <= 2 and one_shape and parameters[0].dim() in (1, 2) and 1 < parameters[0].numel() < 2**18
+
+
+def _takes_more(module: nn.Module) -> bool:
+    """Whether its forward takes a second argument, as gated norms do: what that does isn't a norm's business."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken = inspect.signature(type(module).forward).parameters.values()
+    return sum(parameter.kind in kinds for parameter in taken) > 2  # the first is self
 
 
 def _probe(module: nn.Module) -> NormFacts | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,10 @@ class AffineNorm(nn.Module):
         )
         self.register_parameter(gain_name, gain)
         self.register_parameter(shift_name, shift)
+
+    def __getattr__(self, name: str) -> Any:
+        # some hosts read the dtype of their norm's weight
+        return super().__getattr__(dict(zip(AffineNorm.names, self.names, strict=True)).get(name, name))
 
     @property
     def eps(self) -> float | None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers.models.convnextv2.modeling_convnextv2 import ConvNextV2GRN
 from transformers.models.dinov2.modeling_dinov2 import Dinov2LayerScale
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from hfpatch import NothingToPatchError, plan_patch
 from hfpatch.norms import NormFacts, describe
@@ -283,6 +284,7 @@ NOT_NORMS: dict[str, Callable[[], nn.Module]] = {
     **{f"EpsOutsideRMS({eps:g})": lambda eps=eps: EpsOutsideRMS(eps) for eps in (0.1, 1e-3, 1e-5, 1e-8)},
     "Doubled": lambda: Doubled(D_),
     "GatedNorm": lambda: GatedNorm(D_),
+    "a gate that may be left out": lambda: Qwen3NextRMSNormGated(D_),
     "Sequential": lambda: nn.Sequential(nn.LayerNorm(D_)),
 }
 

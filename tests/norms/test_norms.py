@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import changes, difference, fingerprint, norms_of, patch, randomise, tiny
@@ -433,3 +434,19 @@ def test_every_registered_norm_builds_on_every_kind() -> None:
             assert describe(new) is new.facts
             assert set(new.initial_values()) >= {name for name, _ in new.named_parameters()}
             assert all(math.isfinite(value) for value in new.initial_values().values())
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "mamba2"])
+def test_hosts_that_read_their_norms_weight_and_gated_norms(model_type: str) -> None:
+    """Mamba 2 casts to `norm.weight.dtype`, and calls another norm with a gate, which stays."""
+    model, given = zoo.tiny(model_type)
+    before = model(**given)[0]
+    patch(model, norm="dyt")
+    assert norms_of(model, AffineNorm)
+    assert all("mixer.norm" not in name and "mamba.norm" not in name for name in norms_of(model, AffineNorm))
+    after = model(**given)[0]
+    assert after.isfinite().all()
+    assert (after - before).abs().max() > 1e-3
+    norm = model.get_submodule(norms_of(model, AffineNorm)[0])
+    assert norm.weight is norm.gain
+    assert "weight" not in norm.state_dict()
