@@ -319,6 +319,9 @@ def replay(model: PreTrainedModel) -> None:
                     counts = f"{part.modules} modules when it was saved, and {len(changes)}"
                     model.__dict__[MISCOUNTED] = f"{kind}={part.scheme.name!r} changed {counts}"
     setattr(model.config, KEY, record.to_json())
+    if model.all_tied_weights_keys.keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
+        # what the host ties goes by other names now (zamba2's norms)
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
 def _require_same_counts(model: PreTrainedModel, name: Any) -> None:

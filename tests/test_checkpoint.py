@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import zoo
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     CONFIGS,
@@ -155,6 +156,14 @@ def test_globs_written_for_a_head_hold_for_the_base(tmp_path: Path) -> None:
     head = reload(base, tmp_path / "2", "AutoModelForMaskedLM")
     assert type(head.cls.predictions.transform.LayerNorm).__name__ == "RMSNorm"  # the record still says so
     assert difference(outputs(head.bert), outputs(base)[:1]) == 0
+
+
+def test_ties_follow_the_weights_names(tmp_path: Path) -> None:
+    """Zamba 2's layers share their norms' weights, which DyT stores under another name."""
+    model, given = zoo.tiny("zamba2")
+    patch(model, norm="dyt").save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert difference(outputs(model, **given), outputs(again, **given)) == 0
 
 
 def test_a_head_outside_the_auto_classes(tmp_path: Path) -> None:
