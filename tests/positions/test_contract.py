@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from hfpatch import NORMS, POSITIONS, NotPreservedWarning, patch_model
+from hfpatch import NORMS, POSITIONS, CheckpointError, NotPreservedWarning, patch_model
 from hfpatch.attention import ROTARY, AttentionLens, Fused, Projections, Rotated
 from hfpatch.checkpoint import patched_model_class
 from hfpatch.positions import Position, RotaryEmbedding
@@ -443,7 +443,9 @@ def test_control_save_and_load(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["hfpatch"]["pos"][0]["scheme"]["theta"] = 10.0
     (tmp_path / "config.json").write_text(json.dumps(config))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with pytest.raises(CheckpointError, match="isn't the one that was saved"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, check_fingerprint=False).eval()
     assert difference(logits(loaded, given), logits(model, given)) > 1e-2
 
 
