@@ -10,14 +10,8 @@ import torch
 import transformers
 from tiny_models import patch, randomise
 
-LM, MASKED, SEQUENCE, TOKEN, QUESTION, BASE = (
-    "AutoModelForCausalLM",
-    "AutoModelForMaskedLM",
-    "AutoModelForSequenceClassification",
-    "AutoModelForTokenClassification",
-    "AutoModelForQuestionAnswering",
-    "AutoModel",
-)
+from hfpatch.export.layouts import BASE, LM, MASKED, QUESTION, SEQUENCE, TOKEN
+
 UNGATED = ("gpt_neox", "starcoder2", "jais2", "nemotron", "persimmon", "falcon")
 PLAIN_OPT = {
     "enable_bias": False,

@@ -47,8 +47,9 @@ class AffineNorm(nn.Module):
         self.register_parameter(shift_name, shift)
 
     def __getattr__(self, name: str) -> Any:
-        # some hosts read the dtype of their norm's weight
-        return super().__getattr__(dict(zip(AffineNorm.names, self.names, strict=True)).get(name, name))
+        if name in AffineNorm.names and name not in self.names:  # some hosts read the dtype of their norm's weight
+            name = self.names[AffineNorm.names.index(name)]
+        return super().__getattr__(name)
 
     @property
     def eps(self) -> float | None:

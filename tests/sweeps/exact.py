@@ -263,13 +263,11 @@ def with_layer_norms() -> list[str]:
 def sweep(model_types: list[str], progress: bool = True, seconds: int = SECONDS) -> list[Result]:
     """Examine the types in processes of their own, each with a limit on time and memory; slow ones once more, alone."""
     results: list[Result] = []
-    while len(results) < len(model_types):
-        batch = model_types[len(results) : len(results) + BATCH]
-        for model_type, line in zip(batch, workers.lines(__file__, batch, seconds), strict=False):
-            result = Result(**json.loads(line)) if line else Result(model_type, "killed: time or memory limit")
-            results.append(result)
-            if progress:
-                print(f"{result.model_type}: {result.status} {result.error} {result.seconds} s", flush=True)
+    for model_type, line in workers.lines(__file__, model_types, BATCH, seconds):
+        result = Result(**json.loads(line)) if line else Result(model_type, "killed: time or memory limit")
+        results.append(result)
+        if progress:
+            print(f"{result.model_type}: {result.status} {result.error} {result.seconds} s", flush=True)
     if seconds < PATIENCE:
         again = {one.model_type: one for name in _killed(results) for one in sweep([name], progress, PATIENCE)}
         results = [again.get(result.model_type, result) for result in results]

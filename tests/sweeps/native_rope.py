@@ -130,12 +130,8 @@ def examine(model_type: str) -> dict[str, str]:
 
 def sweep(types: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
     """What was found of each type, in processes of their own."""
-    done = 0
-    while done < len(types):
-        batch = types[done : done + BATCH]
-        for model_type, line in zip(batch, workers.lines(__file__, batch, SECONDS), strict=False):
-            done += 1
-            yield model_type, json.loads(line) if line else {"not run": "killed: time or memory limit"}
+    for model_type, line in workers.lines(__file__, types, BATCH, SECONDS):
+        yield model_type, json.loads(line) if line else {"not run": "killed: time or memory limit"}
 
 
 def totals(rows: dict[str, dict[str, str]]) -> dict[str, Any]:

@@ -386,13 +386,11 @@ def tensors(output: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
 def sweep(model_types: list[str], progress: bool = True) -> list[Result]:
     """Examine the types in processes of their own, each with a limit on time and memory."""
     results: list[Result] = []
-    while len(results) < len(model_types):
-        batch = model_types[len(results) : len(results) + BATCH]
-        for model_type, line in zip(batch, workers.lines(__file__, batch, SECONDS), strict=False):
-            result = Result(**json.loads(line)) if line else Result(model_type, "killed: time or memory limit")
-            results.append(result)
-            if progress and result.status not in ("ok", "no LayerNorm"):
-                print(f"{result.model_type}: {result.status}", flush=True)
+    for model_type, line in workers.lines(__file__, model_types, BATCH, SECONDS):
+        result = Result(**json.loads(line)) if line else Result(model_type, "killed: time or memory limit")
+        results.append(result)
+        if progress and result.status not in ("ok", "no LayerNorm"):
+            print(f"{result.model_type}: {result.status}", flush=True)
     return results
 
 

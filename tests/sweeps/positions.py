@@ -183,7 +183,7 @@ def sweep(model_types: list[str], store: Path | None = None, fresh: bool = False
     done: dict[str, Result] = {} if fresh or store is None else _stored(store)
     while left := [name for name in model_types if name not in done]:
         batch = left[:BATCH]
-        for model_type, line in zip(batch, workers.lines(__file__, batch, SECONDS), strict=False):
+        for model_type, line in workers.lines(__file__, batch, BATCH, SECONDS):
             result = _from_json(json.loads(line)) if line else Result(model_type, "killed: time or memory limit")
             done[model_type] = result
             wrong = [seen for seen in result.seen if seen.wrong]

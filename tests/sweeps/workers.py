@@ -14,7 +14,24 @@ from typing import Any
 GIGABYTES = 8  # per process
 
 
-def lines(script: str, batch: list[str], seconds: int) -> Iterator[str]:
+def lines(script: str, model_types: list[str], batch: int, seconds: int) -> Iterator[tuple[str, str]]:
+    """Each type with the line of JSON that a worker of the script gives for it; "" where it killed or stalled one.
+
+    Args:
+        script: run as `script --worker TYPE...`.
+        model_types: in this order.
+        batch: types per process; a new one goes on after one that died.
+        seconds: per type.
+    """
+    done = 0
+    while done < len(model_types):
+        some = model_types[done : done + batch]
+        for model_type, line in zip(some, _lines(script, some, seconds), strict=False):
+            done += 1
+            yield model_type, line
+
+
+def _lines(script: str, batch: list[str], seconds: int) -> Iterator[str]:
     """A line of JSON for each type, from `script --worker TYPE...`; an empty one, the last, for a type that killed or
     stalled the process.
     """
