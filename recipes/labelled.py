@@ -6,7 +6,6 @@ held out, and equal texts always fall on the same side.
 """
 
 import ast
-import csv
 import hashlib
 import json
 import platform
@@ -19,14 +18,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data import Document, RecipeError, read_standard_library
+from tables import FORMATS, Table, first_line, load_datasets, read_table
 
-BUILTINS = frozenset(
-    "bytes dict getattr hasattr id int isinstance len list map max next object open print range repr set setattr "
-    "sorted str super tuple type".split()
-)  # the 24 that most functions of Python 3.11's standard library call or name
+# The 24 that most functions of Python 3.11's standard library use.
+BUILTINS = {"bytes", "dict", "getattr", "hasattr", "id", "int", "isinstance", "len", "list", "map", "max", "next"}
+BUILTINS |= {"object", "open", "print", "range", "repr", "set", "setattr", "sorted", "str", "super", "tuple", "type"}
 MASK = "BUILTIN"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 SPLITS = {"train": ("train",), "dev": ("dev", "valid", "val"), "test": ("test",)}  # how files of each begin
-FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
 LABEL_COLUMNS = ("label", "labels", "triple_list")
 HELD_OUT = 0.1  # share of a split that the data doesn't have
 
@@ -123,7 +122,8 @@ def read_labelled(config: DataConfig) -> LabelledData:
 def masked_functions() -> Iterator[Labelled]:
     """Functions of 3 to 60 lines of the standard library that use some of the builtins, with their names masked.
 
-    A function's file decides its split, and a function that occurs in two files counts once: nothing leaks.
+    The text is the lines of these uses: the rest of a function says little about them and is six times as long.
+    A function's file decides its split, and a text that occurs twice counts once, so nothing leaks.
     """
     seen = set()
     for document in read_standard_library():
@@ -132,31 +132,32 @@ def masked_functions() -> Iterator[Labelled]:
             tree = ast.parse(document.text)
         lines = document.text.encode().split(b"\n")  # ast counts columns in bytes
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and 3 <= node.end_lineno - node.lineno + 1 <= 60:
+            if isinstance(node, Function) and 3 <= (node.end_lineno or 0) - node.lineno + 1 <= 60:
                 text, labels = mask_builtins(node, lines)
                 if labels and text not in seen:
                     seen.add(text)
                     yield Labelled(text, labels, document.name)
 
 
-def mask_builtins(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[bytes]) -> tuple[str, tuple[str, ...]]:
-    """Source of a function with its uses of BUILTINS replaced by MASK, and their names. Decorators aren't part of it."""
+def mask_builtins(function: Function, lines: list[bytes]) -> tuple[str, tuple[str, ...]]:
+    """The lines on which a function uses BUILTINS, with MASK in their place, and their names.
+
+    A name that the function binds itself is none, and decorators aren't part of it.
+    """
     inside = [node for part in (function.args, *function.body) for node in ast.walk(part)]
     names = [node for node in inside if isinstance(node, ast.Name)]
     own = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
     own |= {node.arg for node in inside if isinstance(node, ast.arg)}
     used = [node for node in names if node.id in BUILTINS - own]
-    start, cut = function.lineno - 1, lines[function.lineno - 1 : function.end_lineno]
-    for node in sorted(used, key=lambda n: (n.lineno, n.col_offset), reverse=True):
-        line = cut[node.lineno - 1 - start]
-        cut[node.lineno - 1 - start] = line[: node.col_offset] + MASK.encode() + line[node.end_col_offset :]
-    return b"\n".join(cut).decode(), tuple(sorted({node.id for node in used}))
+    masked = {node.lineno: lines[node.lineno - 1] for node in used}
+    for node in sorted(used, key=lambda node: node.col_offset, reverse=True):
+        line = masked[node.lineno]
+        masked[node.lineno] = line[: node.col_offset] + MASK.encode() + line[node.end_col_offset :]
+    text = b"\n".join(masked[number].strip() for number in sorted(masked)).decode()
+    return text, tuple(sorted({node.id for node in used}))
 
 
 # -- files and datasets
-
-
-Table = list[dict[str, Any]]
 
 
 def read_tables(path: Path, config: DataConfig) -> dict[str, Table]:
@@ -185,60 +186,9 @@ def split_files(folder: Path, starts: tuple[str, ...]) -> list[Path]:
     return []
 
 
-def read_table(path: Path) -> Table:
-    """Rows of a csv, tsv, json, jsonl or parquet file."""
-    if path.suffix not in FORMATS:
-        raise RecipeError(f"can't tell the format of {path}: it should end in {', '.join(FORMATS)}")
-    try:
-        rows = read_parquet(path) if path.suffix == ".parquet" else read_text_table(path)
-    except OSError as error:
-        raise RecipeError(f"can't read {path}: {error.strerror or error}") from None
-    except (ValueError, csv.Error) as error:  # also of decoding, JSON and pyarrow
-        raise RecipeError(f"can't read {path} as {path.suffix[1:]}: {first_line(error)}") from None
-    if not rows:
-        raise RecipeError(f"{path} is empty")
-    return rows
-
-
-def read_text_table(path: Path) -> Table:
-    text = path.read_text("utf-8-sig")
-    if not text.strip():
-        return []
-    if path.suffix in (".csv", ".tsv"):
-        csv.field_size_limit(2**30)
-        return list(csv.DictReader(text.splitlines(True), delimiter="\t" if path.suffix == ".tsv" else ","))
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        lines = [line for line in text.splitlines() if line.strip()]
-        if len(lines) == 1 or not lines[0].rstrip().endswith("}"):
-            raise error from None
-        rows = [json.loads(line) for line in lines]
-    if isinstance(rows, dict):  # one line of jsonl
-        rows = [rows]
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError('it must hold objects such as {"text": ..., "label": ...}')
-    return rows
-
-
-def read_parquet(path: Path) -> Table:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise RecipeError(f"{path} needs a package: pip install pyarrow") from None
-    return pyarrow.parquet.read_table(path).to_pylist()
-
-
 def read_dataset(config: DataConfig) -> dict[str, Table]:
     """Splits of a `datasets` id, with the names of its classes in place of their numbers."""
-    try:
-        import datasets
-    except ImportError:
-        raise RecipeError(f"--data {config.data} isn't a file; a datasets id needs: pip install datasets") from None
-    try:
-        found = datasets.load_dataset(config.data, config.data_config)
-    except Exception as error:  # the library and the Hub raise dozens of kinds
-        raise RecipeError(f"datasets can't load {config.data}: {first_line(error)}") from None
+    found = load_datasets(config.data, config.data_config)
     wanted = {"train": [config.train_split], "dev": ["dev", "valid", "validation"], "test": ["test"]}
     wanted |= {name: [given] for name in ("dev", "test") if (given := getattr(config, f"{name}_split"))}
     tables = {}
@@ -383,14 +333,11 @@ def check_unknown(
     told = ", ".join(f"{label!r} ({count})" for label, count in unknown.most_common(5))
     more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
     if config.unknown_labels == "error":
-        raise RecipeError(f"{len(items) - len(kept)} {split} texts have labels that no training text has: {told}{more}; "
-                          "correct them, or leave these texts out by --unknown_labels drop")  # fmt: skip
+        raise RecipeError(
+            f"{len(items) - len(kept)} {split} texts have labels that no training text has: {told}{more}; "
+            "correct them, or leave these texts out by --unknown_labels drop"
+        )
     if not kept:
         raise RecipeError(f"no {split} text has a label of the training texts: {told}{more}")
     notes.setdefault("unknown_labels_dropped", {})[split] = len(items) - len(kept)
     return kept
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
