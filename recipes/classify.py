@@ -45,6 +45,12 @@ class ClassificationConfig(DataConfig):
     layers: int | None = field(default=None, metadata={"help": "of the encoder made from scratch; none: by --size"})
     width: int | None = field(default=None, metadata={"help": "likewise; a head takes 32 of it"})
     vocab_size: int | None = field(default=None, metadata={"help": "of its WordPiece tokenizer; none: by --size"})
+    pieces: Literal["words", "spaces"] | None = field(
+        default=None,
+        metadata={"help": "what that tokenizer cuts text into before it learns pieces: words and punctuation apart as "
+                  "BERT does, or at spaces only, so that a piece such as 'len(' may hold both; none: words, but spaces "
+                  "for the default data, which is code"},
+    )  # fmt: skip
     placement: Literal["post", "pre"] = field(
         default="post", metadata={"help": "of its norms: after each residual sum as in BERT, or before each branch"}
     )
@@ -94,7 +100,8 @@ class Classification(Task):
         self.labels, self.keep_head = label_order(texts.labels, given)
         with accelerator.main_process_first():
             if given is None:
-                self.tokenizer = train_wordpiece(texts, self.sizes["vocab_size"], out / "tokenizer")
+                pieces = config.pieces or ("words" if config.data else "spaces")
+                self.tokenizer = train_wordpiece(texts, self.sizes["vocab_size"], pieces, out / "tokenizer")
             else:
                 self.tokenizer = load(AutoTokenizer, config.model)
             baselines = measure_baselines(texts, config.baselines, out / "baselines.json")
@@ -327,14 +334,17 @@ class Drawn(Dataset):
         return np.concatenate(groups)
 
 
-def train_wordpiece(texts: LabelledData, vocab_size: int, folder: Path) -> transformers.PreTrainedTokenizerBase:
-    """BERT's tokenizer (words and punctuation in lower case, cut into pieces) with pieces learnt from the texts."""
-    key, stamp = f"{vocab_size} {texts.sha256}", folder / "trained_on.txt"
+def train_wordpiece(
+    texts: LabelledData, vocab_size: int, pieces: str, folder: Path
+) -> transformers.PreTrainedTokenizerBase:
+    """BERT's tokenizer, lower case cut into pieces, with pieces learnt from the training texts."""
+    key, stamp = f"{vocab_size} {pieces} {texts.sha256}", folder / "trained_on.txt"
     if not (stamp.exists() and stamp.read_text() == key):
         names = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")}
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        cut = {"words": pre_tokenizers.BertPreTokenizer, "spaces": pre_tokenizers.WhitespaceSplit}
+        tokenizer.pre_tokenizer = cut[pieces]()
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocab_size, special_tokens=list(names.values()), show_progress=False
         )
@@ -422,16 +432,16 @@ def measure_baselines(texts: LabelledData, regression: bool, path: Path) -> dict
 
 
 def logistic_regression(texts: LabelledData, targets: dict[str, np.ndarray]) -> Figures:
-    """Words and pairs of words by tf-idf, one logistic regression for each label."""
+    """Words, punctuation and pairs of both by tf-idf, one logistic regression for each label."""
     try:
         from sklearn.feature_extraction.text import TfidfVectorizer
         from sklearn.linear_model import LogisticRegression
     except ImportError:
         raise RecipeError("tf-idf needs a package: pip install scikit-learn, or take --baselines false") from None
-    counts = TfidfVectorizer(token_pattern=r"\w+", ngram_range=(1, 2), sublinear_tf=True)
+    counts = TfidfVectorizer(token_pattern=r"\w+|[^\w\s]", ngram_range=(1, 2), sublinear_tf=True)
     try:
         inputs = {"train": counts.fit_transform([item.text for item in texts.splits["train"]])}
-    except ValueError:  # no words
+    except ValueError:  # no words at all
         return {}
     inputs |= {name: counts.transform([item.text for item in texts.splits[name]]) for name in ("dev", "test")}
     found = {name: np.zeros_like(targets[name]) for name in ("dev", "test")}

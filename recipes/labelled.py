@@ -25,7 +25,7 @@ BUILTINS = {"bytes", "dict", "getattr", "hasattr", "id", "int", "isinstance", "l
 BUILTINS |= {"object", "open", "print", "range", "repr", "set", "setattr", "sorted", "str", "super", "tuple", "type"}
 MASK = "BUILTIN"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-SPLITS = {"train": ("train",), "dev": ("dev", "valid", "val"), "test": ("test",)}  # how files of each begin
+SPLITS = {"train": ("train",), "dev": ("dev", "valid", "validation", "val"), "test": ("test",)}
 LABEL_COLUMNS = ("label", "labels", "triple_list")
 HELD_OUT = 0.1  # share of a split that the data doesn't have
 
@@ -170,7 +170,7 @@ def read_tables(path: Path, config: DataConfig) -> dict[str, Table]:
         return {name: [row for file in files for row in read_table(file)] for name, files in found.items() if files}
     if path.exists():
         return {"train": read_table(path)}
-    looks_local = path.suffix in FORMATS or config.data[0] in "./~\\" or config.data.count("/") > 1
+    looks_local = path.suffix in FORMATS or config.data[:1] in "./~\\" or config.data.count("/") > 1
     if looks_local:
         raise RecipeError(f"there is no file or folder {config.data}")
     return read_dataset(config)
@@ -181,7 +181,7 @@ def split_files(folder: Path, starts: tuple[str, ...]) -> list[Path]:
     files = sorted(path for path in folder.iterdir() if path.suffix in FORMATS and path.is_file())
     for start in starts:
         exact = [path for path in files if path.stem == start]
-        if matches := exact or [path for path in files if re.match(start + r"[^a-z]", path.name)]:
+        if matches := exact or [path for path in files if re.match(start + r"[^a-z.]", path.name)]:
             return matches
     return []
 
@@ -189,8 +189,10 @@ def split_files(folder: Path, starts: tuple[str, ...]) -> list[Path]:
 def read_dataset(config: DataConfig) -> dict[str, Table]:
     """Splits of a `datasets` id, with the names of its classes in place of their numbers."""
     found = load_datasets(config.data, config.data_config)
-    wanted = {"train": [config.train_split], "dev": ["dev", "valid", "validation"], "test": ["test"]}
-    wanted |= {name: [given] for name in ("dev", "test") if (given := getattr(config, f"{name}_split"))}
+    wanted = {"train": (config.train_split,), **{name: SPLITS[name] for name in ("dev", "test")}}
+    wanted |= {name: (given,) for name in ("dev", "test") if (given := getattr(config, f"{name}_split"))}
+    if not config.dev_split:  # --test_split validation, where the test split's labels are hidden
+        wanted["dev"] = tuple(name for name in SPLITS["dev"] if name != config.test_split)
     tables = {}
     for name, candidates in wanted.items():
         split = next((candidate for candidate in candidates if candidate in found), None)
@@ -212,8 +214,8 @@ def with_class_names(split: Any) -> Iterator[dict[str, Any]]:
             value = row[column]
             if isinstance(value, list):
                 row[column] = [classes[i] for i in value]
-            elif value is not None and value >= 0:  # -1: an unlabelled row
-                row[column] = classes[value]
+            elif value is not None:
+                row[column] = classes[value] if value >= 0 else None  # -1: hidden, as in some test splits
         yield row
 
 
@@ -224,9 +226,11 @@ def read_goemotions(folder: Path) -> tuple[dict[str, list[Labelled]], list[str]]
     for name in SPLITS:
         path, rows[name] = folder / f"{name}.tsv", []
         try:
-            lines = path.read_text("utf-8").splitlines()
+            lines = path.read_text("utf-8").rstrip("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"can't read {path}: {getattr(error, 'strerror', None) or first_line(error)}") from None
+        if lines == [""]:
+            raise RecipeError(f"{path} is empty")
         for number, line in enumerate(lines, 1):
             try:
                 text, numbers, _ = line.split("\t")
@@ -235,8 +239,6 @@ def read_goemotions(folder: Path) -> tuple[dict[str, list[Labelled]], list[str]]
                 raise RecipeError(f"line {number} of {path} isn't: text, tab, numbers up to {len(labels) - 1} with "
                                   "commas between them, tab, id") from None  # fmt: skip
             rows[name].append(Labelled(text, mine, text))
-        if not lines:
-            raise RecipeError(f"{path} is empty")
     return rows, labels
 
 
@@ -261,8 +263,8 @@ def labelled_rows(table: Table, config: DataConfig, notes: dict[str, Any]) -> It
 
 def parse_labels(value: Any, separator: str | None) -> Iterable[str]:
     """Names of the labels in a cell: one value, a list, a JSON list, triples of relations, or one separated string."""
-    if isinstance(value, str) and separator:
-        return [name.strip() for name in value.split(separator) if name.strip()]
+    if separator and (value is None or isinstance(value, str)):
+        return [name.strip() for name in (value or "").split(separator) if name.strip()]
     if isinstance(value, str) and re.fullmatch(r"\s*\[.*\]\s*", value, re.DOTALL):
         value = json.loads(value)
     if isinstance(value, list):
@@ -271,7 +273,7 @@ def parse_labels(value: Any, separator: str | None) -> Iterable[str]:
         if any(item is None or isinstance(item, list | dict) for item in value):
             raise ValueError(f"no list of labels or [head, relation, tail] triples: {str(value)[:60]}")
         return map(str, value)
-    if value is None or value == "" or isinstance(value, dict) or value == -1:
+    if value is None or value == "" or value != value or isinstance(value, dict):
         raise ValueError("no label")
     return [str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()]
 
