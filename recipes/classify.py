@@ -16,7 +16,7 @@ from data import RecipeError
 from labelled import DataConfig, Labelled, LabelledData, read_labelled
 from settings import CONTROL
 from tasks import Batch, Figures, Task, load
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
@@ -44,12 +44,12 @@ class ClassificationConfig(DataConfig):
     )
     layers: int | None = field(default=None, metadata={"help": "of the encoder made from scratch; none: by --size"})
     width: int | None = field(default=None, metadata={"help": "likewise; a head takes 32 of it"})
-    vocab_size: int | None = field(default=None, metadata={"help": "of its WordPiece tokenizer; none: by --size"})
-    pieces: Literal["words", "spaces"] | None = field(
+    vocab_size: int | None = field(default=None, metadata={"help": "of its tokenizer; none: by --size"})
+    punctuation: Literal["apart", "together"] | None = field(
         default=None,
-        metadata={"help": "what that tokenizer cuts text into before it learns pieces: words and punctuation apart as "
-                  "BERT does, or at spaces only, so that a piece such as 'len(' may hold both; none: words, but spaces "
-                  "for the default data, which is code"},
+        metadata={"help": "the tokenizer made from scratch cuts it apart from words, as BERT's does, or leaves both "
+                  "together up to the next space, so that 'len(x)' may be one piece; none: apart, but together in the "
+                  "default data, which is code"},
     )  # fmt: skip
     placement: Literal["post", "pre"] = field(
         default="post", metadata={"help": "of its norms: after each residual sum as in BERT, or before each branch"}
@@ -100,8 +100,8 @@ class Classification(Task):
         self.labels, self.keep_head = label_order(texts.labels, given)
         with accelerator.main_process_first():
             if given is None:
-                pieces = config.pieces or ("words" if config.data else "spaces")
-                self.tokenizer = train_wordpiece(texts, self.sizes["vocab_size"], pieces, out / "tokenizer")
+                words = config.punctuation or ("apart" if config.data else "together")
+                self.tokenizer = train_bpe(texts, self.sizes["vocab_size"], words, out / "tokenizer")
             else:
                 self.tokenizer = load(AutoTokenizer, config.model)
             baselines = measure_baselines(texts, config.baselines, out / "baselines.json")
@@ -334,20 +334,20 @@ class Drawn(Dataset):
         return np.concatenate(groups)
 
 
-def train_wordpiece(
-    texts: LabelledData, vocab_size: int, pieces: str, folder: Path
-) -> transformers.PreTrainedTokenizerBase:
-    """BERT's tokenizer, lower case cut into pieces, with pieces learnt from the training texts."""
-    key, stamp = f"{vocab_size} {pieces} {texts.sha256}", folder / "trained_on.txt"
+def train_bpe(texts: LabelledData, vocab_size: int, words: str, folder: Path) -> transformers.PreTrainedTokenizerBase:
+    """BERT's tokenizer, but with pieces learnt from the training texts, by BPE: WordPiece's trainer isn't reproducible.
+
+    Lower case, without accents; a piece at the beginning of a word differs from one inside; [CLS] text [SEP].
+    """
+    key, stamp = f"{vocab_size} {words} {texts.sha256}", folder / "trained_on.txt"
     if not (stamp.exists() and stamp.read_text() == key):
         names = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")}
-        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-        cut = {"words": pre_tokenizers.BertPreTokenizer, "spaces": pre_tokenizers.WhitespaceSplit}
-        tokenizer.pre_tokenizer = cut[pieces]()
-        trainer = trainers.WordPieceTrainer(
-            vocab_size=vocab_size, special_tokens=list(names.values()), show_progress=False
-        )
+        cut = {"apart": pre_tokenizers.BertPreTokenizer, "together": pre_tokenizers.WhitespaceSplit}
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut[words](), pre_tokenizers.Metaspace()])
+        tokenizer.decoder = decoders.Metaspace()
+        trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[*names.values()], show_progress=False)
         tokenizer.train_from_iterator((item.text for item in texts.splits["train"]), trainer)
         ends = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
         tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)

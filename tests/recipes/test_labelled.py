@@ -258,7 +258,7 @@ class TestSplits:
         found = read(write(tmp_path / "x.jsonl", rows))
         assert all(found.splits.values())
         assert len(everything(found)) == count
-        with pytest.raises(RecipeError, match="x.jsonl has 2 texts, too few to train on and to measure"):
+        with pytest.raises(RecipeError, match="2 texts, too few to train on and to measure"):
             read(write(tmp_path / "x.jsonl", rows[:2]))
 
     def test_digest_is_of_texts_and_labels(self, tmp_path):
