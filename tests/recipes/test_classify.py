@@ -22,8 +22,8 @@ from start import patched  # noqa: E402
 
 from hfpatch import plan_patch  # noqa: E402
 
-TINY = "--task classify --layers 1 --width 32 --vocab_size 200 --batch_size 8 --baseline_steps 8 --steps 3"
-TINY += " --tracker none --eval_every 2 --save_every 2 --warmup_steps 2 --learning_rate 5e-3"
+TINY = "--task classify --layers 1 --width 32 --vocab_size 200 --batch_size 8 --baseline_steps 20 --steps 3"
+TINY += " --tracker none --eval_every 10 --save_every 10 --warmup_steps 2 --learning_rate 3e-3"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -377,7 +377,7 @@ class TestRuns:
         assert measure(many, model) == pytest.approx(read_results(finished)["stages"]["rms"]["end"], abs=1e-5)
 
     def test_resumed_run_equals_an_uninterrupted_one(self, finished, folder, tmp_path):
-        for steps in (3, 6):  # in the baseline, then in the first variant; with dropout
+        for steps in (15, 6):  # in the baseline, then in the first variant; with dropout
             assert finetune.main(tiny(tmp_path, folder / "many.json", "--resume", "--stop_after", steps)) == 130
         assert finetune.main(tiny(tmp_path, folder / "many.json", "--resume")) == 0
         assert figures(tmp_path) == figures(finished)
