@@ -51,9 +51,11 @@ class ClassificationConfig(DataConfig):
                   "together up to the next space, so that 'len(x)' may be one piece; none: apart, but together in the "
                   "default data, which is code"},
     )  # fmt: skip
-    placement: Literal["post", "pre"] = field(
-        default="post", metadata={"help": "of its norms: after each residual sum as in BERT, or before each branch"}
-    )
+    placement: Literal["pre", "post"] = field(
+        default="pre",
+        metadata={"help": "of its norms: before each branch, which learns sooner and where an RMSNorm can replace a "
+                  "LayerNorm exactly, or after each residual sum, as in BERT"},
+    )  # fmt: skip
     dropout: float = field(default=0.1, metadata={"help": "of the encoder made from scratch"})
     embedding_rate: float | None = field(
         default=None, metadata={"help": "learning rate of the embeddings, times the others'; none: 1, from scratch 3"}
@@ -251,7 +253,10 @@ class Classification(Task):
         return F.cross_entropy(logits.float(), labels, reduction="none")[:, None]
 
     def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
-        """Loss; micro and macro F1 at the development texts' threshold, or accuracy and macro F1 of single labels."""
+        """Loss; micro and macro F1 at the development texts' threshold, or accuracy and macro F1 of single labels.
+
+        Of development texts, as in the curves, the threshold is chosen on the texts themselves.
+        """
         if not self.multi:
             logits, labels = self.answers(model, loader, gather)
             answers = F.one_hot(logits.argmax(1), len(self.labels)).numpy()

@@ -108,6 +108,8 @@ def read_labelled(config: DataConfig) -> LabelledData:
     else:
         source, path = config.data, Path(config.data).expanduser()
         if (path / "labels.txt").is_file() and (path / "train.tsv").is_file():
+            if config.label_column or config.label_separator:
+                raise RecipeError(f"{path} is in GoEmotions' format: --label_column and --label_separator don't apply")
             rows, known = read_goemotions(path)
         else:
             tables = read_tables(path, config)

@@ -20,10 +20,8 @@ import finetune  # noqa: E402
 from data import RecipeError  # noqa: E402
 from start import patched  # noqa: E402
 
-from hfpatch import plan_patch  # noqa: E402
-
 TINY = "--task classify --layers 1 --width 32 --vocab_size 200 --batch_size 8 --baseline_steps 20 --steps 3"
-TINY += " --tracker none --eval_every 10 --save_every 10 --warmup_steps 2 --learning_rate 3e-3"
+TINY += " --placement post --tracker none --eval_every 10 --save_every 10 --warmup_steps 2 --learning_rate 3e-3"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +65,7 @@ def tiny(out, data, *more, variants="rms control"):
 
 
 def make(out, **settings):
-    sizes = {"layers": 1, "width": 32, "vocab_size": 200, "batch_size": 8}
+    sizes = {"layers": 1, "width": 32, "vocab_size": 200, "batch_size": 8, "placement": "post"}
     return classify.Classification(classify.ClassificationConfig(**{**sizes, **settings}), Accelerator(), out)
 
 
@@ -231,9 +229,14 @@ class TestHead:
 
     @pytest.mark.parametrize("placement", ["post", "pre"])
     def test_placement_of_the_norms(self, folder, tmp_path, placement):
-        model = make(tmp_path, data=str(folder / "one.json"), placement=placement, baselines=False).baseline()
-        kept = str(plan_patch(model, norm="rms"))
-        assert ("approximate" in kept) == (placement == "post"), "an RMSNorm is exact before the branches only"
+        task = make(tmp_path, data=str(folder / "one.json"), placement=placement, baselines=False)
+        model = task.baseline()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.add_(0.3 * torch.randn_like(p) + 0.1 * ("bias" in name))
+        before = measure(task, model)["loss"]
+        change = abs(measure(task, patched(task, model, "rms", "auto", 0, 8, 0))["loss"] - before)
+        assert (change < 1e-4) == (placement == "pre"), "an RMSNorm is exact before the branches only"
 
     def test_sizes(self, folder, tmp_path):
         task = make(tmp_path, data=str(folder / "one.json"), size="classic", baselines=False, layers=None, width=None,
@@ -368,7 +371,8 @@ class TestRuns:
         assert data["labels"] == ["apple", "pear", "plum"]
         assert sum(data["texts"].values()) == 240
         assert "tf-idf and logistic regression" in data["baselines"]
-        assert "micro f1" in (finished / "results.md").read_text("utf-8")
+        simple = data["baselines"]["commonest label"]["micro_f1"]
+        assert f"Simple methods: commonest label: micro f1 {simple:.3f}" in (finished / "results.md").read_text("utf-8")
 
     def test_saved_model_has_the_reported_figures(self, finished, many):
         model = AutoModelForSequenceClassification.from_pretrained(finished / "rms")

@@ -177,6 +177,8 @@ class TestFormats:
         found = read(tmp_path)
         assert found.labels == ["joy", "fear", "neutral"], "a label without texts stays"
         assert found.splits["dev"][1] == labelled.Labelled("dev 1\u2028", ("joy", "neutral"), "dev 1\u2028")
+        with pytest.raises(RecipeError, match="GoEmotions' format: --label_column and --label_separator don't apply"):
+            read(tmp_path, label_column="emotion")
         (tmp_path / "dev.tsv").write_text("text\t7\tid\n")
         with pytest.raises(RecipeError, match=r"line 1 of .*dev.tsv isn't: text, tab, numbers up to 2"):
             read(tmp_path)
