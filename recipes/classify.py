@@ -126,6 +126,7 @@ class Classification(Task):
             "problem": "multi" if texts.multi else "single",
             "labels": self.labels,
             "labels_per_text": sum(len(item.labels) for item in texts.splits["train"]) / len(self.train_texts),
+            "new_head": config.model is not None and not self.keep_head,
             "max_length": self.max_length,
             "texts_cut_off": counts,
             "vocab_size": len(self.tokenizer),
@@ -485,6 +486,8 @@ def summary(data: dict[str, Any]) -> str:
         "rows_without_text": "rows without a text were left out",
         "moved_to_train": "texts with labels that no training text had were moved to the training texts",
     }
+    if data["new_head"]:
+        lines.append("the model wasn't made for these labels: its last layer starts afresh")
     lines += [f"{data[name]:,} {what}" for name, what in told.items() if data.get(name)]
     for split, number in data.get("unknown_labels_dropped", {}).items():
         lines.append(f"{number:,} {split} texts with labels that no training text has were left out")

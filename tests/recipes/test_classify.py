@@ -275,11 +275,12 @@ class TestHead:
         assert other.labels == ["apple", "none", "pear", "plum"]
         assert not torch.equal(other.baseline().classifier.bias[:1], own.classifier.bias[:1])
 
-    def test_a_classifier_of_as_many_other_labels_loses_it(self, finished, folder, tmp_path):
+    def test_a_classifier_of_as_many_other_labels_loses_it(self, finished, folder, tmp_path, capsys):
         text = (folder / "many.json").read_text().replace('"plum"', '"fig"')
         (tmp_path / "figs.json").write_text(text)
         task = make(tmp_path, data=str(tmp_path / "figs.json"), model=str(finished / "control"), baselines=False)
         assert torch.allclose(task.baseline().classifier.bias.sigmoid(), task.train_texts.targets.mean(0))
+        assert "its last layer starts afresh" in capsys.readouterr().out
 
     def test_embeddings_take_longer_steps(self, many):
         model = many.baseline()
