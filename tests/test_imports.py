@@ -17,7 +17,7 @@ LAYERS = [
     ["errors"],
     ["registry", "rewrite"],
     ["scheme", "edits", "weights"],
-    ["guard"],
+    ["guard", "excerpt"],
     ["optimizer"],
     ["norms", "positions", "mlps", "placement", "view"],
     ["attention", "limits", "tables"],
