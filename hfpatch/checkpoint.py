@@ -47,7 +47,7 @@ MISCOUNTED = "_hfpatch_miscounted"  # of a model whose patch came out otherwise 
 
 
 class WithoutValues(TorchFunctionMode):
-    """While it is open, tensors on meta aren't filled: nothing comes of it, and it is a third of what building costs."""
+    """While it is open, tensors on meta aren't filled: that does nothing, and is a third of what building costs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -278,7 +278,8 @@ def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> 
     """
     for auto in auto_classes():
         registered = auto._model_mapping._extra_content
-        if patched in registered or (not _is_stock(auto, host) and host not in registered):
+        known = host in registered or _is_stock(auto, host)  # type: ignore[arg-type]
+        if patched in registered or not known:
             continue
         models = auto._model_mapping[host]
         several = isinstance(models, tuple | list)

@@ -45,7 +45,7 @@ def digest(model: nn.Module, dtype: torch.dtype) -> str:
         samples.setdefault((tensor.dtype, tensor.device), []).append(sample(tensor))
     for (own, _), pieces in samples.items():
         joined = torch.cat(pieces).to("cpu", dtype if own.is_floating_point else None)
-        hashed.update(joined.view(torch.uint8).numpy())
+        hashed.update(joined.view(torch.uint8).numpy().data)
     return hashed.hexdigest()
 
 

@@ -8,9 +8,9 @@ An output x of n entries becomes nine numbers: its root mean square, and for k =
 entries i = k (mod 8), divided by the root of n / 8, with weights w_i of unit variance, a fixed function of i. If the
 entries of x are off by independent relative errors e, the sums are off by about e times the root mean square.
 
-That forward reads every weight, which where a file is only mapped costs more than the rest of loading. So a glance comes
-first (excerpt.py): weights that agree in samples of each of them, bit for bit, and sums that agree over a forward of one
-block of each kind are taken for the model that was saved. Where either doesn't, the whole forward decides.
+That forward reads every weight, which costs more than the rest of loading where a file is only mapped. So a glance
+comes first (excerpt.py): where samples of every weight agree bit for bit, and the sums over a forward through one block
+of each kind agree as well, that is the model that was saved. Where they don't, the whole forward decides.
 """
 
 from __future__ import annotations
@@ -198,7 +198,6 @@ class Fingerprint:
             f"outputs are off by {off:.1e} where rounding explains {tolerance:.1e}. {why} If that is as it should be: "
             "from_pretrained(..., check_fingerprint=False), and save_pretrained makes a new one."
         )
-
 
     def _glanced(self, model: PreTrainedModel, forward: Forward, precision: str) -> bool:
         """Whether the weights are those that were saved, as far as samples tell, and the code around them as well."""
@@ -459,7 +458,7 @@ def _rounded(value: float, digits: int = 9) -> float:
 
 def _random_states(device: torch.device) -> tuple[Any, ...]:
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    name, words, *rest = numpy.random.get_state()
+    name, words, *rest = tuple[Any, ...](numpy.random.get_state())
     return *(state.numpy().tobytes() for state in states), random.getstate(), name, words.tobytes(), *rest
 
 

@@ -232,8 +232,10 @@ def look_through(edits: Edits, module: nn.Module, lens: Lens, model: nn.Module |
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """`model.named_modules()`, in its order, at a fraction of the time: opening a checkpoint asks for it a dozen times."""
-    found, seen, waiting = [], set(), [("", model)]
+    """`model.named_modules()`, in its order, in less time: opening a checkpoint asks for it a dozen times."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+    waiting = [("", model)]
     while waiting:
         name, module = waiting.pop()
         if module in seen:

@@ -70,7 +70,7 @@ def looks_like_norm(module: nn.Module) -> bool:
 
 
 def _worth_probing(module: nn.Module) -> bool:
-    if isinstance(module, _NOT_NORMS) or _takes_more(type(module)):
+    if isinstance(module, _NOT_NORMS) or _takes_more(type(module)):  # type: ignore[arg-type]
         return False
     if any(one is not None for one in (*module._modules.values(), *module._buffers.values())):
         return False
@@ -85,7 +85,7 @@ def _worth_probing(module: nn.Module) -> bool:
 
 @functools.cache
 def _takes_more(module: type[nn.Module]) -> bool:
-    """Whether its forward takes a second argument, as gated norms do: what that does isn't a norm's business."""
+    """Whether a class's forward takes a second argument, as gated norms do: what that does isn't a norm's business."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     taken = inspect.signature(module.forward).parameters.values()
     return sum(parameter.kind in kinds for parameter in taken) > 2  # the first is self
