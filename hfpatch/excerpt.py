@@ -20,6 +20,7 @@ _RUN = 64  # neighboring entries that are read at each place of a larger one
 _APART, _FEWEST, _MOST = 2**18, 8, 64  # entries between places, and how many places there are
 _NARROW = 64  # rows of an output layer
 _SCALARS = (bool, int, float, str, type(None))
+_OURS = "_hfpatch_"  # start of the attributes that a patch sets; other private ones are torch's and transformers' own
 _NUMBERING = ("idx", "index", "_id")  # endings of attributes that number blocks
 
 
@@ -100,7 +101,7 @@ def _facts(name: str, module: nn.Module) -> tuple[Any, ...]:
     settings = tuple(
         (key, value)
         for key, value in module.__dict__.items()
-        if isinstance(value, _SCALARS) and not key.endswith(_NUMBERING) and not key.startswith("_")
+        if isinstance(value, _SCALARS) and not key.endswith(_NUMBERING) and (key[0] != "_" or key.startswith(_OURS))
     )
     computed = tuple(
         sample(module._buffers[key]).cpu().numpy().tobytes()  # type: ignore[arg-type]

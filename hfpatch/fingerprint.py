@@ -294,7 +294,7 @@ def _noise(
     eps = torch.finfo(_DTYPES[precision]).eps
     if _coarser(_dtype(model), _DTYPES[precision]) != precision:
         return 0.0
-    runs = [_run(model, given, _LOUDER * eps, seed, cut) for seed in range(_DRAWS[precision])]
+    runs = [_run(model, given, _LOUDER * eps, seed, cut=cut) for seed in range(_DRAWS[precision])]
     off = max(_deviation(outputs, run) for run in runs)
     return min(_rounded(off / _LOUDER if off < BLUNT else off, 2), _LARGEST)
 
