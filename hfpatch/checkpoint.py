@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 
 from .attention import BIAS, ROTARY
 from .edits import Edits
-from .errors import CheckpointError
+from .errors import CheckpointError, UnsupportedError
 from .fingerprint import ENTRY as FINGERPRINT
 from .fingerprint import Fingerprint, is_weighty, settings_of
 from .generation import is_unlimited, without_old_length
@@ -42,6 +44,7 @@ _OF_LOADING = {"return_unused_kwargs", "revision", "subfolder", "cache_dir", "to
 _BEING_BUILT: ContextVar[Any] = ContextVar("being_built", default=None)  # the config of the patched model around
 _FILLS: set[Any] = {nn.init.normal_, nn.init.uniform_, nn.init.constant_, nn.init.kaiming_uniform_}
 _FILLS |= {Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_}
+_SET_BY_MODELS = "_attn_implementation_internal"  # a setting that every model's __init__ writes to its config
 OPENED = "_hfpatch_opened"  # of a config from disk: its fingerprint and a digest of its settings; of a model: the first
 MISCOUNTED = "_hfpatch_miscounted"  # of a model whose patch came out otherwise than its record says
 
@@ -155,10 +158,16 @@ def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]
     def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
         return {name: value for name, value in host.to_dict(self).items() if name != OPENED}
 
+    def __setattr__(self: PreTrainedConfig, name: str, value: Any) -> None:
+        if name == _SET_BY_MODELS and _BEING_BUILT.get() is None:
+            _refuse_host(sys._getframe(1))
+        host.__setattr__(self, name, value)  # type: ignore[call-arg]
+
     def __repr__(self: PreTrainedConfig) -> str:  # transformers makes it whenever it opens a config
         return f"{host.__name__} {host.to_json_string(self)}"
 
     body = {
+        "__setattr__": __setattr__,
         "__repr__": __repr__,
         "to_dict": to_dict,
         "to_json_string": to_json_string,
@@ -168,6 +177,27 @@ def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]
         "__module__": __name__,  # the Auto classes take no registration of a config that lives in transformers
     }
     return type(host.__name__, (host,), body)
+
+
+def _refuse_host(caller: FrameType) -> None:
+    """Refuse that a host's own class builds itself from a patched config: it would build the unpatched model.
+
+    No other moment of that building comes by here: `PreTrainedModel.__init__` notes the implementation of its
+    attention in the config that it was given.
+
+    Args:
+        caller: the frame that does so.
+
+    Raises:
+        UnsupportedError: it is such a model's `__init__`.
+    """
+    builder = caller.f_locals.get("self")
+    if caller.f_code.co_name == "__init__" and isinstance(builder, PreTrainedModel):
+        name = type(builder).__name__
+        raise UnsupportedError(
+            f"{name}(config) with the config of a patched model would build the unpatched one. Build it by from_config "
+            f"of an Auto class, or give {name} a config of its own."
+        )
 
 
 @once_per_class

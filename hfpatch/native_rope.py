@@ -471,11 +471,13 @@ def _differences(model: nn.Module, rotation: Rotation, new: Settings) -> list[tu
             )
         return []
     config: Any = copy.deepcopy(model.config)
+    object.__setattr__(config, "__class__", host_class(type(config)))
+    now = copy.deepcopy(config)
     tell(config, rotation, new)
     host: Any = host_class(type(model))
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            built = [dict(host(copy.deepcopy(c)).named_modules()) for c in (model.config, config)]
+            built = [dict(host(copy.deepcopy(c)).named_modules()) for c in (now, config)]
     except Exception as error:
         raise UnsupportedError(
             f"{rotation.name}: {host.__name__} can't be built with {new!r}: {_last_words(error)}"
