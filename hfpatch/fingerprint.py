@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -252,7 +252,7 @@ def _forward_of(model: PreTrainedModel) -> Forward | None:
     for inputs in _candidates(model):
         try:
             given = _made(inputs)
-            outputs = _run(model, given)
+            outputs = _run(model, given, _without_chance)
             noise = {name: _noise(model, given, outputs, name) for name in _DRAWS}
         except Exception:  # no such inputs, then
             continue
@@ -265,7 +265,7 @@ def _glance_of(model: PreTrainedModel, given: Mapping[str, Any]) -> Glance | Non
     own = _dtype(model)
     dtypes = [own, *(_DTYPES[name] for name in _DRAWS if torch.finfo(_DTYPES[name]).eps > torch.finfo(own).eps)]
     try:
-        outputs = _run(model, given, cut=True)
+        outputs = _run(model, given, _without_chance, cut=True)
         noise = {name: _noise(model, given, outputs, name, cut=True) for name in _DRAWS}
         weights = {_name(dtype): digest(model, dtype) for dtype in dtypes}
     except Exception:  # of another build than blocks in lists
@@ -294,30 +294,45 @@ def _noise(
     eps = torch.finfo(_DTYPES[precision]).eps
     if _coarser(_dtype(model), _DTYPES[precision]) != precision:
         return 0.0
-    runs = [_run(model, given, _LOUDER * eps, seed, cut=cut) for seed in range(_DRAWS[precision])]
+    runs = [_run(model, given, _shaken(_LOUDER * eps, seed), cut=cut) for seed in range(_DRAWS[precision])]
     off = max(_deviation(outputs, run) for run in runs)
     return min(_rounded(off / _LOUDER if off < BLUNT else off, 2), _LARGEST)
 
 
 def _run(
-    model: PreTrainedModel, given: Mapping[str, Any], noise: float = 0.0, seed: int = 0, cut: bool = False
+    model: PreTrainedModel, given: Mapping[str, Any], forward: Callable[..., Any] = outputs_of, cut: bool = False
 ) -> dict[str, tuple[float, ...]]:
-    """The sums over each output of one forward, on the model as it is (or cut down), leaving no trace.
-
-    Raises:
-        UnsupportedError: it draws random numbers.
-    """
+    """The sums over each output of one forward, on the model as it is (or cut down), leaving no trace."""
     device = device_of(model)
     little = cut_down(model) if cut else nullcontext()
     whole = _full_precision(device), torch.autocast(device.type, enabled=False)
     with little, quiet(model), _attributes_kept(model), whole[0], whole[1]:
-        if noise:
-            shake(model, noise, seed)
-        before = _random_states(device)
-        found = outputs_of(model, fitting(model, given))
-        if not noise and before != _random_states(device):
-            raise UnsupportedError("its outputs depend on random numbers.")
+        found = forward(model, fitting(model, given))
     return {path: _sums(x) for path, x in list(found.items())[:_MOST_OUTPUTS] if x.numel() and path != "loss"}
+
+
+def _without_chance(model: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The outputs.
+
+    Raises:
+        UnsupportedError: random numbers are drawn for them.
+    """
+    device = device_of(model)
+    before = _random_states(device)
+    found = outputs_of(model, given)
+    if before != _random_states(device):
+        raise UnsupportedError("its outputs depend on random numbers.")
+    return found
+
+
+def _shaken(noise: float, seed: int) -> Callable[..., dict[str, Tensor]]:
+    """A forward with noise in every module's output."""
+
+    def outputs(model: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Tensor]:
+        shake(model, noise, seed)
+        return outputs_of(model, given)
+
+    return outputs
 
 
 @contextmanager
