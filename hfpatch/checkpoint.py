@@ -152,7 +152,7 @@ def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]
         found = host.from_dict.__func__(cls, settings, **kwargs)
         if fingerprint is not None:
             config = found[0] if isinstance(found, tuple) else found
-            config.__dict__[OPENED] = fingerprint, settings_of(as_saved or config)
+            config.__dict__[OPENED] = fingerprint, settings_of(config if as_saved is None else as_saved)
         return found
 
     def to_dict(self: PreTrainedConfig) -> dict[str, Any]:

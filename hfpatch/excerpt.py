@@ -45,9 +45,12 @@ def digest(model: nn.Module, dtype: torch.dtype) -> str:
     for tensor in _stored(model):
         samples.setdefault((tensor.dtype, tensor.device), []).append(sample(tensor))
     for (own, _), pieces in samples.items():
-        joined = torch.cat(pieces).to("cpu", dtype if own.is_floating_point else None)
-        hashed.update(joined.view(torch.uint8).numpy().data)
+        hashed.update(_bytes(torch.cat(pieces).to(dtype if own.is_floating_point else own)))
     return hashed.hexdigest()
+
+
+def _bytes(flat: Tensor) -> memoryview:
+    return flat.cpu().view(torch.uint8).numpy().data
 
 
 def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -104,8 +107,8 @@ def _facts(name: str, module: nn.Module) -> tuple[Any, ...]:
         if isinstance(value, _SCALARS) and not key.endswith(_NUMBERING) and (key[0] != "_" or key.startswith(_OURS))
     )
     computed = tuple(
-        sample(module._buffers[key]).cpu().numpy().tobytes()  # type: ignore[arg-type]
-        for key in module._non_persistent_buffers_set
-        if module._buffers.get(key) is not None
+        bytes(_bytes(sample(buffer)))
+        for key in sorted(module._non_persistent_buffers_set)
+        if (buffer := module._buffers.get(key)) is not None
     )
     return name, type(module), settings, computed

@@ -117,6 +117,17 @@ def test_a_buffer_that_nobody_filled_is_a_kind_of_its_own() -> None:
         assert lengths(model) == [2]
 
 
+def test_buffers_of_half_precision() -> None:
+    model = patch(tiny("gpt2", n_layer=3), pos="rope")
+    for block in model.h:
+        block.attn.register_buffer("slopes", torch.ones(4, dtype=torch.bfloat16), persistent=False)
+    with cut_down(model):
+        assert lengths(model) == [1]
+    model.h[1].attn.slopes[2] = 2.0
+    with cut_down(model):
+        assert lengths(model) == [2]
+
+
 def test_the_output_layer_gets_narrow_and_the_embedding_stays() -> None:
     model = tiny("gpt2", "AutoModelForCausalLM", vocab_size=500)
     whole = model(**inputs(model)).logits
