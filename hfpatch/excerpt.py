@@ -104,7 +104,7 @@ def _facts(name: str, module: nn.Module) -> tuple[Any, ...]:
     settings = tuple(
         (key, value)
         for key, value in module.__dict__.items()
-        if isinstance(value, _SCALARS) and not key.endswith(_NUMBERING) and (key[0] != "_" or key.startswith(_OURS))
+        if (key[0] != "_" or key.startswith(_OURS)) and isinstance(value, _SCALARS) and not key.endswith(_NUMBERING)
     )
     computed = tuple(
         bytes(_bytes(sample(buffer)))

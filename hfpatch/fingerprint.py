@@ -166,17 +166,18 @@ class Fingerprint:
         if forward is None or not isinstance(one, PreTrainedModel):
             return
         lost = missing if strict and type(model).__name__ in (model.config.architectures or ()) else ()
-        precision = _coarser(_DTYPES[self.dtype], _dtype(one))
+        dtype = _dtype(one)
+        precision = _coarser(_DTYPES[self.dtype], dtype)
         tolerance = FACTOR * forward.expected(precision)
         if tolerance > BLUNT and not lost:
             return
-        if not lost and self._glanced(one, forward, precision):
+        if not lost and self._glanced(one, forward, precision, dtype):
             return
         name = type(one).__name__
         try:
             found = _run(one, _made(forward.inputs))
         except Exception as error:  # whatever a forward raises
-            if _dtype(one) is not _DTYPES[self.dtype]:
+            if dtype is not _DTYPES[self.dtype]:
                 return  # some run in one dtype only
             raise CheckpointError(
                 f"{where}: its {name} can't be run on the inputs of its fingerprint: {_first_line(error)} "
@@ -185,7 +186,7 @@ class Fingerprint:
         off = _deviation(forward.outputs, found)
         if off <= tolerance and not lost:
             return
-        if not math.isfinite(off) and _dtype(one) is torch.float16 and self.dtype != "float16":
+        if not math.isfinite(off) and dtype is torch.float16 and self.dtype != "float16":
             return  # beyond the range of that dtype
         why = (
             f"The file lacks {len(lost)} weights, which were started afresh ({', '.join(sorted(lost)[:3])})."
@@ -199,10 +200,10 @@ class Fingerprint:
             "from_pretrained(..., check_fingerprint=False), and save_pretrained makes a new one."
         )
 
-    def _glanced(self, model: PreTrainedModel, forward: Forward, precision: str) -> bool:
+    def _glanced(self, model: PreTrainedModel, forward: Forward, precision: str, own: torch.dtype) -> bool:
         """Whether the weights are those that were saved, as far as samples tell, and the code around them as well."""
         glance = forward.glance
-        dtype = max(_DTYPES[self.dtype], _dtype(model), key=lambda dtype: torch.finfo(dtype).eps)
+        dtype = max(_DTYPES[self.dtype], own, key=lambda dtype: torch.finfo(dtype).eps)
         if glance is None or glance.weights.get(_name(dtype)) != digest(model, dtype):
             return False
         tolerance = FACTOR * _expected(glance.noise, precision)

@@ -44,7 +44,9 @@ def run(model: Any) -> None:
 
 
 def make(folder: Path, config: GPT2Config, dtype: str, request: dict[str, Any]) -> None:
-    model: GPT2LMHeadModel = jittered(config).to(getattr(torch, dtype))
+    torch.set_default_dtype(getattr(torch, dtype))
+    model: GPT2LMHeadModel = jittered(config)
+    torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder / "unpatched")
     patch_model(model, **request, init="copy")
     model.save_pretrained(folder / "patched")
