@@ -10,11 +10,12 @@ from torch import nn
 from .errors import OptionError, UnsupportedError
 from .limits import ConstantPositions
 from .native_rope import find_rotations
-from .positions import Position
+from .positions import Learned, Position
 from .record import KEY, Part
 from .relative import find_biases
 from .select import Names
 from .stacks import find_stacks, first_row, max_positions
+from .swap_grids import config_size
 from .swap_positions import affected_stacks
 from .swap_tables import ends_somewhere
 
@@ -47,18 +48,19 @@ def settle_positions(model: nn.Module, part: Part, example_inputs: Any = None) -
     return replace(part, scheme=scheme.for_lengths(lengths))
 
 
-def config_lengths(model: nn.Module, part: Part) -> list[tuple[Any, str, int]]:
-    """What max_positions changes: (a config, its attribute, the new value).
+def config_lengths(model: nn.Module, part: Part) -> list[tuple[Any, str, Any]]:
+    """What max_positions or image_size changes: (a config, its attribute, the new value).
 
     Raises:
         UnsupportedError: no config says how many positions there are.
     """
     scheme = part.scheme
     assert isinstance(scheme, Position)
+    sizes = image_sizes(model, part)
     if scheme.max_positions is None:
-        return []
+        return sizes
     rotations = _configs_of_rotations(model, part)
-    found = [(config, attribute, scheme.max_positions) for config, attribute in rotations]
+    found: list[tuple[Any, str, Any]] = [(config, attribute, scheme.max_positions) for config, attribute in rotations]
     if found and (getattr(scheme, "scaling", None) or {}).get("rope_type") == "dynamic":
         raise UnsupportedError(
             f"dynamic scaling starts from {type(found[0][0]).__name__}.{LENGTH}, which max_positions would change. "
@@ -86,11 +88,21 @@ def config_lengths(model: nn.Module, part: Part) -> list[tuple[Any, str, int]]:
     for config, attribute in _configs_of_biases(model, part):
         if id(config) not in told and getattr(config, attribute, None) is not None:
             found.append((config, attribute, scheme.max_positions))
+    found += sizes
     if not found:
         raise UnsupportedError(
             f"{type(model).__name__}: none of its configs says how many positions there are. Leave max_positions out."
         )
     return found
+
+
+def image_sizes(model: nn.Module, part: Part) -> list[tuple[Any, str, Any]]:
+    """What a resized table on a grid of patches changes in its config."""
+    scheme = part.scheme
+    if not isinstance(scheme, Learned):
+        return []
+    grids = [item for item in affected_stacks(model, part) if item.stack.grid is not None]
+    return [size for item in grids if (size := config_size(item, scheme)) is not None]
 
 
 def _configs_of_biases(model: nn.Module, part: Part) -> list[tuple[Any, str]]:

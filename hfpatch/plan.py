@@ -67,14 +67,14 @@ class Plan:
         record: the patch record that the model will have.
         changes: every row with the change behind it.
         conversion: where norms are to be the same function: what `patch_model` must check.
-        lengths: (config, attribute, value) where max_positions says another length.
+        lengths: (config, attribute, value) where max_positions or image_size says another one.
     """
 
     model_name: str
     record: Record
     changes: list[Change] = field(default_factory=list)
     conversion: Conversion | None = None
-    lengths: list[tuple[Any, str, int]] = field(default_factory=list)
+    lengths: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     @property
     def rows(self) -> list[Row]:
@@ -86,8 +86,8 @@ class Plan:
         """Whether nothing will change."""
         return not any(change.apply for change in self.changes)
 
-    def lengths_in(self, config: Any) -> dict[str, int]:
-        """What max_positions sets in one config, by the attributes' own names."""
+    def lengths_in(self, config: Any) -> dict[str, Any]:
+        """What max_positions or image_size sets in one config, by the attributes' own names."""
         names = getattr(type(config), "attribute_map", {})
         return {names.get(name, name): value for owner, name, value in self.lengths if owner is config}
 

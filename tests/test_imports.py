@@ -33,6 +33,7 @@ LAYERS = [
     ["pairing", "relative"],
     ["native_rope"],
     ["stacks"],
+    ["swap_grids"],
     ["swap_norms", "swap_bias", "swap_tables", "swap_attentions", "swap_rotations", "swap_relative", "swap_mlps"],
     ["swap_positions"],
     ["lengths"],
