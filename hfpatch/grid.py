@@ -30,6 +30,7 @@ class Grid:
             the patches: numbers, and names of config attributes that hold one.
         argument: the owner's argument that is cut; of a video (B, frames, channels, height, width).
         transposed: whether rows are cut from its last dimension (AST: frequencies, of (B, time, frequencies)).
+        interpolation: how the host fits its table to images of another size, as `positions.Learned` calls it.
     """
 
     projection: str
@@ -37,6 +38,7 @@ class Grid:
     after: tuple[int | str, ...] = ()
     argument: str = "pixel_values"
     transposed: bool = False
+    interpolation: str = "bicubic"
     handed_down: ClassVar[bool] = True
 
     def axes(self, owner: nn.Module) -> int:

@@ -47,12 +47,12 @@ class Layout:
     def patches(self) -> int:
         return self.frames * self.rows * self.columns
 
-    def resized(self, table: Tensor, scheme: Learned, rows: int, columns: int) -> Tensor:
-        """A table (..., width) with other rows and columns of patches, in its own form."""
+    def resized(self, table: Tensor, scheme: Learned, rows: int, columns: int, usual: str) -> Tensor:
+        """A table (..., width) with other rows and columns of patches; `usual` is its host's method."""
         flat = table.reshape(-1, table.shape[-1])
         first, last = self.before, self.before + self.patches
         grid = flat[first:last].reshape(self.frames, self.rows, self.columns, -1)
-        new = scheme.interpolated(grid, rows, columns).reshape(-1, flat.shape[-1])
+        new = scheme.interpolated(grid, rows, columns, usual).reshape(-1, flat.shape[-1])
         joined = torch.cat((flat[:first], new, flat[last:]))
         if table.dim() == 4:
             return joined.reshape(1, rows, columns, -1)
@@ -86,8 +86,8 @@ def grid_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) 
     if scheme.image_size is None and scheme.max_positions is None and part.init != "reset":
         row.reason = "image_size says for which images it is to hold"
         return Change(row)
-    mode, where = scheme.grid_mode(), item.table_name
-    table = item.table()
+    table, where, usual = item.table(), item.table_name, getattr(item.stack.grid, "interpolation", "bicubic")
+    method = scheme.grid_method(usual)
     weight = table.weight if isinstance(table, nn.Embedding) else table
     if not isinstance(weight, nn.Parameter):
         raise UnsupportedError(f"{where}: its rows are computed ({type(table).__name__}), so none are interpolated.")
@@ -98,11 +98,11 @@ def grid_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) 
     if same and part.init != "reset":
         row.reason = f"holds {rows} x {columns} patches already"
         return Change(row)
-    new = _resized(weight, layout, scheme, rows, columns)
+    new = _resized(weight, layout, scheme, rows, columns, usual)
     if part.init == "reset":
         _start_afresh(new, layout, rows * columns, item.owner.config)
     derived = Derived([], []) if same else derive(model, item, size, tuple(new.shape))
-    row.action, row.becomes = "replace", f"Learned({rows} x {columns} patches, {mode})"
+    row.action, row.becomes = "replace", f"Learned({rows} x {columns} patches, {method})"
     row.reason = f"{IMAGE_SIZE}={size}"
     row.loss = f"its {layout.rows} x {layout.columns} positions are stretched over {rows} x {columns}"
     if part.init == "reset":
@@ -122,11 +122,8 @@ def grid_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) 
     return Change(row, apply)
 
 
-def _resized(weight: Tensor, layout: Layout, scheme: Learned, rows: int, columns: int) -> Tensor:
-    if not weight.is_meta:
-        return layout.resized(weight.detach(), scheme, rows, columns)
-    shape = layout.resized(torch.empty(weight.shape, dtype=weight.dtype), scheme, rows, columns).shape
-    return weight.new_empty(shape)
+def _resized(weight: Tensor, layout: Layout, scheme: Learned, rows: int, columns: int, usual: str) -> Tensor:
+    return layout.resized(weight.detach(), scheme, rows, columns, usual)
 
 
 def _start_afresh(table: Tensor, layout: Layout, patches: int, config: Any) -> None:

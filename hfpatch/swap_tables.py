@@ -165,6 +165,9 @@ def kept_table_change(item: FoundStack, part: Part, row: Row, lift_limits: Calla
             f"{item.table_name} is computed since an earlier patch, so it has no rows to resize. Start from the "
             "original checkpoint."
         )
+    if isinstance(scheme, Learned) and scheme.image_size is not None:
+        row.reason = "image_size is of images"
+        return Change(row)
     first = first_row(item)
     old, new = table.num_embeddings - first, scheme.max_positions
     row.action, row.becomes = "replace", scheme.describe(0)
@@ -177,8 +180,6 @@ def kept_table_change(item: FoundStack, part: Part, row: Row, lift_limits: Calla
     elif new in (None, old) and not part.modules:  # a replayed part finds the table as the config built it
         row.action, row.becomes = "keep", None
         row.reason = f"holds {old} positions already" if new else "max_positions says how many it is to hold"
-        if scheme.image_size is not None:
-            row.reason = "image_size is of images"
         return Change(row)
     else:
         row.loss = scheme.loss(old)

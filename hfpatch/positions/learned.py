@@ -13,7 +13,14 @@ from ..registry import POSITIONS
 from .scheme import Position
 
 METHODS = ("tile", "linear", "nearest", "mean", "normal", "zeros")  # of a sequence's table, the first by default
-GRID_METHODS = {"bicubic": "bicubic", "linear": "bilinear", "nearest": "nearest-exact"}  # of a grid's, likewise
+# of a grid's, by torch's names
+GRID_METHODS: dict[str, dict[str, Any]] = {
+    "bicubic": {"mode": "bicubic", "align_corners": False},
+    "bicubic-antialias": {"mode": "bicubic", "align_corners": False, "antialias": True},
+    "linear": {"mode": "bilinear", "align_corners": False},
+    "linear-antialias": {"mode": "bilinear", "align_corners": False, "antialias": True},
+    "nearest": {"mode": "nearest-exact"},
+}
 _MOST_PIXELS = 2**20  # a side
 
 
@@ -26,9 +33,9 @@ class Learned(Position):
     off). "linear" and "nearest" stretch it over the new length, so that every row changes but the first and the last.
 
     The table of an image's patches is interpolated between rows and between columns, as for fine-tuning at a higher
-    resolution (Dosovitskiy et al. 2021, arXiv:2010.11929, section 3.2): bicubic, corners not aligned, which is what
-    transformers' `interpolate_pos_encoding` does in every forward (ViT's, after DINO's code). Rows of class and other
-    tokens stay bit for bit. The config's `image_size` follows, so that the model is its host's for images of that size,
+    resolution (Dosovitskiy et al. 2021, arXiv:2010.11929, section 3.2), with corners not aligned: what transformers'
+    `interpolate_pos_encoding` does in every forward (ViT's, after DINO's code). Rows of class and other tokens stay bit
+    for bit. The config's `image_size` follows, so that the model is its host's for images of that size,
     and needs no flag; the image processor's size is the caller's to set.
 
     Args:
@@ -38,7 +45,8 @@ class Learned(Position):
             interpolates it between its ends (position interpolation: Chen et al. 2023, arXiv:2306.15595, on a table);
             "nearest" repeats each row in place; "mean" fills with the mean row; "normal" draws from a normal
             distribution of the table's mean and standard deviation per channel; "zeros" fills with zeros. On a grid:
-            "bicubic", "linear" or "nearest". None is "tile", and "bicubic" on a grid.
+            "bicubic", "linear", both also as "...-antialias", or "nearest". None is "tile", and on a grid what the
+            host itself does: "bicubic" mostly.
         image_size: pixels of the new images, a side or (height, width), for tables on a grid; others stay.
 
     Raises:
@@ -66,12 +74,7 @@ class Learned(Position):
             )
         if self.max_positions is not None:
             raise OptionError("Learned: image_size and max_positions both say how large the table is: choose one.")
-        self.grid_mode()
-
-    def to_json(self) -> dict[str, Any]:
-        """As any position scheme's; `image_size` is left out where none was asked for."""
-        stored = super().to_json()
-        return stored if self.image_size is not None else {k: v for k, v in stored.items() if k != "image_size"}
+        self.grid_method()
 
     def line_method(self) -> str:
         """The method for the table of a sequence.
@@ -86,18 +89,18 @@ class Learned(Position):
             )
         return method
 
-    def grid_mode(self) -> str:
-        """The method for the table of a grid, by torch's name.
+    def grid_method(self, usual: str = "bicubic") -> str:
+        """The method for the table of a grid; `usual` is what None stands for.
 
         Raises:
             OptionError: the method is one for sequences alone.
         """
-        method = self.method or next(iter(GRID_METHODS))
+        method = self.method or usual
         if method not in GRID_METHODS:
             raise OptionError(
                 f"Learned: method {method!r} is for sequences; a grid of patches takes {', '.join(GRID_METHODS)}."
             )
-        return GRID_METHODS[method]
+        return method
 
     @property
     def stretches(self) -> bool:
@@ -141,20 +144,19 @@ class Learned(Position):
             rows += table.mean(0) + table.std(0) * noise
         return rows
 
-    def interpolated(self, grid: Tensor, rows: int, columns: int) -> Tensor:
+    def interpolated(self, grid: Tensor, rows: int, columns: int, usual: str = "bicubic") -> Tensor:
         """A table (frames, rows, columns, width) of patches with other rows and columns, in its dtype.
 
-        float32 or wider inside.
+        float32 or wider inside; `usual` as in `grid_method`.
         """
-        mode = self.grid_mode()
+        settings = GRID_METHODS[self.grid_method(usual)]
         if grid.shape[1:3] == (rows, columns):
             return grid.clone()
         wide = grid.float() if grid.dtype in (torch.float16, torch.bfloat16) else grid
-        corners = {"align_corners": False} if mode.startswith("bi") else {}
-        between = nn.functional.interpolate(wide.permute(0, 3, 1, 2), size=(rows, columns), mode=mode, **corners)
+        between = nn.functional.interpolate(wide.permute(0, 3, 1, 2), size=(rows, columns), **settings)
         return between.permute(0, 2, 3, 1).to(grid.dtype).contiguous()
 
     def describe(self, head_dim: int) -> str:
         if self.image_size is not None:
-            return f"Learned(image_size={self.image_size}, {self.grid_mode()})"
+            return f"Learned(image_size={self.image_size}{f', {self.method}' if self.method else ''})"
         return f"Learned({self.max_positions}, {self.line_method()})"
