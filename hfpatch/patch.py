@@ -308,6 +308,7 @@ def give_own_config(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:
 
 def _set_lengths(model: PreTrainedModel, plan: Plan, copies: dict[int, Any], edits: Edits) -> None:
     """The new length in the patched copies of configs, and in a generation config that ended at the old one."""
+    plan.derived.apply(model, edits)
     generation = getattr(model, "generation_config", None)
     for original, attribute, value in plan.lengths:
         config = copies[id(original)]

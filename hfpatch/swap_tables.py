@@ -42,7 +42,7 @@ def table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None
     for path, _ in item.stack.limits:
         refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
     if isinstance(scheme, Learned) and not gone and _is_grid(item, table):
-        return grid_table_change(model, item, part, row)
+        return grid_table_change(item, part, row)
     if scheme.keeps_table:
         return kept_table_change(item, part, row, _limits_lifter(model, item))
     if part.init == "exact":

@@ -32,7 +32,7 @@ LAYERS = [
     ["conversion", "from_scratch"],
     ["pairing", "relative"],
     ["native_rope"],
-    ["stacks"],
+    ["stacks", "derived"],
     ["swap_grids"],
     ["swap_norms", "swap_bias", "swap_tables", "swap_attentions", "swap_rotations", "swap_relative", "swap_mlps"],
     ["swap_positions"],

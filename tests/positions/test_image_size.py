@@ -276,7 +276,7 @@ def test_sizes_are_checked(size: Any) -> None:
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("sam_vision_model", r"rel_pos_h is made for image_size as well \(and 1 more\)"),
+        ("sam_vision_model", r"rel_pos_h is made for image_size=96 as well \(and 1 more\)"),
         ("vitdet", r"its host makes \(1, 17, 64\) of that"),
         ("audio-spectrogram-transformer", "can't be told from ASTConfig"),
         ("siglip2_vision_model", "can't be told from Siglip2VisionConfig"),
