@@ -69,6 +69,13 @@ def _remover(model: nn.Module, item: FoundStack, fresh: bool) -> Callable[[Edits
     def apply(edits: Edits) -> None:
         for path in (item.stack.table, *item.stack.others):
             _remove(edits, item, path, fresh)
+        for path, attribute in item.stack.switches:
+            edits.set_attribute(item.owner.get_submodule(path), attribute, False)
+        for path in item.stack.unread:
+            above, _, attribute = path.rpartition(".")
+            holder = item.owner.get_submodule(above)
+            if holder._modules.get(attribute) is not None:  # some configurations have none
+                edits.set_module(holder, attribute, None)
         _lift_limits(edits, model, item, item.stack.limits, sys.maxsize)
 
     return apply
