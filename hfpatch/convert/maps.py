@@ -44,11 +44,12 @@ class Example:
     entropy: Tensor = field(init=False)  # of the target, times -1: (B, H, T)
 
     def __post_init__(self) -> None:
-        self.entropy = torch.special.xlogy(self.target, self.target.clamp_min(_LEAST)).sum(-1)
+        target = self.target.float()
+        self.entropy = torch.special.xlogy(target, target.clamp_min(_LEAST)).sum(-1)
 
     def divergence(self, present: Tensor, rows: Tensor) -> Tensor:
         """Mean of KL(target || present) over heads and over the chosen queries (B, T)."""
-        cross = (self.target * present.float().clamp_min(_LEAST).log()).sum(-1)
+        cross = (self.target.float() * present.float().clamp_min(_LEAST).log()).sum(-1)
         return (self.entropy - cross).transpose(1, 2)[rows].mean()
 
 
