@@ -216,7 +216,7 @@ def test_undone_to_the_bit(family: str) -> None:
 
 OLD_DYNAMO = pytest.mark.skipif(
     torch.__version__ < "2.12",
-    reason="dynamo follows no functools.partial there: BERT's chunked feed-forward needs one",
+    reason="dynamo can't follow a functools.partial, as BERT's chunks need",
 )
 
 
