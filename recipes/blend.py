@@ -3,7 +3,7 @@
 With t between the two,
 
 * a norm that was replaced computes (1 - t) old(x) + t new(x), the old one frozen, the new one trained;
-* queries and keys turn by t m theta (ALiBi's bias is taken times t); the table of positions is (1 - t) table + t constant;
+* queries and keys turn by t m theta (ALiBi's bias: times t), a table of positions is (1 - t) table + t constant;
 * a gated MLP computes (1 - t) act(x W1) + t act'(x W) * (x V), where W is k W1 at first and both are trained as one;
 * weights that the patch changed (a repair, an exact conversion) are at old + t (new - old), and training adds to that.
 
@@ -115,7 +115,8 @@ class Blend:
         with torch.no_grad():
             for parameter, value in zip(self.model.parameters(), begun, strict=True):
                 parameter.copy_(value)
-        for error, end in ((first, "with nothing of it the outputs are not the original's"), (last, "in the end they are not the patch's")):
+        ends = {"with nothing of it the outputs are not the original's": first, "in the end they are not its own": last}
+        for end, error in ends.items():
             if not error <= EXACT:
                 raise RecipeError(f"this patch can't come by degrees: {end} (off by {error:.1e} of the largest)")
 

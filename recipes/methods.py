@@ -14,7 +14,7 @@
 import difflib
 import importlib.util
 import math
-import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -40,7 +40,8 @@ class MethodConfig:
     """Flags of the methods."""
 
     distil_weight: float = field(
-        default=0.5, metadata={"help": "distil: the teacher's share of the loss, the task's own is the rest; 1: no labels"}
+        default=0.5,
+        metadata={"help": "distil: the teacher's share of the loss, the task's own is the rest; 1: no labels"},
     )
     distil_temperature: float = field(
         default=1.0, metadata={"help": "distil: outputs are divided by it before they are compared, times its square"}
@@ -80,7 +81,9 @@ def check_method(name: str, config: Any) -> list[str]:
         if part not in METHODS:
             near = difflib.get_close_matches(part, METHODS, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise RecipeError(f"no method is called {part!r}.{hint} There are {', '.join(METHODS)}, and annealed+distil")
+            raise RecipeError(
+                f"no method is called {part!r}.{hint} There are {', '.join(METHODS)}, and annealed+distil"
+            )
     if len(set(parts)) < len(parts) or {"staged", "annealed"} <= set(parts) or ("finetune" in parts and len(parts) > 1):
         raise RecipeError(f"--method {name}: at most one of staged and annealed, and distil, go together")
     for setting, low, high in (("distil_weight", 0.0, 1.0), ("blend_share", 0.0, 1.0)):
@@ -199,8 +202,7 @@ class Distil(Method):
         ours, theirs = student.output, teacher.output
         if getattr(ours, "logits", None) is None:
             return hidden_distance(last_state(ours), last_state(theirs), mask)
-        many = getattr(getattr(self.teacher, "config", None), "problem_type", None) == "multi_label_classification"
-        distance = divergence(ours.logits, theirs.logits, mask, c.distil_temperature, many)
+        distance = divergence(ours.logits, theirs.logits, mask, c.distil_temperature, takes_several(self.teacher))
         if student.hidden:
             pairs = list(zip(ours.hidden_states, theirs.hidden_states, strict=True))
             pairs = pairs[-1:] if c.distil_layers == "last" else pairs
@@ -226,22 +228,33 @@ class Recorded:
         return getattr(self.model, name)
 
 
-def divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float, many: bool) -> Tensor:
-    """T² KL(teacher || student), the mean over what isn't padding.
+def divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float, several: bool) -> Tensor:
+    """T² KL(teacher || student) of logits (B, classes) or (B, T, classes), the mean over what isn't padding.
 
     Args:
-        student, teacher: logits (B, classes) or (B, T, classes).
         mask: (B, T), 0 for padding.
-        many: whether each class is a label of its own, true or not: then the sum of their divergences.
+        several: as in `terms_of_divergence`.
     """
-    s, t = student.float() / temperature, teacher.float() / temperature
-    if many:
-        log_s, log_t = (torch.stack((F.logsigmoid(x), F.logsigmoid(-x)), -1) for x in (s, t))
-        terms = (log_t.exp() * (log_t - log_s)).sum((-1, -2))
-    else:
-        log_s, log_t = s.log_softmax(-1), t.log_softmax(-1)
-        terms = (log_t.exp() * (log_t - log_s)).sum(-1)
+    terms = terms_of_divergence(student / temperature, teacher / temperature, several)
     return temperature**2 * mean_of(terms, mask)
+
+
+def terms_of_divergence(student: Tensor, teacher: Tensor, several: bool) -> Tensor:
+    """KL(teacher || student) in nats of each row of logits; with `several`, each class is a label that is true or not,
+    and the divergences of all labels are added.
+    """
+    s, t = student.float(), teacher.float()
+    if several:
+        s, t = (torch.stack((F.logsigmoid(x), F.logsigmoid(-x)), -1) for x in (s, t))
+    else:
+        s, t = s.log_softmax(-1), t.log_softmax(-1)
+    terms = (t.exp() * (t - s)).sum(-1)
+    return terms.sum(-1) if several else terms
+
+
+def takes_several(model: nn.Module) -> bool:
+    """Whether a classifier's labels may be true together."""
+    return getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"
 
 
 def hidden_distance(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
@@ -325,11 +338,13 @@ class Lora(Around):
         brought = self._brought(model)
         targets = self.config.lora_targets or "all-linear"
         lora = LoraConfig(r=self.config.lora_rank, lora_alpha=self.config.lora_alpha, target_modules=targets)
-        lora.fan_in_fan_out = any(type(module).__name__ == "Conv1D" for module in model.modules())
         try:
-            adapted = get_peft_model(model, lora)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft finds out what GPT-2's maps need
+                adapted = get_peft_model(model, lora)
         except ValueError as error:
-            raise RecipeError(f"--lora_targets {targets}: {str(error).splitlines()[0]}") from None
+            named = " ".join(self.config.lora_targets or ["(none)"])
+            raise RecipeError(f"--lora_targets {named}: {str(error).splitlines()[0]}") from None
         for parameter in brought:
             parameter.requires_grad_(True)
         return adapted
@@ -337,8 +352,11 @@ class Lora(Around):
     def _brought(self, model: nn.Module) -> list[nn.Parameter]:
         """Parameters of modules that the original doesn't have, or has as something else."""
         kinds = {} if self.original is None else {n: type(m).__name__ for n, m in self.original().named_modules()}
-        new = [m for name, m in model.named_modules() if re.sub(r"^Parametrized", "", type(m).__name__) != kinds.get(name)]
-        return [p for module in new for p in module.parameters() if p.requires_grad and p.ndim < 2]
+        brought = []
+        for name, module in model.named_modules():
+            if type(module).__name__.removeprefix("Parametrized") != kinds.get(name):
+                brought += [p for p in module.parameters() if p.requires_grad and p.ndim != 2]  # matrices are adapted
+        return brought
 
     def finished(self, model: nn.Module) -> nn.Module:
         return self.inner.finished(model.merge_and_unload())
