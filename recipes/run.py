@@ -71,7 +71,7 @@ class Objective:
         return self.task.loss(model, batch)
 
     def finished(self, model: nn.Module) -> nn.Module:
-        """The trained model as it is measured and saved."""
+        """The trained model as it is measured in the end, and saved."""
         return model
 
 
@@ -158,8 +158,12 @@ class Run:
             self.train(name, *training, self.loader(train_set), objective, record, steps)
         if "best" in record:
             self.accelerator.load_state(str(self.best_folder(name)))
-        record["end"] = self.measure(model, heldout) if steps else record["start"]
-        self.finish(name, objective.finished(self.accelerator.unwrap_model(model)), record)
+        trained = self.accelerator.unwrap_model(model)
+        final = objective.finished(trained)
+        with self.accelerator.autocast():  # of itself only a prepared model runs in another precision
+            seen = model if final is trained else final.to(self.accelerator.device)
+            record["end"] = self.measure(seen, heldout) if steps else record["start"]
+        self.finish(name, final, record)
         self.accelerator.free_memory()
         return record
 

@@ -159,6 +159,7 @@ def check(config: Any) -> None:
     task = find_task(config.task)
     check_numbers(config, AT_LEAST | task.at_least)
     task.check(config)
+    getattr(config, "require", lambda: None)()  # what a recipe's own settings ask for
     if config.model is None and config.baseline_steps == 0 and config.start != "reset":
         raise RecipeError(
             "--baseline_steps 0 leaves a model from scratch untrained: there is nothing to heal back to "
