@@ -261,7 +261,7 @@ class Embedding(Task):
 
         Each window has special tokens of its own; the states of those that the text doesn't have are left out.
         """
-        limit = longest_input(model, self.tokenizer.model_max_length)
+        limit = self.limit(model)
         if batch["input_ids"].shape[1] <= limit:
             return model(**self.inputs(batch)).last_hidden_state
         before, after, device = len(self.before), len(self.after), batch["input_ids"].device
@@ -270,13 +270,18 @@ class Embedding(Task):
             content = ids[before : length - after]
             windows.append(np.array_split(content, math.ceil(len(content) / (limit - before - after))))
         padded = self.pad([window for text in windows for window in text])
-        read = iter(model(**{name: tensor.to(device) for name, tensor in padded.items()}).last_hidden_state)
+        padded = {name: tensor.to(device) for name, tensor in padded.items()}
+        read = iter(model(**padded).last_hidden_state)
         joined = []
         for text in windows:
             parts = [next(read)[: before + len(window) + after] for window in text]
             inner = [part[before : len(part) - after] for part in parts]
             joined.append(torch.cat([parts[0][:before], *inner, parts[-1][len(parts[-1]) - after :]]))
         return nn.utils.rnn.pad_sequence(joined, batch_first=True)
+
+    def limit(self, model: nn.Module) -> float:
+        """How many tokens a model takes."""
+        return longest_input(model, self.tokenizer.model_max_length)
 
     # -- figures
 
@@ -292,13 +297,20 @@ class Embedding(Task):
                 found.append((self.embed(model, batch).cpu(), batch["row"].cpu()))
         return by_row(found, len(self.texts))
 
+    def embeddings(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> torch.Tensor:
+        """(texts, d): of all held-out texts that a loader has, at their rows; zero elsewhere."""
+        seen = [gather((self.embed(model, batch).float(), batch["row"])) for batch in loader]
+        return by_row([(embeddings.cpu(), rows.cpu()) for embeddings, rows in seen], len(self.texts))
+
     def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
         """Cosine to the reference of held-out passages (mean and least) and of another kind of text; Spearman's
         correlation of all pairwise cosines of passages with the reference's; and of pairs the share of queries whose
         target is the nearest of all, the mean reciprocal rank and the contrastive loss."""
-        seen = [gather((self.embed(model, batch).float(), batch["row"])) for batch in loader]
-        found = by_row([(embeddings.cpu(), rows.cpu()) for embeddings, rows in seen], len(self.texts))
-        rows = {kind: [row for row in range_ if row in set(loader.dataset.rows)] for kind, range_ in self.kinds.items()}
+        return self.figures_of(self.embeddings(model, loader, gather), loader.dataset.rows)
+
+    def figures_of(self, found: torch.Tensor, seen: list[int]) -> Figures:
+        """`figures` of embeddings at the rows that were seen."""
+        rows = {kind: sorted(set(of_kind) & set(seen)) for kind, of_kind in self.kinds.items()}
         cosines = (found * self.references).sum(-1)
         passage, outside, query = rows["passage"], rows["outside"], rows["query"]
         figures: Figures = {
@@ -312,7 +324,7 @@ class Embedding(Task):
         queries, targets = found[query], found[rows["target"]]
         chunks = zip(queries.split(CHUNK), targets.split(CHUNK), strict=True)
         loss = torch.cat([contrastive(q, t) for q, t in chunks]).mean().item()
-        return figures | retrieval(queries, targets) | {"loss": loss}
+        return figures | retrieval(ranks(queries @ targets.T)) | {"loss": loss}
 
 
 # -- figures
@@ -325,12 +337,19 @@ def contrastive(queries: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     )
 
 
-def retrieval(queries: torch.Tensor, targets: torch.Tensor) -> Figures:
-    """Of embeddings (N, d): how often a query's own target is the nearest, and the mean reciprocal rank; ties count
-    against it."""
-    scores = queries @ targets.T
-    ranks = (scores >= scores.diagonal()[:, None]).sum(1)
-    return {"recall_at_1": (ranks == 1).double().mean().item(), "mrr": (1 / ranks.double()).mean().item()}
+def ranks(scores: torch.Tensor, own: torch.Tensor | None = None) -> torch.Tensor:
+    """(queries,): at which rank each query's own target is, of scores (queries, targets); ties count against it.
+
+    Args:
+        own: each query's target; none: the one of its number.
+    """
+    own = torch.arange(len(scores)) if own is None else own
+    return (scores >= scores.gather(1, own[:, None])).sum(1)
+
+
+def retrieval(found: torch.Tensor) -> Figures:
+    """Of ranks: how often the first is right, and the mean reciprocal rank."""
+    return {"recall_at_1": (found == 1).double().mean().item(), "mrr": (1 / found.double()).mean().item()}
 
 
 def spearman_of_pairs(a: torch.Tensor, b: torch.Tensor) -> float | None:

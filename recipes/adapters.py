@@ -1,0 +1,63 @@
+"""Other projects' evaluations, of our models: lm-eval's tasks, and sentence-transformers' evaluators."""
+
+from typing import Any
+
+from data import RecipeError
+from embed import Embedding
+from encoder import find_model
+from transformers import PreTrainedModel
+
+
+def lm_eval_figures(
+    model: PreTrainedModel, tokenizer: Any, tasks: list[str], batch_size: int, limit: int | None
+) -> dict[str, float]:
+    """{"task metric": value} of lm-eval's tasks, on the model as it stands in memory.
+
+    Raises:
+        RecipeError: lm-eval has no such task, or can't get its data.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    adapted = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    try:
+        results = simple_evaluate(model=adapted, tasks=tasks, limit=limit)["results"]
+    except (KeyError, ValueError, OSError) as error:
+        raise RecipeError(f"lm-eval can't run {' '.join(tasks)}: {str(error).strip().splitlines()[0]}") from None
+    return {
+        f"{task} {metric.removesuffix(',none')}": value
+        for task, metrics in results.items()
+        for metric, value in metrics.items()
+        if isinstance(value, float)
+    }
+
+
+def sentence_transformers_figures(source: str, task: Embedding) -> dict[str, float]:
+    """What sentence-transformers measures of the folder or id that it opens itself: retrieval among the held-out pairs
+    and, with a reference, the correlation of the cosines of query and target with the reference's.
+
+    Raises:
+        RecipeError: sentence-transformers can't open it.
+    """
+    from sentence_transformers import SentenceTransformer
+
+    try:  # names of version 5 and later
+        from sentence_transformers.sentence_transformer import evaluation
+    except ImportError:
+        from sentence_transformers import evaluation
+    try:
+        model = SentenceTransformer(find_model(source), device=str(task.device))
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"sentence-transformers can't open {source}: {str(error).splitlines()[0]}") from None
+    model.max_seq_length = task.config.max_length
+    texts = [pair.texts for pair in task.heldout_pairs]
+    queries, targets = ({str(i): text[side] for i, text in enumerate(texts)} for side in (0, 1))
+    retrieval = evaluation.InformationRetrievalEvaluator(
+        queries, targets, {name: {name} for name in queries}, show_progress_bar=False
+    )
+    found = dict(retrieval(model))
+    if task.config.reference:
+        right = (task.references[list(task.kinds["query"])] * task.references[list(task.kinds["target"])]).sum(-1)
+        similarity = evaluation.EmbeddingSimilarityEvaluator(*zip(*texts, strict=True), right.tolist())
+        found |= similarity(model)
+    return {name: float(value) for name, value in found.items()}
