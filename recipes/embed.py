@@ -279,6 +279,17 @@ class Embedding(Task):
             joined.append(torch.cat([parts[0][:before], *inner, parts[-1][len(parts[-1]) - after :]]))
         return nn.utils.rnn.pad_sequence(joined, batch_first=True)
 
+    def distance(self, model: nn.Module, teacher: nn.Module, batch: Batch) -> torch.Tensor:
+        """Per passage, (B,): 1 - cosine of both embeddings, plus the squared distance of the last hidden states over
+        the teacher's squared size, summed over the valid tokens. A teacher that takes fewer tokens reads windows."""
+        mask = batch["attention_mask"]
+        with torch.no_grad():
+            theirs = self.states(teacher, batch).float()
+        ours = self.states(model, batch).float()
+        cosine = (self.pool(ours, mask) * self.pool(theirs, mask)).sum(-1)
+        apart, size = (((x.square().sum(-1)) * mask).sum(1) for x in (ours - theirs, theirs))
+        return 1 - cosine + apart / size
+
     def limit(self, model: nn.Module) -> float:
         """How many tokens a model takes."""
         return longest_input(model, self.tokenizer.model_max_length)

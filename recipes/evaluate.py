@@ -145,6 +145,11 @@ class Evaluation:
     def open(self, source: str) -> tuple[Task, PreTrainedModel]:
         """A model, and the task with its tokenizer; models with equal tokenizers share the data."""
         key = data_key(source, self.config.task)
+        if self.config.task == "embed" and self.config.against and self.tasks and key not in self.tasks:
+            raise RecipeError(
+                f"{source} has another tokenizer than {self.config.against}: their embeddings are of other tokens, and "
+                "can't be compared. Evaluate them one by one"
+            )
         if key not in self.tasks:
             settings = replace(self.config, model=source)
             if self.config.task == "embed":
@@ -213,7 +218,10 @@ def data_key(source: str, task: str) -> str:
     """Equal for models that get the same items: those of one kind whose tokenizers have the same vocabulary."""
     if task == "image":
         return ""
-    tokenizer = load(AutoTokenizer, find_model(source))
+    folder = Path(find_model(source))
+    if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
+        raise RecipeError(f"there is no tokenizer in {source}: save the model's beside it")
+    tokenizer = load(AutoTokenizer, str(folder))
     kind = ""
     if task == "lm":
         kind = str(is_masked(load(AutoConfig, source)))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from data import Causal, HeldOutBlocks, Masked
 from embed import Embedding, ranks, retrieval
 from lm import LanguageModelling
+from matplotlib.ticker import NullLocator
 from report import COLOURS
 from torch import nn
 from transformers import PreTrainedModel
@@ -188,18 +189,19 @@ def draw(rows: list[Row], trained: int, path: Path) -> None:
             axes[1].plot([r.length for r in with_reference], [r.figures["similarity"] for r in with_reference], **style)
         elif good:
             axes[1].plot(*zip(*good[-1].by_position, strict=True), **style)
-    axes[0].set(xscale="log", xlabel="tokens", ylabel="mean reciprocal rank" if embedding else "perplexity (log scale)")
+    shown = [row.figures[left] for row in rows if row.figures]
+    axes[0].set(xscale="log", xlabel="tokens", ylabel="mean reciprocal rank" if embedding else "perplexity")
     axes[0].set_title("Finding a document by its second half" if embedding else "Held-out text, by length of the input")
     axes[1].set(xlabel="tokens" if embedding else "position", ylabel="cosine" if embedding else "nats a token")
     axes[1].set_title("Embedding against the reference's" if embedding else "Loss by position, longest input of each")
     if embedding:
         axes[1].set_xscale("log")
-    else:
+    elif len(shown) > 1 and max(shown) > 10 * min(shown):
         axes[0].set_yscale("log")
     lengths = sorted({row.length for row in rows})
     for axis in axes[: 2 if embedding else 1]:
         axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        axis.minorticks_off()
+        axis.xaxis.set_minor_locator(NullLocator())
     for axis in axes:
         axis.axvline(trained, color="#888888", ls="--", lw=1, zorder=0)
         axis.grid(alpha=0.25)
