@@ -56,7 +56,7 @@ class HealConfig(MethodConfig):
     output_dir: str = field(default="runs/heal", metadata={"help": "where results, models and states go"})
     variants: list[str] = field(default_factory=list, metadata={"help": argparse.SUPPRESS})  # finetune.py's
 
-    def require(self) -> None:
+    def check(self) -> None:
         """Refuse what can't work before anything is read.
 
         Raises:

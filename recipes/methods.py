@@ -144,6 +144,9 @@ class Around(Method):
     def prepare(self, model: PreTrainedModel) -> nn.Module:
         return self.inner.prepare(model)
 
+    def swapped(self, model: nn.Module) -> nn.Module:
+        return self.inner.swapped(model)
+
     def before_step(self, model: nn.Module, step: int, steps: int) -> None:
         self.inner.before_step(model, step, steps)
 
@@ -185,18 +188,22 @@ class Distil(Method):
         if w < 1:
             sums, counts = self.task.loss(student, batch)
         else:
-            student(**self.task.inputs(batch))
             counts = torch.ones(len(next(iter(batch.values()))), device=next(model.parameters()).device)
             sums = torch.zeros_like(counts)
-        return (1 - w) * sums + w * self.distance(student) * counts, counts
+        return (1 - w) * sums + w * self.distance(student, batch) * counts, counts
 
-    def distance(self, student: "Recorded") -> Tensor:
-        """From the teacher, on the inputs of the student's last forward."""
+    def distance(self, student: "Recorded", batch: Batch) -> Tensor:
+        """From the teacher, on the inputs of the student's last forward, or of the batch if there was none."""
         assert self.teacher is not None
+        self.teacher.to(next(student.model.parameters()).device)
+        if states := getattr(self.task, "states", None):  # embeddings are made of them, in the task's own way
+            with torch.no_grad():
+                theirs = states(self.teacher, batch)
+            return hidden_distance(states(student.model, batch), theirs, batch.get("attention_mask"))
+        if student.output is None:
+            student(**self.task.inputs(batch))
         teacher = Recorded(self.teacher, student.hidden)
         with torch.no_grad():
-            device = next(student.model.parameters()).device
-            teacher.model.to(device)
             teacher(**student.inputs)
         c, mask = self.config, student.inputs.get("attention_mask")
         ours, theirs = student.output, teacher.output
@@ -297,6 +304,10 @@ class Gradual(Around):
         items = DataLoader(self.task.train_set(0, 0, 2), 2, collate_fn=self.task.collate)
         self.blend.require_ends(self.task.inputs(next(iter(items))))
         return self.inner.prepare(self.blend.model)
+
+    def swapped(self, model: nn.Module) -> nn.Module:
+        assert self.blend is not None
+        return self.blend.patched
 
     def before_step(self, model: nn.Module, step: int, steps: int) -> None:
         assert self.blend is not None

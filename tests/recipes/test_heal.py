@@ -72,7 +72,8 @@ class TestFigures:
         assert [stage["step"] for stage in stages.values()] == [4, 0, 6, 6]
         assert stages["swapped"]["start"] == stages["swapped"]["end"] != stages["baseline"]["end"]
         assert stages["control"]["start"] == stages["baseline"]["end"]
-        assert stages["healed"]["start"] == stages["baseline"]["end"], "nothing of the patch is there yet"
+        assert stages["healed"]["start"] == stages["swapped"]["start"]
+        assert stages["healed"]["curve"][0] == stages["control"]["curve"][0], "nothing of the patch is there yet"
         assert stages["healed"]["end"]["loss"] < stages["swapped"]["end"]["loss"]
 
     @pytest.mark.parametrize("name", ["swapped", "healed", "control"])
