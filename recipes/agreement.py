@@ -17,7 +17,7 @@ def agreement(
 ) -> Figures:
     """Means over what isn't padding: of KL(teacher || model) in nats and of how often both prefer the same class.
 
-    Where classes are labels that may be true together: their summed KL, and how many of the labels both answer alike. A
+    Where classes are labels that may be true together: their mean KL, and how many of the labels both answer alike. A
     model without outputs of its own: the mean cosine of last hidden states.
     """
     totals: dict[str, float] = {}

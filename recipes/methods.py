@@ -202,9 +202,9 @@ class Distil(Method):
             return hidden_distance(states(student.model, batch), theirs, batch.get("attention_mask"))
         if student.output is None:
             student(**self.task.inputs(batch))
-        teacher = Recorded(self.teacher, student.hidden)
+        teacher, dtype = Recorded(self.teacher, student.hidden), getattr(torch, self.config.teacher_dtype)
         with torch.no_grad():
-            teacher(**student.inputs)
+            teacher(**{name: narrowed(value, dtype) for name, value in student.inputs.items()})
         c, mask = self.config, student.inputs.get("attention_mask")
         ours, theirs = student.output, teacher.output
         if getattr(ours, "logits", None) is None:
@@ -248,7 +248,7 @@ def divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperatur
 
 def terms_of_divergence(student: Tensor, teacher: Tensor, several: bool) -> Tensor:
     """KL(teacher || student) in nats of each row of logits; with `several`, each class is a label that is true or not,
-    and the divergences of all labels are added.
+    and it is the mean over the labels.
     """
     s, t = student.float(), teacher.float()
     if several:
@@ -256,7 +256,7 @@ def terms_of_divergence(student: Tensor, teacher: Tensor, several: bool) -> Tens
     else:
         s, t = s.log_softmax(-1), t.log_softmax(-1)
     terms = (t.exp() * (t - s)).sum(-1)
-    return terms.sum(-1) if several else terms
+    return terms.mean(-1) if several else terms
 
 
 def takes_several(model: nn.Module) -> bool:
@@ -275,6 +275,11 @@ def mean_of(terms: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None or terms.shape != mask.shape:
         return terms.mean()
     return terms[mask.bool()].mean()
+
+
+def narrowed(value: Any, dtype: torch.dtype) -> Any:
+    """An input of a model in `dtype`: pixels follow it, token ids don't."""
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def last_state(output: Any) -> Tensor:
@@ -303,6 +308,7 @@ class Gradual(Around):
         self.blend = Blend(self.original(), model, self.request)
         items = DataLoader(self.task.train_set(0, 0, 2), 2, collate_fn=self.task.collate)
         self.blend.require_ends(self.task.inputs(next(iter(items))))
+        del self.blend.original
         return self.inner.prepare(self.blend.model)
 
     def swapped(self, model: nn.Module) -> nn.Module:

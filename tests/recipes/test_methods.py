@@ -300,7 +300,7 @@ class TestDistil:
         assert torch.allclose(methods.divergence(ours, theirs, None, 2.0, False), expected, rtol=1e-5)
         p, q = theirs.sigmoid(), ours.sigmoid()
         each = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-        assert torch.allclose(methods.divergence(ours, theirs, None, 1.0, True), each.sum(-1).mean(), rtol=1e-4)
+        assert torch.allclose(methods.divergence(ours, theirs, None, 1.0, True), each.mean(), rtol=1e-4)
         states, shifted = torch.randn(B, T, 8), torch.randn(B, T, 8)
         with_mean = states + torch.randn(B, T, 1)
         assert methods.hidden_distance(with_mean, states, None) < 1e-10, "the mean over the channels is free"
@@ -315,6 +315,28 @@ class TestDistil:
         sums, _ = goal.loss(model, padded())
         sums.sum().backward()
         assert model.encoder.layer[0].attention.output.LayerNorm.alpha.grad.abs() > 0
+
+    def test_a_teacher_of_lower_precision(self):
+        for family in ("gpt2", "vit"):
+            goal, model = prepared("distil", "dyt", family=family, distil_weight=1.0, teacher_dtype="bfloat16")
+            batch = torch.utils.data.default_collate(goal.task.train_set(0, 0, B))
+            narrow = goal.loss(model.eval(), batch)[0].detach()
+            assert next(goal.teacher.parameters()).dtype == torch.bfloat16
+            goal.teacher.float()
+            goal.config.teacher_dtype = "float32"
+            wide = goal.loss(model, batch)[0].detach()
+            assert torch.allclose(narrow, wide, rtol=0.1)
+            assert not torch.equal(narrow, wide)
+
+    def test_states_that_the_task_makes_embeddings_of(self):
+        task = Tiny("bert")
+        task.baseline = lambda: tiny("bert", "AutoModel")
+        task.states = lambda model, batch: model(input_ids=batch["input_ids"].flip(1)).last_hidden_state
+        goal = methods.objective("distil", task, task.baseline, settings(distil_weight=1.0), "dyt", "copied")
+        model, batch = goal.prepare(patched(task, task.baseline(), "dyt", "copied", 0, B, 0)).eval(), padded()
+        states = [task.states(one, batch) for one in (model, goal.teacher)]
+        expected = methods.hidden_distance(*states, batch["attention_mask"])
+        assert torch.allclose(goal.loss(model, batch)[0], expected.expand(B))
 
     def test_the_student_runs_once_a_step(self):
         goal, model = prepared("distil", distil_hidden=1.0)
