@@ -109,6 +109,8 @@ def heal(run: Run) -> None:
 def try_out(run: Run, model: PreTrainedModel) -> None:
     """Put the method together around the model as it is, untrained maybe: it refuses here what it can't do later."""
     c = run.config
+    if c.start == "self" and not model.can_generate():
+        raise RecipeError(f"--start self: a {type(model).__name__} draws no sequences; take repaired or auto")
     method = objective(c.method, run.task, lambda: copy.deepcopy(model), c, c.patch, c.start)
     start = c.start if c.start in ("copied", "reset") else "auto"
     method.prepare(patched_copy(run.task, copy.deepcopy(model), c.patch, start, 0, c.batch_size, c.seed))
