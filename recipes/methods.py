@@ -11,6 +11,7 @@
     run.stage("healed", lambda: method.prepare(patched), steps, seed=0, objective=method)
 """
 
+import copy
 import difflib
 import importlib.util
 import math
@@ -25,7 +26,7 @@ from blend import Blend
 from data import RecipeError
 from run import Objective
 from settings import CONTROL, parse_variant
-from start import INIT
+from start import INIT, patched
 from tasks import Batch, Task
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -123,6 +124,20 @@ def objective(name: str, task: Task, teacher: Teacher | None, config: Any, varia
         request = {**parse_variant(variant), **INIT.get(start, {})}
         method = Gradual(method, teacher, config, request, staged="staged" in schedule)
     return Lora(method, teacher, config) if config.lora_rank else method
+
+
+def try_out(name: str, task: Task, model: PreTrainedModel, config: Any, variant: str, start: str) -> None:
+    """Put a method together around an unpatched model as it is, untrained maybe; the model stays as it is.
+
+    Raises:
+        RecipeError, PatchError: what would be refused later.
+    """
+    if start == "self" and not model.can_generate():
+        raise RecipeError(f"--start self: a {type(model).__name__} draws no sequences; take repaired or auto")
+    method = objective(name, task, lambda: copy.deepcopy(model), config, variant, start)
+    if type(method) is not Method:
+        unrepaired = start if start in INIT else "auto"
+        method.prepare(patched(task, copy.deepcopy(model), variant, unrepaired, 0, 1, 0))
 
 
 class Method(Objective):

@@ -405,6 +405,15 @@ class TestNames:
         with pytest.raises(RecipeError, match="needs the unpatched model"):
             methods.objective(name, Tiny(), None, settings(), "dyt", "copied")
 
+    def test_tried_out_on_a_copy(self):
+        task = Tiny("bert")
+        model = task.baseline()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        methods.try_out("annealed+distil", task, model, settings(lora_rank=2), "dyt+rope", "repaired")
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        with pytest.raises(RecipeError, match="--start self: a BertForMaskedLM draws no sequences"):
+            methods.try_out("finetune", task, model, settings(), "dyt", "self")
+
     def test_lora_without_peft(self, monkeypatch):
         monkeypatch.setattr(methods.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(RecipeError, match="pip install peft"):
