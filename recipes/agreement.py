@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from methods import last_state, takes_several, terms_of_divergence
-from tasks import Figures, Task
+from tasks import Batch, Figures, Task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -17,13 +17,12 @@ def agreement(
 ) -> Figures:
     """Means over what isn't padding: of KL(teacher || model) in nats and of how often both prefer the same class.
 
-    Where classes are labels that may be true together: their summed KL, and how many of the labels both answer alike. A
+    Where classes are labels that may be true together: their mean KL, and how many of the labels both answer alike. A
     model without outputs of its own: the mean cosine of last hidden states.
     """
     totals: dict[str, float] = {}
     for batch in loader:
-        inputs = task.inputs(batch)
-        for name, (sums, counts) in _compare(teacher, model, inputs).items():
+        for name, (sums, counts) in _compare(teacher, model, task, batch).items():
             seen, terms = gather((sums, counts))
             totals[name] = totals.get(name, 0.0) + seen.double().sum().item()
             totals[f"{name} of"] = totals.get(f"{name} of", 0.0) + terms.double().sum().item()
@@ -31,11 +30,14 @@ def agreement(
     return {name: totals[name] / totals[f"{name} of"] for name in names}
 
 
-def _compare(teacher: nn.Module, model: nn.Module, inputs: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+def _compare(teacher: nn.Module, model: nn.Module, task: Task, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
     """Per item the sum of each figure and the number of its terms, (B,) each."""
-    theirs, ours, mask = teacher(**inputs), model(**inputs), inputs.get("attention_mask")
-    if getattr(theirs, "logits", None) is None:
-        found = {"cosine": F.cosine_similarity(last_state(ours).float(), last_state(theirs).float(), dim=-1)}
+    inputs = task.inputs(batch)
+    mask, states = inputs.get("attention_mask"), getattr(task, "states", None)
+    theirs, ours = (states(m, batch) if states else m(**inputs) for m in (teacher, model))
+    if states or getattr(theirs, "logits", None) is None:
+        theirs, ours = (x if states else last_state(x) for x in (theirs, ours))
+        found = {"cosine": F.cosine_similarity(ours.float(), theirs.float(), dim=-1)}
     else:
         several = takes_several(teacher)
         if several:
@@ -45,9 +47,6 @@ def _compare(teacher: nn.Module, model: nn.Module, inputs: dict[str, Any]) -> di
         found = {"divergence": terms_of_divergence(ours.logits, theirs.logits, several), "same_answer": same}
     per_item = {}
     for name, terms in found.items():
-        weight = mask.to(terms.dtype) if mask is not None and mask.shape == terms.shape else torch.ones_like(terms)
-        per_item[name] = (
-            (terms * weight).flatten(1).sum(1) if terms.ndim > 1 else terms * weight,
-            (weight.flatten(1).sum(1) if weight.ndim > 1 else weight),
-        )
+        weights = mask.to(terms.dtype) if mask is not None and mask.shape == terms.shape else torch.ones_like(terms)
+        per_item[name] = (terms * weights).reshape(len(terms), -1).sum(1), weights.reshape(len(terms), -1).sum(1)
     return per_item

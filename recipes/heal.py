@@ -16,7 +16,6 @@ healed and control. `--resume` goes on where a stopped run was, to the bit on on
 """
 
 import argparse
-import copy
 import os
 import sys
 from dataclasses import dataclass, field
@@ -29,12 +28,11 @@ import torch
 from accelerate import DistributedType
 from agreement import agreement
 from data import RecipeError
-from methods import MethodConfig, check_method, objective
+from methods import MethodConfig, check_method, objective, try_out
 from report import draw_healing, heal_report
 from run import Run, folder_name, run_recipe, stop_requests
 from settings import CONTROL, parse_variant
 from start import Baseline
-from start import patched as patched_copy
 from transformers import PreTrainedModel
 
 SWAPPED, HEALED = "swapped", "healed"
@@ -56,7 +54,7 @@ class HealConfig(MethodConfig):
     output_dir: str = field(default="runs/heal", metadata={"help": "where results, models and states go"})
     variants: list[str] = field(default_factory=list, metadata={"help": argparse.SUPPRESS})  # finetune.py's
 
-    def require(self) -> None:
+    def check(self) -> None:
         """Refuse what can't work before anything is read.
 
         Raises:
@@ -76,7 +74,7 @@ def heal(run: Run) -> None:
     c = run.config
     require_whole_weights(run)
     baseline = Baseline(run.task, c, c.seed, [c.patch])
-    try_out(run, baseline.model)
+    try_out(c.method, run.task, baseline.model, c, c.patch, c.start)
     method = objective(c.method, run.task, baseline.copy, c, c.patch, c.start)
     run.open_results()
     swapped = run.out / SWAPPED
@@ -104,14 +102,6 @@ def heal(run: Run) -> None:
         draw_healing(run.results, run.out / "curves.png")
         print(f"\n{text}\nin {run.out}: results.md, results.json, curves.png, and a folder per model")
     run.accelerator.end_training()
-
-
-def try_out(run: Run, model: PreTrainedModel) -> None:
-    """Put the method together around the model as it is, untrained maybe: it refuses here what it can't do later."""
-    c = run.config
-    method = objective(c.method, run.task, lambda: copy.deepcopy(model), c, c.patch, c.start)
-    start = c.start if c.start in ("copied", "reset") else "auto"
-    method.prepare(patched_copy(run.task, copy.deepcopy(model), c.patch, start, 0, c.batch_size, c.seed))
 
 
 def require_whole_weights(run: Run) -> None:

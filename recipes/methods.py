@@ -11,6 +11,7 @@
     run.stage("healed", lambda: method.prepare(patched), steps, seed=0, objective=method)
 """
 
+import copy
 import difflib
 import importlib.util
 import math
@@ -25,10 +26,9 @@ from blend import Blend
 from data import RecipeError
 from run import Objective
 from settings import CONTROL, parse_variant
-from start import INIT
+from start import INIT, patched
 from tasks import Batch, Task
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 Teacher = Callable[[], PreTrainedModel]  # makes a copy of the unpatched model
@@ -126,6 +126,20 @@ def objective(name: str, task: Task, teacher: Teacher | None, config: Any, varia
     return Lora(method, teacher, config) if config.lora_rank else method
 
 
+def try_out(name: str, task: Task, model: PreTrainedModel, config: Any, variant: str, start: str) -> None:
+    """Put a method together around an unpatched model as it is, untrained maybe; the model stays as it is.
+
+    Raises:
+        RecipeError, PatchError: what would be refused later.
+    """
+    if start == "self" and not model.can_generate():
+        raise RecipeError(f"--start self: a {type(model).__name__} draws no sequences; take repaired or auto")
+    method = objective(name, task, lambda: copy.deepcopy(model), config, variant, start)
+    if type(method) is not Method:
+        unrepaired = start if start in INIT else "auto"
+        method.prepare(patched(task, copy.deepcopy(model), variant, unrepaired, 0, 1, 0))
+
+
 class Method(Objective):
     """Training on the task's loss; what other methods are made around."""
 
@@ -143,6 +157,9 @@ class Around(Method):
 
     def prepare(self, model: PreTrainedModel) -> nn.Module:
         return self.inner.prepare(model)
+
+    def swapped(self, model: nn.Module) -> nn.Module:
+        return self.inner.swapped(model)
 
     def before_step(self, model: nn.Module, step: int, steps: int) -> None:
         self.inner.before_step(model, step, steps)
@@ -185,19 +202,23 @@ class Distil(Method):
         if w < 1:
             sums, counts = self.task.loss(student, batch)
         else:
-            student(**self.task.inputs(batch))
             counts = torch.ones(len(next(iter(batch.values()))), device=next(model.parameters()).device)
             sums = torch.zeros_like(counts)
-        return (1 - w) * sums + w * self.distance(student) * counts, counts
+        return (1 - w) * sums + w * self.distance(student, batch) * counts, counts
 
-    def distance(self, student: "Recorded") -> Tensor:
-        """From the teacher, on the inputs of the student's last forward."""
+    def distance(self, student: "Recorded", batch: Batch) -> Tensor:
+        """From the teacher, on the inputs of the student's last forward, or of the batch if there was none."""
         assert self.teacher is not None
-        teacher = Recorded(self.teacher, student.hidden)
+        self.teacher.to(next(student.model.parameters()).device)
+        if states := getattr(self.task, "states", None):  # embeddings are made of them, in the task's own way
+            with torch.no_grad():
+                theirs = states(self.teacher, batch)
+            return hidden_distance(states(student.model, batch), theirs, batch.get("attention_mask"))
+        if student.output is None:
+            student(**self.task.inputs(batch))
+        teacher, dtype = Recorded(self.teacher, student.hidden), getattr(torch, self.config.teacher_dtype)
         with torch.no_grad():
-            device = next(student.model.parameters()).device
-            teacher.model.to(device)
-            teacher(**student.inputs)
+            teacher(**{name: narrowed(value, dtype) for name, value in student.inputs.items()})
         c, mask = self.config, student.inputs.get("attention_mask")
         ours, theirs = student.output, teacher.output
         if getattr(ours, "logits", None) is None:
@@ -241,7 +262,7 @@ def divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperatur
 
 def terms_of_divergence(student: Tensor, teacher: Tensor, several: bool) -> Tensor:
     """KL(teacher || student) in nats of each row of logits; with `several`, each class is a label that is true or not,
-    and the divergences of all labels are added.
+    and it is the mean over the labels.
     """
     s, t = student.float(), teacher.float()
     if several:
@@ -249,7 +270,7 @@ def terms_of_divergence(student: Tensor, teacher: Tensor, several: bool) -> Tens
     else:
         s, t = s.log_softmax(-1), t.log_softmax(-1)
     terms = (t.exp() * (t - s)).sum(-1)
-    return terms.sum(-1) if several else terms
+    return terms.mean(-1) if several else terms
 
 
 def takes_several(model: nn.Module) -> bool:
@@ -268,6 +289,11 @@ def mean_of(terms: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None or terms.shape != mask.shape:
         return terms.mean()
     return terms[mask.bool()].mean()
+
+
+def narrowed(value: Any, dtype: torch.dtype) -> Any:
+    """An input of a model in `dtype`: pixels follow it, token ids don't."""
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def last_state(output: Any) -> Tensor:
@@ -294,9 +320,14 @@ class Gradual(Around):
 
     def prepare(self, model: PreTrainedModel) -> nn.Module:
         self.blend = Blend(self.original(), model, self.request)
-        items = DataLoader(self.task.train_set(0, 0, 2), 2, collate_fn=self.task.collate)
-        self.blend.require_ends(self.task.inputs(next(iter(items))))
+        few = [self.task.curve[i] for i in range(min(2, len(self.task.curve)))]
+        self.blend.require_ends(self.task.inputs(self.task.collate(few)))
+        del self.blend.original
         return self.inner.prepare(self.blend.model)
+
+    def swapped(self, model: nn.Module) -> nn.Module:
+        assert self.blend is not None
+        return self.blend.patched
 
     def before_step(self, model: nn.Module, step: int, steps: int) -> None:
         assert self.blend is not None

@@ -155,11 +155,12 @@ def parse_variant(name: str) -> dict[str, str]:
 
 
 def check(config: Any) -> None:
-    """Refuse what can't work before anything is read, trained or written."""
+    """Refuse what can't work before anything is read, trained or written; a recipe's own settings may have a say."""
+    if hasattr(config, "check"):
+        config.check()
     task = find_task(config.task)
     check_numbers(config, AT_LEAST | task.at_least)
     task.check(config)
-    getattr(config, "require", lambda: None)()  # what a recipe's own settings ask for
     if config.model is None and config.baseline_steps == 0 and config.start != "reset":
         raise RecipeError(
             "--baseline_steps 0 leaves a model from scratch untrained: there is nothing to heal back to "
