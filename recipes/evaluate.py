@@ -68,7 +68,9 @@ class EvaluateConfig:
     no_sweep: bool = field(default=False, metadata={"help": "leave the length sweep out"})
     sweep_tokens: int = field(default=16384, metadata={"help": "held-out tokens at each length, for language models"})
     resamples: int = field(default=2000, metadata={"help": "of the bootstrap behind the intervals"})
-    lm_eval: list[str] | None = field(default=None, metadata={"help": "also these tasks of lm-eval"})
+    lm_eval: list[str] | None = field(
+        default=None, metadata={"help": "also these tasks of lm-eval: names, or YAML files"}
+    )
     lm_eval_limit: int | None = field(default=None, metadata={"help": "examples of each task of lm-eval; none: all"})
     sentence_transformers: bool = field(
         default=False, metadata={"help": "also sentence-transformers' evaluators, on the task's pairs and passages"}
