@@ -33,7 +33,7 @@ from tasks import Batch, Figures, Task, load
 from texts import TextConfig, read_texts
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 SCALE = 20.0  # of cosines in the contrastive loss
 CHUNK = 32  # held-out pairs that are told apart at a time, whatever the batch
@@ -130,6 +130,8 @@ class Embedding(Task):
             raise RecipeError(f"the tokenizer of {config.model} has no padding token, which batches of texts need")
         self.before, self.after = special_tokens(self.tokenizer)
         self.pooling = read_pooling(self.source)
+        positions = getattr(load(AutoConfig, self.source), "max_position_embeddings", None)
+        self.longest = min(positions or self.tokenizer.model_max_length, self.tokenizer.model_max_length)
         source, documents = read_texts(config)
         train, heldout = split_documents(documents)
         self.corpus = Corpus(train, self.tokenizer)
@@ -230,7 +232,8 @@ class Embedding(Task):
         return {"input_ids": ids, "attention_mask": mask}
 
     def inputs(self, batch: Batch) -> Batch:
-        return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        """As the given model takes them; very long passages are cut off."""
+        return {name: batch[name][:, : self.longest] for name in ("input_ids", "attention_mask")}
 
     def side(self, batch: Batch, name: str) -> Batch:
         return {key: batch[f"{name}_{key}"] for key in ("input_ids", "attention_mask")}
@@ -264,7 +267,7 @@ class Embedding(Task):
         """
         limit = self.limit(model)
         if batch["input_ids"].shape[1] <= limit:
-            return model(**self.inputs(batch)).last_hidden_state
+            return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
         before, after, device = len(self.before), len(self.after), batch["input_ids"].device
         windows, lengths = [], batch["attention_mask"].sum(1).tolist()
         for ids, length in zip(batch["input_ids"].cpu().numpy(), lengths, strict=True):

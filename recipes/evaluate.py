@@ -358,7 +358,7 @@ def main(argv: list[str] | None = None) -> int:
     (out / "results.json").write_text(json.dumps(results, indent=1), "utf-8")
     (out / "results.md").write_text(text, "utf-8")
     files = "results.md, results.json"
-    if evaluation.rows:
+    if any(row.figures for row in evaluation.rows):
         draw(evaluation.rows, evaluation.trained, out / "lengths.png")
         files += ", lengths.png"
     print(f"{text}\nin {out}: {files}")

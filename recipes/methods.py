@@ -180,7 +180,7 @@ class Distil(Method):
     Means over the tokens that aren't padding, of which a batch's inputs tell; T is the temperature (Hinton et al. 2015,
     arXiv:1503.02531), hidden states are taken without their mean over the channels, which an exact conversion of
     LayerNorms changes. Outputs are classes', or of several labels each of which is true or not; a model that returns
-    hidden states alone is compared by these.
+    hidden states alone is compared by these, or by its task's own `distance`.
     """
 
     def __init__(self, task: Task, teacher: Teacher, config: Any) -> None:
@@ -210,10 +210,8 @@ class Distil(Method):
         """From the teacher, on the inputs of the student's last forward, or of the batch if there was none."""
         assert self.teacher is not None
         self.teacher.to(next(student.model.parameters()).device)
-        if states := getattr(self.task, "states", None):  # embeddings are made of them, in the task's own way
-            with torch.no_grad():
-                theirs = states(self.teacher, batch)
-            return hidden_distance(states(student.model, batch), theirs, batch.get("attention_mask"))
+        if own := getattr(self.task, "distance", None):  # of what is made of hidden states, too
+            return own(student.model, self.teacher, batch).mean()
         if student.output is None:
             student(**self.task.inputs(batch))
         teacher, dtype = Recorded(self.teacher, student.hidden), getattr(torch, self.config.teacher_dtype)

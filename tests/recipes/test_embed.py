@@ -22,7 +22,7 @@ import embed
 import encoder
 import finetune
 import passages
-from tiny_encoder import write_encoder, write_sources
+from tiny_encoder import POSITIONS, write_encoder, write_sources
 from tiny_models import randomise
 
 from hfpatch import NotPreservedWarning, patch_model
@@ -135,8 +135,12 @@ class A:
         assert thinned
         assert all(len(group) == 2 for group in thinned), "at least twice as long as most"
         assert max(map(max, kept)) <= 38
-        batch = long.collate([long.train_set(0, 0, 200)[i] for i in range(4)])
+        first = next(i for i, group in enumerate(kept) if group in thinned)
+        batch = long.collate([long.train_set(0, 4 * first, 4)[i] for i in range(4)])
+        assert len(batch["input_ids"]) == 2
         assert len(batch["query_input_ids"]) == 4
+        assert batch["input_ids"].shape[1] > POSITIONS
+        assert long.inputs(batch)["input_ids"].shape == (2, POSITIONS), "a repair runs the given model"
 
     def test_held_out_texts_are_not_learnt(self, folder, files, tmp_path):
         _, heldout = data.split_documents(data.read_text_files(files))
