@@ -12,6 +12,7 @@ another model, and by the difference with a bootstrap interval over the same ite
 In the output folder: results.md, results.json and, where lengths were swept, lengths.png.
 """
 
+import argparse
 import hashlib
 import importlib.util
 import json
@@ -76,6 +77,9 @@ class EvaluateConfig:
         default=False, metadata={"help": "also sentence-transformers' evaluators, on the task's pairs and passages"}
     )
     seed: int = field(default=0, metadata={"help": "of the bootstrap; never of the data"})
+    # a task's settings of training, which mean nothing here
+    learning_rate: float = field(default=1.0, metadata={"help": argparse.SUPPRESS})
+    calibration: int = field(default=0, metadata={"help": argparse.SUPPRESS})
 
 
 AT_LEAST = dict.fromkeys(("batch_size", "trained_length", "sweep_tokens", "lm_eval_limit"), 1)
@@ -127,7 +131,8 @@ class Evaluation:
         self.tasks: dict[str, Task] = {}
         self.names = short_names([*config.models, *filter(None, [config.against])])
         self.rows: list[Row] = []
-        settings = {name: value for name, value in asdict(config).items() if name != "model"}
+        unused = ("model", "learning_rate", "calibration")
+        settings = {name: value for name, value in asdict(config).items() if name not in unused}
         self.results: dict[str, Any] = {"command": command, "config": settings, "models": {}}
 
     def run(self) -> dict[str, Any]:

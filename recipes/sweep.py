@@ -167,49 +167,65 @@ def embed_all(task: Embedding, model: nn.Module, texts: list[np.ndarray]) -> tor
 
 
 def draw(rows: list[Row], trained: int, path: Path) -> None:
-    """Left the main figure by length, a cross where a model takes no more; right the loss by position, or the cosine to
-    the reference by length."""
-    embedding = any(row.figures and "mrr" in row.figures for row in rows)
-    left = "mrr" if embedding else "perplexity"
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4))
-    lines: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        lines.setdefault((row.model, row.how if row.how == "whole" else row.how.partition(" ")[0]), []).append(row)
-    for i, ((name, how), own) in enumerate(lines.items()):
+    """Left the main figure by length, a cross where a model takes no more; right the loss by position.
+
+    Of embeddings: right the cosine to the reference by length, where there is a reference.
+    """
+    embeddings = any("mrr" in (row.figures or ()) for row in rows)
+    main = "mrr" if embeddings else "perplexity"
+    shown = [row.figures[main] for row in rows if row.figures]
+    two = not embeddings or any("similarity" in (row.figures or ()) for row in rows)
+    figure, axes = plt.subplots(1, 1 + two, figsize=(11 if two else 6, 4.4), squeeze=False)
+    left, right = axes[0, 0], axes[0, -1]
+    for i, (label, own) in enumerate(lines_of(rows).items()):
         style = {"color": COLOURS[i % len(COLOURS)], "marker": "o", "ms": 4, "lw": 1.6}
-        label = name if how == "whole" else f"{name}, {how} tokens only" if how == "first" else f"{name}, in windows"
         good = [row for row in own if row.figures]
-        axes[0].plot([row.length for row in good], [row.figures[left] for row in good], **style, label=label)
+        left.plot([row.length for row in good], [row.figures[main] for row in good], **style, label=label)
         for row in own:
             if row.reason.startswith("takes no"):
-                axes[0].plot(row.length, 1 - 0.04 * (1 + i), "x", color=style["color"], ms=8, mew=2,
-                             transform=axes[0].get_xaxis_transform())  # fmt: skip
-        if embedding:
-            with_reference = [row for row in good if "similarity" in row.figures]
-            axes[1].plot([r.length for r in with_reference], [r.figures["similarity"] for r in with_reference], **style)
-        elif good:
-            axes[1].plot(*zip(*good[-1].by_position, strict=True), **style)
-    shown = [row.figures[left] for row in rows if row.figures]
-    axes[0].set(xscale="log", xlabel="tokens", ylabel="mean reciprocal rank" if embedding else "perplexity")
-    axes[0].set_title("Finding a document by its second half" if embedding else "Held-out text, by length of the input")
-    axes[1].set(xlabel="tokens" if embedding else "position", ylabel="cosine" if embedding else "nats a token")
-    axes[1].set_title("Embedding against the reference's" if embedding else "Loss by position, longest input of each")
-    if embedding:
-        axes[1].set_xscale("log")
-    elif len(shown) > 1 and max(shown) > 10 * min(shown):
-        axes[0].set_yscale("log")
+                place = {"transform": left.get_xaxis_transform()}
+                left.plot(row.length, 0.97 - 0.04 * i, "x", color=style["color"], ms=8, mew=2, **place)
+        if embeddings and two:
+            good = [row for row in good if "similarity" in row.figures]
+            right.plot([row.length for row in good], [row.figures["similarity"] for row in good], **style)
+        elif two and good:
+            right.plot(*zip(*good[-1].by_position, strict=True), **style)
+    if embeddings:
+        left.set(ylabel="mean reciprocal rank", title="Finding a document by its second half")
+        if two:
+            right.set(ylabel="cosine", title="Embedding against the reference's")
+    else:
+        left.set(ylabel="perplexity", title="Held-out text, by length of the input")
+        right.set(xlabel="position", ylabel="nats a token", title="Loss by position, longest input of each")
+        if max(shown) > 10 * min(shown):
+            left.set_yscale("log")
     lengths = sorted({row.length for row in rows})
-    for axis in axes[: 2 if embedding else 1]:
+    for axis in {left, right} if embeddings else {left}:
+        axis.set(xscale="log", xlabel="tokens", xlim=(lengths[0] / 1.1, lengths[-1] * 1.1))
         axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axis.xaxis.set_minor_locator(NullLocator())
-    for axis in axes:
+    for axis in axes[0]:
         axis.axvline(trained, color="#888888", ls="--", lw=1, zorder=0)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False, title="dashed: trained length; ×: takes no more")
+    left.legend(frameon=False, title="dashed: trained length" + "; ×: takes no more" * (not embeddings))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def lines_of(rows: list[Row]) -> dict[str, list[Row]]:
+    """Rows by what they are called in the drawing; up to its limit a model reads the whole in every way."""
+    lines: dict[str, list[Row]] = {}
+    for name in dict.fromkeys(row.model for row in rows):
+        own = [row for row in rows if row.model == name]
+        whole = [row for row in own if row.how == "whole"]
+        if len(whole) == len(own):
+            lines[name] = own
+        else:
+            lines[f"{name}, cut off"] = whole + [row for row in own if row.how.startswith("first")]
+            lines[f"{name}, in windows"] = whole + [row for row in own if row.how.startswith("windows")]
+    return lines
 
 
 SWEEPS: dict[str, Callable[..., list[Row]]] = {"lm": lm_sweep, "embed": embedding_sweep}
