@@ -29,13 +29,17 @@ class Texts:
 
 
 def take_apart(document: Document) -> Texts:
-    """Docstrings and bodies of a Python file (a name that ends in .py, and it parses), paragraphs of any other text."""
+    """Docstrings and bodies of a Python file (a name that ends in .py, and it parses); paragraphs of any other text, or
+    lines where none is blank.
+    """
     if document.name.endswith(".py"):
         try:
             return docstrings_and_bodies(document.text)
         except (SyntaxError, ValueError):  # another version's syntax; null bytes
             pass
-    paragraphs = [p for p in map(one_line, re.split(r"\n\s*\n", document.text)) if len(p) >= SHORTEST]
+    blocks = re.split(r"\n\s*\n", document.text.strip())
+    blocks = blocks if len(blocks) > 1 else document.text.splitlines()
+    paragraphs = [p for p in map(one_line, blocks) if len(p) >= SHORTEST]
     return Texts([paragraphs], list(pairwise(paragraphs)))
 
 

@@ -111,6 +111,10 @@ class A:
             assert parts.runs == [lines]
             assert parts.pairs == [(lines[0], lines[1]), (lines[1], lines[2])]
 
+    def test_without_blank_lines_a_line_is_a_text(self):
+        lines = [f"Sentence {i} of a list of sentences, one a line." for i in range(3)]
+        assert passages.take_apart(data.Document("a.txt", "\n".join([*lines, "short", ""]))).runs == [lines]
+
     def test_items_depend_on_seed_and_place_alone(self, task):
         whole, later = (task.train_set(3, first, 40) for first in (0, 7))
         for i in range(33):
