@@ -68,8 +68,8 @@ class EmbeddingConfig(TextConfig):
     curve_passages: int = field(default=64, metadata={"help": "held-out passages behind the curves"})
     # other defaults than language models have
     batch_size: int = field(default=24, metadata={"help": "passages, or pairs, in a batch, over all processes"})
-    learning_rate: float = field(default=2e-4, metadata={"help": "peak of AdamW's learning rate"})
-    calibration: int = field(default=960, metadata={"help": "passages that a repair takes"})
+    learning_rate: float = field(default=1e-4, metadata={"help": "peak of AdamW's learning rate"})
+    calibration: int = field(default=480, metadata={"help": "passages that a repair takes"})
 
 
 class HeldOutTexts(Dataset):
@@ -261,38 +261,47 @@ class Embedding(Task):
         return F.normalize(POOLINGS[self.pooling](states.float(), mask), dim=-1)
 
     def states(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The last hidden states, (B, T, d); a model that takes fewer tokens reads them in windows of equal size.
+        """The last hidden states, (B, T, d), as in `layers`."""
+        return self.layers(model, batch, every=False)[-1]
 
-        Each window has special tokens of its own; the states of those that the text doesn't have are left out.
+    def layers(self, model: nn.Module, batch: Batch, every: bool = True) -> list[torch.Tensor]:
+        """Hidden states (B, T, d): behind the embedding and every layer, or the last alone.
+
+        A model that takes fewer tokens reads windows of equal size. Each has special tokens of its own; the states of
+        those that the text doesn't have are left out.
         """
-        limit = self.limit(model)
+        limit, device = self.limit(model), batch["input_ids"].device
+        whole = {name: batch[name] for name in ("input_ids", "attention_mask")}
         if batch["input_ids"].shape[1] <= limit:
-            return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
-        before, after, device = len(self.before), len(self.after), batch["input_ids"].device
+            return run_encoder(model, whole, every)
+        before, after = len(self.before), len(self.after)
         windows, lengths = [], batch["attention_mask"].sum(1).tolist()
         for ids, length in zip(batch["input_ids"].cpu().numpy(), lengths, strict=True):
             content = ids[before : length - after]
             windows.append(np.array_split(content, math.ceil(len(content) / (limit - before - after))))
         padded = self.pad([window for text in windows for window in text])
-        padded = {name: tensor.to(device) for name, tensor in padded.items()}
-        read = iter(model(**padded).last_hidden_state)
-        joined = []
-        for text in windows:
-            parts = [next(read)[: before + len(window) + after] for window in text]
-            inner = [part[before : len(part) - after] for part in parts]
-            joined.append(torch.cat([parts[0][:before], *inner, parts[-1][len(parts[-1]) - after :]]))
-        return nn.utils.rnn.pad_sequence(joined, batch_first=True)
+        found = []
+        for states in run_encoder(model, {name: tensor.to(device) for name, tensor in padded.items()}, every):
+            read, joined = iter(states), []
+            for text in windows:
+                parts = [next(read)[: before + len(window) + after] for window in text]
+                inner = [part[before : len(part) - after] for part in parts]
+                joined.append(torch.cat([parts[0][:before], *inner, parts[-1][len(parts[-1]) - after :]]))
+            found.append(nn.utils.rnn.pad_sequence(joined, batch_first=True))
+        return found
 
     def distance(self, model: nn.Module, teacher: nn.Module, batch: Batch) -> torch.Tensor:
-        """Per passage, (B,): 1 - cosine of both embeddings, plus the squared distance of the last hidden states over
-        the teacher's squared size, summed over the valid tokens. A teacher that takes fewer tokens reads windows."""
-        mask = batch["attention_mask"]
+        """Per passage, (B,), for distillation: 1 - cosine of the embeddings, plus the squared distance of the last
+        hidden states relative to the teacher's size, over the valid tokens; with `--distil_layers all` plus the mean of
+        the other layers' likewise. A teacher that takes fewer tokens reads windows.
+        """
+        mask, every = batch["attention_mask"], getattr(self.config, "distil_layers", "last") == "all"
         with torch.no_grad():
-            theirs = self.states(teacher, batch).float()
-        ours = self.states(model, batch).float()
-        cosine = (self.pool(ours, mask) * self.pool(theirs, mask)).sum(-1)
-        apart, size = (((x.square().sum(-1)) * mask).sum(1) for x in (ours - theirs, theirs))
-        return 1 - cosine + apart / size
+            theirs = self.layers(teacher, batch, every)
+        ours = self.layers(model, batch, every)
+        cosine = (self.pool(ours[-1], mask) * self.pool(theirs[-1], mask)).sum(-1)
+        *others, last = (relative_distance(a, b, mask) for a, b in zip(ours, theirs, strict=True))
+        return 1 - cosine + last + (torch.stack(others).mean(0) if others else 0.0)
 
     def limit(self, model: nn.Module) -> float:
         """How many tokens a model takes."""
@@ -342,7 +351,19 @@ class Embedding(Task):
         return figures | retrieval(ranks(queries @ targets.T)) | {"loss": loss}
 
 
-# -- figures
+# -- states and figures
+
+
+def run_encoder(model: nn.Module, inputs: Batch, every: bool) -> list[torch.Tensor]:
+    if every:
+        return list(model(**inputs, output_hidden_states=True).hidden_states)
+    return [model(**inputs).last_hidden_state]
+
+
+def relative_distance(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """|a - b|² / |b|² of states (B, T, d), each summed over the valid tokens: (B,)."""
+    apart, size = ((x.float().square().sum(-1) * mask).sum(1) for x in (a - b, b))
+    return apart / size
 
 
 def contrastive(queries: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

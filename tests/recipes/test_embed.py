@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import AutoModel, AutoTokenizer, BartConfig, BartModel
@@ -21,7 +22,9 @@ import data
 import embed
 import encoder
 import finetune
+import heal
 import passages
+import settings
 from tiny_encoder import POSITIONS, write_encoder, write_sources
 from tiny_models import randomise
 
@@ -53,13 +56,13 @@ def rotary(task, folder):
         return patch_model(task.load(folder).eval(), pos="rope", init="copy")
 
 
-def settings(folder, files, **more):
+def task_settings(folder, files, **more):
     small = {"max_length": 16, "batch_size": 4, "heldout_passages": 12, "heldout_pairs": 10, "curve_passages": 4}
     return SimpleNamespace(**vars(embed.EmbeddingConfig(model=folder, text=files)) | small | more)
 
 
 def make_task(folder, files, **more):
-    return embed.Embedding(settings(folder, files, **more), Accelerator(), Path("unused"))
+    return embed.Embedding(task_settings(folder, files, **more), Accelerator(), Path("unused"))
 
 
 @pytest.fixture(scope="module")
@@ -197,9 +200,9 @@ class TestPooling:
 
     def test_unknown_ones_are_refused(self, tmp_path):
         encoder.write_pooling(tmp_path, "mean", 32, 16)
-        settings = tmp_path / "1_Pooling/config.json"
+        described = tmp_path / "1_Pooling/config.json"
         for content in ({"pooling_mode_weightedmean_tokens": True}, {"pooling_mode": ["mean", "max"]}):
-            settings.write_text(json.dumps(content))
+            described.write_text(json.dumps(content))
             with pytest.raises(data.RecipeError, match="pools by"):
                 encoder.read_pooling(str(tmp_path))
         modules = json.loads((tmp_path / "modules.json").read_text())
@@ -236,6 +239,29 @@ class TestWindows:
         assert distance.shape == (2,)
         assert distance.min() > 0.05
         assert distance.requires_grad
+
+    def test_distance_by_hand(self, task, model, folder, monkeypatch):
+        rope, batch = rotary(task, folder), task.pad([np.arange(4, 14), np.arange(4, 8)])
+        with torch.no_grad():
+            ours, theirs = (m(**batch, output_hidden_states=True).hidden_states for m in (rope, model))
+            cosine = (task.embed(rope, batch) * task.embed(model, batch)).sum(-1)
+            short = [
+                ((a[1, :6] - b[1, :6]) ** 2).sum() / (b[1, :6] ** 2).sum() for a, b in zip(ours, theirs, strict=True)
+            ]
+            assert task.distance(rope, model, batch)[1] == pytest.approx(
+                1 - cosine[1].item() + short[-1].item(), rel=1e-4
+            )
+            monkeypatch.setattr(task.config, "distil_layers", "all", raising=False)
+            expected = 1 - cosine[1] + short[-1] + sum(short[:-1]) / 2
+            assert task.distance(rope, model, batch)[1] == pytest.approx(expected.item(), rel=1e-4)
+
+    def test_every_layer_in_windows(self, task, model):
+        batch = task.pad([np.arange(4, 54)])
+        with torch.no_grad():
+            layers = task.layers(model, batch)
+            assert len(layers) == 3
+            assert torch.equal(layers[-1], task.states(model, batch))
+            assert layers[0].shape == layers[-1].shape == (1, 52, 32)
 
 
 class TestFigures:
@@ -354,6 +380,16 @@ class TestLearning:
         with torch.no_grad():
             expected = task.embed(rope, task.pad([task.heldout_pairs[0].query[:14]]))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_config_is_of_heal_and_can_work(tmp_path):
+    path = Path(__file__).parents[2] / "recipes/configs/encoder.yaml"
+    config = settings.read_run([str(path)], "heal.py", "", heal.HealConfig)
+    config.output_dir = str(tmp_path)
+    settings.check(config)
+    config.require()
+    assert (config.task, config.model, config.method) == ("embed", encoder.MINILM, "distil")
+    assert set(yaml.safe_load(path.read_text())) <= set(vars(config))
 
 
 class TestRefusals:
