@@ -23,6 +23,7 @@ import embed
 import encoder
 import finetune
 import heal
+import methods
 import passages
 import settings
 from tiny_encoder import POSITIONS, write_encoder, write_sources
@@ -387,7 +388,7 @@ def test_config_is_of_heal_and_can_work(tmp_path):
     config = settings.read_run([str(path)], "heal.py", "", heal.HealConfig)
     config.output_dir = str(tmp_path)
     settings.check(config)
-    config.require()
+    methods.check_method(config.method, config)
     assert (config.task, config.model, config.method) == ("embed", encoder.MINILM, "distil")
     assert set(yaml.safe_load(path.read_text())) <= set(vars(config))
 
