@@ -63,9 +63,9 @@ class EmbeddingConfig(TextConfig):
     dropout: bool = field(
         default=False, metadata={"help": "train with the dropout of the model's config, which harms distillation"}
     )
-    heldout_passages: int = field(default=192, metadata={"help": "held-out passages behind the table's similarity"})
-    heldout_pairs: int = field(default=192, metadata={"help": "held-out pairs behind the table's retrieval"})
-    curve_passages: int = field(default=64, metadata={"help": "held-out passages behind the curves"})
+    heldout_passages: int = field(default=128, metadata={"help": "held-out passages behind the table's similarity"})
+    heldout_pairs: int = field(default=128, metadata={"help": "held-out pairs behind the table's retrieval"})
+    curve_passages: int = field(default=48, metadata={"help": "held-out passages behind the curves"})
     # other defaults than language models have
     batch_size: int = field(default=24, metadata={"help": "passages, or pairs, in a batch, over all processes"})
     learning_rate: float = field(default=1e-4, metadata={"help": "peak of AdamW's learning rate"})
@@ -407,14 +407,14 @@ def by_row(found: list[tuple[torch.Tensor, torch.Tensor]], count: int) -> torch.
 
 
 def language_reference() -> list[str]:
-    """150 paragraphs of Python's language reference, prose unlike docstrings; none where Python comes without it."""
+    """100 paragraphs of Python's language reference, prose unlike docstrings; none where Python comes without it."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
         return []
     paragraphs = dict.fromkeys(one_line(p) for topic in sorted(topics) for p in topics[topic].split("\n\n"))
     paragraphs = [p for p in paragraphs if len(p) >= 60]
-    return [paragraphs[i] for i in np.random.default_rng(0).permutation(len(paragraphs))[:150]]
+    return [paragraphs[i] for i in np.random.default_rng(0).permutation(len(paragraphs))[:100]]
 
 
 def one_of_each(pairs: list[Pair]) -> list[Pair]:
