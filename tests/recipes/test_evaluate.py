@@ -1,0 +1,311 @@
+"""evaluate.py, at a size of seconds: what it measures, what it compares, and its refusals."""
+
+import importlib.util
+import json
+import math
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import data
+import evaluate
+import finetune
+import numpy as np
+import pytest
+import sweep
+import torch
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState
+from tiny_encoder import make_tokenizer, write_encoder, write_sources
+from tiny_models import randomise
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM
+
+from hfpatch import NotPreservedWarning, patch_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write_sources(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def folder(files, tmp_path_factory):
+    return write_encoder(tmp_path_factory.mktemp("encoder"), files)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "rhyme.txt"
+    path.write_text(
+        "".join(f"verse {i}: {i % 7} sheep went uphill, {i % 5} came back — dög.\n" for i in range(400)), "utf-8"
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(text, tmp_path_factory):
+    """A run of finetune.py: a control and a rotary copy."""
+    out = tmp_path_factory.mktemp("trained")
+    flags = "--layers 1 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 20 --steps 5"
+    flags += " --variants rope control --start copied --tracker none --heldout_blocks 20 --curve_blocks 4"
+    assert finetune.main([*flags.split(), "--text", str(text), "--output_dir", str(out)]) == 0
+    return out
+
+
+def run(out, *flags):
+    return evaluate.main([*map(str, flags), "--output_dir", str(out)])
+
+
+def read_results(out):
+    return json.loads((out / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def evaluated(trained, text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("evaluated")
+    flags = ["--models", trained / "control", trained / "rope", "--against", trained / "control", "--text", text]
+    assert run(out, *flags, "--block_size", 16, "--heldout_blocks", 20, "--sweep_tokens", 512) == 0
+    return out
+
+
+class TestLanguageModels:
+    def test_figures_are_those_of_the_run_that_trained_them(self, trained, evaluated):
+        stages, models = read_results(trained)["stages"], read_results(evaluated)["models"]
+        for source, found in models.items():
+            end = stages[Path(source).name]["end"]
+            assert found["figures"] == {name: pytest.approx(value, rel=1e-6) for name, value in end.items()}
+            assert found["figures"]["bits_per_byte"] > 0
+
+    def test_a_model_against_itself(self, trained, evaluated):
+        found = read_results(evaluated)["models"][str(trained / "control")]["against"]
+        assert found["divergence"] == pytest.approx(0, abs=1e-6)
+        assert found["same_answer"] == 1
+        assert found["difference"] == 0
+        assert found["interval"] == [0, 0]
+
+    def test_another_one(self, trained, evaluated):
+        models = read_results(evaluated)["models"]
+        own, other = models[str(trained / "rope")], models[str(trained / "control")]
+        assert own["against"]["divergence"] > 1e-3
+        assert own["against"]["same_answer"] < 1
+        expected = own["figures"]["loss"] - other["figures"]["loss"]
+        assert own["against"]["difference"] == pytest.approx(expected, rel=1e-4)
+        low, high = own["against"]["interval"]
+        assert low < expected < high
+
+    def test_length_sweep(self, evaluated):
+        rows = {(row["model"], row["length"]): row for row in read_results(evaluated)["lengths"]}
+        assert list(rows) == [(name, length) for name in ("control", "rope") for length in (16, 32, 64, 128)]
+        assert rows["control", 16]["figures"]
+        for length in (32, 64, 128):
+            assert rows["control", length]["figures"] is None
+            assert rows["control", length]["reason"] == f"takes no {length} tokens (IndexError)"
+            assert rows["rope", length]["figures"]["loss"] > 0
+
+    def test_length_sweep_by_hand(self, trained, evaluated, text):
+        tokenizer = AutoTokenizer.from_pretrained(trained / "rope")
+        tokens, _ = data.encode(data.split_documents(data.read_text_files([str(text)]))[1], tokenizer)
+        ids = torch.from_numpy(tokens[:512]).long().view(8, 64)
+        model = AutoModelForCausalLM.from_pretrained(trained / "rope").eval()
+        with torch.no_grad():
+            logits = model(ids).logits[:, :-1]
+        losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(8, 63)
+        (row,) = [r for r in read_results(evaluated)["lengths"] if (r["model"], r["length"]) == ("rope", 64)]
+        assert row["figures"]["loss"] == pytest.approx(losses.mean().item(), abs=1e-5)
+        assert row["figures"]["perplexity"] == pytest.approx(math.exp(losses.mean().item()), rel=1e-4)
+        place, loss = row["by_position"][1]  # the second sixteenth: positions 4 ... 7
+        assert place == 5.5
+        assert loss == pytest.approx(losses[:, 3:7].mean().item(), abs=1e-5)
+
+    def test_files(self, evaluated):
+        text = (evaluated / "results.md").read_text()
+        tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
+        assert len(tables) == 3
+        for lines in tables:
+            assert len({len(line) for line in lines}) == 1, "aligned"
+        assert "takes no 128 tokens" in text
+        assert "python recipes/evaluate.py --models" in text
+        assert (evaluated / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_masked(self, folder, files, tmp_path, capsys):
+        tokenizer = make_tokenizer([Path(f).read_text() for f in files], mask_token="[MASK]")
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+        config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=24, **sizes)
+        randomise(BertForMaskedLM(config)).save_pretrained(tmp_path / "bert")
+        tokenizer.save_pretrained(tmp_path / "bert")
+        flags = ["--models", tmp_path / "bert", "--text", *files, "--block_size", 16, "--lengths", 16, 48]
+        assert run(tmp_path, *flags) == 0
+        results = read_results(tmp_path)
+        (found,), (short, long) = results["models"].values(), results["lengths"]
+        assert found["figures"]["bits_per_byte"] is None
+        assert short["figures"]["loss"] == pytest.approx(found["figures"]["loss"], rel=0.3)
+        assert long["reason"].startswith("takes no 48 tokens")
+
+    def test_other_tokenizers_are_measured_but_not_compared(self, trained, text, tmp_path):
+        other = tmp_path / "other"
+        flags = "--layers 1 --width 32 --vocab_size 280 --block_size 16 --batch_size 4 --baseline_steps 2 --steps 1"
+        flags += f" --variants control --tracker none --output_dir {other}"
+        assert finetune.main([*flags.split(), "--text", str(text)]) == 0
+        models = ["--models", other / "control", "--against", trained / "control", "--text", text, "--no_sweep"]
+        assert run(tmp_path, *models, "--block_size", 16) == 0
+        (found,) = read_results(tmp_path)["models"].values()
+        assert found["against"] == {"reason": "another tokenizer: the items aren't the same"}
+        assert found["figures"]["bits_per_byte"] > 0
+
+
+@pytest.fixture(scope="module")
+def compared(folder, files, tmp_path_factory):
+    out = tmp_path_factory.mktemp("compared")
+    model = AutoModel.from_pretrained(folder).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        patch_model(model, pos="rope", init="copy").save_pretrained(out / "rope")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(out / "rope")
+    flags = ["--task", "embed", "--models", folder, out / "rope", "--against", folder, "--text", *files]
+    few = [
+        "--max_length",
+        "16",
+        "--heldout_passages",
+        "12",
+        "--heldout_pairs",
+        "10",
+        "--lengths",
+        "20",
+        "40",
+        "4000",
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "FEWEST", 2)
+        assert run(out, *flags, *few) == 0
+    return read_results(out)
+
+
+class TestEmbeddings:
+    def test_a_model_against_itself(self, compared):
+        own, other = compared["models"].values()
+        assert own["figures"]["similarity"] == pytest.approx(1, abs=1e-5)
+        assert own["against"] == {"of": "reciprocal rank", "difference": 0, "interval": [0, 0]}
+        assert other["figures"]["similarity"] < 0.99
+        expected = other["figures"]["mrr"] - own["figures"]["mrr"]
+        assert other["against"]["difference"] == pytest.approx(expected)
+
+    def test_long_documents(self, compared):
+        rows = [(row["model"].startswith("encoder"), row["length"], row["how"]) for row in compared["lengths"]]
+        first = [(True, 20, "whole"), (True, 40, "first 24 tokens"), (True, 40, "windows of 24"), (True, 4000, "whole")]
+        assert rows == [*first, *((False, length, "whole") for length in (20, 40, 4000))]
+        by = {(row["length"], row["how"]): row["figures"] for row in compared["lengths"][:4]}
+        assert by[40, "windows of 24"]["similarity"] == pytest.approx(1, abs=1e-5), "that is what it is compared with"
+        assert by[40, "first 24 tokens"]["similarity"] < 0.999
+        assert by[4000, "whole"] is None
+        assert "only 0 documents" in compared["lengths"][3]["reason"]
+
+    def test_without_another_model_similarity_says_nothing(self, folder, files, tmp_path):
+        flags = ["--task", "embed", "--models", folder, "--text", *files, "--max_length", 16, "--heldout_passages", 4]
+        assert run(tmp_path, *flags, "--no_sweep") == 0
+        (found,) = read_results(tmp_path)["models"].values()
+        assert set(found["figures"]) == {"recall_at_1", "mrr", "loss"}
+
+    def test_sentence_transformers_finds_the_same(self, folder, files, tmp_path):
+        pytest.importorskip("sentence_transformers")
+        flags = ["--task", "embed", "--models", folder, "--against", folder, "--text", *files, "--max_length", 16]
+        assert run(tmp_path, *flags, "--no_sweep", "--sentence_transformers", "--heldout_passages", 4) == 0
+        (found,) = read_results(tmp_path)["models"].values()
+        theirs = found["sentence_transformers"]
+        assert theirs["cosine_accuracy@1"] == pytest.approx(found["figures"]["recall_at_1"])
+        assert theirs["spearman_cosine"] == pytest.approx(1)
+        assert "sentence-transformers" in (tmp_path / "results.md").read_text()
+
+
+def test_long_documents_by_hand():
+    def pair(number, length):
+        return SimpleNamespace(query=np.array([number]), target=np.full(length, number))
+
+    first, second = [pair(1, 4), pair(2, 3), pair(3, 2), pair(4, 9)], [pair(5, 9), pair(6, 1)]
+    documents, queries, own = sweep.long_documents([first, second], 9)
+    assert [d.tolist() for d in documents] == [[1] * 4 + [2] * 3 + [3] * 2, [4] * 9, [5] * 9]
+    assert [q.tolist() for q in queries] == [[3]]
+    assert own == [0]
+
+
+class TestBootstrap:
+    def test_interval_covers(self):
+        """Of 200 experiments with no difference about 95 % have zero inside."""
+        random, inside = np.random.default_rng(0), 0
+        for seed in range(200):
+            common, ones = random.normal(size=60), np.ones(60)
+            pair = [(common + random.normal(size=60), ones) for _ in range(2)]
+            _, low, high = evaluate.paired_bootstrap(*pair, 300, seed)
+            inside += low <= 0 <= high
+        assert 180 <= inside <= 198
+
+    def test_pairing_counts(self):
+        random, ones = np.random.default_rng(0), np.ones(100)
+        common = 10 * random.normal(size=100)
+        one, other = (common + 0.1 * random.normal(size=100) + shift for shift in (0.2, 0.0))
+        difference, low, high = evaluate.paired_bootstrap((one, ones), (other, ones), 500, 0)
+        assert difference == pytest.approx((one - other).mean())
+        assert 0 < low < difference < high < 0.4
+        _, low, high = evaluate.paired_bootstrap((one, ones), (random.permutation(other), ones), 500, 0)
+        assert low < 0 < high, "the control loses who belongs to whom"
+
+    def test_unequal_items(self):
+        sums, counts = np.array([2.0, 9.0]), np.array([1.0, 3.0])
+        difference, *_ = evaluate.paired_bootstrap((sums, counts), (sums * 2, counts), 100, 0)
+        assert difference == -11 / 4
+
+
+def test_short_names():
+    names = evaluate.short_names(["a/b/rope", "a/c/rope", "x/dyt", "gpt2"])
+    assert list(names.values()) == ["b/rope", "c/rope", "dyt", "gpt2"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "nothing to evaluate: give --models"),
+        ("--models ./missing", "there is no model folder ./missing"),
+        ("--models MODEL MODEL", "a model is named twice"),
+        ("--models MODEL --against /a/missing", "there is no model folder /a/missing"),
+        ("--models MODEL --lengths 4", "--lengths must be at least 8, not 4"),
+        ("--models MODEL --sentence_transformers", "--sentence_transformers evaluates embeddings: --task embed"),
+        ("--models MODEL --block_size 99999", "less than one block of 99999"),
+        ("--models MODEL --block_size 32", "doesn't take the held-out data (index out of range in self)"),
+        ("--models bare", "there is no tokenizer in"),
+        ("--models MODEL --text missing.txt", "can't read the text file missing.txt"),
+        ("--models MODEL --output_dir MODEL/config.json", "can't write to the output folder"),
+    ],
+)
+def test_refused_in_one_line(trained, text, tmp_path, capsys, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    AutoModelForCausalLM.from_pretrained(trained / "control").save_pretrained("bare")
+    flags = flags.replace("MODEL", str(trained / "control")).split()
+    assert evaluate.main(["--text", str(text), "--output_dir", "out", "--block_size", "16", *flags]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message in error
+    assert not Path("out/results.json").exists()
+
+
+def test_lm_eval_is_for_language_models(folder, files, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: name)
+    assert run(tmp_path, "--task", "embed", "--models", folder, "--lm_eval", "piqa") == 2
+    assert "--lm_eval evaluates language models: --task lm" in capsys.readouterr().err
+
+
+def test_missing_packages_are_named(trained, text, tmp_path, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "lm_eval" else find(name, *a))
+    assert run(tmp_path, "--models", trained / "control", "--lm_eval", "piqa") == 2
+    assert capsys.readouterr().err.strip() == "RecipeError: --lm_eval needs the package: pip install lm-eval"
