@@ -1,0 +1,246 @@
+"""Figures of a grid against its control: paired by seed and budget, with an interval and a verdict."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from settings import CONTROL
+
+LEVEL = 0.95  # of every interval
+BETTER, SAME, WORSE, UNDECIDED, ONE_SEED = "better", "same", "worse", "undecided", "one seed"
+
+Record = dict[str, Any]
+
+
+class Kind(NamedTuple):
+    """What is compared: everything about a cell but its seed."""
+
+    variant: str
+    start: str
+    method: str
+    steps: int
+
+    @property
+    def is_control(self) -> bool:
+        return self.variant == CONTROL
+
+
+class Cell(NamedTuple):
+    """One model of the grid. The control has no start and no method: it is the unpatched copy, trained on."""
+
+    kind: Kind
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of the cell's stage within its seed's run, and of its folder."""
+        variant, start, method, steps = self.kind
+        return f"{variant} {steps}" if self.kind.is_control else f"{variant} {start} {method} {steps}"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Mean of n figures, their standard deviation, and the t-interval of the mean; None where n is 1."""
+
+    mean: float
+    sd: float | None
+    low: float | None
+    high: float | None
+    n: int
+
+
+def t_interval(figures: Sequence[float]) -> Interval:
+    """mean ± t(n - 1) sd / sqrt(n), two-sided at 95 % (Student 1908), sd with n - 1 in the denominator."""
+    mean, n = fmean(figures), len(figures)
+    if n == 1:
+        return Interval(mean, None, None, None, 1)
+    sd = stdev(figures)
+    half = t_quantile(n - 1) * sd / math.sqrt(n)
+    return Interval(mean, sd, mean - half, mean + half, n)
+
+
+def t_quantile(freedom: int) -> float:
+    """Student's t below which all but (1 - LEVEL) / 2 lie."""
+    from scipy import stats
+
+    return float(stats.t.ppf((1 + LEVEL) / 2, freedom))
+
+
+def verdict(difference: Interval, margin: float, higher_is_better: bool) -> str:
+    """What the interval of (cell - control) says, where a difference below `margin` doesn't matter.
+
+    same: the whole interval lies within the margin. better, worse: it lies on one side of zero, and reaches beyond the
+    margin. undecided: it holds zero and reaches beyond the margin, so more seeds are needed.
+    """
+    if difference.low is None or difference.high is None:
+        return ONE_SEED
+    if -margin <= difference.low and difference.high <= margin:
+        return SAME
+    if difference.low <= 0 <= difference.high:
+        return UNDECIDED
+    return BETTER if (difference.mean > 0) == higher_is_better else WORSE
+
+
+def seeds_needed(difference: Interval, margin: float) -> int | None:
+    """About how many seeds would bring the interval's half width down to the margin, at the spread seen so far."""
+    if not difference.sd or not margin:
+        return None
+    for n in range(2, 1000):
+        if t_quantile(n - 1) * difference.sd / math.sqrt(n) <= margin:
+            return n
+    return None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One kind of cell over its seeds.
+
+    Attributes:
+        figure: the main figure at the end; difference: from the control of the same seed and budget.
+        cost: the same difference right after the swap, before training.
+        recovered: share of that cost that is gone at the end, 1 - difference / cost; None where it cost no more than
+            the margin.
+        time: time of a training step over the control's, one ratio a seed; empty where it wasn't measured.
+        others: further figures at the end, and their differences from the control.
+        failed: why models of this kind have no figure (a loss that isn't finite), by seed.
+        missing: seeds that aren't finished.
+    """
+
+    kind: Kind
+    figure: Interval
+    difference: Interval
+    cost: Interval
+    margin: float
+    verdict: str
+    recovered: float | None
+    time: tuple[float, ...]
+    others: dict[str, tuple[Interval, Interval]]
+    failed: dict[int, str]
+    missing: tuple[int, ...]
+
+
+def read_cells(results: Record) -> dict[Cell, Record]:
+    """The cells of results.json that are done, also those that failed."""
+    return {cell_of(record): record for record in results["cells"]}
+
+
+def cell_of(record: Record) -> Cell:
+    return Cell(Kind(*(record[name] for name in Kind._fields)), record["seed"])
+
+
+def summarise(results: Record) -> list[Summary]:
+    """A summary for each kind of which one seed and its control are finished, in the grid's order, controls first.
+
+    Raises:
+        ValueError: a cell and its control were not trained for the same number of steps on the same batches.
+    """
+    cells, config = read_cells(results), results["config"]
+    planned = [cell_of(record) for record in results["grid"]]
+    kinds = sorted(dict.fromkeys(cell.kind for cell in planned), key=lambda kind: not kind.is_control)
+    found = []
+    for kind in kinds:
+        pairs, failed, missing = {}, {}, []
+        for cell in (cell for cell in planned if cell.kind == kind):
+            record, control = cells.get(cell), cells.get(control_of(cell))
+            if record and record.get("failed"):
+                failed[cell.seed] = record["failed"]
+            elif record is None or control is None or control.get("failed"):
+                missing.append(cell.seed)
+            else:
+                check_budgets(cell, record, control)
+                pairs[cell.seed] = (record, control)
+        if pairs or failed:
+            found.append(summary(kind, pairs, failed, tuple(missing), results, config["margin"]))
+    return found
+
+
+def control_of(cell: Cell) -> Cell:
+    return Cell(Kind(CONTROL, "", "", cell.kind.steps), cell.seed)
+
+
+def check_budgets(cell: Cell, record: Record, control: Record) -> None:
+    for what, value in {"steps": lambda r: r["step"], "losses": lambda r: len(r["train_loss"])}.items():
+        if not value(record) == value(control) == cell.kind.steps:
+            raise ValueError(
+                f"unequal budgets: {cell.name} of seed {cell.seed} has {value(record)} {what}, its control "
+                f"{value(control)}, and both should have {cell.kind.steps}"
+            )
+
+
+def summary(
+    kind: Kind,
+    pairs: dict[int, tuple[Record, Record]],
+    failed: dict[int, str],
+    missing: tuple[int, ...],
+    results: Record,
+    margin: float,
+) -> Summary:
+    main = results["main"]
+    nothing = Interval(math.nan, None, None, None, 0)
+    if not pairs:
+        return Summary(kind, nothing, nothing, nothing, 0.0, "failed", None, (), {}, failed, missing)
+
+    def at(moment: str, name: str) -> tuple[Interval, Interval]:
+        figures = [(record[moment][name], control[moment][name]) for record, control in pairs.values()]
+        return t_interval([a for a, _ in figures]), t_interval([a - b for a, b in figures])
+
+    figure, difference = at("end", main)
+    _, cost = at("start", main)
+    margin *= abs(fmean(control["end"][main] for _, control in pairs.values()))
+    first = next(iter(pairs.values()))
+    shared = [n for n, v in first[0]["end"].items() if n != main and v is not None]
+    shared = [n for n in shared if all(p["end"].get(n) is not None for pair in pairs.values() for p in pair)]
+    return Summary(
+        kind,
+        figure,
+        difference,
+        cost,
+        margin,
+        "" if kind.is_control else verdict(difference, margin, results["higher_is_better"]),
+        1 - difference.mean / cost.mean if abs(cost.mean) > margin else None,
+        tuple(time_ratios(pairs.values())),
+        {name: at("end", name) for name in shared},
+        failed,
+        missing,
+    )
+
+
+def time_ratios(pairs: Iterable[tuple[Record, Record]]) -> list[float]:
+    """Time of a step over the control's, which has seen the same batches: the inverse ratio of throughputs."""
+    speeds = [(record.get("tokens_per_second"), control.get("tokens_per_second")) for record, control in pairs]
+    return [control / own for own, control in speeds if own and control]
+
+
+def ranks(results: Record, axis: str) -> dict[str, tuple[float, int, int]]:
+    """How the values of one axis of the grid ("method", "start", "variant") fare against each other.
+
+    Cells that agree in everything else and in the seed are ranked by the main figure at the end, 1 for the best, equal
+    ones sharing the mean of their ranks. A failed cell comes last.
+
+    Returns:
+        For each value: its mean rank, how often it was (or shared) the best, and the number of comparisons; only those
+        in which all values are finished count.
+    """
+    place = Kind._fields.index(axis)
+    values = list(dict.fromkeys(r[axis] for r in results["grid"] if r["variant"] != CONTROL))
+    blocks: dict[Any, dict[str, float]] = {}
+    for cell, record in read_cells(results).items():
+        if not cell.kind.is_control:
+            rest = (*cell.kind[:place], *cell.kind[place + 1 :], cell.seed)
+            end = math.inf if record.get("failed") else record["end"][results["main"]]
+            worse = end if math.isinf(end) or not results["higher_is_better"] else -end
+            blocks.setdefault(rest, {})[cell.kind[place]] = worse
+    complete = [block for block in blocks.values() if len(block) == len(values)]
+    found = {}
+    for value in values if complete else ():
+        own = [rank_of(block[value], list(block.values())) for block in complete]
+        best = sum(block[value] == min(block.values()) for block in complete)
+        found[value] = (fmean(own), best, len(complete))
+    return found
+
+
+def rank_of(figure: float, figures: list[float]) -> float:
+    """1 for the least; equal figures share the mean of their ranks."""
+    return 1 + sum(f < figure for f in figures) + (sum(f == figure for f in figures) - 1) / 2
