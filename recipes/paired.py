@@ -100,8 +100,8 @@ class Summary:
     Attributes:
         figure: the main figure at the end; difference: from the control of the same seed and budget.
         cost: the same difference right after the swap, before training.
-        recovered: share of that cost that is gone at the end, 1 - difference / cost; None where it cost no more than
-            the margin.
+        recovered: share of that cost that is gone at the end, 1 - difference / cost; None where the swap cost less
+            than the margin.
         time: time of a training step over the control's, one ratio a seed; empty where it wasn't measured.
         others: further figures at the end, and their differences from the control.
         failed: why models of this kind have no figure (a loss that isn't finite), by seed.
@@ -122,8 +122,8 @@ class Summary:
 
 
 def read_cells(results: Record) -> dict[Cell, Record]:
-    """The cells of results.json that are done, also those that failed."""
-    return {cell_of(record): record for record in results["cells"]}
+    """Stages of the cells of results.json that are done; those of cells that failed say so."""
+    return {cell_of(record): record["stage"] for record in results["cells"]}
 
 
 def cell_of(record: Record) -> Cell:
@@ -188,6 +188,7 @@ def summary(
 
     figure, difference = at("end", main)
     _, cost = at("start", main)
+    lost = -cost.mean if results["higher_is_better"] else cost.mean
     margin *= abs(fmean(control["end"][main] for _, control in pairs.values()))
     first = next(iter(pairs.values()))
     shared = [n for n, v in first[0]["end"].items() if n != main and v is not None]
@@ -199,7 +200,7 @@ def summary(
         cost,
         margin,
         "" if kind.is_control else verdict(difference, margin, results["higher_is_better"]),
-        1 - difference.mean / cost.mean if abs(cost.mean) > margin else None,
+        1 - difference.mean / cost.mean if lost > margin else None,
         tuple(time_ratios(pairs.values())),
         {name: at("end", name) for name in shared},
         failed,
@@ -213,31 +214,48 @@ def time_ratios(pairs: Iterable[tuple[Record, Record]]) -> list[float]:
     return [control / own for own, control in speeds if own and control]
 
 
-def ranks(results: Record, axis: str) -> dict[str, tuple[float, int, int]]:
-    """How the values of one axis of the grid ("method", "start", "variant") fare against each other.
+@dataclass(frozen=True)
+class Rank:
+    """How one value of an axis fares against the others.
 
-    Cells that agree in everything else and in the seed are ranked by the main figure at the end, 1 for the best, equal
-    ones sharing the mean of their ranks. A failed cell comes last.
+    Attributes:
+        mean: of its ranks, 1 for the best; best: how often it was the best or as good; count: comparisons.
+        behind: the main figure's difference from that of the value which ranks first; None for that one itself.
+    """
 
-    Returns:
-        For each value: its mean rank, how often it was (or shared) the best, and the number of comparisons; only those
-        in which all values are finished count.
+    value: str
+    mean: float
+    best: int
+    count: int
+    behind: Interval | None
+
+
+def ranks(results: Record, axis: str) -> list[Rank]:
+    """The values of one axis of the grid ("method", "start") against each other, best first; none where there is one.
+
+    Cells that agree in everything else and in the seed are ranked by the main figure at the end, equal ones sharing
+    the mean of their ranks; a failed one comes last. Only comparisons in which all values are finished count.
     """
     place = Kind._fields.index(axis)
     values = list(dict.fromkeys(r[axis] for r in results["grid"] if r["variant"] != CONTROL))
+    sign = -1 if results["higher_is_better"] else 1
     blocks: dict[Any, dict[str, float]] = {}
     for cell, record in read_cells(results).items():
         if not cell.kind.is_control:
             rest = (*cell.kind[:place], *cell.kind[place + 1 :], cell.seed)
-            end = math.inf if record.get("failed") else record["end"][results["main"]]
-            worse = end if math.isinf(end) or not results["higher_is_better"] else -end
-            blocks.setdefault(rest, {})[cell.kind[place]] = worse
+            end = math.inf if record.get("failed") else sign * record["end"][results["main"]]
+            blocks.setdefault(rest, {})[cell.kind[place]] = end
     complete = [block for block in blocks.values() if len(block) == len(values)]
-    found = {}
-    for value in values if complete else ():
-        own = [rank_of(block[value], list(block.values())) for block in complete]
+    if len(values) < 2 or not complete:
+        return []
+    mean = {v: fmean(rank_of(block[v], list(block.values())) for block in complete) for v in values}
+    values.sort(key=lambda value: mean[value])
+    found = []
+    for value in values:
         best = sum(block[value] == min(block.values()) for block in complete)
-        found[value] = (fmean(own), best, len(complete))
+        gaps = [sign * (b[value] - b[values[0]]) for b in complete if math.isfinite(b[value] + b[values[0]])]
+        behind = t_interval(gaps) if gaps and value != values[0] else None
+        found.append(Rank(value, mean[value], best, len(complete), behind))
     return found
 
 
