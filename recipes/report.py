@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import transformers
 from accelerate import Accelerator
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 from settings import CONTROL
+from tasks import Figures
 
 import hfpatch
 
@@ -46,35 +48,73 @@ def show(figure: float) -> str:
 
 def report(results: dict[str, Any]) -> str:
     """The results as Markdown that is also aligned in a terminal."""
-    config, data = results["config"], results["data"]
-    stages = results["stages"]
-    before, control, level = stages["baseline"]["end"], stages.get(CONTROL), stages["baseline"]["curve"][-1]["loss"]
+    config, stages = results["config"], results["stages"]
+    before, control = stages["baseline"]["end"], stages.get(CONTROL)
     runs = {name: (before, stages[name]["start"], stages[name]["end"]) for name in config["variants"]}
     columns = [["variant", *runs]]
-    for measure in ("loss", "perplexity", "bits_per_byte")[: 3 if before["bits_per_byte"] else 2]:
+    for measure in (name for name in before if before[name] is not None):
         figures = [[show(at[measure]) for at in run] for run in runs.values()]
         widths = [max(map(len, moment)) for moment in zip(*figures, strict=True)]
         cells = [" → ".join(f.rjust(w) for f, w in zip(row, widths, strict=True)) for row in figures]
         columns.append([measure.replace("_", " "), *cells])
+    what, gap, form = distance(results)
     if control:
-        gaps = {name: end["perplexity"] / control["end"]["perplexity"] - 1 for name, (_, _, end) in runs.items()}
-        columns.append(["vs control", *("-" if name == CONTROL else f"{gap:+.1%}" for name, gap in gaps.items())])
-    back = [next((p["step"] for p in stages[name]["curve"] if p["loss"] <= level), None) for name in runs]
+        gaps = {name: gap(end, control["end"]) for name, (_, _, end) in runs.items()}
+        columns.append(["vs control", *("-" if name == CONTROL else format(g, form) for name, g in gaps.items())])
+    back = [back_at(results, name) for name in runs]
     columns.append(["back at step", *("not yet" if step is None else str(step) for step in back)])
     lines = [
-        "Held-out figures: before the patch → right after it → healed.",
+        "Held-out figures: before the patch → right after it → after training.",
         "",
         *table(columns),
         "",
-        "*vs control*: healed perplexity against the unpatched copy's. "
-        "*back at step*: where the curve first reaches the loss before the patch.",
-        f"Baseline: {config['model'] or 'GPT-2 from scratch'}, {stages['baseline']['step']} steps; what a patch didn't "
-        f"keep was repaired on {config['calibration']} blocks; healing: {config['steps']} steps of "
-        f"{config['batch_size']} x {config['block_size']} tokens; seed {config['seed']}.",
-        f"Text: {data['source']}, sha256 {data['sha256'][:12]}; {data['heldout_tokens_evaluated']:,} tokens held out.",
+        f"*vs control*: final {what} against the unpatched copy's. "
+        f"*back at step*: where the curve first reaches the {results['main'].replace('_', ' ')} before the patch.",
+        settings_line(results),
+        data_line(results["data"]),
         machine(results),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
+
+
+def distance(results: dict[str, Any]) -> tuple[str, Callable[[Figures, Figures], float], str]:
+    """How far a model is from the control: of which figure, a function of both models' figures, and its format.
+
+    Perplexities are compared by their ratio, other figures by their difference.
+    """
+    if "perplexity" in results["stages"]["baseline"]["end"]:
+        return "perplexity", lambda own, control: own["perplexity"] / control["perplexity"] - 1, "+.1%"
+    main = results["main"]
+    return main.replace("_", " "), lambda own, control: own[main] - control[main], "+.3f"
+
+
+def back_at(results: dict[str, Any], name: str) -> int | None:
+    """The first step of a stage's curve whose main figure is as good as the baseline's last."""
+    main, sign = results["main"], 1 if results["higher_is_better"] else -1
+    level = results["stages"]["baseline"]["curve"][-1][main]
+    points = results["stages"][name]["curve"]
+    return next((point["step"] for point in points if sign * point[main] >= sign * level), None)
+
+
+def settings_line(results: dict[str, Any]) -> str:
+    config, steps = results["config"], results["stages"]["baseline"]["step"]
+    size = f"{config['batch_size']} x {config['block_size']} tokens" if "block_size" in config else config["batch_size"]
+    starts = {
+        "repaired": f"what a patch didn't keep was repaired on {config['calibration']} items of the training data",
+        "self": f"what a patch didn't keep was repaired on {config['calibration']} sequences that the model drew",
+        "auto": "patched without data",
+        "copied": "gains and shifts were copied",
+        "reset": "every model starts from scratch",
+    }
+    return (
+        f"Baseline: {config['model'] or 'from scratch'}, {steps} steps; {starts[config['start']]}; "
+        f"then {config['steps']} steps of {size}; seed {config['seed']}."
+    )
+
+
+def data_line(data: dict[str, Any]) -> str:
+    held_out = f"; {data['heldout_tokens_evaluated']:,} tokens held out" if "heldout_tokens_evaluated" in data else ""
+    return f"Data: {data['source']}, sha256 {data['sha256'][:12]}{held_out}."
 
 
 def table(columns: list[list[str]]) -> list[str]:
@@ -97,30 +137,40 @@ def machine(results: dict[str, Any]) -> str:
 
 
 def draw_curves(results: dict[str, Any], path: Path) -> None:
-    """Held-out perplexity while healing and, where there is a control, the gap to it at the same step."""
+    """The main figure (perplexity for language models) while training and, with a control, the gap to it."""
     stages, names, steps = results["stages"], results["config"]["variants"], results["config"]["steps"]
-    before = stages["baseline"]["curve"][-1]["perplexity"]
-    curves = {n: {p["step"]: p["perplexity"] for p in stages[n]["curve"]} for n in names}
+    what, distant, _ = distance(results)
+    shown = what.replace(" ", "_")
+    perplexity = what == "perplexity"
+    before = stages["baseline"]["curve"][-1][shown]
+    curves = {n: {p["step"]: p for p in stages[n]["curve"]} for n in names}
     patched = [n for n in names if n != CONTROL]
     # Each line is thinner than the one it may cover, and the control lies on top: equal curves show as stripes.
     style = {n: {"color": COLOURS[i % 6], "lw": max(5.0 - i, 1.5), "zorder": 2 + i} for i, n in enumerate(patched)}
     style |= {CONTROL: {"color": "black", "lw": 1.2, "zorder": 99}}
     figure, axes = plt.subplots(1, 1 + (CONTROL in names), figsize=(11 if CONTROL in names else 6, 4.4), squeeze=False)
     for name in names:
-        axes[0, 0].plot(*zip(*curves[name].items(), strict=True), **style[name], label=name)
+        values = [point[shown] for point in curves[name].values()]
+        axes[0, 0].plot([*curves[name]], values, **style[name], label=name)
         if CONTROL in names:
-            gap = {step: 100 * (p / curves[CONTROL][step] - 1) for step, p in curves[name].items()}
-            axes[0, 1].plot(*zip(*gap.items(), strict=True), **style[name])
+            both = {
+                step: (point, curves[CONTROL][step]) for step, point in curves[name].items() if step in curves[CONTROL]
+            }
+            gaps = [(100 if perplexity else 1) * distant(*pair) for pair in both.values()]
+            axes[0, 1].plot([*both], gaps, **style[name])
     axes[0, 0].axhline(before, color="#888888", ls="--", lw=1.2, label="before the patch")
-    axes[0, 0].set(yscale="log", ylabel="held-out perplexity (log scale)", title="Healing")
-    axes[0, 0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes[0, 0].yaxis.set_major_formatter("{x:g}")
-    axes[0, 0].yaxis.set_minor_formatter(NullFormatter())
+    axes[0, 0].set(ylabel=f"held-out {what}" + " (log scale)" * perplexity, title="After the patch")
+    if perplexity:
+        axes[0, 0].set_yscale("log")
+        axes[0, 0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes[0, 0].yaxis.set_major_formatter("{x:g}")
+        axes[0, 0].yaxis.set_minor_formatter(NullFormatter())
     axes[0, 0].legend(frameon=False)
     if CONTROL in names:
-        axes[0, 1].set_yscale("symlog", linthresh=10)  # linear up to 10 %
-        axes[0, 1].yaxis.set_major_formatter("{x:+g} %")
-        axes[0, 1].set(ylabel="perplexity against the control's", title="Distance from the control at the same step")
+        if perplexity:
+            axes[0, 1].set_yscale("symlog", linthresh=10)  # linear up to 10 %
+        axes[0, 1].yaxis.set_major_formatter("{x:+g} %" if perplexity else "{x:+g}")
+        axes[0, 1].set(ylabel=f"{what} against the control's", title="Distance from the control at the same step")
     for axis in axes[0]:
         axis.set_xscale("symlog", linthresh=1, linscale=0.4)  # most happens in the first steps
         axis.set_xlim(0, steps)

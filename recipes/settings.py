@@ -1,108 +1,134 @@
-"""Settings of recipes: flags, YAML, and what is refused before any work. Those of recipes/finetune.py."""
+"""Settings of recipes: flags, YAML, and what is refused before any work."""
 
 import difflib
+import importlib.util
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import yaml
-from accelerate.tracking import is_tensorboard_available
 from data import RecipeError
+from tasks import find_task
 from transformers import HfArgumentParser
 
-from hfpatch import NORMS, POSITIONS
+from hfpatch import MLPS, NORMS, POSITIONS
 
 CONTROL = "control"
-Config = TypeVar("Config")
 
 
 @dataclass
-class FinetuneConfig:
-    """The main job is these defaults; recipes/configs/lm.yaml spells them out."""
+class RunConfig:
+    """Settings of training in general; a task adds its own."""
 
+    task: Literal["lm", "classify", "embed", "image"] = field(
+        default="lm", metadata={"help": "what is learnt; each task has flags of its own: --task classify --help"}
+    )
     variants: list[str] = field(
         default_factory=lambda: ["rms", "dyt", "rope", "rms+rope", CONTROL],
         metadata={"help": "what to compare: a norm, a position scheme or norm+position, by registered name, with "
                   "options as in dyt:alpha=0.8; 'control' is the unpatched copy"},
     )  # fmt: skip
-    text: list[str] | None = field(
-        default=None, metadata={"help": "UTF-8 text files; none: source and docstrings of Python's standard library"}
-    )
-    model: str | None = field(
-        default=None, metadata={"help": "a folder or Hub id of a causal or masked LM; none: a small GPT-2 from scratch"}
-    )
     output_dir: str = field(default="runs/finetune", metadata={"help": "where results, models and states go"})
     baseline_steps: int | None = field(
         default=None, metadata={"help": "steps before the copies are made; none: 900 from scratch, 0 for --model"}
     )
-    steps: int = field(default=150, metadata={"help": "steps of healing, the same for every variant"})
-    calibration: int = field(
-        default=64, metadata={"help": "training blocks on which what a patch didn't keep is repaired; 0: no repair"}
-    )
-    batch_size: int = field(default=16, metadata={"help": "blocks in a batch, over all processes"})
-    block_size: int = field(default=128, metadata={"help": "tokens in a block"})
+    steps: int = field(default=150, metadata={"help": "steps after the patch, the same for every variant"})
+    start: Literal["repaired", "self", "auto", "copied", "reset"] = field(
+        default="repaired",
+        metadata={"help": "how a patched copy begins: repaired on --calibration training inputs, or on sequences that "
+                  "the model draws itself; auto: the closest that takes no data; copied: gains and shifts as they "
+                  "were, nothing else touched; reset: fresh, for training from scratch"},
+    )  # fmt: skip
+    calibration: int = field(default=64, metadata={"help": "training items, or own sequences, that a repair takes"})
+    batch_size: int = field(default=16, metadata={"help": "items in a batch, over all processes"})
     learning_rate: float = field(default=2e-3, metadata={"help": "peak of AdamW's learning rate"})
     warmup_steps: int = field(
-        default=10, metadata={"help": "steps of linear warmup; then constant (baseline) or cosine to 0 (healing)"}
+        default=10,
+        metadata={"help": "steps of linear warmup; then constant (baseline) or cosine to 0 (after the patch)"},
     )
     weight_decay: float = field(default=0.01, metadata={"help": "AdamW's decay, on matrices only"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are clipped to this norm; 0: not at all"})
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "batches in a step"})
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "keep fewer activations and compute them again: less memory, more time"}
+    )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = field(
         default=None, metadata={"help": "none: as accelerate launch says, else no"}
     )
-    vocab_size: int = field(default=1024, metadata={"help": "of the BPE and the GPT-2 that are made from scratch"})
-    layers: int = field(default=4, metadata={"help": "of the GPT-2 made from scratch"})
-    width: int = field(default=128, metadata={"help": "of the GPT-2 made from scratch; a head takes 32 of it"})
-    heldout_blocks: int = field(default=384, metadata={"help": "held-out blocks behind the table"})
-    curve_blocks: int = field(default=64, metadata={"help": "held-out blocks behind the curves"})
     eval_every: int = field(default=10, metadata={"help": "steps between points of the curves"})
     save_every: int = field(default=50, metadata={"help": "steps between saved states"})
+    patience: int | None = field(
+        default=None,
+        metadata={
+            "help": "stop a model after so many points of its curve without a better one, and go back to the best"
+        },
+    )
     seed: int = field(default=0, metadata={"help": "of weights and of the order of the data; never of the split"})
     resume: bool = field(default=False, metadata={"help": "go on where a run with the same settings stopped"})
     stop_after: int | None = field(
         default=None, metadata={"help": "save and stop after so many steps, for machines with a time limit"}
     )
-    tracker: Literal["none", "tensorboard"] = field(default="none", metadata={"help": "also log to this tracker"})
+    tracker: Literal["tensorboard", "wandb", "trackio", "none"] = field(
+        default="tensorboard", metadata={"help": "log to this tracker of accelerate's"}
+    )
 
 
 # Settings that may change between a stopped run and its continuation without making its figures incomparable.
 FREE_TO_CHANGE = {"variants", "output_dir", "save_every", "resume", "stop_after", "tracker"}
-AT_LEAST = {"block_size": 4, "vocab_size": 257}
-AT_LEAST |= dict.fromkeys(("steps", "batch_size", "gradient_accumulation_steps", "layers", "stop_after"), 1)
-AT_LEAST |= dict.fromkeys(("heldout_blocks", "curve_blocks", "eval_every", "save_every"), 1)
+AT_LEAST = dict.fromkeys(("steps", "batch_size", "gradient_accumulation_steps", "stop_after", "patience"), 1)
+AT_LEAST |= dict.fromkeys(("eval_every", "save_every"), 1)
 AT_LEAST |= dict.fromkeys(("baseline_steps", "calibration", "warmup_steps", "weight_decay", "max_grad_norm", "seed"), 0)
 
 
-def parse(argv: list[str], about: str = "") -> FinetuneConfig:
-    """Settings of recipes/finetune.py; see `read_settings`."""
-    return read_settings(FinetuneConfig, "finetune.py", argv, about)
+def spell_out(argv: list[str]) -> list[str]:
+    """Flags alone: those of a YAML file that comes first, then the others, which win."""
+    if not (argv and argv[0].endswith((".yaml", ".yml"))):
+        return argv
+    path, argv = argv[0], argv[1:]
+    try:
+        settings = yaml.safe_load(Path(path).read_text("utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"can't read the settings in {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(settings, dict):
+        raise RecipeError(f"{path} must hold 'name: value' lines, not a {type(settings).__name__}")
+    flags = []
+    for name, value in settings.items():  # through the parser, so that YAML and flags are checked alike
+        values = value if isinstance(value, list) else [value]
+        flags += [f"--{name}", *map(str, values)] if value is not None else []
+    return flags + argv
 
 
-def read_settings(kind: type[Config], recipe: str, argv: list[str], about: str = "") -> Config:
-    """Settings from flags, or from a YAML file followed by flags, which win."""
+def read_settings(kinds: type | tuple[type, ...], recipe: str, argv: list[str], about: str = "") -> Any:
+    """Settings from flags, or from a YAML file followed by flags, which win.
+
+    Several dataclasses make one flat object; where two have a field of the same name, the first one's default holds.
+    """
+    if isinstance(kinds, tuple):
+        kinds = dataclass(type("Settings", kinds, {}))
     parser = HfArgumentParser(
-        kind,
+        kinds,
         prog=recipe,
         usage="%(prog)s [CONFIG.yaml] [--flag value ...]",
         description=about,
         epilog="CONFIG.yaml holds the same names; flags override it.",
         allow_abbrev=False,
     )
-    flags = []
-    if argv and argv[0].endswith((".yaml", ".yml")):
-        path, argv = argv[0], argv[1:]
-        try:
-            settings = yaml.safe_load(Path(path).read_text("utf-8")) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise RecipeError(f"can't read the settings in {path}: {' '.join(str(error).split())}") from None
-        if not isinstance(settings, dict):
-            raise RecipeError(f"{path} must hold 'name: value' lines, not a {type(settings).__name__}")
-        for name, value in settings.items():  # through the parser, so that YAML and flags are checked alike
-            values = value if isinstance(value, list) else [value]
-            flags += [f"--{name}", *map(str, values)] if value is not None else []
-    return kind(**vars(parser.parse_args(flags + argv)))
+    return kinds(**vars(parser.parse_args(spell_out(argv))))
+
+
+def read_run(argv: list[str], recipe: str, about: str = "", *more: type) -> Any:
+    """Settings of a recipe that trains: its own (`more`), the task's and training's.
+
+    Raises:
+        RecipeError: there is no such task, or the YAML file can't be read.
+    """
+    flags = spell_out(argv)
+    chosen = [b for a, b in pairwise(flags) if a == "--task"]
+    chosen += [flag.removeprefix("--task=") for flag in flags if flag.startswith("--task=")]
+    task = find_task(chosen[-1] if chosen else "lm")
+    return read_settings((*more, task.Config, RunConfig), recipe, flags, about)
 
 
 def parse_variant(name: str) -> dict[str, str]:
@@ -110,34 +136,40 @@ def parse_variant(name: str) -> dict[str, str]:
 
     Raises:
         UnknownNameError: hfpatch knows no such scheme.
-        RecipeError: two norms or two position schemes.
+        RecipeError: two schemes of one kind.
     """
     request: dict[str, str] = {}
+    kinds = {"norm": NORMS, "pos": POSITIONS, "mlp": MLPS}
     for part in re.split(r"\+(?=[A-Za-z_])", name) if name != CONTROL else ():
         scheme = part.partition(":")[0]
-        if scheme not in NORMS and scheme not in POSITIONS:
-            near = difflib.get_close_matches(scheme, [*NORMS, *POSITIONS], n=1, cutoff=0.0)
-            (POSITIONS if near and near[0] in POSITIONS else NORMS)[scheme]  # raises, with a suggestion
-        kind = "norm" if scheme in NORMS else "pos"
-        if kind in request:
+        kind = next((kind for kind, registry in kinds.items() if scheme in registry), None)
+        if kind is None:
+            every = {name: registry for registry in kinds.values() for name in registry}
+            near = difflib.get_close_matches(scheme, every, n=1, cutoff=0.0)
+            every.get(near[0] if near else "", NORMS)[scheme]  # raises, with a suggestion
+        elif kind in request:
             raise RecipeError(f"variant {name!r} asks for two schemes of one kind: {request[kind]!r} and {part!r}")
-        request[kind] = part
+        else:
+            request[kind] = part
     return request
 
 
-def check(config: FinetuneConfig) -> None:
+def check(config: Any) -> None:
     """Refuse what can't work before anything is read, trained or written."""
-    check_numbers(config, AT_LEAST)
-    if config.model is None and config.baseline_steps == 0:
-        raise RecipeError("--baseline_steps 0 leaves a GPT-2 from scratch untrained: there is nothing to heal back to")
-    if config.model is None and (config.width < 32 or config.width % 32):
-        raise RecipeError(f"--width must be a multiple of 32, not {config.width}")
+    task = find_task(config.task)
+    check_numbers(config, AT_LEAST | task.at_least)
+    task.check(config)
+    if config.model is None and config.baseline_steps == 0 and config.start != "reset":
+        raise RecipeError(
+            "--baseline_steps 0 leaves a model from scratch untrained: there is nothing to heal back to "
+            "(--start reset compares models that are all trained from scratch)"
+        )
     if len(set(config.variants)) < len(config.variants):
         raise RecipeError(f"a variant is named twice in --variants {' '.join(config.variants)}")
     for variant in config.variants:
         parse_variant(variant)
-    if config.tracker == "tensorboard" and not is_tensorboard_available():
-        raise RecipeError("--tracker tensorboard needs the package: pip install tensorboard")
+    if config.tracker != "none" and importlib.util.find_spec(config.tracker) is None:
+        raise RecipeError(f"--tracker {config.tracker} needs the package: pip install {config.tracker}")
     if config.model and (config.model[0] in "./~\\" or config.model.count("/") > 1) and not Path(config.model).is_dir():
         raise RecipeError(f"there is no model folder {config.model}")
     check_output_folder(config.output_dir)

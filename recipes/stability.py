@@ -44,9 +44,11 @@ from data import (
     train_tokenizer,
 )
 from depth_report import depth_report, draw_depths
-from finetune import Batch, Stopped, stop_requests, token_nats, write_json
+from lm import token_nats
 from report import hardware, versions
+from run import Stopped, stop_requests, write_json
 from settings import check_numbers, check_output_folder, read_settings
+from tasks import Batch
 from torch import nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm

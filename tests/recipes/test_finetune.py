@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +31,20 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 import data  # noqa: E402
 import finetune  # noqa: E402
+import lm  # noqa: E402
+import run  # noqa: E402
+import settings  # noqa: E402
 
 TINY = "--layers 1 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 5 --steps 4"
-TINY += " --eval_every 2 --save_every 2 --heldout_blocks 20 --curve_blocks 6 --warmup_steps 2"
+TINY += " --tracker none --eval_every 2 --save_every 2 --heldout_blocks 20 --curve_blocks 6 --warmup_steps 2"
 
 
 def tiny(out, *more, variants="dyt rms+rope control"):
     return [*TINY.split(), "--variants", *variants.split(), "--output_dir", str(out), *map(str, more)]
+
+
+def parse(argv):
+    return settings.read_run(argv, "finetune.py")
 
 
 def read_results(out):
@@ -186,10 +194,10 @@ class TestStopping:
         text_2 = tmp_path / text.name
         text_2.write_text(text.read_text("utf-8") + "more\n", "utf-8")
         assert finetune.main(tiny(tmp_path, "--text", text_2, "--resume")) == 2
-        assert "text (its content)" in capsys.readouterr().err
+        assert "data (its content)" in capsys.readouterr().err
 
     def test_ctrl_c_finishes_the_step_and_saves(self, finished, text, tmp_path, capsys, monkeypatch):
-        train_step = finetune.Finetune.train_step
+        train_step = run.Run.train_step
 
         def interrupted(self, where, *args):
             if where.startswith("step 3 "):
@@ -197,7 +205,7 @@ class TestStopping:
             return train_step(self, where, *args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(finetune.Finetune, "train_step", interrupted)
+            patch.setattr(run.Run, "train_step", interrupted)
             assert finetune.main(tiny(tmp_path, "--text", text)) == 130
         assert "stopped after step 4 of 5 of 'baseline'" in capsys.readouterr().err
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -206,8 +214,8 @@ class TestStopping:
 
     def test_second_ctrl_c_interrupts_at_once(self, monkeypatch):
         now = iter([0.0, 1.0, 3.0])
-        monkeypatch.setattr(finetune.time, "monotonic", lambda: next(now))
-        with finetune.stop_requests() as requests:
+        monkeypatch.setattr(run.time, "monotonic", lambda: next(now))
+        with run.stop_requests() as requests:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)  # a launcher passing the same one on
             assert requests == [0.0, 1.0]
@@ -215,14 +223,14 @@ class TestStopping:
                 os.kill(os.getpid(), signal.SIGINT)
 
     def test_nan_stops_and_keeps_the_last_good_state(self, text, tmp_path, capsys, monkeypatch):
-        token_nats, calls = finetune.token_nats, []
+        token_nats, calls = lm.token_nats, []
 
         def broken(model, batch, masked):
             nats, counts = token_nats(model, batch, masked)
             calls.append(model.training)
             return (nats * math.nan if sum(calls) == 4 else nats), counts
 
-        monkeypatch.setattr(finetune, "token_nats", broken)
+        monkeypatch.setattr(lm, "token_nats", broken)
         assert finetune.main(tiny(tmp_path, "--text", text)) == 1
         error = capsys.readouterr().err
         assert "loss nan" in error
@@ -249,19 +257,19 @@ def test_two_processes_follow_one(finished, text, tmp_path):
 
 class TestSettings:
     def test_yaml_spells_out_the_defaults(self):
-        assert finetune.parse([str(ROOT / "recipes" / "configs" / "lm.yaml")]) == finetune.parse([])
-        assert finetune.parse([]) == finetune.FinetuneConfig()
+        assert asdict(parse([str(ROOT / "recipes" / "configs" / "lm.yaml")])) == asdict(parse([]))
+        assert type(parse([])).__mro__[1:3] == (lm.LanguageModellingConfig, settings.RunConfig)
 
     def test_yaml_names_every_setting(self):
         import yaml
 
         written = yaml.safe_load((ROOT / "recipes" / "configs" / "lm.yaml").read_text("utf-8"))
-        assert set(written) == set(finetune.FinetuneConfig.__dataclass_fields__)
+        assert set(written) == set(parse([]).__dataclass_fields__)
 
     def test_flags_win_over_yaml(self, tmp_path):
         path = tmp_path / "own.yaml"
         path.write_text("steps: 7\nlearning_rate: 3e-4\nvariants: [dyt, control]\nresume: true\n")
-        config = finetune.parse([str(path), "--steps", "50"])
+        config = parse([str(path), "--steps", "50"])
         assert (config.steps, config.learning_rate, config.variants) == (50, 3e-4, ["dyt", "control"])
         assert config.resume is True
 
@@ -270,7 +278,7 @@ class TestSettings:
         path = tmp_path / "own.yaml"
         path.write_text(content)
         with pytest.raises(SystemExit) as exit:
-            finetune.parse([str(path)])
+            parse([str(path)])
         assert exit.value.code == 2
         assert content.split(": ")[1 if content.startswith("steps") else 0] in capsys.readouterr().err
 
@@ -283,9 +291,9 @@ class TestSettings:
         assert "own.yaml" in capsys.readouterr().err
 
     def test_variants_are_registered_names(self):
-        assert finetune.parse_variant("rms+rope") == {"norm": "rms", "pos": "rope"}
-        assert finetune.parse_variant("rope+dyt:alpha=1e+0") == {"norm": "dyt:alpha=1e+0", "pos": "rope"}
-        assert finetune.parse_variant("control") == {}
+        assert settings.parse_variant("rms+rope") == {"norm": "rms", "pos": "rope"}
+        assert settings.parse_variant("rope+dyt:alpha=1e+0") == {"norm": "dyt:alpha=1e+0", "pos": "rope"}
+        assert settings.parse_variant("control") == {}
 
 
 class TestBadInput:
@@ -293,7 +301,7 @@ class TestBadInput:
 
     @pytest.fixture(autouse=True)
     def nothing_is_trained(self, monkeypatch):
-        monkeypatch.setattr(finetune.Finetune, "stage", lambda *a, **k: pytest.fail("training began"))
+        monkeypatch.setattr(run.Run, "stage", lambda *a, **k: pytest.fail("training began"))
 
     @pytest.mark.parametrize(
         ("flags", "message"),
@@ -384,7 +392,7 @@ class TestMaskedModel:
         assert finetune.main(argv) == 0
         results = read_results(tmp_path)
         stages = results["stages"]
-        assert results["objective"] == "masked"
+        assert results["data"]["objective"] == "masked"
         assert stages["control"]["start"] == stages["baseline"]["end"] == stages["baseline"]["start"]
         assert stages["control"]["end"]["loss"] < stages["control"]["start"]["loss"]
         assert stages["dyt"]["start"] != stages["control"]["start"]

@@ -1,0 +1,170 @@
+"""Language modelling: causal, or masked where the given model was saved as a masked one."""
+
+import math
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from accelerate import Accelerator
+from data import (
+    Causal,
+    HeldOutBlocks,
+    Masked,
+    RecipeError,
+    TrainBlocks,
+    encode,
+    fingerprint,
+    read_standard_library,
+    read_text_files,
+    split_documents,
+    train_tokenizer,
+)
+from tasks import Batch, Figures, Task, load
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+)
+
+
+@dataclass
+class LanguageModellingConfig:
+    """Flags of `--task lm`."""
+
+    text: list[str] | None = field(
+        default=None, metadata={"help": "UTF-8 text files; none: source and docstrings of Python's standard library"}
+    )
+    model: str | None = field(
+        default=None, metadata={"help": "a folder or Hub id of a causal or masked LM; none: a small GPT-2 from scratch"}
+    )
+    block_size: int = field(default=128, metadata={"help": "tokens in a block"})
+    vocab_size: int = field(default=1024, metadata={"help": "of the BPE and the GPT-2 that are made from scratch"})
+    layers: int = field(default=4, metadata={"help": "of the GPT-2 made from scratch"})
+    width: int = field(default=128, metadata={"help": "of the GPT-2 made from scratch; a head takes 32 of it"})
+    heldout_blocks: int = field(default=384, metadata={"help": "held-out blocks behind the table"})
+    curve_blocks: int = field(default=64, metadata={"help": "held-out blocks behind the curves"})
+
+
+class LanguageModelling(Task):
+    """Every token from those before it, or the hidden ones from the rest."""
+
+    name = "lm"
+    Config = LanguageModellingConfig
+    at_least = {"block_size": 4, "vocab_size": 257, "layers": 1, "heldout_blocks": 1, "curve_blocks": 1}  # noqa: RUF012
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        if config.model is None and (config.width < 32 or config.width % 32):
+            raise RecipeError(f"--width must be a multiple of 32, not {config.width}")
+
+    def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
+        self.config = c = config
+        documents = read_text_files(c.text) if c.text else read_standard_library()
+        train, heldout = split_documents(documents)
+        if c.model is None:
+            with accelerator.main_process_first():
+                self.tokenizer = train_tokenizer(train, c.vocab_size, out / "tokenizer")
+        else:
+            self.tokenizer = load(AutoTokenizer, c.model)
+        self.masked = c.model is not None and is_masked(load(AutoConfig, c.model))
+        self.auto = AutoModelForMaskedLM if self.masked else AutoModelForCausalLM
+        self.block = Masked(self.tokenizer, c.block_size) if self.masked else Causal(c.block_size)
+        self.train_tokens, _ = encode(train, self.tokenizer)
+        heldout_tokens, sizes = encode(heldout, self.tokenizer)
+        for name, tokens in {"training": self.train_tokens, "held-out": heldout_tokens}.items():
+            if len(tokens) < self.block.content:
+                raise RecipeError(
+                    f"the {name} text has {len(tokens)} tokens, less than one block of {c.block_size}: "
+                    "give more text, or a smaller --block_size"
+                )
+        self.heldout = HeldOutBlocks(heldout_tokens, sizes, self.block, c.heldout_blocks)
+        self.curve = HeldOutBlocks(heldout_tokens, sizes, self.block, c.curve_blocks)
+        python = f"standard library of Python {platform.python_version()}"
+        self.data = {
+            "source": ", ".join(d.name for d in documents) if c.text else python,
+            "sha256": fingerprint(documents),
+            "files": {"train": len(train), "heldout": len(heldout)},
+            "tokens": {"train": len(self.train_tokens), "heldout": len(heldout_tokens)},
+            "heldout_tokens_evaluated": len(self.heldout) * self.block.content,
+            "vocab_size": len(self.tokenizer),
+            "objective": "masked" if self.masked else "causal",
+        }
+
+    def baseline(self) -> transformers.PreTrainedModel:
+        c = self.config
+        model = self.load(c.model) if c.model else self.small_gpt2()
+        longest = min(getattr(model.config, "max_position_embeddings", math.inf), self.tokenizer.model_max_length)
+        if c.block_size > longest:
+            raise RecipeError(
+                f"--block_size {c.block_size} is beyond the {longest} positions of the model; "
+                "the figures before the patch, and the control, need them"
+            )
+        if len(self.tokenizer) > model.config.get_text_config().vocab_size:
+            raise RecipeError(f"the tokenizer of {c.model} has more tokens ({len(self.tokenizer)}) than the model")
+        return model
+
+    def small_gpt2(self) -> transformers.GPT2LMHeadModel:
+        c, end = self.config, self.tokenizer.eos_token_id
+        gpt2 = transformers.GPT2Config(
+            vocab_size=len(self.tokenizer),
+            n_positions=c.block_size,
+            n_embd=c.width,
+            n_layer=c.layers,
+            n_head=c.width // 32,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),  # short runs only underfit
+            initializer_range=c.width**-0.5,  # GPT-2's 0.02 suits a width of 768 and is slow to begin with at 128
+            bos_token_id=end,
+            eos_token_id=end,
+        )
+        return transformers.GPT2LMHeadModel(gpt2)
+
+    def load(self, source: str) -> transformers.PreTrainedModel:
+        return load(self.auto, source, dtype=torch.float32)
+
+    def save_extras(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
+
+    def train_set(self, seed: int, first: int, count: int) -> TrainBlocks:
+        return TrainBlocks(self.train_tokens, self.block, seed, first, count)
+
+    def inputs(self, batch: Batch) -> Batch:
+        return {"input_ids": batch["input_ids"]}
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_nats(model, batch, self.masked)
+
+    def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
+        """Loss in nats a token, perplexity and, for causal models, bits a byte of the text predicted."""
+        seen = [gather(self.loss(model, batch)) for batch in loader]
+        nats = sum(n.double().sum().item() for n, _ in seen)
+        loss = nats / sum(count.sum().item() for _, count in seen)
+        return {
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700)),
+            "bits_per_byte": None if self.masked else nats / math.log(2) / loader.dataset.sizes.sum(),
+        }
+
+
+def token_nats(model: nn.Module, batch: Batch, masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per block: the summed negative log-likelihood in nats, and the number of tokens it is over. Both (B,)."""
+    logits = model(input_ids=batch["input_ids"], **({} if masked else {"use_cache": False})).logits.float()
+    labels = batch["labels"]
+    if not masked:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+    return nats.view_as(labels).sum(1), (labels != -100).sum(1)
+
+
+def is_masked(config: transformers.PreTrainedConfig) -> bool:
+    """Whether a checkpoint is a masked language model, by the class that it was saved from."""
+    architecture = (config.architectures or [""])[0]
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not architecture.endswith(("ForCausalLM", "LMHeadModel"))

@@ -1,0 +1,73 @@
+"""Where training begins: the unpatched model, and patched copies of it."""
+
+import warnings
+from typing import Any
+
+from accelerate.utils import set_seed
+from run import Run
+from settings import CONTROL, parse_variant
+from tasks import Task
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+
+from hfpatch import NotPreservedWarning, patch_model, plan_patch, sample_batches
+
+INIT = {"copied": {"init": "copy"}, "reset": {"init": "reset"}}  # patch_model's, where it isn't its default
+
+
+class Baseline:
+    """The unpatched model, trained for `--baseline_steps`; every copy begins as it ended.
+
+    Raises:
+        RecipeError: the model doesn't fit the data.
+        PatchError: hfpatch refuses one of the variants, all of which are tried out on paper.
+    """
+
+    def __init__(self, task: Task, config: Any, seed: int, variants: list[str]) -> None:
+        self.task, self.config, self.seed = task, config, seed
+        self.steps = config.baseline_steps if config.baseline_steps is not None else 0 if config.model else 900
+        self.source = config.model
+        set_seed(seed)
+        self.model: PreTrainedModel | None = task.baseline()
+        for variant in variants:
+            if request := parse_variant(variant):
+                plan_patch(self.model, **request, **INIT.get(config.start, {}))
+
+    def train(self, run: Run, name: str = "baseline") -> None:
+        model, self.model = self.model, None
+        run.stage(name, lambda: model, self.steps, seed=self.seed, schedule="constant_with_warmup")
+        if self.steps:
+            self.source = str(run.out / name)
+
+    def copy(self) -> PreTrainedModel:
+        if self.source:
+            return self.task.load(self.source)
+        set_seed(self.seed)  # never trained: the same weights once more
+        return self.task.baseline()
+
+    def patched(self, variant: str, start: str | None = None) -> PreTrainedModel:
+        """A copy, patched; `start` is the settings', unless another one is given."""
+        c = self.config
+        return patched(self.task, self.copy(), variant, start or c.start, c.calibration, c.batch_size, self.seed)
+
+
+def patched(
+    task: Task, model: PreTrainedModel, variant: str, start: str, calibration: int, batch_size: int, seed: int
+) -> PreTrainedModel:
+    """The model, patched in place, and repaired where `start` says so.
+
+    Args:
+        start: "copied", "auto", "repaired" (on `calibration` items to learn from), "self" (on as many sequences that
+            the model draws itself) or "reset".
+    """
+    if variant == CONTROL:
+        return model
+    options: dict[str, Any] = {**parse_variant(variant), **INIT.get(start, {})}
+    if start == "repaired":
+        items = DataLoader(task.train_set(seed, 0, calibration), batch_size, collate_fn=task.collate)
+        options["calibration"] = [task.inputs(batch) for batch in items]
+    elif start == "self":
+        options["calibration"] = sample_batches(model, sequences=calibration, seed=seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)  # what isn't preserved is what the table shows
+        return patch_model(model, **options)

@@ -1,0 +1,119 @@
+"""What a recipe trains: a task is the data, a model to begin with, a loss, and the figures of a model."""
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+from data import RecipeError
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+from transformers import PreTrainedModel
+
+from hfpatch import PatchError
+
+Batch = dict[str, torch.Tensor]
+Figures = dict[str, float | None]
+
+
+class Task(ABC):
+    """One way to learn. Items are a function of (seed, index), so a run stops anywhere and goes on to the bit.
+
+    Attributes:
+        Config: the dataclass of its settings; at_least: lower bounds of some of them.
+        main: the figure that tables and curves show, a key of `figures`.
+        unit: what throughput counts.
+        data: where the data came from and how much of it there is, for results.json.
+        heldout, curve: what the table's figures are measured on, and the curves'.
+    """
+
+    name: ClassVar[str]
+    Config: ClassVar[type]
+    at_least: ClassVar[dict[str, float]] = {}
+    main: str = "loss"
+    higher_is_better: bool = False
+    unit: str = "tokens"
+    data: dict[str, Any]
+    heldout: Dataset
+    curve: Dataset
+
+    @classmethod  # noqa: B027
+    def check(cls, config: Any) -> None:
+        """Refuse settings that can't work; nothing is read."""
+
+    @abstractmethod
+    def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
+        """Read the data and make the tokenizer."""
+
+    @abstractmethod
+    def baseline(self) -> PreTrainedModel:
+        """The model of `config.model` or, from scratch, a small one with weights by torch's global seed."""
+
+    @abstractmethod
+    def load(self, source: str) -> PreTrainedModel:
+        """A saved model, in float32."""
+
+    @abstractmethod
+    def train_set(self, seed: int, first: int, count: int) -> Dataset:
+        """`count` items to learn from; item i is a function of (seed, first + i) and of nothing else."""
+
+    @abstractmethod
+    def inputs(self, batch: Batch) -> Batch:
+        """What the model's forward takes, without labels: for repair and for distillation."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per item the summed loss, (B,), and the number of terms in it, (B,): the batch's loss is sum / sum."""
+
+    @abstractmethod
+    def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
+        """A model's figures on all of a loader; `gather` collects tensors of one batch over the processes."""
+
+    def collate(self, items: list[Any]) -> Batch:
+        return default_collate(items)
+
+    def save_extras(self, folder: Path) -> None:  # noqa: B027
+        """What belongs beside a saved model: its tokenizer or processor."""
+
+    def size(self, batch: Batch) -> int:
+        """How many units a batch holds."""
+        return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
+
+    def parameter_groups(self, model: nn.Module, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
+        """AdamW's groups: matrices decay; vectors (gains, shifts, DyT's alpha) don't."""
+        matrices = [p for p in model.parameters() if p.ndim >= 2 and p.requires_grad]
+        vectors = [p for p in model.parameters() if p.ndim < 2 and p.requires_grad]
+        return [
+            {"params": matrices, "lr": learning_rate, "weight_decay": weight_decay},
+            {"params": vectors, "lr": learning_rate, "weight_decay": 0.0},
+        ]
+
+
+def load(auto: Any, source: str, **options: Any) -> Any:
+    """`auto.from_pretrained(source)`, whose many ways to fail become one line."""
+    try:
+        return auto.from_pretrained(source, **options)
+    except PatchError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RecipeError(f"{auto.__name__} can't load {source}: {reason}") from None
+
+
+TASKS = {
+    "lm": "lm.LanguageModelling",
+    "classify": "classify.Classification",
+    "embed": "embed.Embedding",
+    "image": "image.ImageClassification",
+}
+
+
+def find_task(name: str) -> type[Task]:
+    """The task of that name; its module is imported only then."""
+    if name not in TASKS:
+        raise RecipeError(f"no task is called {name!r}; there are {', '.join(TASKS)}")
+    module, _, kind = TASKS[name].partition(".")
+    return getattr(importlib.import_module(module), kind)
