@@ -1,6 +1,7 @@
 """The curves of recipes/compare.py: means over seeds, and beside them the difference from the control."""
 
 import io
+import math
 import re
 from collections.abc import Sequence
 from itertools import product
@@ -12,7 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from compare_report import main_name
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
-from paired import Cell, Kind, cell_of, control_of, read_cells, t_interval
+from paired import Cell, Kind, control_of, grid_of, read_cells, t_interval
 from report import COLOURS
 from settings import CONTROL
 
@@ -91,7 +92,7 @@ def panels_of(results: Results) -> dict[str, dict[str, Kind]]:
     One way to start and to train: a panel shows the variants. Several: each variant has a panel, which shows the ways.
     """
     done = {cell.kind for cell, record in read_cells(results).items() if not record.get("failed")}
-    kinds = [kind for kind in dict.fromkeys(cell_kinds(results)) if kind in done]
+    kinds = [kind for kind in dict.fromkeys(cell.kind for cell in grid_of(results)) if kind in done]
     compared = [kind for kind in kinds if not kind.is_control] or kinds
     ways = len({(kind.start, kind.method) for kind in compared}) > 1
     budgets = sorted({kind.steps for kind in compared})
@@ -110,13 +111,9 @@ def panels_of(results: Results) -> dict[str, dict[str, Kind]]:
     return panels
 
 
-def cell_kinds(results: Results) -> list[Kind]:
-    return [cell_of(record).kind for record in results["grid"]]
-
-
 def told(results: Results, kind: Kind) -> list[str]:
     """Start and method, as far as they differ in the grid."""
-    compared = [k for k in cell_kinds(results) if not k.is_control]
+    compared = [cell.kind for cell in grid_of(results) if not cell.kind.is_control]
     return [getattr(kind, n) for n in ("start", "method") if len({getattr(k, n) for k in compared}) > 1]
 
 
@@ -194,8 +191,18 @@ def margin_of(results: Results, steps: int) -> float:
 
 def spread_out(axis: Any, margin: float) -> None:
     """What a swap cost at first must not flatten the rest: far from zero by orders of magnitude, if it is far."""
-    if max(map(abs, axis.get_ylim())) > 12 * margin > 0:
-        axis.set_yscale("asinh", linear_width=2 * margin)
+    low, high = axis.get_ylim()
+    if max(-low, high) > 12 * margin > 0:
+        wide = 2 * margin
+        axis.set_yscale("asinh", linear_width=wide)
+        places = sorted((m * 10.0**e for e in range(-9, 9) for m in (1, 2, 5)), reverse=True)
+        ticks, gap = [0.0], 0.06 * (math.asinh(high / wide) - math.asinh(low / wide))
+        for tick in (sign * place for place in places for sign in (1, -1) if low <= sign * place <= high):
+            if all(abs(math.asinh(tick / wide) - math.asinh(other / wide)) > gap for other in ticks):
+                ticks.append(tick)
+        axis.set_yticks(ticks)
+        axis.yaxis.set_minor_locator(NullLocator())
+        axis.set_ylim(low, high)
     axis.yaxis.set_major_formatter(lambda x, _: f"{x:+.3g}" if x else "0")
 
 

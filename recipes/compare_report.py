@@ -14,7 +14,9 @@ from paired import (
     Kind,
     Rank,
     Summary,
+    grid_of,
     ranks,
+    read_cells,
     seeds_needed,
     summarise,
     t_quantile,
@@ -42,7 +44,7 @@ def compare_report(results: Results) -> str:
 
 
 def title(results: Results) -> str:
-    variants = [v for v in dict.fromkeys(r["variant"] for r in results["grid"]) if v != CONTROL]
+    variants = [v for v in dict.fromkeys(cell.kind.variant for cell in grid_of(results)) if v != CONTROL]
     return f"{', '.join(variants) or 'no variant'} against the unpatched control"
 
 
@@ -50,12 +52,12 @@ def title(results: Results) -> str:
 
 
 def label(kind: Kind, results: Results) -> str:
-    """A kind by what tells it from the others of the grid: "rms", "rms (copied, distil)", "rms, 300 steps"."""
-    grid = results["grid"]
-    told = [n for n in ("start", "method") if len({r[n] for r in grid if r["variant"] != CONTROL}) > 1]
-    how = ", ".join(getattr(kind, name) for name in told) if not kind.is_control else ""
-    steps = f", {kind.steps} steps" if len({r["steps"] for r in grid}) > 1 else ""
-    return kind.variant + (f" ({how})" if how else "") + steps
+    """A kind by what tells it from the others of the grid: "rms", "rms (copied, distil)", "rms (300 steps)"."""
+    kinds = {cell.kind for cell in grid_of(results)}
+    told = [n for n in ("start", "method") if len({getattr(k, n) for k in kinds if not k.is_control}) > 1]
+    how = [getattr(kind, name) for name in told if not kind.is_control]
+    how += [f"{kind.steps} steps"] * (len({k.steps for k in kinds}) > 1)
+    return kind.variant + (f" ({', '.join(how)})" if how else "")
 
 
 def main_name(results: Results) -> str:
@@ -164,7 +166,7 @@ def reading(results: Results, summaries: list[Summary]) -> list[str]:
 
 
 def progress(results: Results) -> str:
-    done, asked = len(results["cells"]), len(results["grid"])
+    done, asked = len(read_cells(results)), len(results["grid"])
     return f"Not finished: {done} of {asked} models are there, and what follows is about these." if done < asked else ""
 
 
@@ -311,10 +313,9 @@ def budget(results: Results) -> str:
 
 
 def baseline(results: Results) -> str:
-    c, stages = results["config"], results["baselines"]
-    trained = {record["step"] for record in stages.values()}
-    source = c.get("model") or "a model made from scratch"
-    return f"starting from {source}" + (f", trained for {trained.pop()} steps first" if trained - {0} else "")
+    trained = [stage["step"] for name, stage in results["stages"].items() if name.startswith("baseline-")]
+    source = results["config"].get("model") or "a model made from scratch"
+    return f"starting from {source}" + (f", trained for {max(trained)} steps first" if any(trained) else "")
 
 
 def data(results: Results) -> str:

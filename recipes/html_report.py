@@ -226,7 +226,7 @@ def every_cell(results: Results) -> str:
         if record.get("failed"):
             rows.append([kind, str(cell.seed), "-", "-", escape(record["failed"]), "-", "-"])
             continue
-        speed = record.get("tokens_per_second")
+        speed = record.get(f"{results['unit']}_per_second")
         rows.append([
             kind, str(cell.seed), show(record["start"][main]), show(record["end"][main]), str(record["step"]),
             f"{speed:,}" if speed else "-", f"{record['parameters']:,}" if record.get("parameters") else "-",

@@ -35,9 +35,8 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the cell's stage within its seed's run, and of its folder."""
-        variant, start, method, steps = self.kind
-        return f"{variant} {steps}" if self.kind.is_control else f"{variant} {start} {method} {steps}"
+        """Of the cell's stage in its run."""
+        return "-".join(map(str, [*filter(None, self.kind), "seed", self.seed]))
 
 
 @dataclass(frozen=True)
@@ -121,13 +120,15 @@ class Summary:
     missing: tuple[int, ...]
 
 
+def grid_of(results: Record) -> list[Cell]:
+    """Every cell that is asked for."""
+    return [Cell(Kind(*(record[name] for name in Kind._fields)), record["seed"]) for record in results["grid"]]
+
+
 def read_cells(results: Record) -> dict[Cell, Record]:
-    """Stages of the cells of results.json that are done; those of cells that failed say so."""
-    return {cell_of(record): record["stage"] for record in results["cells"]}
-
-
-def cell_of(record: Record) -> Cell:
-    return Cell(Kind(*(record[name] for name in Kind._fields)), record["seed"])
+    """The stages of the cells that are done; those of cells that failed say why."""
+    stages = results["stages"]
+    return {cell: stages[cell.name] for cell in grid_of(results) if cell.name in stages}
 
 
 def summarise(results: Record) -> list[Summary]:
@@ -137,7 +138,7 @@ def summarise(results: Record) -> list[Summary]:
         ValueError: a cell and its control were not trained for the same number of steps on the same batches.
     """
     cells, config = read_cells(results), results["config"]
-    planned = [cell_of(record) for record in results["grid"]]
+    planned = grid_of(results)
     kinds = sorted(dict.fromkeys(cell.kind for cell in planned), key=lambda kind: not kind.is_control)
     found = []
     for kind in kinds:
@@ -201,16 +202,16 @@ def summary(
         margin,
         "" if kind.is_control else verdict(difference, margin, results["higher_is_better"]),
         1 - difference.mean / cost.mean if lost > margin else None,
-        tuple(time_ratios(pairs.values())),
+        tuple(time_ratios(pairs.values(), f"{results['unit']}_per_second")),
         {name: at("end", name) for name in shared},
         failed,
         missing,
     )
 
 
-def time_ratios(pairs: Iterable[tuple[Record, Record]]) -> list[float]:
+def time_ratios(pairs: Iterable[tuple[Record, Record]], rate: str) -> list[float]:
     """Time of a step over the control's, which has seen the same batches: the inverse ratio of throughputs."""
-    speeds = [(record.get("tokens_per_second"), control.get("tokens_per_second")) for record, control in pairs]
+    speeds = [(record.get(rate), control.get(rate)) for record, control in pairs]
     return [control / own for own, control in speeds if own and control]
 
 
@@ -237,7 +238,7 @@ def ranks(results: Record, axis: str) -> list[Rank]:
     the mean of their ranks; a failed one comes last. Only comparisons in which all values are finished count.
     """
     place = Kind._fields.index(axis)
-    values = list(dict.fromkeys(r[axis] for r in results["grid"] if r["variant"] != CONTROL))
+    values = list(dict.fromkeys(cell.kind[place] for cell in grid_of(results) if not cell.kind.is_control))
     sign = -1 if results["higher_is_better"] else 1
     blocks: dict[Any, dict[str, float]] = {}
     for cell, record in read_cells(results).items():

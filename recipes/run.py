@@ -35,6 +35,10 @@ class TrainingError(RuntimeError):
     """Training went wrong; the last good state is on disk."""
 
 
+class DivergedError(TrainingError):
+    """A loss or gradient isn't finite."""
+
+
 class Stopped(Exception):  # noqa: N818
     """Stopped on request, with everything saved."""
 
@@ -220,7 +224,7 @@ class Run:
                     seen = accelerator.reduce(torch.stack([total, total.new_tensor(float(stop))]), "mean").tolist()
                     # fp16 meets infinite gradients now and then; its scaler skips such steps by itself.
                     if not math.isfinite(seen[0]) or (accelerator.mixed_precision != "fp16" and not norm.isfinite()):
-                        raise TrainingError(
+                        raise DivergedError(
                             f"loss {seen[0]:g}, gradient norm {float(norm):g} in {where}. "
                             "Lower --learning_rate and start again"
                         )
@@ -252,14 +256,18 @@ class Run:
 
     # -- what is kept on disk
 
-    def open_results(self) -> None:
-        """results.json, begun or taken up again; what it doesn't know of is stale."""
+    def open_results(self, free_to_change: set[str] = FREE_TO_CHANGE) -> None:
+        """results.json, begun or taken up again; what it doesn't know of is stale.
+
+        Args:
+            free_to_change: settings that may differ from those of the run that is taken up.
+        """
         settings = {k: v for k, v in asdict(self.config).items() if k != "resume"}
         path = self.out / "results.json"
         if self.config.resume and path.exists():
             self.results = json.loads(path.read_text("utf-8"))
             before = self.results["config"]
-            changed = [k for k in settings if k not in FREE_TO_CHANGE and before.get(k) != settings[k]]
+            changed = [k for k in settings if k not in free_to_change and before.get(k) != settings[k]]
             if self.results["data"]["sha256"] != self.task.data["sha256"]:
                 changed.append("data (its content)")
             if changed:

@@ -155,7 +155,9 @@ def parse_variant(name: str) -> dict[str, str]:
 
 
 def check(config: Any) -> None:
-    """Refuse what can't work before anything is read, trained or written."""
+    """Refuse what can't work before anything is read, trained or written; a recipe's own settings may have a say."""
+    if hasattr(config, "check"):
+        config.check()
     task = find_task(config.task)
     check_numbers(config, AT_LEAST | task.at_least)
     task.check(config)
