@@ -217,14 +217,18 @@ def listing(config: Any) -> str:
     path = Path(config.output_dir) / "results.json"
     stages = json.loads(path.read_text("utf-8"))["stages"] if path.exists() else {}
     cells = cells_of(config)
-    rows = [[cell.name, status(stages.get(cell.name)), show_minutes(minutes(cell, cells, stages))] for cell in cells]
-    left = [minutes(cell, cells, stages) for cell in cells if cell.name not in stages]
-    lines = table([[name, *column] for name, column in zip(("model", "", "minutes"), zip(*rows), strict=True)])
-    known = [m for m in left if m is not None]
-    total = f", about {sum(known):.0f} minutes" if known else ", no estimate before the first of them"
-    return "\n".join(
-        [*lines, "", f"{len(left)} of {len(cells)} models to train{total if left else ''}; baselines besides"]
+    times = [minutes(cell, cells, stages) for cell in cells]
+    columns = [
+        ["model", *(cell.name for cell in cells)],
+        ["state", *(status(stages.get(cell.name)) for cell in cells)],
+        ["minutes", *("-" if time is None else f"{time:.1f}" for time in times)],
+    ]
+    left = [time for cell, time in zip(cells, times, strict=True) if cell.name not in stages]
+    known = [time for time in left if time is not None]
+    total = (
+        f": about {sum(known):.0f} minutes, and the baselines'" if known else "; no estimate before the first is done"
     )
+    return "\n".join([*table(columns), "", f"{len(left)} of {len(cells)} models to train{total if left else ''}"])
 
 
 def status(stage: dict[str, Any] | None) -> str:
