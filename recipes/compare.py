@@ -225,9 +225,7 @@ def listing(config: Any) -> str:
     ]
     left = [time for cell, time in zip(cells, times, strict=True) if cell.name not in stages]
     known = [time for time in left if time is not None]
-    total = (
-        f": about {sum(known):.0f} minutes, and the baselines'" if known else "; no estimate before the first is done"
-    )
+    total = f": about {sum(known):.0f} minutes, and the baselines'" if known else "; no estimate before one is done"
     return "\n".join([*table(columns), "", f"{len(left)} of {len(cells)} models to train{total if left else ''}"])
 
 
