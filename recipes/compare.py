@@ -150,7 +150,7 @@ def train_seed(run: Run, baseline: Baseline, cells: list[Cell]) -> None:
             train_cell(run, baseline, cell)
         except DivergedError as error:  # a result as well
             run.accelerator.print(f"{cell.name}: {error}")
-            run.results["stages"][cell.name] = {"name": cell.name, "failed": str(error).partition(". ")[0]}
+            run.results["stages"][cell.name] = {"name": cell.name, "failed": str(error).partition(": ")[0]}
             run.accelerator.free_memory()
             run.write_results()
         done(run, cell)

@@ -1,11 +1,10 @@
 """Language modelling: causal, or masked where the given model was saved as a masked one."""
 
 import math
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +18,11 @@ from data import (
     TrainBlocks,
     encode,
     fingerprint,
-    read_standard_library,
-    read_text_files,
     split_documents,
     train_tokenizer,
 )
 from tasks import Batch, Figures, Task, load
+from texts import TextConfig, read_texts
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -37,12 +35,9 @@ from transformers import (
 
 
 @dataclass
-class LanguageModellingConfig:
+class LanguageModellingConfig(TextConfig):
     """Flags of `--task lm`."""
 
-    text: list[str] | None = field(
-        default=None, metadata={"help": "UTF-8 text files; none: source and docstrings of Python's standard library"}
-    )
     model: str | None = field(
         default=None, metadata={"help": "a folder or Hub id of a causal or masked LM; none: a small GPT-2 from scratch"}
     )
@@ -59,7 +54,9 @@ class LanguageModelling(Task):
 
     name = "lm"
     Config = LanguageModellingConfig
-    at_least = {"block_size": 4, "vocab_size": 257, "layers": 1, "heldout_blocks": 1, "curve_blocks": 1}  # noqa: RUF012
+    at_least: ClassVar = {"block_size": 4, "vocab_size": 257} | dict.fromkeys(
+        ("layers", "heldout_blocks", "curve_blocks", "dataset_rows"), 1
+    )
 
     @classmethod
     def check(cls, config: Any) -> None:
@@ -68,7 +65,7 @@ class LanguageModelling(Task):
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config = c = config
-        documents = read_text_files(c.text) if c.text else read_standard_library()
+        source, documents = read_texts(c)
         train, heldout = split_documents(documents)
         if c.model is None:
             with accelerator.main_process_first():
@@ -88,11 +85,10 @@ class LanguageModelling(Task):
                 )
         self.heldout = HeldOutBlocks(heldout_tokens, sizes, self.block, c.heldout_blocks)
         self.curve = HeldOutBlocks(heldout_tokens, sizes, self.block, c.curve_blocks)
-        python = f"standard library of Python {platform.python_version()}"
         self.data = {
-            "source": ", ".join(d.name for d in documents) if c.text else python,
+            "source": source,
             "sha256": fingerprint(documents),
-            "files": {"train": len(train), "heldout": len(heldout)},
+            "documents": {"train": len(train), "heldout": len(heldout)},
             "tokens": {"train": len(self.train_tokens), "heldout": len(heldout_tokens)},
             "heldout_tokens_evaluated": len(self.heldout) * self.block.content,
             "vocab_size": len(self.tokenizer),

@@ -144,7 +144,8 @@ class Run:
         if c.gradient_checkpointing:
             if not model.supports_gradient_checkpointing:
                 raise RecipeError(f"{type(model).__name__} doesn't support --gradient_checkpointing")
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            old = model.gradient_checkpointing_enable  # older transformers' name
+            getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
         items = c.batch_size * self.accelerator.gradient_accumulation_steps  # in a step
         left = 0 if record.get("stopped_early") else steps - record["step"]
         train_set = self.task.train_set(seed, (first + record["step"]) * items, left * items)
@@ -225,8 +226,8 @@ class Run:
                     # fp16 meets infinite gradients now and then; its scaler skips such steps by itself.
                     if not math.isfinite(seen[0]) or (accelerator.mixed_precision != "fp16" and not norm.isfinite()):
                         raise DivergedError(
-                            f"loss {seen[0]:g}, gradient norm {float(norm):g} in {where}. "
-                            "Lower --learning_rate and start again"
+                            f"loss {seen[0]:g}, gradient norm {float(norm):g} in {where}: start again with a lower "
+                            "--learning_rate"
                         )
                 optimizer.step()
                 scheduler.step()
@@ -369,7 +370,7 @@ def run_recipe(recipe: str, argv: list[str], about: str, work: Callable[[Run], N
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except TrainingError as error:
-        states = f"the last good state, if any, is in {config.output_dir}/state"
+        states = f"the last good state, if any, is in {config.output_dir}/state, and --resume goes on from it"
         print(f"{type(error).__name__}: {error}; {states}", file=sys.stderr)
         return 1
     except (Stopped, KeyboardInterrupt) as stop:
