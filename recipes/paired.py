@@ -165,7 +165,7 @@ def check_budgets(cell: Cell, record: Record, control: Record) -> None:
     for what, value in {"steps": lambda r: r["step"], "losses": lambda r: len(r["train_loss"])}.items():
         if not value(record) == value(control) == cell.kind.steps:
             raise ValueError(
-                f"unequal budgets: {cell.name} of seed {cell.seed} has {value(record)} {what}, its control "
+                f"unequal budgets: {cell.name} has {value(record)} {what}, its control "
                 f"{value(control)}, and both should have {cell.kind.steps}"
             )
 
