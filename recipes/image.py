@@ -39,7 +39,10 @@ class ImageClassificationConfig:
     image_size: int | None = field(
         default=None, metadata={"help": "side that images are scaled to; none: the model's, from scratch 8 or 32"}
     )
-    patch_size: int = field(default=1, metadata={"help": "side of a patch of the ViT made from scratch"})
+    patch_size: int | None = field(
+        default=None,
+        metadata={"help": "side of a patch of the ViT made from scratch; none: 2, of large images an eighth"},
+    )
     layers: int = field(default=4, metadata={"help": "of the ViT made from scratch"})
     width: int = field(default=64, metadata={"help": "of the ViT made from scratch; a head takes 16 of it"})
     shift: int = field(default=1, metadata={"help": "training images are moved by up to so many pixels, either way"})
@@ -69,8 +72,9 @@ class ImageClassification(Task):
         if any(not factor > 1 for factor in config.resolutions):
             raise RecipeError(f"--resolutions must be more than 1, not {min(config.resolutions):g}")
         size = config.image_size or (32 if config.data else 8)
-        if config.model is None and size % config.patch_size:
-            raise RecipeError(f"--image_size {size} is no multiple of --patch_size {config.patch_size}")
+        if config.model is None and size % (config.patch_size or default_patch(size)):
+            patch = config.patch_size or default_patch(size)
+            raise RecipeError(f"--image_size {size} is no multiple of --patch_size {patch}")
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config = c = config
@@ -100,10 +104,11 @@ class ImageClassification(Task):
             return load(
                 AutoModelForImageClassification, c.model, dtype=torch.float32, **options if self.fresh_head else {}
             )
+        size = self.processing["size"]["height"]
         return ViT(
             ViTConfig(
-                image_size=self.processing["size"]["height"],
-                patch_size=c.patch_size,
+                image_size=size,
+                patch_size=c.patch_size or default_patch(size),
                 num_channels=self.channels,
                 hidden_size=c.width,
                 num_hidden_layers=c.layers,
@@ -165,6 +170,10 @@ def answer(model: nn.Module, images: torch.Tensor, options: dict[str, Any]) -> t
             f"the model doesn't take images of {' x '.join(map(str, images.shape[-2:]))}: {str(error).splitlines()[0]} "
             "(--resolutions, an empty list in a YAML file, leaves them out)"
         ) from None
+
+
+def default_patch(size: int) -> int:
+    return 2 if size < 32 else size // 8
 
 
 # -- images and labels

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DataLoaderConfiguration, DistributedType, parse_flag_from_env, set_seed
 from data import RecipeError
 from report import hardware, versions
 from settings import FREE_TO_CHANGE, check, read_run
@@ -61,6 +61,16 @@ def stop_requests() -> Iterator[list[float]]:
             signal.signal(number, handler)
 
 
+def shard_on_cpu() -> None:
+    """FSDP on CPUs, where it is asked for: accelerate 1.15 would train whole copies there, without a word."""
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and parse_flag_from_env("ACCELERATE_USE_CPU"):
+        state = PartialState(cpu=True)
+        if state.distributed_type == DistributedType.MULTI_CPU:
+            state.distributed_type = (
+                DistributedType.MULTI_GPU
+            )  # as which it looks at the FSDP settings; the device stays
+
+
 class Objective:
     """What training minimises: the task's own loss, unless a subclass says otherwise."""
 
@@ -95,6 +105,7 @@ class Run:
         self.started = time.perf_counter()
         self.steps_taken = 0
         self.requests: list[float] = []
+        shard_on_cpu()
         try:
             self.accelerator = Accelerator(
                 mixed_precision=config.mixed_precision,
@@ -151,6 +162,9 @@ class Run:
         train_set = self.task.train_set(seed, (first + record["step"]) * items, left * items)
         optimizer = torch.optim.AdamW(self.task.parameter_groups(model, c.learning_rate, c.weight_decay))
         scheduler = transformers.get_scheduler(schedule, optimizer, c.warmup_steps, max(steps, 1))
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # which asks before it sees a loader
+            sizes = self.accelerator.state.deepspeed_plugin.deepspeed_config
+            sizes["train_micro_batch_size_per_gpu"] = c.batch_size // self.accelerator.num_processes
         training = self.accelerator.prepare(model, optimizer, scheduler)
         model = training[0]
         heldout, self.curve_loader = self.loader(self.task.heldout), self.loader(self.task.curve)
@@ -222,11 +236,14 @@ class Run:
                 total += loss.detach() / accelerator.gradient_accumulation_steps
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), self.config.max_grad_norm or math.inf)
+                    norm = float(norm or 0)  # DeepSpeed may have none
                     seen = accelerator.reduce(torch.stack([total, total.new_tensor(float(stop))]), "mean").tolist()
                     # fp16 meets infinite gradients now and then; its scaler skips such steps by itself.
-                    if not math.isfinite(seen[0]) or (accelerator.mixed_precision != "fp16" and not norm.isfinite()):
+                    if not math.isfinite(seen[0]) or (
+                        accelerator.mixed_precision != "fp16" and not math.isfinite(norm)
+                    ):
                         raise DivergedError(
-                            f"loss {seen[0]:g}, gradient norm {float(norm):g} in {where}: start again with a lower "
+                            f"loss {seen[0]:g}, gradient norm {norm:g} in {where}: start again with a lower "
                             "--learning_rate"
                         )
                 optimizer.step()
@@ -332,14 +349,25 @@ class Run:
     def finish(self, name: str, model: transformers.PreTrainedModel, record: dict[str, Any]) -> None:
         self.count_seconds(record)
         record["parameters"] = model.num_parameters()
-        if self.main and record["step"]:
-            model.save_pretrained(self.out / folder_name(name))
-            self.task.save_extras(self.out / folder_name(name))
+        if record["step"]:
+            self.save_model(model, self.out / folder_name(name))
         self.results["stages"][name] = record
         self.write_results()
         if self.main:
             for done in (self.out / "state", self.best_folder(name)):
                 shutil.rmtree(done, ignore_errors=True)
+
+    def save_model(self, model: transformers.PreTrainedModel, folder: Path) -> None:
+        """A checkpoint like any other, also of a model that the processes hold in pieces."""
+        if self.accelerator.distributed_type == DistributedType.FSDP:
+            whole = self.accelerator.get_state_dict(model)  # all processes take part
+            if self.main:
+                model.save_pretrained(folder, state_dict=whole)
+                self.task.load(str(folder)).save_pretrained(folder)  # adds what is measured on a whole model
+        elif self.main:
+            model.save_pretrained(folder)
+        if self.main:
+            self.task.save_extras(folder)
 
     def count_seconds(self, record: dict[str, Any]) -> None:
         now = time.perf_counter()
