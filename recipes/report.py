@@ -20,6 +20,7 @@ from tasks import Figures
 import hfpatch
 
 matplotlib.use("Agg")  # to a file, with or without a screen
+LOWER_IS_BETTER = {"loss", "perplexity", "bits_per_byte"}
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito: also for the colour-blind
 
 
@@ -137,9 +138,81 @@ def machine(results: dict[str, Any]) -> str:
     )
 
 
-def draw_curves(results: dict[str, Any], path: Path) -> None:
-    """The main figure (perplexity for language models) while training and, with a control, the gap to it."""
-    stages, names, steps = results["stages"], results["config"]["variants"], results["config"]["steps"]
+def heal_report(results: dict[str, Any]) -> str:
+    """As `report`, for one model that was patched and brought back: its figures, and how far each model agrees with the
+    unpatched one.
+    """
+    config, stages = results["config"], results["stages"]
+    moments = {"before": stages["baseline"]["end"], "after the patch": stages["swapped"]["start"]}
+    moments |= {"healed": stages["healed"]["end"]} | ({CONTROL: stages[CONTROL]["end"]} if CONTROL in stages else {})
+    names = [name for name in moments["before"] if moments["before"][name] is not None]
+    columns = [["held-out", *(name.replace("_", " ") for name in names)]]
+    columns += [[moment, *(show(figures[name]) for name in names)] for moment, figures in moments.items()]
+    against = moments.get(CONTROL, moments["before"])
+    columns.append([f"healed vs {CONTROL if CONTROL in stages else 'before'}"])
+    for name in names:
+        own, theirs = moments["healed"][name], against[name]
+        columns[-1].append(f"{own / theirs - 1:+.1%}" if name == "perplexity" else f"{own - theirs:+.3f}")
+    columns.append(["recovered", *(recovered(results, name, against[name]) for name in names)])
+    agreed = results["agreement"]
+    kinds = list(next(iter(agreed.values())))
+    told = {"divergence": "KL divergence (nats)", "same_answer": "same answer", "cosine": "cosine of hidden states"}
+    shares = [["agreement with the unpatched model", *({"swapped": "after the patch"}.get(n, n) for n in agreed)]]
+    for kind in kinds:
+        form = "{:.1%}" if kind == "same_answer" else "{:.4f}"
+        shares.append([told[kind], *(form.format(figures[kind]) for figures in agreed.values())])
+    versus = "an unpatched copy of equal budget" if CONTROL in stages else "the model before the patch"
+    lines = [
+        f"Patch {config['patch']}, method {config['method']}"
+        + (f", LoRA of rank {config['lora_rank']}." if config["lora_rank"] else "."),
+        "",
+        *table(columns),
+        "",
+        *table(shares),
+        "",
+        f"*recovered*: how much of the gap that the patch opened is closed, against {versus}; - where it opened none.",
+        settings_line(results),
+        data_line(results["data"]),
+        machine(results),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def recovered(results: dict[str, Any], name: str, against: float) -> str:
+    """How much of the gap in one figure that the patch opened is closed; "-" where the patch cost nothing of it."""
+    stages = results["stages"]
+    moments = stages["baseline"]["end"], stages["swapped"]["start"], stages["healed"]["end"]
+    before, after, healed = (figures[name] for figures in moments)
+    cost = after - before
+    higher = results["higher_is_better"] and name not in LOWER_IS_BETTER
+    if (-cost if higher else cost) <= 1e-3 * abs(before):
+        return "-"
+    return f"{1 - (healed - against) / cost:.1%}"
+
+
+def draw_healing(results: dict[str, Any], path: Path) -> None:
+    """`draw_curves` of one healed model and its control."""
+    stages, config = results["stages"], results["config"]
+    labels = {"healed": f"{config['patch']}, {config['method']}", CONTROL: CONTROL}
+    figures = stages["swapped"]["curve"][0]
+    draw_curves(results, path, {n: label for n, label in labels.items() if n in stages}, {"after the patch": figures})
+
+
+def draw_curves(
+    results: dict[str, Any],
+    path: Path,
+    labels: dict[str, str] | None = None,
+    levels: dict[str, Figures] | None = None,
+) -> None:
+    """The main figure (perplexity for language models) while training and, with a control, the gap to it.
+
+    Args:
+        labels: what to call each stage that is drawn; all variants by their names if none is given.
+        levels: further figures, drawn as lines across.
+    """
+    stages, steps = results["stages"], results["config"]["steps"]
+    labels = labels or {name: name for name in results["config"]["variants"]}
+    names = list(labels)
     what, distant, _ = distance(results)
     shown = what.replace(" ", "_")
     perplexity = what == "perplexity"
@@ -152,7 +225,7 @@ def draw_curves(results: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(1, 1 + (CONTROL in names), figsize=(11 if CONTROL in names else 6, 4.4), squeeze=False)
     for name in names:
         values = [point[shown] for point in curves[name].values()]
-        axes[0, 0].plot([*curves[name]], values, **style[name], label=name)
+        axes[0, 0].plot([*curves[name]], values, **style[name], label=labels[name])
         if CONTROL in names:
             both = {
                 step: (point, curves[CONTROL][step]) for step, point in curves[name].items() if step in curves[CONTROL]
@@ -160,6 +233,8 @@ def draw_curves(results: dict[str, Any], path: Path) -> None:
             gaps = [(100 if perplexity else 1) * distant(*pair) for pair in both.values()]
             axes[0, 1].plot([*both], gaps, **style[name])
     axes[0, 0].axhline(before, color="#888888", ls="--", lw=1.2, label="before the patch")
+    for level, point in (levels or {}).items():
+        axes[0, 0].axhline(point[shown], color="#888888", ls=":", lw=1.2, label=level)
     axes[0, 0].set(ylabel=f"held-out {what}" + " (log scale)" * perplexity, title="After the patch")
     if perplexity:
         axes[0, 0].set_yscale("log")

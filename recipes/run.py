@@ -77,6 +77,10 @@ class Objective:
     def __init__(self, task: Task) -> None:
         self.task = task
 
+    def swapped(self, model: nn.Module) -> nn.Module:
+        """What the stage's figures before training are of: what is trained, unless the patch comes on the way."""
+        return model
+
     def before_step(self, model: nn.Module, step: int, steps: int) -> None:
         """Called before each of the steps 1 ... `steps`; what it does is a function of `step` alone, for resuming."""
 
@@ -85,7 +89,7 @@ class Objective:
         return self.task.loss(model, batch)
 
     def finished(self, model: nn.Module) -> nn.Module:
-        """The trained model as it is measured and saved."""
+        """The trained model as it is measured in the end, and saved."""
         return model
 
 
@@ -171,14 +175,17 @@ class Run:
         if state:
             self.accelerator.load_state(state)
         else:
-            record["start"] = self.measure(model, heldout)
+            record["start"] = self.measure(objective.swapped(model), heldout, model)
             record["curve"] = [{"step": 0, **self.measure(model, self.curve_loader)}]
         if left:
             self.train(name, *training, self.loader(train_set), objective, record, steps)
         if "best" in record:
             self.accelerator.load_state(str(self.best_folder(name)))
-        record["end"] = self.measure(model, heldout) if steps else record["start"]
-        self.finish(name, objective.finished(self.accelerator.unwrap_model(model)), record)
+        trained = self.accelerator.unwrap_model(model)
+        final = objective.finished(trained)
+        seen = model if final is trained else final
+        record["end"] = self.measure(seen, heldout, model) if steps else record["start"]
+        self.finish(name, final, record)
         self.accelerator.free_memory()
         return record
 
@@ -257,9 +264,13 @@ class Run:
         return self.accelerator.prepare(DataLoader(items, batch_size=self.config.batch_size, **options))
 
     @torch.no_grad()
-    def measure(self, model: nn.Module, loader: DataLoader) -> Figures:
+    def measure(self, model: nn.Module, loader: DataLoader, prepared: nn.Module | None = None) -> Figures:
+        """The task's figures; of a model that isn't the `prepared` one in the precision in which that runs."""
         model.eval()
-        return self.task.figures(model, loader, self.accelerator.gather_for_metrics)
+        if prepared is None or model is prepared:
+            return self.task.figures(model, loader, self.accelerator.gather_for_metrics)
+        with self.accelerator.autocast():
+            return self.task.figures(model.to(self.accelerator.device), loader, self.accelerator.gather_for_metrics)
 
     def out_of_patience(self, name: str, record: dict[str, Any]) -> bool:
         """With --patience: keep the best state seen; True once the curve has gone too long without a better one."""

@@ -1,0 +1,134 @@
+"""Bring a patched model back.
+
+One model (by default a small GPT-2, trained on the spot), one patch. A copy is patched and what the patch couldn't keep
+is repaired (`--start`); then it is trained by a method (`--method`): on the task's loss, by distillation from the
+unpatched model, swapped layer by layer or by degrees. An unpatched copy gets the same budget: the control. Figures are
+measured before the patch, right after it, and in the end, and so is how far each model agrees with the unpatched one.
+
+    python recipes/heal.py                                         # nothing to prepare, nothing downloaded
+    python recipes/heal.py recipes/configs/lm.yaml --patch dyt --method distil
+    python recipes/heal.py --model gpt2 --text notes/*.txt --patch rms+rope --lora_rank 16
+    python recipes/heal.py --method annealed+distil --start copied --blend_share 0.3
+    accelerate launch --num_cpu_threads_per_process 2 recipes/heal.py
+
+In the output folder: results.md, results.json, curves.png; of the models: baseline (where it was trained), swapped,
+healed and control. `--resume` goes on where a stopped run was, to the bit on one machine.
+"""
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+# Threads that spin while they wait make a step ten times slower as soon as something else wants a core.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
+
+import torch
+from accelerate import DistributedType
+from agreement import agreement
+from data import RecipeError
+from methods import MethodConfig, check_method, objective, try_out
+from report import draw_healing, heal_report
+from run import Run, folder_name, run_recipe, stop_requests
+from settings import CONTROL, parse_variant
+from start import Baseline
+from transformers import PreTrainedModel
+
+SWAPPED, HEALED = "swapped", "healed"
+
+
+@dataclass
+class HealConfig(MethodConfig):
+    """Flags of recipes/heal.py besides training's and the task's."""
+
+    patch: str = field(
+        default="rms+rope",
+        metadata={"help": "a norm, a position scheme, an MLP, or several joined by +, by registered name, with options "
+                  "as in dyt:alpha=0.8"},
+    )  # fmt: skip
+    method: str = field(
+        default="finetune", metadata={"help": "finetune, distil, staged, annealed; staged+distil, annealed+distil"}
+    )
+    no_control: bool = field(default=False, metadata={"help": "leave out the unpatched copy of equal budget"})
+    output_dir: str = field(default="runs/heal", metadata={"help": "where results, models and states go"})
+    variants: list[str] = field(default_factory=list, metadata={"help": argparse.SUPPRESS})  # finetune.py's
+
+    def check(self) -> None:
+        """Refuse what can't work before anything is read.
+
+        Raises:
+            RecipeError: says which setting.
+        """
+        check_method(self.method, self)
+        if not parse_variant(self.patch):
+            raise RecipeError(f"--patch {self.patch} patches nothing")
+        if self.model is None and self.baseline_steps == 0:
+            raise RecipeError(
+                "--baseline_steps 0 leaves a model from scratch untrained: there is nothing to heal back to"
+            )
+
+
+def heal(run: Run) -> None:
+    """A baseline, its unpatched copy, and its patched copy right after the patch and healed: each a stage."""
+    c = run.config
+    require_whole_weights(run)
+    baseline = Baseline(run.task, c, c.seed, [c.patch])
+    try_out(c.method, run.task, baseline.model, c, c.patch, c.start)
+    method = objective(c.method, run.task, baseline.copy, c, c.patch, c.start)
+    run.open_results()
+    swapped = run.out / SWAPPED
+
+    def swap() -> PreTrainedModel:
+        model = baseline.patched(c.patch)
+        if run.main:
+            model.save_pretrained(swapped)
+            run.task.save_extras(swapped)
+        run.accelerator.wait_for_everyone()
+        return model
+
+    with stop_requests() as run.requests:
+        baseline.train(run)
+        run.stage(SWAPPED, swap, 0, seed=c.seed)
+        options: dict[str, Any] = {"seed": c.seed, "first": baseline.steps}
+        if not c.no_control:
+            run.stage(CONTROL, baseline.copy, c.steps, **options)
+        run.stage(HEALED, lambda: method.prepare(run.task.load(str(swapped))), c.steps, objective=method, **options)
+    compare_with_teacher(run, baseline)
+    run.write_results()
+    if run.main:
+        text = heal_report(run.results)
+        (run.out / "results.md").write_text(text, "utf-8")
+        draw_healing(run.results, run.out / "curves.png")
+        print(f"\n{text}\nin {run.out}: results.md, results.json, curves.png, and a folder per model")
+    run.accelerator.end_training()
+
+
+def require_whole_weights(run: Run) -> None:
+    sharded = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+    if run.accelerator.distributed_type in sharded and run.config.method not in ("finetune", "distil"):
+        raise RecipeError(
+            f"--method {run.config.method} moves weights between steps, which {run.accelerator.distributed_type.value} "
+            "keeps in pieces: use one process, several with whole copies (DDP), or --method finetune or distil"
+        )
+
+
+@torch.no_grad()
+def compare_with_teacher(run: Run, baseline: Baseline) -> None:
+    """results["agreement"]: how far each model agrees with the unpatched one, on the curve's held-out data."""
+    found = run.results.setdefault("agreement", {})
+    loader = run.loader(run.task.curve)
+    for name in (SWAPPED, HEALED, CONTROL):
+        if name in run.results["stages"] and name not in found:
+            teacher, model = baseline.copy(), run.task.load(str(run.out / folder_name(name)))
+            both = (one.eval().to(run.accelerator.device) for one in (teacher, model))
+            found[name] = agreement(*both, run.task, loader, run.accelerator.gather_for_metrics)
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    return run_recipe("heal.py", argv, __doc__.split("\n\n")[1], heal, HealConfig)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

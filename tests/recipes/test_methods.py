@@ -1,0 +1,453 @@
+"""Methods of healing on tiny models with power: what they minimise, what they begin as, what they leave."""
+
+import copy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import tiny
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+import methods
+from agreement import agreement
+from blend import Blend, difference
+from data import RecipeError
+from start import patched
+from tasks import Task
+
+HEADS = {"gpt2": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM", "vit": "AutoModelForImageClassification"}
+B, T = 4, 10
+
+
+def padded(seed=0):
+    """Token ids of unequal lengths, padded on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 97, (B, T), generator=generator)
+    mask = (torch.arange(T) < torch.tensor([T, 7, 5, 3])[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": (ids * mask).masked_fill(mask == 0, -100)}
+
+
+class Tiny(Task):
+    """Padded tokens, or images, on a tiny random model."""
+
+    name = "tiny"
+
+    def __init__(self, family="gpt2"):
+        self.family = family
+        self.curve = self.train_set(0, 0, 2)
+
+    def baseline(self):
+        return tiny(self.family, HEADS[self.family])
+
+    def load(self, source):
+        raise NotImplementedError(source)
+
+    def train_set(self, seed, first, count):
+        rows = [{name: value[i % B] for name, value in padded(seed + i).items()} for i in range(first, first + count)]
+        if self.family == "vit":
+            rows = [{"pixel_values": torch.randn(3, 8, 8), "labels": torch.tensor(1)} for _ in rows]
+        return rows
+
+    def inputs(self, batch):
+        return {name: value for name, value in batch.items() if name != "labels"}
+
+    def loss(self, model, batch):
+        logits, labels = model(**self.inputs(batch)).logits, batch["labels"]
+        if labels.ndim == 1:
+            return F.cross_entropy(logits, labels, reduction="none"), torch.ones(len(labels))
+        terms = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        return terms.sum(1), (labels != -100).sum(1)
+
+    def figures(self, model, loader, gather):
+        raise NotImplementedError
+
+
+def settings(**changed):
+    config = methods.MethodConfig()
+    for name, value in changed.items():
+        setattr(config, name, value)
+    return config
+
+
+def prepared(name, variant="rms+rope", start="copied", family="gpt2", **changed):
+    """A method, and what it trains."""
+    task = Tiny(family)
+    goal = methods.objective(name, task, task.baseline, settings(**changed), variant, start)
+    return goal, goal.prepare(patched(task, task.baseline(), variant, start, 0, B, 0))
+
+
+def train(goal, model, steps, first=1, last=None, optimizer=None):
+    """Steps first ... last of `steps`; returns the optimizer."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = optimizer or torch.optim.AdamW(trained, lr=1e-3)
+    for step in range(first, (last or steps) + 1):
+        torch.manual_seed(step)  # of dropout; a run saves the stream
+        goal.before_step(model, step, steps)
+        sums, counts = goal.loss(model.train(), padded(step))
+        (sums.sum() / counts.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def inputs(task):
+    return task.inputs(torch.utils.data.default_collate(task.train_set(0, 0, B)))
+
+
+class TestBlend:
+    @pytest.mark.parametrize("family", HEADS)
+    @pytest.mark.parametrize("variant", ["dyt", "rope", "rms+rope", "nope", "dyt+alibi+swiglu"])
+    def test_begins_as_the_original_and_ends_as_the_patched_model(self, family, variant):
+        goal, model = prepared("annealed", variant, family=family)
+        task, blend = goal.task, goal.blend
+        x, original, whole = inputs(task), task.baseline(), copy.deepcopy(blend.patched)
+        assert difference(model, original, x) < (1e-6 if "swiglu" in variant else 1e-12)
+        goal.before_step(model, 1, 4)  # of two steps of four: half of the way
+        assert difference(model, original, x) > 1e-3
+        assert difference(model, whole, x) > 1e-3
+        goal.before_step(model, 2, 4)
+        assert difference(model, whole, x) < 1e-6
+        assert difference(goal.finished(model), model, x) < 1e-6
+
+    def test_exactly_the_original_bit_for_bit(self):
+        goal, model = prepared("annealed", "dyt+rope")
+        x = inputs(goal.task)
+        with torch.no_grad():
+            assert torch.equal(model(**x).logits, goal.task.baseline()(**x).logits)
+
+    def test_what_is_left_is_a_plain_patched_model(self, tmp_path):
+        goal, model = prepared("annealed")
+        train(goal, model, 2)
+        left, plain = goal.finished(model), patched(goal.task, goal.task.baseline(), "rms+rope", "copied", 0, B, 0)
+        assert type(left) is type(plain)
+        assert left.config.to_dict() == plain.config.to_dict()
+        assert left.state_dict().keys() == plain.state_dict().keys()
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in left.modules())
+        assert {type(m) for m in left.modules()} == {type(m) for m in plain.modules()}
+        left.save_pretrained(tmp_path)
+        loaded = type(left).from_pretrained(tmp_path).eval()
+        assert difference(loaded, left, inputs(goal.task)) == 0
+        assert difference(loaded, plain, inputs(goal.task)) > 1e-4, "it was trained"
+
+    def test_the_blend_holds_the_trained_function(self):
+        goal, model = prepared("annealed")
+        train(goal, model, 4)
+        assert difference(goal.finished(model), model, inputs(goal.task)) < 1e-5
+
+    def test_repaired_weights_come_by_degrees_too(self):
+        task = Tiny()
+        goal = methods.objective("annealed", task, task.baseline, settings(), "dyt+rope", "repaired")
+        repaired = patched(task, task.baseline(), "dyt+rope", "repaired", 8, B, 0)
+        begun, original, x = copy.deepcopy(repaired), task.baseline(), inputs(task)
+        moved = [n for n, p in original.named_parameters() if n in dict(begun.named_parameters())]
+        assert any(not torch.equal(begun.get_parameter(n), original.get_parameter(n)) for n in moved)
+        model = goal.prepare(repaired)
+        assert difference(model, original, x) == 0
+        for step in range(1, 5):
+            goal.before_step(model, step, 4)
+        assert difference(model, begun, x) < 1e-5
+
+    @pytest.mark.parametrize(
+        ("variant", "message"),
+        [("deepnorm", "nothing that it changes has a share"), ("sinusoidal", "nothing that it changes has a share")],
+    )
+    def test_patches_that_can_not_blend(self, variant, message):
+        with pytest.raises(RecipeError, match=message):
+            prepared("annealed", variant)
+
+    def test_a_blend_that_is_not_the_original_is_refused(self):
+        task = Tiny()
+        blend = Blend(task.baseline(), patched(task, task.baseline(), "dyt", "copied", 0, B, 0), {"norm": "dyt"})
+        blend.require_ends(inputs(task))
+        with torch.no_grad():
+            blend.model.transformer.wte.weight.mul_(1.1)
+        with pytest.raises(RecipeError, match="outputs are not the original's"):
+            blend.require_ends(inputs(task))
+
+    def test_old_modules_are_not_trained_and_new_ones_are(self):
+        goal, model = prepared("annealed", "dyt")
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        train(goal, model, 2)
+        changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+        assert {"transformer.h.0.ln_1.alpha", "transformer.h.0.ln_1.gain", "transformer.wpe.weight"} <= changed
+        fades = [hook.old for m in model.modules() for hook in m._forward_hooks.values()]
+        assert len(fades) == 5
+        assert all(
+            torch.equal(old.weight, goal.task.baseline().get_submodule(name).weight)
+            for old, name in zip(fades, [n for n, m in model.named_modules() if m._forward_hooks], strict=True)
+        )
+
+
+class TestStaged:
+    def test_one_layer_after_the_other(self):
+        goal, _ = prepared("staged", blend_share=0.5)
+        first, second = goal.blend.layers
+        table = [tuple(goal.shares(step, 20).values()) for step in (0, 1, 5, 6, 10, 20)]
+        assert table == [(0, 0), (1, 0), (1, 0), (1, 1), (1, 1), (1, 1)]
+        assert first.endswith("h.0")
+        goal.config.stage_order = "last"
+        assert goal.shares(1, 20) == {first: 0.0, second: 1.0}
+
+    def test_a_layer_that_is_not_its_turn_is_the_original(self):
+        goal, model = prepared("staged")
+        goal.before_step(model, 1, 20)
+        norms = {n: next(iter(m._forward_hooks.values())) for n, m in model.named_modules() if n.endswith("ln_1")}
+        x = torch.randn(2, 3, 32)
+        for name, fade in norms.items():
+            own, old = type(norms).get(dict(model.named_modules()), name)(x), fade.old(x)
+            assert torch.equal(own, old) == (".1." in name), name
+        assert goal.blend._positions.t == 0.5, "half of the layers turn, so half of the table is gone"
+
+    def test_all_stages_done_is_the_plain_patch(self):
+        goal, model = prepared("staged")
+        for step in range(1, 5):
+            goal.before_step(model, step, 4)
+        plain = patched(goal.task, goal.task.baseline(), "rms+rope", "copied", 0, B, 0)
+        left = goal.finished(model)
+        assert left.state_dict().keys() == plain.state_dict().keys()
+        assert all(
+            torch.equal(a, b) for a, b in zip(left.state_dict().values(), plain.state_dict().values(), strict=True)
+        )
+
+    @pytest.mark.parametrize(
+        ("name", "variant"), [("staged", "dyt+rope"), ("annealed", "rms+rope"), ("annealed+distil", "dyt+rope")]
+    )
+    def test_going_on_from_a_saved_state(self, name, variant):
+        """What a resumed run does: it builds the stage anew, loads the state, and begins with a later step."""
+        start = "auto" if variant == "rms+rope" else "copied"  # exact norms: weights move too
+        once, model = prepared(name, variant, start)
+        train(once, model, 6)
+        stopped, half = prepared(name, variant, start)
+        optimizer = train(stopped, half, 6, last=3)
+        resumed, again = prepared(name, variant, start)
+        again.load_state_dict(half.state_dict())
+        other = torch.optim.AdamW([p for p in again.parameters() if p.requires_grad], lr=1e-3)
+        other.load_state_dict(optimizer.state_dict())
+        train(resumed, again, 6, first=4, optimizer=other)
+        left, expected = resumed.finished(again).state_dict(), once.finished(model).state_dict()
+        assert all(torch.equal(left[key], value) for key, value in expected.items())
+        assert not torch.equal(stopped.finished(half).state_dict()["lm_head.weight"], expected["lm_head.weight"])
+
+
+class TestDistil:
+    def test_the_teacher_is_left_alone(self):
+        goal, model = prepared("distil", distil_hidden=1.0, distil_layers="all")
+        before = {name: value.clone() for name, value in goal.teacher.state_dict().items()}
+        train(goal, model, 2)
+        assert not goal.teacher.training
+        assert all(p.grad is None and not p.requires_grad for p in goal.teacher.parameters())
+        assert all(torch.equal(value, before[name]) for name, value in goal.teacher.state_dict().items())
+
+    def test_teacher_and_student_share_nothing(self):
+        task = Tiny()
+        model = task.baseline()
+        goal = methods.objective("distil", task, lambda: model, settings(), "dyt", "copied")
+        with pytest.raises(ValueError, match="share parameters"):
+            goal.prepare(model)
+
+    @pytest.mark.parametrize("hidden", [0.0, 1.0])
+    def test_a_perfect_student_has_no_distance(self, hidden):
+        goal, model = prepared("distil", distil_weight=1.0, distil_hidden=hidden, distil_layers="all")
+        same = goal.task.baseline()
+        assert (goal.loss(same, padded())[0].abs() < 1e-4).all()
+        assert (goal.loss(model.eval(), padded())[0] > 0.1).all()
+
+    def test_weights_mix_task_and_teacher(self):
+        goal, model = prepared("distil", distil_weight=1.0)
+        model.eval()
+        teacher = goal.loss(model, padded())[0][0]
+        sums, counts = goal.task.loss(model, padded())
+        goal.config.distil_weight = 0.25
+        mixed, also = goal.loss(model, padded())
+        assert torch.equal(also, counts)
+        expected = 0.75 * sums.sum() / counts.sum() + 0.25 * teacher
+        assert (mixed.sum() / also.sum()).item() == pytest.approx(expected.item(), rel=1e-5)
+
+    def test_padding_does_not_count(self):
+        torch.manual_seed(0)
+        mask = padded()["attention_mask"]
+        ours, theirs = torch.randn(B, T, 7), torch.randn(B, T, 7)
+        kept = mask.bool()
+        p, q = theirs[kept].softmax(-1), ours[kept].log_softmax(-1)
+        expected = F.kl_div(q, p, reduction="batchmean")
+        assert torch.allclose(methods.divergence(ours, theirs, mask, 1.0, False), expected, rtol=1e-5)
+        noise = torch.randn(B, T, 7) * (1 - mask)[..., None] * 100
+        moved = ours + noise
+        for distance in (
+            lambda x: methods.divergence(x, theirs, mask, 2.0, False),
+            lambda x: methods.divergence(x, theirs, mask, 1.0, True),
+            lambda x: methods.hidden_distance(x, theirs, mask),
+        ):
+            assert torch.equal(distance(moved), distance(ours))
+            assert not torch.allclose(distance(ours + noise.flip(0)), distance(ours))
+
+    def test_the_batch_s_padding_is_what_counts(self):
+        goal, model = prepared("distil", distil_weight=1.0)
+        batch = padded()
+        other = {**batch, "input_ids": batch["input_ids"] + 5 * (1 - batch["attention_mask"])}
+        model.eval()
+        assert torch.allclose(goal.loss(model, batch)[0], goal.loss(model, other)[0], atol=1e-5)
+
+    def test_formulas(self):
+        torch.manual_seed(0)
+        ours, theirs = torch.randn(B, 5), torch.randn(B, 5)
+        p, q = (theirs / 2).softmax(-1), (ours / 2).softmax(-1)
+        expected = 4 * (p * (p / q).log()).sum(-1).mean()
+        assert torch.allclose(methods.divergence(ours, theirs, None, 2.0, False), expected, rtol=1e-5)
+        p, q = theirs.sigmoid(), ours.sigmoid()
+        each = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+        assert torch.allclose(methods.divergence(ours, theirs, None, 1.0, True), each.mean(), rtol=1e-4)
+        states, shifted = torch.randn(B, T, 8), torch.randn(B, T, 8)
+        with_mean = states + torch.randn(B, T, 1)
+        assert methods.hidden_distance(with_mean, states, None) < 1e-10, "the mean over the channels is free"
+        assert methods.hidden_distance(shifted, states, None) > 0.5
+
+    def test_models_without_a_head(self):
+        task = Tiny("bert")
+        task.baseline = lambda: tiny("bert", "AutoModel")
+        goal = methods.objective("distil", task, task.baseline, settings(distil_weight=1.0), "dyt", "copied")
+        model = goal.prepare(patched(task, task.baseline(), "dyt", "copied", 0, B, 0))
+        assert goal.loss(task.baseline(), padded())[0].sum() < 1e-6
+        sums, _ = goal.loss(model, padded())
+        sums.sum().backward()
+        assert model.encoder.layer[0].attention.output.LayerNorm.alpha.grad.abs() > 0
+
+    def test_a_teacher_of_lower_precision(self):
+        for family in ("gpt2", "vit"):
+            goal, model = prepared("distil", "dyt", family=family, distil_weight=1.0, teacher_dtype="bfloat16")
+            batch = torch.utils.data.default_collate(goal.task.train_set(0, 0, B))
+            narrow = goal.loss(model.eval(), batch)[0].detach()
+            assert next(goal.teacher.parameters()).dtype == torch.bfloat16
+            goal.teacher.float()
+            goal.config.teacher_dtype = "float32"
+            wide = goal.loss(model, batch)[0].detach()
+            assert torch.allclose(narrow, wide, rtol=0.1)
+            assert not torch.equal(narrow, wide)
+
+    def test_states_that_the_task_makes_embeddings_of(self):
+        task = Tiny("bert")
+        task.baseline = lambda: tiny("bert", "AutoModel")
+        task.states = lambda model, batch: model(input_ids=batch["input_ids"].flip(1)).last_hidden_state
+        goal = methods.objective("distil", task, task.baseline, settings(distil_weight=1.0), "dyt", "copied")
+        model, batch = goal.prepare(patched(task, task.baseline(), "dyt", "copied", 0, B, 0)).eval(), padded()
+        states = [task.states(one, batch) for one in (model, goal.teacher)]
+        expected = methods.hidden_distance(*states, batch["attention_mask"])
+        assert torch.allclose(goal.loss(model, batch)[0], expected.expand(B))
+
+    def test_the_student_runs_once_a_step(self):
+        goal, model = prepared("distil", distil_hidden=1.0)
+        runs = []
+        model.register_forward_hook(lambda *_: runs.append(1))
+        goal.loss(model, padded())
+        assert len(runs) == 1
+
+
+class TestLora:
+    @pytest.mark.parametrize("name", ["finetune", "annealed"])
+    def test_merged_equals_unmerged(self, name, tmp_path):
+        goal, model = prepared(name, "dyt+rope", lora_rank=2)
+        frozen = model.base_model.model.transformer.h[0].attn.c_attn.base_layer.weight.clone()
+        train(goal, model, 3)
+        x = inputs(goal.task)
+        with torch.no_grad():
+            unmerged = model.eval()(**x).logits
+            assert torch.equal(model.base_model.model.transformer.h[0].attn.c_attn.base_layer.weight, frozen)
+            left = goal.finished(model).eval()
+            assert torch.allclose(left(**x).logits, unmerged, atol=1e-4)
+        assert not torch.equal(left.transformer.h[0].attn.c_attn.weight, frozen)
+        plain = patched(goal.task, goal.task.baseline(), "dyt+rope", "copied", 0, B, 0)
+        assert left.state_dict().keys() == plain.state_dict().keys()
+        assert not torch.equal(left.transformer.h[0].ln_1.alpha, plain.transformer.h[0].ln_1.alpha), "trained as well"
+        assert not torch.equal(left.transformer.wpe.constant, plain.transformer.wpe.constant)
+        assert torch.equal(left.transformer.wte.weight, plain.transformer.wte.weight)
+        left.save_pretrained(tmp_path)
+        assert difference(type(left).from_pretrained(tmp_path), left, x) == 0
+
+    def test_targets(self):
+        _, model = prepared("finetune", lora_rank=2, lora_targets=["c_fc"])
+        adapted = {name for name, _ in model.named_parameters() if "lora_A" in name}
+        assert len(adapted) == 2
+        assert all("mlp.c_fc" in name for name in adapted)
+        with pytest.raises(RecipeError, match=r"--lora_targets q_prooj: .*q_prooj"):
+            prepared("finetune", lora_rank=2, lora_targets=["q_prooj"])
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("name", "changed", "message"),
+        [
+            ("anealed", {}, "no method is called 'anealed'. Did you mean 'annealed'?"),
+            ("staged+annealed", {}, "at most one of staged and annealed"),
+            ("finetune+distil", {}, "at most one of"),
+            ("distil+distil", {}, "at most one of"),
+            ("distil", {"distil_weight": 0.0}, "--distil_weight must be above 0 and at most 1, not 0.0"),
+            ("distil", {"distil_temperature": 0.0}, "--distil_temperature must be positive"),
+            ("distil", {"distil_hidden": -1.0}, "--distil_hidden must be at least 0"),
+            ("staged", {"blend_share": 1.5}, "--blend_share must be above 0 and at most 1"),
+            ("finetune", {"lora_targets": ["q"]}, "--lora_targets needs --lora_rank"),
+            ("annealed", {"patience": 3}, "--patience could stop annealed before its swap is complete"),
+        ],
+    )
+    def test_refused(self, name, changed, message):
+        config = settings(**{k: v for k, v in changed.items() if k != "patience"})
+        config.patience = changed.get("patience")
+        with pytest.raises(RecipeError) as error:
+            methods.check_method(name, config)
+        assert message in str(error.value)
+
+    @pytest.mark.parametrize("name", ["distil", "annealed", "staged"])
+    def test_a_teacher_is_needed(self, name):
+        with pytest.raises(RecipeError, match="needs the unpatched model"):
+            methods.objective(name, Tiny(), None, settings(), "dyt", "copied")
+
+    def test_tried_out_on_a_copy(self):
+        task = Tiny("bert")
+        model = task.baseline()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        methods.try_out("annealed+distil", task, model, settings(lora_rank=2), "dyt+rope", "repaired")
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        with pytest.raises(RecipeError, match="--start self: a BertForMaskedLM draws no sequences"):
+            methods.try_out("finetune", task, model, settings(), "dyt", "self")
+
+    def test_lora_without_peft(self, monkeypatch):
+        monkeypatch.setattr(methods.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(RecipeError, match="pip install peft"):
+            methods.check_method("finetune", settings(lora_rank=2))
+
+    def test_the_control_is_only_trained(self):
+        task = Tiny()
+        goal = methods.objective("annealed", task, task.baseline, settings(), "control", "copied")
+        model = task.baseline()
+        assert goal.prepare(model) is model
+
+
+def test_agreement():
+    task = Tiny()
+    teacher, model = task.baseline(), patched(task, task.baseline(), "rope", "copied", 0, B, 0)
+    loader = torch.utils.data.DataLoader(task.train_set(0, 0, 7), B)
+    same = agreement(teacher, copy.deepcopy(teacher), task, loader, lambda x: x)
+    assert same["divergence"] == pytest.approx(0, abs=1e-6)
+    assert same["same_answer"] == 1
+    found = agreement(teacher, model, task, loader, lambda x: x)
+    batches = list(loader)
+    with torch.no_grad():
+        rows = [
+            (teacher(**task.inputs(b)).logits, model(**task.inputs(b)).logits, b["attention_mask"].bool())
+            for b in batches
+        ]
+    theirs, ours = (torch.cat([row[i][row[2]] for row in rows]) for i in (0, 1))
+    expected = F.kl_div(ours.log_softmax(-1), theirs.softmax(-1), reduction="batchmean")
+    assert found["divergence"] == pytest.approx(expected.item(), rel=1e-4)
+    assert found["same_answer"] == pytest.approx((ours.argmax(-1) == theirs.argmax(-1)).float().mean().item())
+    bare = [nn.Module(), nn.Module()]
+    states = torch.randn(2, 3, 4)
+    for model, value in zip(bare, (states, states * 2), strict=True):
+        model.forward = lambda value=value, **_: SimpleNamespace(last_hidden_state=value)
+    task.inputs = lambda batch: {}
+    found = agreement(*bare, task, [{}], lambda x: x)
+    assert found["cosine"] == pytest.approx(1.0)
