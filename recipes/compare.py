@@ -5,7 +5,7 @@ same order, as does the control: an unpatched copy for each seed and budget, whi
 taken within a seed, and their interval over the seeds says whether a swap is better, the same or worse.
 
     python recipes/compare.py                                                      # rms, dyt, rope, rms+rope; 5 seeds
-    python recipes/compare.py --variants dyt rope --starts copied repaired --steps 50 150
+    python recipes/compare.py --variants dyt rope --starts copied repaired --methods finetune distil annealed
     python recipes/compare.py --baseline_steps 0 --starts reset --steps 900       # all models from scratch
     python recipes/compare.py --task image recipes/configs/vision.yaml --list     # what would be trained
 
@@ -31,7 +31,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read w
 from compare_figure import draw_curves
 from compare_report import compare_report
 from data import RecipeError
+from heal import require_whole_weights
 from html_report import html_report
+from methods import METHODS, Method, MethodConfig, check_method, objective, try_out
 from paired import Cell, Kind, read_cells
 from report import table
 from run import DivergedError, Run, Stopped, folder_name, run_recipe, stop_requests
@@ -41,11 +43,10 @@ from start import INIT, Baseline
 from hfpatch import PatchError, plan_patch
 
 STARTS = ("repaired", "self", "auto", "copied", "reset")
-METHODS = ("finetune",)
 
 
 @dataclass
-class CompareConfig:
+class CompareConfig(MethodConfig):
     """The grid; what is trained on what are the flags of finetune.py."""
 
     variants: list[str] = field(
@@ -53,7 +54,8 @@ class CompareConfig:
         metadata={"help": "patches, by registered names as in rms+rope or dyt:alpha=0.8; the control is always there"},
     )
     methods: list[str] = field(
-        default_factory=lambda: ["finetune"], metadata={"help": f"how patched copies are trained: {', '.join(METHODS)}"}
+        default_factory=lambda: ["finetune"],
+        metadata={"help": f"how patched copies are trained: {', '.join(METHODS)}, annealed+distil; see heal.py"},
     )
     starts: list[str] = field(
         default_factory=lambda: ["repaired"],
@@ -88,9 +90,10 @@ class CompareConfig:
                 raise RecipeError(f"--{name} names nothing to compare" + " with the control" * (name == "variants"))
             if len(set(values)) < len(values):
                 raise RecipeError(f"a value is named twice in --{name} {' '.join(map(str, values))}")
-        for name, known in {"methods": METHODS, "starts": STARTS}.items():
-            if unknown := [value for value in getattr(self, name) if value not in known]:
-                raise RecipeError(f"--{name} {unknown[0]} is not known; there are {', '.join(known)}")
+        for method in self.methods:
+            check_method(method, self)
+        if unknown := [start for start in self.starts if start not in STARTS]:
+            raise RecipeError(f"--starts {unknown[0]} is not known; there are {', '.join(STARTS)}")
         if min(self.seeds) < 0:
             raise RecipeError(f"--seeds must be at least 0, not {min(self.seeds)}")
         if not 0 <= self.margin < 1:
@@ -123,7 +126,7 @@ def compare(run: Run) -> None:
     """Train what isn't trained yet, and report all that is, also when it is stopped."""
     c, cells = run.config, cells_of(run.config)
     first = Baseline(run.task, c, c.seeds[0], [])
-    check_patches(first, c)
+    check_patches(run, first)
     run.open_results(FREE_TO_CHANGE | GRID)
     run.results["unit"] = run.task.unit
     run.results["grid"] = [{**cell.kind._asdict(), "seed": cell.seed} for cell in cells]
@@ -158,11 +161,15 @@ def train_seed(run: Run, baseline: Baseline, cells: list[Cell]) -> None:
 
 def train_cell(run: Run, baseline: Baseline, cell: Cell) -> None:
     """One model: what is trained after the baseline goes on in its data."""
+    variant, start, name, steps = cell.kind
+    method = Method(run.task)
+    if not cell.kind.is_control:
+        method = objective(name, run.task, baseline.copy, run.config, variant, start)
 
     def build() -> Any:
-        return baseline.patched(cell.kind.variant, cell.kind.start or None)
+        return method.prepare(baseline.patched(variant, start))
 
-    run.stage(cell.name, build, cell.kind.steps, seed=cell.seed, first=baseline.steps)
+    run.stage(cell.name, build, steps, seed=cell.seed, first=baseline.steps, objective=method)
 
 
 def done(run: Run, cell: Cell) -> bool:
@@ -173,17 +180,19 @@ def done(run: Run, cell: Cell) -> bool:
     return found
 
 
-def check_patches(baseline: Baseline, config: Any) -> None:
-    """Every patch is tried out on paper, from every start.
+def check_patches(run: Run, baseline: Baseline) -> None:
+    """Every patch is tried out from every start and with every method, as far as that takes no data.
 
     Raises:
         PatchError: hfpatch refuses one.
-        RecipeError: the model can't draw the sequences that it would be repaired on.
+        RecipeError: a method can't be put together, or the model can't draw sequences for a repair.
     """
-    for variant, start in product(config.variants, config.starts):
+    c = run.config
+    require_whole_weights(run, c.methods)
+    for variant, start in product(c.variants, c.starts):
         plan_patch(baseline.model, **parse_variant(variant), **INIT.get(start, {}))
-    if "self" in config.starts and not baseline.model.can_generate():
-        raise RecipeError(f"--starts self: a {type(baseline.model).__name__} draws no sequences; take repaired or auto")
+        for method in c.methods:
+            try_out(method, run.task, baseline.model, c, variant, start)
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class HealConfig(MethodConfig):
 def heal(run: Run) -> None:
     """A baseline, its unpatched copy, and its patched copy right after the patch and healed: each a stage."""
     c = run.config
-    require_whole_weights(run)
+    require_whole_weights(run, [c.method])
     baseline = Baseline(run.task, c, c.seed, [c.patch])
     try_out(c.method, run.task, baseline.model, c, c.patch, c.start)
     method = objective(c.method, run.task, baseline.copy, c, c.patch, c.start)
@@ -104,12 +104,13 @@ def heal(run: Run) -> None:
     run.accelerator.end_training()
 
 
-def require_whole_weights(run: Run) -> None:
+def require_whole_weights(run: Run, methods: list[str]) -> None:
     sharded = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-    if run.accelerator.distributed_type in sharded and run.config.method not in ("finetune", "distil"):
+    moving = [method for method in methods if method not in ("finetune", "distil")]
+    if run.accelerator.distributed_type in sharded and moving:
         raise RecipeError(
-            f"--method {run.config.method} moves weights between steps, which {run.accelerator.distributed_type.value} "
-            "keeps in pieces: use one process, several with whole copies (DDP), or --method finetune or distil"
+            f"method {moving[0]} moves weights between steps, which {run.accelerator.distributed_type.value} "
+            "keeps in pieces: use one process, several with whole copies (DDP), or methods finetune and distil"
         )
 
 

@@ -285,9 +285,13 @@ class Column(Sequence[Image]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return Column(self.part, self.image, self.label, self.names, self.order[index])
+            return self.at(index)
         row = self.part[int(self.order[index])]
         return row[self.image], self.names[row[self.label]]
+
+    def at(self, places: Any) -> "Column":
+        """The images at some places: a slice, or their numbers."""
+        return Column(self.part, self.image, self.label, self.names, np.asarray(self.order)[places])
 
     def classes(self) -> list[str]:
         """Of all images, which aren't decoded for it."""
@@ -296,21 +300,31 @@ class Column(Sequence[Image]):
 
 
 def split(images: Any) -> tuple[Any, Any]:
-    """(train, held-out), the same for every seed."""
+    """(train, held-out), the same for every seed: about a fifth of each class is held out, never all of it."""
     images = images if isinstance(images, Column) else shuffled(images)
-    held = max(1, round(HELD_OUT * len(images))) if len(images) > 1 else 0
-    return images[held:], images[:held]
+    classes = classes_of(images)
+    left = {name: min(max(1, round(HELD_OUT * classes.count(name))), classes.count(name) - 1) for name in set(classes)}
+    held = np.zeros(len(classes), bool)
+    for i, name in enumerate(classes):
+        held[i] = left[name] > 0
+        left[name] -= 1
+    parts = [np.flatnonzero(~held), np.flatnonzero(held)]
+    train, heldout = (images.at(p) if isinstance(images, Column) else [images[i] for i in p] for p in parts)
+    return train, heldout
 
 
 def shuffled(images: list[Image]) -> list[Image]:
     return [images[i] for i in np.random.default_rng(0).permutation(len(images))]
 
 
+def classes_of(images: Sequence[Image]) -> list[str]:
+    return images.classes() if isinstance(images, Column) else [name for _, name in images]
+
+
 def majority(train: Sequence[Image], heldout: Sequence[Image]) -> float:
     """Accuracy of always answering the commonest class of the training images."""
-    classes = [part.classes() if isinstance(part, Column) else [name for _, name in part] for part in (train, heldout)]
-    names, counts = np.unique(classes[0], return_counts=True)
-    return float(np.mean(np.array(classes[1]) == names[counts.argmax()]))
+    names, counts = np.unique(classes_of(train), return_counts=True)
+    return float(np.mean(np.array(classes_of(heldout)) == names[counts.argmax()]))
 
 
 def label_ids(names: list[str], given: Any) -> tuple[dict[str, int], bool]:

@@ -472,11 +472,15 @@ compare.main({tiny(tmp_path, text, *PART)!r})
             return train_step(self, where, *args)
 
         monkeypatch.setattr(run.Run, "train_step", diverging)
-        argv = tiny(tmp_path, text, "--variants", "dyt", "rms", "--starts", "auto", "--steps", 2, "--seeds", 0)
-        assert compare.main(argv) == 0
+        argv = tiny(tmp_path, text, "--variants", "dyt", "--starts", "auto", "--steps", 2, "--seeds", 0)
+        assert compare.main([*argv, "--methods", "finetune", "distil", "--distil_weight", "1"]) == 0
         stages = read_results(tmp_path)["stages"]
         assert stages["dyt-auto-finetune-2-seed-0"]["failed"].startswith("loss nan, gradient norm 1 in step 2")
-        assert stages["rms-auto-finetune-2-seed-0"]["step"] == 2
+        distilled, control = stages["dyt-auto-distil-2-seed-0"], stages["control-2-seed-0"]
+        assert distilled["step"] == 2
+        assert distilled["train_loss"][0] < 0.1 < control["train_loss"][0], (
+            "a distance from the teacher, not the text's loss"
+        )
         assert "failed 1 of 1" in (tmp_path / "results.md").read_text("utf-8")
 
     def test_from_scratch(self, text, tmp_path):
@@ -516,7 +520,8 @@ class TestBadInput:
             (["--seeds", "-1"], "--seeds must be at least 0, not -1"),
             (["--steps", "0"], "--steps must be at least 1, not 0"),
             (["--starts", "cold"], "--starts cold is not known; there are repaired, self"),
-            (["--methods", "magic"], "magic"),
+            (["--methods", "magic"], "no method is called 'magic'"),
+            (["--methods", "finetune", "--distil_weight", "2"], "--distil_weight must be above 0 and at most 1"),
             (["--margin", "1.5"], "--margin is a share"),
             (["--max_minutes", "0"], "--max_minutes must be positive, not 0"),
             (["--baseline_steps", "0"], "--baseline_steps 0 leaves nothing for --starts repaired"),
