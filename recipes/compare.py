@@ -28,6 +28,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
 
+import torch
 from compare_figure import draw_curves
 from compare_report import compare_report
 from data import RecipeError
@@ -147,7 +148,7 @@ def compare(run: Run) -> None:
 def train_seed(run: Run, baseline: Baseline, cells: list[Cell]) -> None:
     baseline.train(run, f"baseline-{baseline.seed}")
     for cell in cells:
-        if run.requests:
+        if asked_to_stop(run):
             raise Stopped(f"stopped before {cell.name}; everything is saved")
         try:
             train_cell(run, baseline, cell)
@@ -206,6 +207,12 @@ def asked_to_stop_after(minutes: float | None, requests: list[float]) -> Iterato
         yield
     finally:
         timer.cancel()
+
+
+def asked_to_stop(run: Run) -> bool:
+    """Whether any of the processes was."""
+    asked = torch.tensor(float(bool(run.requests)), device=run.accelerator.device)
+    return bool(run.accelerator.reduce(asked, "sum") > 0)
 
 
 def write_reports(run: Run) -> None:

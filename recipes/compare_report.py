@@ -171,10 +171,10 @@ def progress(results: Results) -> str:
 
 
 def overview(results: Results, summaries: list[Summary]) -> str:
-    groups = {
-        v: [label(s.kind, results) for s in summaries if s.verdict == v] for v in (BETTER, SAME, WORSE, UNDECIDED)
-    }
-    parts = [f"{name}: {', '.join(found)}" for name, found in groups.items() if found]
+    found = {v: [label(s.kind, results) for s in summaries if s.verdict == v] for v in (BETTER, SAME, WORSE, UNDECIDED)}
+    parts = [
+        f"{v}: {', '.join(names) if len(names) <= MANY // 2 else len(names)}" for v, names in found.items() if names
+    ]
     return f"Against a control of equal budget: {'; '.join(parts)}." if parts else ""
 
 

@@ -24,7 +24,7 @@ from paired import BETTER, SAME, WORSE, Interval, Summary, ranks, read_cells, su
 from report import machine, show
 
 SIGNS = {BETTER: "▲", SAME: "●", WORSE: "▼"}  # beside the word: a verdict isn't told by colour alone
-WIDE, HIGH = 150, 22  # of an interval's drawing, in pixels
+WIDE, HIGH = 130, 22  # of an interval's drawing, in pixels
 
 Results = dict[str, Any]
 
@@ -36,7 +36,7 @@ STYLE = """
   --rule: #3d3d46; --good: #4fd0a5; --bad: #ff9a5c; --line0: #4aa8e0; --line1: #f0813a; --line2: #2fc79b;
   --line3: #e29cc4; --line4: #f0b840; --line5: #8fd0f7; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 80rem; padding: 1.5rem clamp(1rem, 4vw, 2.5rem) 4rem; background: var(--paper);
+body { margin: 0 auto; max-width: 84rem; padding: 1.5rem clamp(1rem, 4vw, 2.5rem) 4rem; background: var(--paper);
   color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
 h1 { font-size: 1.7rem; line-height: 1.25; margin: .5rem 0 .3rem; text-wrap: balance; }
 h2 { font-size: 1.2rem; margin: 2.4rem 0 .6rem; }
@@ -45,9 +45,9 @@ li { margin: .45rem 0; }
 .dim, figcaption, dd { color: var(--dim); }
 .warn { border-left: 4px solid var(--bad); padding: .4rem .8rem; background: var(--soft); }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--dim); padding-bottom: .4rem; }
-th, td { padding: .38rem .6rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th, td { padding: .38rem .5rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 thead th { white-space: normal; vertical-align: bottom; border-bottom: 2px solid var(--ink); }
 th[scope=row], .left { text-align: left; }
 tbody tr.control { background: var(--soft); }
@@ -60,7 +60,8 @@ pre { background: var(--soft); padding: .7rem .9rem; white-space: pre-wrap; over
 dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; }
 summary { cursor: pointer; }
 @media print { body { max-width: none; padding: 0; font-size: 10.5pt; } h2 { break-after: avoid; }
-  figure, tr { break-inside: avoid; } .wide { overflow: visible; } th, td { padding: .2rem .4rem; } }
+  figure, tr { break-inside: avoid; } .wide { overflow: visible; } table { font-size: 7.5pt; }
+  th, td { padding: .15rem .25rem; } td svg { width: 80px; } }
 """
 
 

@@ -478,7 +478,7 @@ compare.main({tiny(tmp_path, text, *PART)!r})
         assert stages["dyt-auto-finetune-2-seed-0"]["failed"].startswith("loss nan, gradient norm 1 in step 2")
         distilled, control = stages["dyt-auto-distil-2-seed-0"], stages["control-2-seed-0"]
         assert distilled["step"] == 2
-        assert distilled["train_loss"][0] < 0.1 < control["train_loss"][0], (
+        assert distilled["train_loss"][0] < 1 < control["train_loss"][0], (
             "a distance from the teacher, not the text's loss"
         )
         assert "failed 1 of 1" in (tmp_path / "results.md").read_text("utf-8")
