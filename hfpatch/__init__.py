@@ -3,6 +3,7 @@
 from .architectures import Architecture, Stack
 from .attention import Fused, Projections
 from .checkpoint import HfpatchConfig
+from .compile import compile_model, compiled_calls, uncompile_model
 from .convert.repair import repair
 from .convert.repair_report import RepairReport
 from .convert.report import Report
@@ -105,6 +106,8 @@ __all__ = [
     "UnsupportedError",
     "VerificationError",
     "WrappedModelError",
+    "compile_model",
+    "compiled_calls",
     "convert_pairing",
     "export_model",
     "native_model",
@@ -115,6 +118,7 @@ __all__ = [
     "repair",
     "repair_report",
     "sample_batches",
+    "uncompile_model",
     "unpatch_model",
     "verify",
 ]

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .checkpoint import patched_model_class, registered_config_class
+from .compile import compile_model, require_blocks
 from .convert.maps import require_fit
 from .convert.repair import repair, shadow
 from .convert.repair_report import RepairReport
@@ -69,6 +70,7 @@ def patch_model(
     placement: str | Placement | None = None,
     tokenizer: Any = None,
     fit: str = "qk",
+    compile: bool = False,
 ) -> M:
     """Swap a model's norms, positions and MLPs, in place and as one transaction; `plan_patch` shows what would change.
 
@@ -93,6 +95,7 @@ def patch_model(
         tokenizer: a tokenizer or processor whose `model_max_length` becomes the position scheme's `max_positions`.
         fit: what a repair of positions fits to the original's attention maps: "qk", weights and biases of queries and
             keys, or "bias", their biases alone.
+        compile: hand the result to `compile_model`, whose docstring says what that means.
 
     Returns:
         The same model.
@@ -113,12 +116,14 @@ def patch_model(
             "an earlier patch of this model kept no way back, so reversible=True can't restore it."
         )
     require_fit(fit)
+    if compile:
+        require_blocks(model)
     if optimizer is not None:
         check_optimizer(optimizer, model)
     told, lengths = _told(tokenizer, pos), plan.lengths_in(model.config)
     if not plan.changes:
         tell_length(*told, Edits())
-        return model
+        return compile_model(model) if compile else model
     dtype = model.dtype
     batches = _checked_calibration(model, calibration, plan, init)
     try:
@@ -140,7 +145,7 @@ def patch_model(
         warnings.warn(_not_preserved(plan), NotPreservedWarning, stacklevel=2)
     if plan.conversion is not None and plan.conversion.waits_for_weights:
         warnings.warn(_WAITS_FOR_WEIGHTS.format(plan.model_name), NotPreservedWarning, stacklevel=2)
-    return model
+    return compile_model(model) if compile else model
 
 
 def repair_report(model: nn.Module) -> RepairReport | None:

@@ -15,7 +15,7 @@ ROOT = Path(hfpatch.__file__).parent
 # from the ground up; modules of one line may import one another as long as there is no cycle
 LAYERS = [
     ["errors"],
-    ["registry", "rewrite"],
+    ["registry", "rewrite", "compile"],
     ["scheme", "edits", "weights"],
     ["guard"],
     ["optimizer"],
@@ -47,7 +47,7 @@ LAYERS = [
     ["export"],
     ["hub"],
     ["__init__"],
-    ["cli", "__main__", "compile"],
+    ["cli", "__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -25,11 +25,12 @@ _SKIPPED = (
 
 @contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients and no hooks but torch's and transformers' own, on the model's device.
+    """Eval mode, no gradients, no compiled code and no hooks but torch's and transformers' own, on the model's device.
 
     Hooks that are registered inside are gone afterwards.
     """
     modes = [(module, module.training) for module in model.modules()]
+    compiled = [(module, call) for module in model.modules() if (call := module._compiled_call_impl) is not None]
     hooks = [(module, name, module.__dict__[name]) for module in model.modules() for name in _HOOKS + _FLAGS]
     device = device_of(model)
     devices = [device] if device.type not in ("cpu", "meta", "mps") else []
@@ -39,6 +40,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
             module.__dict__[name] = OrderedDict(kept)
         for module, _ in modes:
             module.training = False
+        for module, _ in compiled:
+            module._compiled_call_impl = None
         with torch.no_grad(), torch.random.fork_rng(devices=devices), _default(device):
             yield
     finally:
@@ -46,6 +49,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
             module.__dict__[name] = theirs
         for module, training in modes:
             module.training = training
+        for module, call in compiled:
+            module._compiled_call_impl = call
 
 
 def give_back_memory() -> None:
