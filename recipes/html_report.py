@@ -5,7 +5,7 @@ import re
 from html import escape
 from typing import Any
 
-from compare_figure import svg_curves
+from compare_figure import MOST_BANDS, svg_curves
 from compare_report import (
     budget,
     columns,
@@ -170,8 +170,9 @@ def curves(results: Results) -> str:
     about = f"Curves of held-out {main_name(results)} by step, and differences from the control; the table has the ends"
     caption = (
         "Left: means over seeds, bands of one standard deviation. Right: mean difference from the control of the same "
-        "seed at the same step, bands of 95 % intervals; grey is what counts as no difference. Measured on a part of "
-        "the held-out data where the task has a smaller one for curves."
+        "seed at the same step, bands of 95 % intervals; grey is what counts as no difference. Where a panel has more "
+        f"than {MOST_BANDS} lines, bands are left out. The table's figures are of all held-out data, the curves' may be of "
+        "a part."
     )
     drawing = svg_curves(results, escape(about))
     return f"<h2>Curves</h2><figure>{drawing}<figcaption>{escape(caption)}</figcaption></figure>"
