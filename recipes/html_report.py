@@ -171,8 +171,8 @@ def curves(results: Results) -> str:
     caption = (
         "Left: means over seeds, bands of one standard deviation. Right: mean difference from the control of the same "
         "seed at the same step, bands of 95 % intervals; grey is what counts as no difference. Where a panel has more "
-        f"than {MOST_BANDS} lines, bands are left out. The table's figures are of all held-out data, the curves' may be of "
-        "a part."
+        f"than {MOST_BANDS} lines, bands are left out. The table's figures are of all held-out data, the curves' may "
+        "be of a part."
     )
     drawing = svg_curves(results, escape(about))
     return f"<h2>Curves</h2><figure>{drawing}<figcaption>{escape(caption)}</figcaption></figure>"
