@@ -1,7 +1,7 @@
 """What a reader sees of recipes/compare.py: a reading in plain words, the table, and how to understand it."""
 
 from collections.abc import Callable
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 from paired import (
@@ -25,6 +25,7 @@ from report import machine, show, table
 from settings import CONTROL
 
 STEADY = 0.02  # share of a step's time: what lies within it is called the same
+BUSY = 1.3  # timings of the same thing that differ by more than this factor say little
 MANY = 12  # kinds: of more, the reading tells of the best of each variant only
 
 Results = dict[str, Any]
@@ -120,7 +121,7 @@ def row(results: Results, s: Summary) -> dict[str, str]:
         "95 % interval": (span(s.difference) or "-") if compared else "-",
         "after the swap": signed(s.cost.mean) if compared else "-",
         "recovered": percent(s.recovered) if s.recovered is not None else "-",
-        "time a step": f"{fmean(s.time):.2f} x" if s.time and compared else "-",
+        "time a step": f"{median(s.time):.2f} x" if s.time and compared else "-",
         "seeds": seeds,
     }
 
@@ -137,6 +138,7 @@ def rank_columns(axis: str, found: list[Rank]) -> list[list[str]]:
         ["best", *(f"{rank.best} of {rank.count}" for rank in found)],
         [f"against {found[0].value}", *(signed(rank.behind.mean) if rank.behind else "-" for rank in found)],
         ["95 % interval", *((rank.behind and span(rank.behind)) or "-" for rank in found)],
+        ["sign test p", *("-" if rank.chance is None else f"{rank.chance:.2g}" for rank in found)],
     ]
 
 
@@ -239,14 +241,17 @@ def time_sentence(s: Summary) -> str:
         return ""
     low, high = min(s.time), max(s.time)
     between = f" ({low:.2f} to {high:.2f} over seeds)" if len(s.time) > 1 else ""
-    return f"A training step took {fmean(s.time):.2f} times the control's{between}."
+    busy = "; timings that far apart say little: the machine was busy" if speed(s) == "unclear" else ""
+    return f"A training step took {median(s.time):.2f} times the control's{between}{busy}."
 
 
 def speed(s: Summary) -> str:
     """faster or slower where all seeds agree and the difference is more than a few percent."""
-    if s.time and min(s.time) > 1 + STEADY:
+    if not s.time or max(s.time) > BUSY * min(s.time):
+        return "unclear"
+    if min(s.time) > 1 + STEADY:
         return "slower"
-    return "faster" if s.time and max(s.time) < 1 - STEADY else "steady"
+    return "faster" if max(s.time) < 1 - STEADY else "steady"
 
 
 def worth(s: Summary) -> str:
@@ -255,12 +260,15 @@ def worth(s: Summary) -> str:
         (BETTER, "slower"): "Worth it, where the slower step is.",
         (BETTER, "steady"): "Worth it on these figures.",
         (BETTER, "faster"): "Worth it twice: better, and faster.",
+        (BETTER, "unclear"): "Worth it, if its speed turns out to be right.",
         (SAME, "slower"): "Nothing gained here and a slower step: it needs a reason that this table doesn't show.",
         (SAME, "steady"): "Neither gained nor lost here: free to choose.",
         (SAME, "faster"): "Worth it: as good, and faster.",
+        (SAME, "unclear"): "Neither gained nor lost here, as far as its speed is right.",
         (WORSE, "slower"): "Not worth it at this budget: worse, and slower.",
         (WORSE, "steady"): "Not worth it at this budget, unless for a reason that this table doesn't show.",
         (WORSE, "faster"): "A trade of quality for speed.",
+        (WORSE, "unclear"): "Not worth it at this budget, unless for a reason that this table doesn't show.",
     }
     return told.get((s.verdict, speed(s)), "")
 
@@ -270,11 +278,9 @@ def rank_sentence(axis: str, found: list[Rank], main: str) -> str:
     kind = {"method": "methods", "start": "starts"}[axis]
     order = ", ".join(f"{rank.value} {rank.mean:.2f}" for rank in found)
     text = f"Of the {kind}, {first.value} ranks first: best in {first.best} of {first.count} comparisons ({order})."
-    gap = second.behind
-    if gap is None or gap.low is None or gap.high is None:
-        return text
-    told = "which chance alone could do" if gap.low <= 0 <= gap.high else "more than chance"
-    return f"{text} Against it {second.value} has {signed(gap.mean)} {main} ({span(gap)}), {told}."
+    told = "could be chance" if second.chance > 0.05 else "is more than chance"
+    gap = f", {signed(second.behind.mean)} {main} on average" if second.behind else ""
+    return f"{text} Its lead over {second.value}{gap}, {told} (sign test, p = {second.chance:.2g})."
 
 
 def definitions(results: Results, summaries: list[Summary]) -> dict[str, str]:
@@ -294,7 +300,9 @@ def definitions(results: Results, summaries: list[Summary]) -> dict[str, str]:
     if not results["from_scratch"]:
         found["after the swap"] = "the difference before any training."
         found["recovered"] = "how much of that is gone at the end; - where the swap cost less than the margin."
-    found["time a step"] = "of training, against the control's on the same machine; mean over seeds."
+    found["time a step"] = (
+        "of training (the median step), against the control's on the same machine; median over seeds."
+    )
     return found
 
 

@@ -1,6 +1,7 @@
 """Figures of a grid against its control: paired by seed and budget, with an interval and a verdict."""
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -202,17 +203,17 @@ def summary(
         margin,
         "" if kind.is_control else verdict(difference, margin, results["higher_is_better"]),
         1 - difference.mean / cost.mean if lost > margin else None,
-        tuple(time_ratios(pairs.values(), f"{results['unit']}_per_second")),
+        tuple(time_ratios(pairs.values())),
         {name: at("end", name) for name in shared},
         failed,
         missing,
     )
 
 
-def time_ratios(pairs: Iterable[tuple[Record, Record]], rate: str) -> list[float]:
-    """Time of a step over the control's, which has seen the same batches: the inverse ratio of throughputs."""
-    speeds = [(record.get(rate), control.get(rate)) for record, control in pairs]
-    return [control / own for own, control in speeds if own and control]
+def time_ratios(pairs: Iterable[tuple[Record, Record]]) -> list[float]:
+    """The median time of a step over that of the control's, which has seen the same batches."""
+    times = [(record.get("step_seconds"), control.get("step_seconds")) for record, control in pairs]
+    return [own / control for own, control in times if own and control]
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,7 @@ class Rank:
     Attributes:
         mean: of its ranks, 1 for the best; best: how often it was the best or as good; count: comparisons.
         behind: the main figure's difference from that of the value which ranks first; None for that one itself.
+        chance: two-sided p of the sign test against the value which ranks first; None for that one itself.
     """
 
     value: str
@@ -229,6 +231,7 @@ class Rank:
     best: int
     count: int
     behind: Interval | None
+    chance: float | None
 
 
 def ranks(results: Record, axis: str) -> list[Rank]:
@@ -256,10 +259,18 @@ def ranks(results: Record, axis: str) -> list[Rank]:
         best = sum(block[value] == min(block.values()) for block in complete)
         gaps = [sign * (b[value] - b[values[0]]) for b in complete if math.isfinite(b[value] + b[values[0]])]
         behind = t_interval(gaps) if gaps and value != values[0] else None
-        found.append(Rank(value, mean[value], best, len(complete), behind))
+        chance = sign_test([b[value] for b in complete], [b[values[0]] for b in complete])
+        found.append(Rank(value, mean[value], best, len(complete), behind, None if value == values[0] else chance))
     return found
 
 
 def rank_of(figure: float, figures: list[float]) -> float:
     """1 for the least; equal figures share the mean of their ranks."""
     return 1 + sum(f < figure for f in figures) + (sum(f == figure for f in figures) - 1) / 2
+
+
+def sign_test(a: Sequence[float], b: Sequence[float]) -> float:
+    """Two-sided p that as many of the pairs lie to one side by chance; equal pairs don't count."""
+    above, below = (sum(f(x, y) for x, y in zip(a, b, strict=True)) for f in (operator.gt, operator.lt))
+    n = above + below
+    return min(1.0, 2 * sum(math.comb(n, k) for k in range(max(above, below), n + 1)) / 2**n)

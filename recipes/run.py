@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -192,7 +193,7 @@ class Run:
     def train(self, name, model, optimizer, scheduler, loader: DataLoader, objective: Objective, record, steps) -> None:
         """Steps of training up to `steps`, with points of the curve and saved states on the way."""
         c = self.config
-        batches, units, spent = iter(loader), 0, 0.0
+        batches, units, times = iter(loader), 0, []
         bar = tqdm(total=steps, initial=record["step"], desc=name, unit="step", disable=not self.main)
         with bar:
             for step in range(record["step"] + 1, steps + 1):
@@ -202,11 +203,12 @@ class Run:
                 objective.before_step(self.accelerator.unwrap_model(model), step, steps)
                 where = f"step {step} of {name}"
                 loss, seen, stop = self.train_step(where, model, optimizer, scheduler, batches, objective, stop)
-                spent += time.perf_counter() - begun
+                times.append(time.perf_counter() - begun)
                 units += seen
                 record["step"] = step
                 record["train_loss"].append(loss)
-                record[f"{self.task.unit}_per_second"] = rate = round(units / spent)
+                record[f"{self.task.unit}_per_second"] = rate = round(units / sum(times))
+                record["step_seconds"] = statistics.median(times)  # what else runs on a machine hardly moves it
                 self.accelerator.log({f"{name}/loss": loss, f"{name}/{self.task.unit}_per_second": rate}, step=step)
                 if step in (1, 2, 5) or step % c.eval_every == 0 or step == steps:
                     record["curve"].append({"step": step, **self.measure(model, self.curve_loader)})

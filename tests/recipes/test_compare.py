@@ -97,7 +97,7 @@ def planted(offsets, *, seeds=5, noise=0.004, higher=False, starts=("auto",), me
             stages[cell.name] = {
                 "step": kind.steps, "train_loss": [0.0] * kind.steps, "start": {"loss": begin, "extra": 7.0},
                 "end": {"loss": end, "extra": 7 + end, "none": None}, "curve": points, "seconds": 1.0,
-                "tokens_per_second": 1000 if kind.is_control else 800, "parameters": 12_345,
+                "tokens_per_second": 1000, "step_seconds": 0.2 if kind.is_control else 0.25, "parameters": 12_345,
             }  # fmt: skip
     config = {"margin": 0.01, "steps": list(steps), "seeds": list(range(seeds)), "batch_size": 4, "learning_rate": 1e-3}
     return {
@@ -196,7 +196,7 @@ class TestSummary:
         assert by_variant(planted({"dyt": -0.1}, noise=0))["dyt"].recovered is None
         assert by_variant(planted({"dyt": -0.1}, noise=0, higher=True))["dyt"].recovered == pytest.approx(0.75)
 
-    def test_time_is_the_inverse_of_throughput(self):
+    def test_time_is_told_by_the_median_step(self):
         assert by_variant(planted({"dyt": 0.1}, seeds=3))["dyt"].time == pytest.approx((1.25,) * 3)
 
     @pytest.mark.parametrize("change", [{"step": 19}, {"train_loss": [0.0] * 19}])
@@ -243,12 +243,27 @@ class TestSummary:
         assert (first.value, first.mean, first.best, first.count) == ("distil", 1.0, 6, 6)
         assert (second.value, second.mean, second.best) == ("finetune", 2.0, 0)
         assert second.behind.mean == pytest.approx(0.05)
+        assert (first.chance, second.chance) == (None, 2 / 2**6)
         assert paired.ranks(results, "start") == [], "there is one start"
         results["higher_is_better"] = True
         assert [rank.value for rank in paired.ranks(results, "method")] == ["finetune", "distil"]
 
     def test_equal_figures_share_their_rank(self):
         assert [paired.rank_of(x, [1.0, 1.0, 3.0]) for x in (1.0, 3.0)] == [1.5, 3.0]
+
+    def test_sign_test_as_scipy_has_it(self):
+        from scipy import stats
+
+        assert paired.sign_test([1, 1, 1, 0, 5.0], [0, 0, 0, 2, 5.0]) == stats.binomtest(3, 4).pvalue
+        assert paired.sign_test([1.0], [1.0]) == 1
+
+    def test_timings_far_apart_are_not_believed(self):
+        results = planted({"dyt": 0.0}, seeds=3)
+        results["stages"]["dyt-auto-finetune-20-seed-1"]["step_seconds"] = 2.0
+        assert by_variant(results)["dyt"].time == pytest.approx((1.25, 10, 1.25))
+        text = compare_report.compare_report(results)
+        assert "took 1.25 times the control's (1.25 to 10.00 over seeds); timings that far apart say little" in text
+        assert "as far as its speed is right" in text
 
 
 class Tags(html.parser.HTMLParser):
