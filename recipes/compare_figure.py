@@ -134,7 +134,8 @@ def draw_panel(
         margin = margin_of(results, steps)
         right.axhspan(-margin, margin, color=ink, alpha=0.08, lw=0, zorder=0, label="counts as none")
         spread_out(right, margin)
-    if means and min(means) > 0 and max(means) > 2.5 * min(means):  # a loss that was high at first
+    falls = not results["higher_is_better"] and means and min(means) > 0
+    if falls and max(means) > 2.5 * min(means):  # a loss that was high at first
         left.set_yscale("log")
         left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
         left.yaxis.set_major_formatter("{x:g}")

@@ -231,7 +231,8 @@ def cost_sentence(s: Summary) -> str:
     if abs(s.cost.mean) <= s.margin:
         return f"The swap itself cost nothing that matters ({signed(s.cost.mean)})."
     if s.recovered is None:
-        return f"Right after the swap it was better already ({signed(s.cost.mean)})."
+        chance = ", which may be chance" if s.cost.low is None or s.cost.low <= 0 <= s.cost.high else ""
+        return f"Right after the swap it was better already ({signed(s.cost.mean)}{chance})."
     back = "more than all" if s.recovered > 1 else percent(s.recovered) if s.recovered > 0 else "nothing"
     return f"Right after the swap it was {signed(s.cost.mean)}; training gave back {back} of that."
 
@@ -241,7 +242,7 @@ def time_sentence(s: Summary) -> str:
         return ""
     low, high = min(s.time), max(s.time)
     between = f" ({low:.2f} to {high:.2f} over seeds)" if len(s.time) > 1 else ""
-    busy = "; timings that far apart say little: the machine was busy" if speed(s) == "unclear" else ""
+    busy = "; timings that far apart say little (was the machine busy?)" if speed(s) == "unclear" else ""
     return f"A training step took {median(s.time):.2f} times the control's{between}{busy}."
 
 
@@ -317,7 +318,8 @@ def budget(results: Results) -> str:
     accumulation = c.get("gradient_accumulation_steps", 1)
     batch = f"{c['batch_size']} x {accumulation}" if accumulation > 1 else f"{c['batch_size']}"
     rate = f"learning rate {c['learning_rate']:g}"
-    return f"Task {results['task']}, {begin}; {steps} of {batch} items each; {rate}; seeds {seeds}."
+    items = f"{batch} x {c['block_size']} tokens" if "block_size" in c else f"{batch} items"
+    return f"Task {results['task']}, {begin}; {steps} of {items}; {rate}; seeds {seeds}."
 
 
 def baseline(results: Results) -> str:
