@@ -58,12 +58,11 @@ class CompareConfig(MethodConfig):
         default_factory=lambda: ["finetune"],
         metadata={"help": f"how patched copies are trained: {', '.join(METHODS)}, annealed+distil; see heal.py"},
     )
-    starts: list[str] = field(
-        default_factory=lambda: ["repaired"],
-        metadata={"help": f"how patched copies begin: {', '.join(STARTS)}; see finetune.py's --start"},
+    starts: list[str] | None = field(
+        default=None, metadata={"help": f"how patched copies begin: {', '.join(STARTS)}; none: as --start says"}
     )
-    seeds: list[int] = field(
-        default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "of weights and of the order of the data"}
+    seeds: list[int] | None = field(
+        default=None, metadata={"help": "of weights and of the order of the data; none: five, the first is --seed"}
     )
     steps: list[int] = field(
         default_factory=lambda: [150], metadata={"help": "budgets: steps after the patch, the control's as well"}
@@ -74,15 +73,13 @@ class CompareConfig(MethodConfig):
     max_minutes: float | None = field(default=None, metadata={"help": "stop then; --resume goes on"})
     keep_models: bool = field(default=False, metadata={"help": "keep the trained models, not only their figures"})
     output_dir: str = field(default="runs/compare", metadata={"help": "where the results go"})
-    # Of a single run, and no flags here: an early stop would make the budgets unequal.
-    seed: int = field(default=0, init=False)
-    start: str = field(default="", init=False)
-    patience: None = field(default=None, init=False)
     list: bool = field(default=False, metadata={"help": "name the models and how long they take, and train none"})
 
     def __post_init__(self) -> None:
         self.variants = [variant for variant in self.variants if variant != CONTROL]
-        self.start = self.starts[0] if self.starts else ""
+        self.starts = [self.start] if self.starts is None else self.starts
+        self.seeds = [self.seed + i for i in range(5)] if self.seeds is None else self.seeds
+        self.start = self.starts[0] if self.starts else ""  # what a check of a single run looks at
 
     def check(self) -> None:
         for name in ("variants", "methods", "starts", "seeds", "steps"):
@@ -95,6 +92,13 @@ class CompareConfig(MethodConfig):
             check_method(method, self)
         if unknown := [start for start in self.starts if start not in STARTS]:
             raise RecipeError(f"--starts {unknown[0]} is not known; there are {', '.join(STARTS)}")
+        if self.patience is not None:
+            raise RecipeError(
+                "--patience would stop models at different steps, and budgets must be equal: leave it out"
+            )
+        results = Path(self.output_dir) / "results.json"
+        if results.exists() and "grid" not in json.loads(results.read_text("utf-8")):
+            raise RecipeError(f"{results} is of another recipe: take another --output_dir")
         if min(self.seeds) < 0:
             raise RecipeError(f"--seeds must be at least 0, not {min(self.seeds)}")
         if not 0 <= self.margin < 1:
@@ -110,7 +114,19 @@ class CompareConfig(MethodConfig):
 
 
 # What may change when a grid goes on: finished models keep their figures, others come on top.
-GRID = {"variants", "methods", "starts", "seeds", "steps", "start", "margin", "max_minutes", "keep_models", "list"}
+GRID = {
+    "variants",
+    "methods",
+    "starts",
+    "seeds",
+    "steps",
+    "start",
+    "seed",
+    "margin",
+    "max_minutes",
+    "keep_models",
+    "list",
+}
 
 
 def cells_of(config: Any) -> list[Cell]:

@@ -24,6 +24,7 @@ import compare_report  # noqa: E402
 import html_report  # noqa: E402
 import paired  # noqa: E402
 import run  # noqa: E402
+import settings  # noqa: E402
 from paired import Cell, Kind  # noqa: E402
 
 TINY = "--layers 1 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 3 --tracker none"
@@ -522,6 +523,21 @@ compare.main({tiny(tmp_path, text, *PART)!r})
         assert re.search(r"control-2-seed-4 +\| to train \| +\d", printed), "by the other seeds' times"
 
 
+class TestSettings:
+    def test_other_recipes_files_do(self):
+        def read(*argv):
+            return settings.read_run([str(a) for a in argv], "compare.py", "", compare.CompareConfig)
+
+        for name in ("lm.yaml", "vision.yaml"):
+            config = read(ROOT / "recipes" / "configs" / name)
+            assert config.seeds == [0, 1, 2, 3, 4]
+            assert config.starts == ["repaired"]
+            assert "control" not in config.variants
+        config = read("--seed", 7, "--start", "copied", "--steps", 5, 10)
+        assert (config.seeds, config.starts, config.steps) == ([7, 8, 9, 10, 11], ["copied"], [5, 10])
+        assert read("--seeds", 3, "--starts", "auto", "self", "--start", "copied").starts == ["auto", "self"]
+
+
 class TestBadInput:
     """One line, exit status 2, and nothing trained."""
 
@@ -537,6 +553,7 @@ class TestBadInput:
             (["--starts", "cold"], "--starts cold is not known; there are repaired, self"),
             (["--methods", "magic"], "no method is called 'magic'"),
             (["--methods", "finetune", "--distil_weight", "2"], "--distil_weight must be above 0 and at most 1"),
+            (["--patience", "3"], "budgets must be equal"),
             (["--margin", "1.5"], "--margin is a share"),
             (["--max_minutes", "0"], "--max_minutes must be positive, not 0"),
             (["--baseline_steps", "0"], "--baseline_steps 0 leaves nothing for --starts repaired"),
@@ -550,12 +567,11 @@ class TestBadInput:
         assert message in error
         assert "\n" not in error
 
-    @pytest.mark.parametrize("flag", ["--seed", "--start", "--patience"])
-    def test_flags_of_a_single_run_are_none_here(self, text, tmp_path, flag, capsys):
-        with pytest.raises(SystemExit) as exit:
-            compare.main(tiny(tmp_path, text, flag, "1"))
-        assert exit.value.code == 2
-        assert flag in capsys.readouterr().err
+    def test_results_of_another_recipe_are_not_overwritten(self, text, tmp_path, capsys):
+        (tmp_path / "results.json").write_text('{"stages": {}}')
+        assert compare.main(tiny(tmp_path, text)) == 2
+        assert "is of another recipe: take another --output_dir" in capsys.readouterr().err
+        assert (tmp_path / "results.json").read_text() == '{"stages": {}}'
 
     def test_other_settings_can_not_go_on(self, finished, text, capsys):
         before = (finished / "results.json").read_bytes()
