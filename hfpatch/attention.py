@@ -145,15 +145,16 @@ class Fused:
 
         def turn_blocks(y: Tensor) -> Tensor:
             width = y.shape[-1] - head_dim if shared else 2 * (y.shape[-1] // 3)
-            qk = rotate(y[..., :width].unflatten(-1, (-1, head_dim))).flatten(-2)
-            return torch.cat((qk, y[..., width:]), dim=-1)
+            qk, rest = y.split((width, y.shape[-1] - width), dim=-1)
+            return torch.cat((rotate(qk.unflatten(-1, (-1, head_dim))).flatten(-2), rest), dim=-1)
 
         def turn_heads(y: Tensor) -> Tensor:
             heads = y.unflatten(-1, (-1, 3, head_dim))
             if bias is not None:
                 heads = heads + nn.functional.pad(bias.view(-1, 1, head_dim), (0, 0, 0, 2))
-            qk = rotate(heads[..., :2, :].flatten(-3, -2)).unflatten(-2, (-1, 2))
-            return torch.cat((qk, heads[..., 2:, :]), dim=-2).flatten(-3)
+            qk, value = heads.split((2, 1), dim=-2)
+            qk = rotate(qk.flatten(-3, -2)).unflatten(-2, (-1, 2))
+            return torch.cat((qk, value), dim=-2).flatten(-3)
 
         turn = turn_heads if self.by_head and not shared else turn_blocks
         attributes: dict[str, Any] = {self.name: Rotated(getattr(module, self.name), turn)}

@@ -7,22 +7,27 @@ them. On disk `model_type` is "hfpatch": a process that hasn't imported hfpatch 
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .attention import BIAS, ROTARY
 from .edits import Edits
-from .errors import CheckpointError
+from .errors import CheckpointError, UnsupportedError
 from .fingerprint import ENTRY as FINGERPRINT
-from .fingerprint import Fingerprint, settings_of
+from .fingerprint import Fingerprint, is_weighty, settings_of
 from .generation import is_unlimited, without_old_length
 from .guard import guarded, released
 from .native_rope import refill
@@ -35,9 +40,25 @@ from .view import SCALE, SCALED, host_class, lensed_forward, once_per_class
 from .weights import broken_file, is_plain_name, require_sound_files
 
 REMOTE = "modeling_hfpatch"  # the module that opens an exported checkpoint where hfpatch isn't there
+_OF_LOADING = {"return_unused_kwargs", "revision", "subfolder", "cache_dir", "token", "local_files_only"}  # no settings
 _BEING_BUILT: ContextVar[Any] = ContextVar("being_built", default=None)  # the config of the patched model around
+_FILLS: set[Any] = {nn.init.normal_, nn.init.uniform_, nn.init.constant_, nn.init.kaiming_uniform_}
+_FILLS |= {Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_}
+_SET_BY_MODELS = "_attn_implementation_internal"  # a setting that every model's __init__ writes to its config
 OPENED = "_hfpatch_opened"  # of a config from disk: its fingerprint and a digest of its settings; of a model: the first
 MISCOUNTED = "_hfpatch_miscounted"  # of a model whose patch came out otherwise than its record says
+
+
+class WithoutValues(TorchFunctionMode):
+    """While it is open, tensors on meta aren't filled: that does nothing, and is a third of what building costs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FILLS:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 class HfpatchConfig(PreTrainedConfig):
@@ -53,7 +74,10 @@ class HfpatchConfig(PreTrainedConfig):
             CheckpointError: the patch record is missing, malformed, newer, or of a family that is unknown here.
         """
         where = _where(config_dict)
-        base = _read(config_dict, where)[1].base_model_type
+        stored = config_dict.get(KEY)
+        base = stored.get("base_model_type") if isinstance(stored, dict) else None
+        if not isinstance(base, str) or base not in CONFIG_MAPPING:
+            base = _read(config_dict, where)[1].base_model_type  # says what is wrong, if that is more than the name
         try:
             host = CONFIG_MAPPING[base]
         except KeyError as error:
@@ -123,17 +147,28 @@ def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]
             )
         settings, _, fingerprint = _read(config_dict, _where(config_dict))
         settings["model_type"] = host.model_type
-        as_saved = copy.deepcopy(settings) if fingerprint is not None else {}
+        unchanged = fingerprint is None or not any(map(is_weighty, set(kwargs) - _OF_LOADING))
+        as_saved = None if unchanged else host.from_dict.__func__(cls, copy.deepcopy(settings))
         found = host.from_dict.__func__(cls, settings, **kwargs)
         if fingerprint is not None:
             config = found[0] if isinstance(found, tuple) else found
-            config.__dict__[OPENED] = fingerprint, settings_of(host.from_dict.__func__(cls, as_saved))
+            config.__dict__[OPENED] = fingerprint, settings_of(config if as_saved is None else as_saved)
         return found
 
     def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
         return {name: value for name, value in host.to_dict(self).items() if name != OPENED}
 
+    def __setattr__(self: PreTrainedConfig, name: str, value: Any) -> None:
+        if name == _SET_BY_MODELS and _BEING_BUILT.get() is None:
+            _refuse_host(sys._getframe(1))
+        host.__setattr__(self, name, value)  # type: ignore[call-arg]
+
+    def __repr__(self: PreTrainedConfig) -> str:  # transformers makes it whenever it opens a config
+        return f"{host.__name__} {host.to_json_string(self)}"
+
     body = {
+        "__setattr__": __setattr__,
+        "__repr__": __repr__,
         "to_dict": to_dict,
         "to_json_string": to_json_string,
         "from_dict": classmethod(from_dict),
@@ -142,6 +177,27 @@ def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]
         "__module__": __name__,  # the Auto classes take no registration of a config that lives in transformers
     }
     return type(host.__name__, (host,), body)
+
+
+def _refuse_host(caller: FrameType) -> None:
+    """Refuse that a host's own class builds itself from a patched config: it would build the unpatched model.
+
+    No other moment of that building comes by here: `PreTrainedModel.__init__` notes the implementation of its
+    attention in the config that it was given.
+
+    Args:
+        caller: the frame that does so.
+
+    Raises:
+        UnsupportedError: it is such a model's `__init__`.
+    """
+    builder = caller.f_locals.get("self")
+    if caller.f_code.co_name == "__init__" and isinstance(builder, PreTrainedModel):
+        name = type(builder).__name__
+        raise UnsupportedError(
+            f"{name}(config) with the config of a patched model would build the unpatched one. Build it by from_config "
+            f"of an Auto class, or give {name} a config of its own."
+        )
 
 
 @once_per_class
@@ -153,7 +209,8 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
         as_saved = fingerprint is not None and settings_of(config) == settings
         around = _BEING_BUILT.set(config)
         try:
-            host.__init__(self, config, *args, **kwargs)
+            with WithoutValues() if torch.get_default_device().type == "meta" else nullcontext():
+                host.__init__(self, config, *args, **kwargs)
         finally:
             _BEING_BUILT.reset(around)
         if _BEING_BUILT.get() is not config:  # else a head that makes its body by AutoModel.from_config, and is patched
@@ -250,12 +307,11 @@ def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> 
     All of them at once: an unregistered one would go by the config's name and build the unpatched model.
     """
     for auto in auto_classes():
-        try:
-            models = auto._model_mapping.get(host, None)
-        except ValueError:  # transformers names a class there that it doesn't have
+        registered = auto._model_mapping._extra_content
+        known = host in registered or _is_stock(auto, host)  # type: ignore[arg-type]
+        if patched in registered or not known:
             continue
-        if models is None or patched in auto._model_mapping._extra_content:
-            continue
+        models = auto._model_mapping[host]
         several = isinstance(models, tuple | list)
         opened = tuple(_opened_as(model, host) for model in models) if several else _opened_as(models, host)
         auto._model_mapping.register(patched, opened, exist_ok=True)
@@ -264,6 +320,15 @@ def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> 
                 f"{auto.__name__} of transformers {transformers.__version__} took no registration of a patched "
                 f"{host.__name__} and would build the unpatched model. Please report this version."
             )
+
+
+@functools.cache
+def _is_stock(auto: Any, host: type[PreTrainedConfig]) -> bool:
+    """Whether transformers itself has a model for this config in an Auto class."""
+    try:
+        return auto._model_mapping.get(host, None) is not None
+    except ValueError:  # it names a class there that it doesn't have
+        return False
 
 
 def _opened_as(model: Any, config: type[PreTrainedConfig]) -> Any:

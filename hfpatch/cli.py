@@ -289,7 +289,7 @@ def export(
         ),
     ] = None,
     head: HeadOption = None,
-    overwrite: Annotated[bool, typer.Option(help="Write into OUT although it isn't empty.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace OUT although it isn't empty.")] = False,
 ) -> None:
     """Write a patched checkpoint for whoever is to open it, with its tokenizer or processor.
 
@@ -331,6 +331,12 @@ def push(
     tokenizer: Annotated[
         str | None, typer.Option(help="Hub id or folder of the tokenizer or processor, where the folder has none.")
     ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            help="What it is exported as first: 'native', 'remote' or 'plugin', as in export; default: as it is."
+        ),
+    ] = None,
     native: Annotated[bool, typer.Option("--native", help="The folder is a native export, without a record.")] = False,
     public: Annotated[bool, typer.Option("--public", help="A repository that is made is public, not private.")] = False,
     revision: Annotated[str | None, typer.Option(help="The branch; it is made where it doesn't exist.")] = None,
@@ -344,6 +350,7 @@ def push(
         push = push_patched(
             folder,
             repo,
+            form=form,
             native=native,
             tokenizer=tokenizer,
             base_model=base,

@@ -63,6 +63,11 @@ class Edits:
         self._record_item(module._parameters, name)
         module._parameters[name] = new
 
+    def set_buffer(self, module: nn.Module, name: str, new: Tensor) -> None:
+        """Replace a buffer; whether it is saved stays as it was."""
+        self._record_item(module._buffers, name)
+        module._buffers[name] = new
+
     def set_values(self, module: nn.Module, name: str, values: Tensor) -> None:
         """Give a Parameter other values, in its own dtype, shape and device; it stays the same object."""
         parameter = module._parameters[name]

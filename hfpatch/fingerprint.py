@@ -7,6 +7,10 @@ are stored with the checkpoint, for the model's class and for its base, which ot
 An output x of n entries becomes nine numbers: its root mean square, and for k = 0..7 the sum of w_i x_i over the
 entries i = k (mod 8), divided by the root of n / 8, with weights w_i of unit variance, a fixed function of i. If the
 entries of x are off by independent relative errors e, the sums are off by about e times the root mean square.
+
+That forward reads every weight, which costs more than the rest of loading where a file is only mapped. So a glance
+comes first (excerpt.py): where samples of every weight agree bit for bit, and the sums over a forward through one block
+of each kind agree as well, that is the model that was saved. Where they don't, the whole forward decides.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +34,7 @@ from .convert.check import shake
 from .convert.inputs import example_inputs
 from .convert.run import device_of, fitting, outputs_of, quiet
 from .errors import CheckpointError, UnsupportedError
+from .excerpt import cut_down, digest, parameters_of
 from .scheme import KEY
 
 ENTRY = "fingerprint"  # of the record on disk
@@ -53,6 +58,23 @@ _HARMLESS |= {"output_attentions", "output_hidden_states", "experts_implementati
 
 
 @dataclass(frozen=True)
+class Glance:
+    """What is looked at first, of one class.
+
+    Attributes:
+        weights: by dtype the digest over samples of the weights, rounded to it.
+        noise, outputs: as in `Forward`, of the model cut down.
+    """
+
+    weights: dict[str, str]
+    noise: dict[str, float]
+    outputs: dict[str, tuple[float, ...]]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"weights": self.weights, "noise": self.noise, "outputs": _listed(self.outputs)}
+
+
+@dataclass(frozen=True)
 class Forward:
     """One forward of one class.
 
@@ -61,24 +83,24 @@ class Forward:
         noise: by precision how far the sums move, by the output's root mean square, when the output of every module
             is off by its last bit.
         outputs: by path the root mean square and eight sums.
+        glance: what comes before it; None in older checkpoints, and where a model can't be cut down.
     """
 
     inputs: dict[str, Any]
     noise: dict[str, float]
     outputs: dict[str, tuple[float, ...]]
+    glance: Glance | None = None
 
     def expected(self, precision: str) -> float:
         """How far rounding moves the sums: as measured, and no less in proportion than in a coarser precision.
 
         Where choices are made, of a mask or an expert, finer noise may or may not have met one that tips over.
         """
-        eps = torch.finfo(_DTYPES[precision]).eps
-        ratios = {name: eps / torch.finfo(_DTYPES[name]).eps for name in _DRAWS}
-        return max(eps, *(self.noise[name] * ratio for name, ratio in ratios.items() if ratio <= 1))
+        return _expected(self.noise, precision)
 
     def to_json(self) -> dict[str, Any]:
-        outputs = {path: list(sums) for path, sums in self.outputs.items()}
-        return {"inputs": self.inputs, "noise": self.noise, "outputs": outputs}
+        glance = {} if self.glance is None else {"glance": self.glance.to_json()}
+        return {"inputs": self.inputs, "noise": self.noise, "outputs": _listed(self.outputs), **glance}
 
 
 @dataclass(frozen=True)
@@ -108,7 +130,7 @@ class Fingerprint:
                 forward = _forward_of(one)
                 if forward is not None:
                     forwards[type(one).__name__] = forward
-        return cls(_dtype_of(model), forwards) if forwards else None
+        return cls(_name(_dtype(model)), forwards) if forwards else None
 
     def to_json(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "forwards": {name: one.to_json() for name, one in self.forwards.items()}}
@@ -144,15 +166,18 @@ class Fingerprint:
         if forward is None or not isinstance(one, PreTrainedModel):
             return
         lost = missing if strict and type(model).__name__ in (model.config.architectures or ()) else ()
-        precision = _coarser(_DTYPES[self.dtype], _dtype(one))
+        dtype = _dtype(one)
+        precision = _coarser(_DTYPES[self.dtype], dtype)
         tolerance = FACTOR * forward.expected(precision)
         if tolerance > BLUNT and not lost:
+            return
+        if not lost and self._glanced(one, forward, precision, dtype):
             return
         name = type(one).__name__
         try:
             found = _run(one, _made(forward.inputs))
         except Exception as error:  # whatever a forward raises
-            if _dtype(one) is not _DTYPES[self.dtype]:
+            if dtype is not _DTYPES[self.dtype]:
                 return  # some run in one dtype only
             raise CheckpointError(
                 f"{where}: its {name} can't be run on the inputs of its fingerprint: {_first_line(error)} "
@@ -161,7 +186,7 @@ class Fingerprint:
         off = _deviation(forward.outputs, found)
         if off <= tolerance and not lost:
             return
-        if not math.isfinite(off) and _dtype(one) is torch.float16 and self.dtype != "float16":
+        if not math.isfinite(off) and dtype is torch.float16 and self.dtype != "float16":
             return  # beyond the range of that dtype
         why = (
             f"The file lacks {len(lost)} weights, which were started afresh ({', '.join(sorted(lost)[:3])})."
@@ -175,6 +200,19 @@ class Fingerprint:
             "from_pretrained(..., check_fingerprint=False), and save_pretrained makes a new one."
         )
 
+    def _glanced(self, model: PreTrainedModel, forward: Forward, precision: str, own: torch.dtype) -> bool:
+        """Whether the weights are those that were saved, as far as samples tell, and the code around them as well."""
+        glance = forward.glance
+        dtype = max(_DTYPES[self.dtype], own, key=lambda dtype: torch.finfo(dtype).eps)
+        if glance is None or glance.weights.get(_name(dtype)) != digest(model, dtype):
+            return False
+        tolerance = FACTOR * _expected(glance.noise, precision)
+        try:
+            found = _run(model, _made(forward.inputs), cut=True)
+        except Exception:  # whatever a forward raises
+            return False
+        return _deviation(glance.outputs, found) <= tolerance <= BLUNT
+
 
 def settings_of(config: PreTrainedConfig) -> str:
     """A digest of the settings that may change what a model computes."""
@@ -185,7 +223,12 @@ def settings_of(config: PreTrainedConfig) -> str:
 def _weighty(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    return {str(k): _weighty(v) for k, v in value.items() if str(k) not in _HARMLESS and not str(k).startswith("_")}
+    return {str(name): _weighty(one) for name, one in value.items() if is_weighty(str(name))}
+
+
+def is_weighty(name: str) -> bool:
+    """Whether the setting of this name may change what a model computes."""
+    return name not in _HARMLESS and not name.startswith("_")
 
 
 def is_checkable(model: PreTrainedModel) -> bool:
@@ -199,7 +242,7 @@ def is_checkable(model: PreTrainedModel) -> bool:
         and not parameter.is_meta
         and not hasattr(parameter, "ds_id")  # DeepSpeed's shards
         and (not parameter.is_floating_point() or parameter.dtype in _DTYPES.values())
-        for parameter in model.parameters()
+        for parameter in parameters_of(model)
     )
 
 
@@ -210,16 +253,40 @@ def _forward_of(model: PreTrainedModel) -> Forward | None:
     for inputs in _candidates(model):
         try:
             given = _made(inputs)
-            outputs = _run(model, given)
+            outputs = _run(model, given, _without_chance)
             noise = {name: _noise(model, given, outputs, name) for name in _DRAWS}
         except Exception:  # no such inputs, then
             continue
-        if outputs and all(math.isfinite(value) for sums in outputs.values() for value in sums):
-            return Forward(inputs, noise, outputs)
+        if _finite(outputs):
+            return Forward(inputs, noise, outputs, _glance_of(model, given))
     return None
 
 
-def _noise(model: PreTrainedModel, given: Mapping[str, Any], outputs: Mapping[str, Any], precision: str) -> float:
+def _glance_of(model: PreTrainedModel, given: Mapping[str, Any]) -> Glance | None:
+    own = _dtype(model)
+    dtypes = [own, *(_DTYPES[name] for name in _DRAWS if torch.finfo(_DTYPES[name]).eps > torch.finfo(own).eps)]
+    try:
+        outputs = _run(model, given, _without_chance, cut=True)
+        noise = {name: _noise(model, given, outputs, name, cut=True) for name in _DRAWS}
+        weights = {_name(dtype): digest(model, dtype) for dtype in dtypes}
+    except Exception:  # of another build than blocks in lists
+        return None
+    return Glance(weights, noise, outputs) if _finite(outputs) else None
+
+
+def _finite(outputs: Mapping[str, tuple[float, ...]]) -> bool:
+    return bool(outputs) and all(math.isfinite(value) for sums in outputs.values() for value in sums)
+
+
+def _expected(noise: Mapping[str, float], precision: str) -> float:
+    eps = torch.finfo(_DTYPES[precision]).eps
+    ratios = {name: eps / torch.finfo(_DTYPES[name]).eps for name in _DRAWS}
+    return max(eps, *(noise[name] * ratio for name, ratio in ratios.items() if ratio <= 1))
+
+
+def _noise(
+    model: PreTrainedModel, given: Mapping[str, Any], outputs: Mapping[str, Any], precision: str, cut: bool = False
+) -> float:
     """How far noise in the last bit of a precision moves the sums; one finer than the weights' isn't looked at.
 
     Measured with noise some times as large, and divided by that unless the outputs are no more in proportion: where a
@@ -228,28 +295,45 @@ def _noise(model: PreTrainedModel, given: Mapping[str, Any], outputs: Mapping[st
     eps = torch.finfo(_DTYPES[precision]).eps
     if _coarser(_dtype(model), _DTYPES[precision]) != precision:
         return 0.0
-    runs = [_run(model, given, _LOUDER * eps, seed) for seed in range(_DRAWS[precision])]
+    runs = [_run(model, given, _shaken(_LOUDER * eps, seed), cut=cut) for seed in range(_DRAWS[precision])]
     off = max(_deviation(outputs, run) for run in runs)
     return min(_rounded(off / _LOUDER if off < BLUNT else off, 2), _LARGEST)
 
 
 def _run(
-    model: PreTrainedModel, given: Mapping[str, Any], noise: float = 0.0, seed: int = 0
+    model: PreTrainedModel, given: Mapping[str, Any], forward: Callable[..., Any] = outputs_of, cut: bool = False
 ) -> dict[str, tuple[float, ...]]:
-    """The sums over each output of one forward, on the model as it is and leaving no trace.
+    """The sums over each output of one forward, on the model as it is (or cut down), leaving no trace."""
+    device = device_of(model)
+    little = cut_down(model) if cut else nullcontext()
+    whole = _full_precision(device), torch.autocast(device.type, enabled=False)
+    with little, quiet(model), _attributes_kept(model), whole[0], whole[1]:
+        found = forward(model, fitting(model, given))
+    return {path: _sums(x) for path, x in list(found.items())[:_MOST_OUTPUTS] if x.numel() and path != "loss"}
+
+
+def _without_chance(model: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The outputs.
 
     Raises:
-        UnsupportedError: it draws random numbers.
+        UnsupportedError: random numbers are drawn for them.
     """
     device = device_of(model)
-    with quiet(model), _attributes_kept(model), _full_precision(device), torch.autocast(device.type, enabled=False):
-        if noise:
-            shake(model, noise, seed)
-        before = _random_states(device)
-        found = outputs_of(model, fitting(model, given))
-        if not noise and before != _random_states(device):
-            raise UnsupportedError("its outputs depend on random numbers.")
-    return {path: _sums(x) for path, x in list(found.items())[:_MOST_OUTPUTS] if x.numel() and path != "loss"}
+    before = _random_states(device)
+    found = outputs_of(model, given)
+    if before != _random_states(device):
+        raise UnsupportedError("its outputs depend on random numbers.")
+    return found
+
+
+def _shaken(noise: float, seed: int) -> Callable[..., dict[str, Tensor]]:
+    """A forward with noise in every module's output."""
+
+    def outputs(model: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Tensor]:
+        shake(model, noise, seed)
+        return outputs_of(model, given)
+
+    return outputs
 
 
 @contextmanager
@@ -370,12 +454,12 @@ def _made(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _dtype(model: nn.Module) -> torch.dtype:
     """The coarsest dtype of the weights."""
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
+    dtypes = {p.dtype for p in parameters_of(model) if p.is_floating_point()} or {torch.float32}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _dtype_of(model: nn.Module) -> str:
-    return str(_dtype(model)).removeprefix("torch.")
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _coarser(a: torch.dtype, b: torch.dtype) -> str:
@@ -390,7 +474,8 @@ def _rounded(value: float, digits: int = 9) -> float:
 
 def _random_states(device: torch.device) -> tuple[Any, ...]:
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    return *(state.numpy().tobytes() for state in states), random.getstate(), str(numpy.random.get_state())
+    name, words, *rest = tuple[Any, ...](numpy.random.get_state())
+    return *(state.numpy().tobytes() for state in states), random.getstate(), name, words.tobytes(), *rest
 
 
 def _first_line(error: BaseException) -> str:
@@ -410,17 +495,37 @@ def _read(stored: Any) -> Fingerprint:
 
 def _read_forward(stored: Any) -> Forward:
     entries = {"inputs", "noise", "outputs"}
-    _require(isinstance(stored, Mapping) and set(stored) == entries, "a forward has other entries")
-    inputs, noise, outputs = (stored[name] for name in ("inputs", "noise", "outputs"))
+    _require(isinstance(stored, Mapping) and set(stored) - {"glance"} == entries, "a forward has other entries")
+    inputs = stored["inputs"]
     _require_names(inputs, _MOST_INPUTS)
-    _require_names(outputs, _MOST_OUTPUTS)
-    _require(isinstance(noise, Mapping) and set(noise) == set(_DRAWS), "its noise is of other precisions")
     for value in inputs.values():
         _require_input(value)
+    glance = _read_glance(stored["glance"]) if "glance" in stored else None
+    return Forward(dict(inputs), *_read_run(stored), glance)
+
+
+def _read_glance(stored: Any) -> Glance:
+    entries = {"weights", "noise", "outputs"}
+    _require(isinstance(stored, Mapping) and set(stored) == entries, "a glance has other entries")
+    weights = stored["weights"]
+    _require(isinstance(weights, Mapping) and set(weights) <= set(_DTYPES), "its digests are of other dtypes")
+    _require(all(isinstance(one, str) and len(one) <= _LONGEST for one in weights.values()), "a digest is no text")
+    return Glance(dict(weights), *_read_run(stored))
+
+
+def _read_run(stored: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, tuple[float, ...]]]:
+    """Noise and outputs."""
+    noise, outputs = stored["noise"], stored["outputs"]
+    _require_names(outputs, _MOST_OUTPUTS)
+    _require(isinstance(noise, Mapping) and set(noise) == set(_DRAWS), "its noise is of other precisions")
     for sums in outputs.values():
         _require(isinstance(sums, list) and len(sums) == _SUMS + 1 and all(map(_is_number, sums)), "sums are missing")
     _require(all(_is_number(value) and value >= 0 for value in noise.values()), "its noise is no number")
-    return Forward(dict(inputs), dict(noise), {path: tuple(sums) for path, sums in outputs.items()})
+    return dict(noise), {path: tuple(sums) for path, sums in outputs.items()}
+
+
+def _listed(outputs: Mapping[str, tuple[float, ...]]) -> dict[str, list[float]]:
+    return {path: list(sums) for path, sums in outputs.items()}
 
 
 def _require(holds: bool, reason: str) -> None:

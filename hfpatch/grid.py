@@ -30,6 +30,7 @@ class Grid:
             the patches: numbers, and names of config attributes that hold one.
         argument: the owner's argument that is cut; of a video (B, frames, channels, height, width).
         transposed: whether rows are cut from its last dimension (AST: frequencies, of (B, time, frequencies)).
+        interpolation: how the host fits its table to images of another size, as `positions.Learned` calls it.
     """
 
     projection: str
@@ -37,6 +38,7 @@ class Grid:
     after: tuple[int | str, ...] = ()
     argument: str = "pixel_values"
     transposed: bool = False
+    interpolation: str = "bicubic"
     handed_down: ClassVar[bool] = True
 
     def axes(self, owner: nn.Module) -> int:
@@ -77,9 +79,24 @@ class Grid:
         axes = len(convolution.kernel_size)
         sides = pixels.shape[-2:][::-1] if self.transposed else pixels.shape[-2:]
         pixel_sizes = [*(pixels.shape[1:2] if axes == 3 else ()), *sides]
+        return self._cuts(convolution, pixel_sizes)
+
+    @staticmethod
+    def _cuts(convolution: Any, pixel_sizes: list[int]) -> list[int]:
+        """Patches along the last axes of a convolution, one for each number of pixels."""
+        axes, given = len(convolution.kernel_size), len(pixel_sizes)
         padding = (0,) * axes if convolution.padding == "valid" else convolution.padding
-        cuts = zip(pixel_sizes, convolution.kernel_size, convolution.stride, padding, strict=True)
+        settings = (setting[-given:] for setting in (convolution.kernel_size, convolution.stride, padding))
+        cuts = zip(pixel_sizes, *settings, strict=True)
         return [(size + 2 * pad - kernel) // stride + 1 for size, kernel, stride, pad in cuts]
+
+    def cut_sizes(self, owner: nn.Module, height: int, width: int) -> list[int]:
+        """Rows and columns of patches in an image of so many pixels."""
+        return self._cuts(self._convolution(owner), [height, width])
+
+    def tokens(self, owner: nn.Module, counts: tuple[int | str, ...]) -> int:
+        """How many tokens `before` or `after` stands for."""
+        return self._count(owner, counts)
 
     def _convolution(self, owner: nn.Module) -> Any:
         return owner.get_submodule(self.projection)

@@ -7,14 +7,16 @@ from typing import Any
 
 from torch import nn
 
+from .derived import Derived, derive
 from .errors import OptionError, UnsupportedError
 from .limits import ConstantPositions
 from .native_rope import find_rotations
-from .positions import Position
+from .positions import Learned, Position
 from .record import KEY, Part
 from .relative import find_biases
 from .select import Names
-from .stacks import find_stacks, first_row, max_positions
+from .stacks import FoundStack, find_stacks, first_row, max_positions
+from .swap_grids import IMAGE_SIZE, new_size
 from .swap_positions import affected_stacks
 from .swap_tables import ends_somewhere
 
@@ -47,18 +49,19 @@ def settle_positions(model: nn.Module, part: Part, example_inputs: Any = None) -
     return replace(part, scheme=scheme.for_lengths(lengths))
 
 
-def config_lengths(model: nn.Module, part: Part) -> list[tuple[Any, str, int]]:
-    """What max_positions changes: (a config, its attribute, the new value).
+def config_lengths(model: nn.Module, part: Part) -> list[tuple[Any, str, Any]]:
+    """What max_positions or image_size changes: (a config, its attribute, the new value).
 
     Raises:
         UnsupportedError: no config says how many positions there are.
     """
     scheme = part.scheme
     assert isinstance(scheme, Position)
+    sizes = image_sizes(model, part)
     if scheme.max_positions is None:
-        return []
+        return sizes
     rotations = _configs_of_rotations(model, part)
-    found = [(config, attribute, scheme.max_positions) for config, attribute in rotations]
+    found: list[tuple[Any, str, Any]] = [(config, attribute, scheme.max_positions) for config, attribute in rotations]
     if found and (getattr(scheme, "scaling", None) or {}).get("rope_type") == "dynamic":
         raise UnsupportedError(
             f"dynamic scaling starts from {type(found[0][0]).__name__}.{LENGTH}, which max_positions would change. "
@@ -82,15 +85,89 @@ def config_lengths(model: nn.Module, part: Part) -> list[tuple[Any, str, int]]:
                 f"the table holds {max_positions(item)} positions. Leave max_positions out."
             )
         found.append((config, attribute, scheme.max_positions + min(more)))
+    found += _pinned(model, part)
     told = {id(config) for config, _, _ in found}
     for config, attribute in _configs_of_biases(model, part):
         if id(config) not in told and getattr(config, attribute, None) is not None:
             found.append((config, attribute, scheme.max_positions))
+    found += sizes
     if not found:
         raise UnsupportedError(
             f"{type(model).__name__}: none of its configs says how many positions there are. Leave max_positions out."
         )
     return found
+
+
+def _pinned(model: nn.Module, part: Part) -> list[tuple[Any, str, Any]]:
+    """Settings of biases that stay and are as long as the tables unless they say otherwise: they say so now."""
+    scheme, owners = part.scheme, [item.owner for item in affected_stacks(model, part)]
+    found: list[tuple[Any, str, Any]] = []
+    for item in find_biases(model):
+        config, unset = getattr(item.owner, "config", None), item.bias.as_long_as_tables
+        if unset is None or item.removed or not getattr(scheme, "keeps_table", False) or item.owner not in owners:
+            continue
+        if getattr(config, unset, None) is not None and getattr(config, unset) < 1:
+            found.append((config, unset, getattr(config, item.bias.length)))
+    return found
+
+
+def image_sizes(model: nn.Module, part: Part) -> list[tuple[Any, str, Any]]:
+    """What a resized table on a grid of patches changes in its config."""
+    scheme = part.scheme
+    if not isinstance(scheme, Learned):
+        return []
+    grids = [item for item in affected_stacks(model, part) if item.stack.grid is not None]
+    return [(item.owner.config, IMAGE_SIZE, new[0]) for item in grids if (new := new_size(item, scheme)) is not None]
+
+
+def derived_from(model: nn.Module, part: Part, settings: list[tuple[Any, str, Any]]) -> Derived:
+    """What the model's class derives from new lengths and sizes in its config.
+
+    Raises:
+        UnsupportedError: it can't be built so, or other weights than the changed tables hang on them.
+    """
+    return derive(model, settings, _changed_tables(model, part)) if settings else Derived()
+
+
+def _changed_tables(model: nn.Module, part: Part) -> dict[str, tuple[int, ...] | None]:
+    """Names of what a part resizes, removes or makes anew, with the shape that it gets where a table stays."""
+    scheme, stacks = part.scheme, affected_stacks(model, part)
+    assert isinstance(scheme, Position)
+    tables: dict[str, tuple[int, ...] | None] = {}
+    for item in stacks:
+        prefix = f"{item.name}." if item.name else ""
+        tables |= _named(model, {item.table_name, *(prefix + path for path in item.stack.others)})
+        if isinstance(scheme, Learned):
+            tables |= _resized_shape(item, scheme)
+    paths = {id(module): name for name, module in model.named_modules()}
+    for bias in [] if scheme.keeps_table else find_biases(model):
+        tables |= _named(model, {f"{paths[id(holder)]}.{name}".strip(".") for holder, name in bias.tables()})
+    if not scheme.keeps_table:  # rows that a host fills in itself are left in a buffer, as many as it will fill in
+        tables = {name: shape for name, shape in tables.items() if name not in dict(model.named_buffers())}
+        tables |= {
+            f"{name}.{unused}": None for item in stacks for name in item.attentions for unused in item.stack.unused
+        }
+    windows = [(name, item.stack.window) for item in stacks for name in item.attentions]
+    tables |= {f"{name}.{window.buffer}": None for name, window in windows if window is not None}
+    return tables | {rotation.name: None for rotation in find_rotations(model)}
+
+
+def _named(model: nn.Module, paths: set[str]) -> dict[str, None]:
+    """These paths, and the Parameters and buffers below them."""
+    values = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    below = [name for name in values if any(name.startswith(f"{path}.") for path in paths)]
+    return dict.fromkeys([*paths, *below])
+
+
+def _resized_shape(item: FoundStack, scheme: Learned) -> dict[str, tuple[int, ...]]:
+    table = item.table()
+    name = f"{item.table_name}.weight" if isinstance(table, nn.Embedding) else item.table_name
+    if item.stack.grid is not None:
+        new = new_size(item, scheme)
+        return {} if new is None else {name: new[1]}
+    if not isinstance(table, nn.Embedding) or scheme.max_positions is None:
+        return {}
+    return {name: (first_row(item) + scheme.max_positions, table.embedding_dim)}
 
 
 def _configs_of_biases(model: nn.Module, part: Part) -> list[tuple[Any, str]]:

@@ -195,8 +195,7 @@ class AnyImageSize(LengthLimit):
         attributes: dict[str, Any] = {}
         if self.argument in arguments:
             attributes["image_size"] = tuple(arguments[self.argument].shape[-2:])
-        paths = self.table.split(" | ") if self.table is not None else ()
-        constant = next((found for path in paths if (found := _at(module, path)) is not None), None)
+        constant = _first_at(module, self.table.split(" | ")) if self.table is not None else None
         if constant is not None:
             constant = constant if isinstance(constant, Tensor) else constant()
             if self.rows > 1 and self.table is not None:
@@ -305,6 +304,15 @@ class Rows:
 
     def __init__(self, attribute: str, rows: Tensor):
         setattr(self, attribute, rows)
+
+
+def _first_at(module: Any, paths: list[str]) -> Any:
+    """What stands at the first of several paths where anything does; a loop, as torch.compile of 2.11 wants it."""
+    for path in paths:
+        found = _at(module, path)
+        if found is not None:
+            return found
+    return None
 
 
 def _at(module: Any, path: str) -> Any:

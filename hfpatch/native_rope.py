@@ -25,7 +25,7 @@ from .positions import RoPE
 from .record import Part
 from .rows import Change, Row, refuse_private_forward
 from .select import Names
-from .view import LENS, Arguments, host_class, lens_of, lensed_class, with_lens
+from .view import LENS, Arguments, host_class, lens_of, lensed_class, named_modules, with_lens
 
 SETTINGS_AT = "_hfpatch_rope_settings_at"  # of a rebuilt rotation: the path in the model's config of what it reads
 _ORIGINAL = "original_max_position_embeddings"
@@ -115,7 +115,7 @@ class Rotation:
 def find_rotations(model: nn.Module) -> list[Rotation]:
     """Every rotation of the model that follows transformers' convention."""
     found, paths = [], _paths(getattr(model, "config", None))
-    for holder_name, holder in model.named_modules():
+    for holder_name, holder in named_modules(model):
         for attribute, module in holder._modules.items():
             config = module.__dict__.get("config") if module is not None else None
             parameters: Any = getattr(config, "rope_parameters", None)
@@ -471,11 +471,13 @@ def _differences(model: nn.Module, rotation: Rotation, new: Settings) -> list[tu
             )
         return []
     config: Any = copy.deepcopy(model.config)
+    object.__setattr__(config, "__class__", host_class(type(config)))
+    now = copy.deepcopy(config)
     tell(config, rotation, new)
     host: Any = host_class(type(model))
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            built = [dict(host(copy.deepcopy(c)).named_modules()) for c in (model.config, config)]
+            built = [dict(host(copy.deepcopy(c)).named_modules()) for c in (now, config)]
     except Exception as error:
         raise UnsupportedError(
             f"{rotation.name}: {host.__name__} can't be built with {new!r}: {_last_words(error)}"

@@ -29,6 +29,7 @@ from .placement import Placement
 from .plan import Plan, checked_request, make_plan, plan_patch, require_bare
 from .positions import Position
 from .record import KEY
+from .swap_grids import IMAGE_SIZE
 from .view import host_class
 
 M = TypeVar("M", bound=PreTrainedModel)
@@ -312,12 +313,14 @@ def give_own_config(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:
 
 def _set_lengths(model: PreTrainedModel, plan: Plan, copies: dict[int, Any], edits: Edits) -> None:
     """The new length in the patched copies of configs, and in a generation config that ended at the old one."""
+    plan.derived.apply(model, edits)
     generation = getattr(model, "generation_config", None)
     for original, attribute, value in plan.lengths:
         config = copies[id(original)]
         old = getattr(config, attribute)
         setattr(config, attribute, value)
-        if generation is not None and getattr(generation, "max_length", None) == old:
+        of_text = attribute != IMAGE_SIZE
+        if of_text and generation is not None and getattr(generation, "max_length", None) == old:
             generation = copy.deepcopy(generation)
             generation.max_length = value
             edits.set_attribute(model, "generation_config", generation)

@@ -10,9 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .conversion import Conversion
+from .derived import Derived
 from .errors import NothingToPatchError, OptionError, UnsupportedError, WrappedModelError
 from .from_scratch import settle_start
-from .lengths import config_lengths, settle_positions
+from .lengths import config_lengths, derived_from, settle_positions
 from .mlps import MLP
 from .norms import Norm
 from .placement import Placement
@@ -67,14 +68,16 @@ class Plan:
         record: the patch record that the model will have.
         changes: every row with the change behind it.
         conversion: where norms are to be the same function: what `patch_model` must check.
-        lengths: (config, attribute, value) where max_positions says another length.
+        lengths: (config, attribute, value) where max_positions or image_size says another one.
+        derived: what the model's class makes of those.
     """
 
     model_name: str
     record: Record
     changes: list[Change] = field(default_factory=list)
     conversion: Conversion | None = None
-    lengths: list[tuple[Any, str, int]] = field(default_factory=list)
+    lengths: list[tuple[Any, str, Any]] = field(default_factory=list)
+    derived: Derived = field(default_factory=Derived)
 
     @property
     def rows(self) -> list[Row]:
@@ -86,8 +89,8 @@ class Plan:
         """Whether nothing will change."""
         return not any(change.apply for change in self.changes)
 
-    def lengths_in(self, config: Any) -> dict[str, int]:
-        """What max_positions sets in one config, by the attributes' own names."""
+    def lengths_in(self, config: Any) -> dict[str, Any]:
+        """What max_positions or image_size sets in one config, by the attributes' own names."""
         names = getattr(type(config), "attribute_map", {})
         return {names.get(name, name): value for owner, name, value in self.lengths if owner is config}
 
@@ -186,6 +189,7 @@ def make_plan(
         planned[kind] = PLANNERS[kind](model, part, **options)
         if kind == "pos" and any(change.apply for change in planned[kind]):
             plan.lengths = config_lengths(model, part)
+            plan.derived = derived_from(model, part, plan.lengths)
     for kind in [kind for kind, changes in planned.items() if _is_so_already(changes)]:
         del planned[kind], parts[kind]
     for kind, changes in planned.items():

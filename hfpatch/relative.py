@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .architectures.relative import BIASES, STAYING_PARTS, STAYS, Bias
 from .edits import Edits
-from .view import Arguments, by_class, look_through
+from .view import Arguments, by_class, look_through, named_modules
 
 REMOVED = "_hfpatch_removed_biases"  # of an owner whose biases are gone
 
@@ -77,7 +77,7 @@ class FoundBias:
 
     def matching(self, glob: str) -> Iterator[tuple[str, nn.Module]]:
         """The owner's modules whose paths match; the owner itself for ""."""
-        for name, module in self.owner.named_modules():
+        for name, module in named_modules(self.owner):
             if fnmatch.fnmatchcase(name, glob):
                 yield name, module
 
@@ -95,7 +95,7 @@ class FoundBias:
 def find_biases(model: nn.Module) -> list[FoundBias]:
     """The recorded biases of a model, also those that an earlier patch removed."""
     found = []
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         bias = by_class(BIASES, module)
         if bias is None:
             continue
@@ -118,7 +118,7 @@ def unremovable(model: nn.Module, found: list[FoundBias]) -> dict[str, str]:
     """Names of modules ("" is the model) with biases that can't be taken out, and why; `found` are those that can."""
     owned = {id(module) for item in found for module in item.owner.modules()}
     reasons = {}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         reason = by_class(STAYS, module)
         if reason is None and id(module) not in owned:
             parts = (*module._modules, *module._parameters, *module._buffers)

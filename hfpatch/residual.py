@@ -119,7 +119,7 @@ class StandIn:
     """What a view has in the place of a module; its other attributes are the module's."""
 
     def __init__(self, module: nn.Module | StandIn):
-        self.__dict__["module"] = module
+        self.module: Any = module
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
@@ -130,11 +130,11 @@ class _Scaled(StandIn):
 
     def __init__(self, module: nn.Module, gains: dict[int, float]):
         super().__init__(module)
-        self.__dict__.update(gains=gains, calls=0)
+        self.gains, self.calls = gains, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         gain = self.gains.get(self.calls)
-        self.__dict__["calls"] = self.calls + 1
+        self.calls += 1
         output = self.module(*args, **kwargs)
         return output if gain is None else _with_first(output, _first(output) * gain)
 
@@ -151,7 +151,7 @@ class _Norm(StandIn):
 
     def __init__(self, module: nn.Module, block: nn.Module, join: Join, index: int, streams: dict[int, Tensor]):
         super().__init__(module)
-        self.__dict__.update(block=block, join=join, index=index, streams=streams)
+        self.block, self.join, self.index, self.streams = block, join, index, streams
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         self.streams[self.index] = hidden_states
@@ -183,11 +183,11 @@ class _Outlet(StandIn):
     ):
         super().__init__(module)
         parent = block.get_submodule(name.rpartition(".")[0])
-        self.__dict__.update(block=block, parent=parent, joins=joins, streams=streams, calls=0)
+        self.block, self.parent, self.joins, self.streams, self.calls = block, parent, joins, streams, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         join, index = self.joins.get(self.calls, (None, -1))
-        self.__dict__["calls"] = self.calls + 1
+        self.calls += 1
         output = self.module(*args, **kwargs)
         if join is None:
             return output

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .errors import NoMatchError, OptionError
 from .rows import Row
+from .view import named_modules
 
 
 def as_globs(option: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -51,7 +52,7 @@ class Names:
     def of(cls, model: nn.Module) -> Names:
         prefix = getattr(model, "base_model_prefix", "")
         headed = []
-        for name, module in model.named_modules():
+        for name, module in named_modules(model):
             base = getattr(module, "base_model_prefix", "") if isinstance(module, PreTrainedModel) else ""
             if base and base in module._modules:
                 here = f"{name}." if name else ""

@@ -13,7 +13,7 @@ from .architectures import Stack
 from .errors import UnsupportedError
 from .limits import ConstantPositions, NoPositions
 from .registry import ARCHITECTURES
-from .view import by_class
+from .view import by_class, named_modules
 
 REMOVED_ROWS = "_hfpatch_removed_rows"  # of the module that held a table which was a Parameter
 
@@ -55,7 +55,7 @@ def find_stacks(model: nn.Module) -> list[FoundStack]:
     """The recorded stacks of a model, patched or not, in the order of its modules."""
     stacks = {stack.owner: stack for record in ARCHITECTURES.values() for stack in record.stacks}
     found = []
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         stack = by_class(stacks, module)
         if stack is None or not _has(module, stack.table):
             continue
@@ -68,7 +68,7 @@ def find_stacks(model: nn.Module) -> list[FoundStack]:
 
 def _as_built(owner: nn.Module, stack: Stack) -> tuple[Stack, dict[str, nn.Module]]:
     """The stack and its attentions, as this version of transformers builds them."""
-    attentions = {name: child for name, child in owner.named_modules() if is_attention(name, stack)}
+    attentions = {name: child for name, child in named_modules(owner) if is_attention(name, stack)}
     fits = all(hasattr(child, part) for child in attentions.values() for part in stack.projections.names)
     return (stack, attentions) if (attentions and fits) or stack.older is None else _as_built(owner, stack.older)
 

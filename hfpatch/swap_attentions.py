@@ -7,7 +7,7 @@ from dataclasses import replace
 import transformers
 from torch import nn
 
-from .architectures import Stack
+from .architectures import WITHOUT_GRID, Stack
 from .attention import BIAS, ROTARY, AttentionLens, channels_per_head
 from .edits import Edits
 from .errors import OptionError, UnsupportedError
@@ -138,9 +138,10 @@ def _require_axes(item: FoundStack, scheme: Position, where: str) -> None:
         return
     grid = item.stack.grid
     if grid is None:
+        why = WITHOUT_GRID.get(item.stack.owner)
         raise UnsupportedError(
             f"{where}: axes={axes} needs to know where on a grid a token lies, and that of {type(item.owner).__name__} "
-            "isn't known. Use axes=1 here; only= chooses other parts."
+            f"isn't known{f': {why}' if why else ''}. Use axes=1 here; only= chooses other parts."
         )
     if grid.axes(item.owner) != axes:
         raise UnsupportedError(

@@ -22,7 +22,7 @@ from .swap_attentions import attention_change, reason_to_keep, try_bias
 from .swap_relative import bias_changes, other_biases
 from .swap_rotations import find_own_rotations, own_changes
 from .swap_tables import ALL_KEPT, table_change
-from .view import by_class
+from .view import by_class, named_modules
 
 _RELATIVE = re.compile(r"relative_(attention_)?(bias|position)|rel_pos|rel_embeddings|pos_bias|position_bias", re.I)
 
@@ -71,7 +71,7 @@ def affected_stacks(model: nn.Module, part: Part) -> list[FoundStack]:
 def _refused(model: nn.Module) -> dict[str, str]:
     """Names of modules whose positions stay, and why."""
     reasons = {}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         reason = by_class(REFUSED, module)
         if reason is not None:
             reasons[name or type(module).__name__] = reason

@@ -21,13 +21,13 @@ from .rows import Change, Row
 from .select import Names
 from .stacks import FoundStack
 from .swap_attentions import attention_change
-from .view import by_class, lens_of, look_through
+from .view import by_class, lens_of, look_through, named_modules
 
 
 def find_own_rotations(model: nn.Module) -> list[tuple[nn.Module, str, OwnRotation]]:
     """Owners of attentions that rotate by tables of their own: (owner, its name, the record)."""
     found = []
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         own = by_class(OWN_ROTATIONS, module)
         if own is not None:
             found.append((module, name, own))

@@ -16,6 +16,7 @@ from .positions import Learned, Position
 from .record import Part
 from .rows import Change, Row, refuse_private_forward
 from .stacks import REMOVED_ROWS, FoundStack, first_row, rows_of, table_size
+from .swap_grids import grid_table_change
 from .tables import ComputedPositions, computed, resized
 from .view import look_through
 
@@ -40,6 +41,8 @@ def table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None
         return Change(row)
     for path, _ in item.stack.limits:
         refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
+    if isinstance(scheme, Learned) and not gone and _is_grid(item, table):
+        return grid_table_change(item, part, row)
     if scheme.keeps_table:
         return kept_table_change(item, part, row, _limits_lifter(model, item))
     if part.init == "exact":
@@ -66,6 +69,13 @@ def _remover(model: nn.Module, item: FoundStack, fresh: bool) -> Callable[[Edits
     def apply(edits: Edits) -> None:
         for path in (item.stack.table, *item.stack.others):
             _remove(edits, item, path, fresh)
+        for path, attribute in item.stack.switches:
+            edits.set_attribute(item.owner.get_submodule(path), attribute, False)
+        for path in item.stack.unread:
+            above, _, attribute = path.rpartition(".")
+            holder = item.owner.get_submodule(above)
+            if holder._modules.get(attribute) is not None:  # some configurations have none
+                edits.set_module(holder, attribute, None)
         _lift_limits(edits, model, item, item.stack.limits, sys.maxsize)
 
     return apply
@@ -162,6 +172,9 @@ def kept_table_change(item: FoundStack, part: Part, row: Row, lift_limits: Calla
             f"{item.table_name} is computed since an earlier patch, so it has no rows to resize. Start from the "
             "original checkpoint."
         )
+    if isinstance(scheme, Learned) and scheme.image_size is not None:
+        row.reason = "image_size is of images"
+        return Change(row)
     first = first_row(item)
     old, new = table.num_embeddings - first, scheme.max_positions
     row.action, row.becomes = "replace", scheme.describe(0)
@@ -206,7 +219,7 @@ def _keep(edits: Edits, item: FoundStack, scheme: Position, first: int, fresh: b
 def _why_not_kept(item: FoundStack, table: Any) -> str | None:
     """Why a table can't be computed or resized in its place, None where it can."""
     stack = item.stack
-    if stack.grid is not None or isinstance(table, nn.Parameter):
+    if _is_grid(item, table):
         return "holds a grid of patches, whose rows have two coordinates"
     if not isinstance(table, nn.Embedding):
         return "is no nn.Embedding"
@@ -215,6 +228,10 @@ def _why_not_kept(item: FoundStack, table: Any) -> str | None:
     if any(limit.with_table(stack.reserved_rows) is None for _, limit in stack.limits):
         return "is read by its host in a way of its own"
     return None
+
+
+def _is_grid(item: FoundStack, table: Any) -> bool:
+    return item.stack.grid is not None or isinstance(table, nn.Parameter)
 
 
 def _initial_spread(config: Any) -> float:

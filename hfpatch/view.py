@@ -231,6 +231,22 @@ def look_through(edits: Edits, module: nn.Module, lens: Lens, model: nn.Module |
         edits.set_class(module, lensed_class(host_class(type(module))))
 
 
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """`model.named_modules()`, in its order, in less time: opening a checkpoint asks for it a dozen times."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+    waiting = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        found.append((name, module))
+        prefix = f"{name}." if name else ""
+        waiting += [(prefix + child, one) for child, one in reversed(module._modules.items()) if one is not None]
+    return found
+
+
 def by_class(records: Mapping[str, R], module: nn.Module) -> R | None:
     """The record of a module's class, or of the nearest class that it derives from; classes go by their names."""
     return next((records[base.__name__] for base in type(module).__mro__ if base.__name__ in records), None)

@@ -39,6 +39,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config
 from transformers.models.auto import modeling_auto
 
 from hfpatch import NORMS, RMS, CheckpointError, Derf, DyT, HfpatchConfig, PatchError, RoPE, plan_patch
+from hfpatch.checkpoint import WithoutValues
 from hfpatch.norms import AffineNorm
 from hfpatch.positions import RotaryEmbedding
 
@@ -801,3 +802,22 @@ def test_loading_in_any_order_of_auto_classes(tmp_path: Path) -> None:
     for auto in itertools.chain(autos, reversed(autos)):
         loaded = getattr(transformers, auto).from_pretrained(tmp_path)
         assert not norms_of(loaded.base_model, nn.LayerNorm), auto
+
+
+def test_nothing_is_filled_on_meta_and_all_else_is(tmp_path: Path) -> None:
+    """What is left out while a model is built without weights changes nothing of it."""
+    with torch.device("meta"), WithoutValues():
+        meta, real = nn.Linear(3, 5), nn.Linear(3, 5, device="cpu")
+        ones = nn.init.ones_(torch.empty(3, device="cpu"))
+        assert nn.init.normal_(meta.weight) is meta.weight
+    assert meta.weight.is_meta
+    assert real.weight.abs().max() > 0
+    assert ones.tolist() == [1, 1, 1]
+    model = patch(tiny("llama"), norm="dyt", pos="rope:theta=300")
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        empty = AutoModel.from_config(model.config)
+    assert torch.equal(before, torch.get_rng_state())
+    facts = [{n: (p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters()} for m in (model, empty)]
+    assert facts[0] == facts[1]
+    assert all(p.is_meta for p in empty.parameters())

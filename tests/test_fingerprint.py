@@ -21,7 +21,7 @@ from tiny_models import fingerprint as trace
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from hfpatch import CheckpointError, DyT, PatchError, RoPE
+from hfpatch import CheckpointError, DyT, PatchError, RoPE, excerpt, fingerprint
 from hfpatch.fingerprint import Fingerprint, Forward, texture
 
 AUTOS = ("AutoModelForCausalLM", "AutoModel", "AutoModelForTokenClassification")
@@ -181,6 +181,100 @@ def test_no_family_gives_a_false_alarm(model_type: str, tmp_path: Path) -> None:
         except CheckpointError as error:
             if "would open only a part" not in str(error):  # ShieldGemma2 builds its inner model by an Auto class
                 raise
+
+
+# The glance that comes before the whole forward
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What of a model is run, from now on."""
+    found: list[str] = []
+    run = fingerprint._run
+
+    def noted(*args: Any, cut: bool = False, **options: Any) -> Any:
+        found.append("little" if cut else "whole")
+        return run(*args, cut=cut, **options)
+
+    monkeypatch.setattr(fingerprint, "_run", noted)
+    return found
+
+
+@pytest.mark.parametrize("auto", AUTOS)
+@pytest.mark.parametrize("dtype", [None, torch.float64, torch.bfloat16, torch.float16])
+def test_a_glance_is_enough_for_what_was_saved(auto: str, dtype: Any, saved: Path, runs: list[str]) -> None:
+    getattr(transformers, auto).from_pretrained(saved, dtype=dtype)
+    assert runs == ["little"]
+
+
+@pytest.mark.parametrize("change", IN_WEIGHTS.values(), ids=IN_WEIGHTS)
+def test_weights_that_were_changed_dont_pass_for_those_that_were_saved(
+    change: Any, saved: Path, tmp_path: Path, runs: list[str]
+) -> None:
+    folder = copied(saved, tmp_path)
+    with_weights(folder, change)
+    with another:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert runs == ["whole"]  # nothing was missing in the control above; here samples, or names, told already
+
+
+@pytest.mark.parametrize("change", IN_CONFIG.values(), ids=IN_CONFIG)
+def test_one_block_tells_settings(change: Any, saved: Path, tmp_path: Path, runs: list[str]) -> None:
+    folder = copied(saved, tmp_path)
+    with_config(folder, change)
+    with another:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert runs == ["little", "whole"]
+
+
+SPARSE = {"_WHOLE": 40, "_RUN": 4, "_FEWEST": 4}  # a tiny model's matrices are large then
+WHOLE_TENSORS = [
+    "two layers swapped",
+    "a projection",
+    "a transposed square",
+    "the other pairing",
+    "rounded to bfloat16",
+]
+
+
+@pytest.mark.parametrize("name", WHOLE_TENSORS)
+def test_samples_tell_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[str]) -> None:
+    for constant, value in SPARSE.items():
+        monkeypatch.setattr(excerpt, constant, value)
+    model = patch(tiny("gpt2", GPT2LMHeadModel), norm=DyT(0.3), pos=RoPE(theta=300.0))
+    randomise(model, seed=5).save_pretrained(tmp_path)
+    runs.clear()
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert runs == ["little"]  # control
+    with_weights(tmp_path, IN_WEIGHTS[name])
+    with another:
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert runs == ["little", "whole"]
+
+
+def test_in_doubt_the_whole_forward_decides(saved: Path, tmp_path: Path, runs: list[str]) -> None:
+    """As it does for older checkpoints, which have no glance: no glance that fails is an alarm by itself."""
+    folder = copied(saved, tmp_path)
+
+    def forward(config: dict[str, Any]) -> Any:
+        return config["hfpatch"]["fingerprint"]["forwards"]["GPT2LMHeadModel"]
+
+    with_config(folder, lambda config: forward(config)["glance"]["weights"].update(float32="0" * 32))
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert runs == ["whole"]
+    with_config(folder, lambda config: forward(config).pop("glance"))
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert runs == ["whole", "whole"]
+    with_weights(folder, IN_WEIGHTS["a projection"])
+    with another:
+        AutoModelForCausalLM.from_pretrained(folder)
+    shutil.rmtree(folder)
+    folder = copied(saved, tmp_path)
+    other = [1.0] * 9
+    with_config(folder, lambda config: forward(config)["glance"]["outputs"].update(logits=other))
+    runs.clear()
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert runs == ["little", "whole"]
 
 
 def test_what_a_failure_says(saved: Path, tmp_path: Path) -> None:
@@ -361,9 +455,9 @@ def test_what_a_forward_changes_for_good_is_put_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [Drawing, Inscrutable])
 def test_a_model_of_which_only_the_base_can_be_told(kind: type, tmp_path: Path) -> None:
     model = patch(randomise(kind(tiny("gpt2").config)), norm="rms", init="copy")
-    fingerprint = Fingerprint.of(model)
-    assert fingerprint is not None
-    assert list(fingerprint.forwards) == ["GPT2Model"]
+    found = Fingerprint.of(model)
+    assert found is not None
+    assert list(found.forwards) == ["GPT2Model"]
     model.save_pretrained(tmp_path)
     type(model).from_pretrained(tmp_path)
     with_weights(tmp_path, afresh("transformer.h.0.ln_1.weight"))
@@ -417,6 +511,11 @@ def forward(**changed: Any) -> dict[str, Any]:
         "noise": {"float32": 1e-6, "float16": 1e-3, "bfloat16": 0.01},
         "outputs": {"last_hidden_state": [1.0] * 9},
     }
+    if "glance" in changed:
+        glance = {"weights": {"float32": "0" * 32}, "noise": good["noise"], "outputs": good["outputs"]}
+        changed["glance"] = (
+            {**glance, **changed["glance"]} if isinstance(changed["glance"], dict) else changed["glance"]
+        )
     return {"dtype": "float32", "forwards": {"GPT2Model": {**good, **changed}}}
 
 
@@ -459,6 +558,15 @@ MALFORMED: dict[str, Any] = {
     "an output of text": forward(outputs={"last_hidden_state": ["1"] * 9}),
     "an output no number": forward(outputs={"last_hidden_state": [float("nan")] * 9}),
     "an output of huge integers": forward(outputs={"last_hidden_state": [10**400] * 9}),
+    "a glance null": forward(glance=None),
+    "a glance with more": forward(glance={"code": "os"}),
+    "a digest a number": forward(glance={"weights": {"float32": 3}}),
+    "a digest too long": forward(glance={"weights": {"float32": "0" * 1000}}),
+    "digests a list": forward(glance={"weights": ["0"]}),
+    "a digest of another dtype": forward(glance={"weights": {"float8": "0"}}),
+    "a glance's noise missing": forward(glance={"noise": {}}),
+    "a glance's noise negative": forward(glance={"noise": {"float32": -1.0, "float16": 1e-3, "bfloat16": 0.01}}),
+    "a glance's output short": forward(glance={"outputs": {"last_hidden_state": [1.0]}}),
     "too long a name": forward(outputs={"x" * 1000: [1.0] * 9}),
 }
 
@@ -491,13 +599,15 @@ def test_inputs_that_arent_the_models(value: Any, saved: Path, tmp_path: Path) -
 
 
 def test_the_control_of_malformed_fingerprints(saved: Path, tmp_path: Path) -> None:
-    fingerprint = Fingerprint.from_json(forward(), "here")
-    assert fingerprint.forwards["GPT2Model"] == Forward(
+    made = Fingerprint.from_json(forward(), "here")
+    assert made.forwards["GPT2Model"] == Forward(
         {"input_ids": [[5, 6, 7]]},
         {"float32": 1e-6, "float16": 1e-3, "bfloat16": 0.01},
         {"last_hidden_state": (1.0,) * 9},
     )
-    assert fingerprint.to_json() == forward()
+    assert made.to_json() == forward()
+    seen = forward(glance={})
+    assert Fingerprint.from_json(seen, "here").to_json() == seen
     folder = copied(saved, tmp_path)
     with_config(folder, lambda config: config["hfpatch"].update(fingerprint=forward()))
     with another:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
-from tiny_models import CONFIGS, RECORDED, difference, load, patch, tiny, tiny_config
-from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedConfig
+from tiny_models import CONFIGS, RECORDED, difference, load, norms_of, patch, tiny, tiny_config
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedConfig,
+)
 
-from hfpatch import CheckpointError, RoPE
+from hfpatch import CheckpointError, RoPE, UnsupportedError
 from hfpatch.checkpoint import patched_config_class
 from hfpatch.guard import SENTENCE, guarded, released
+from hfpatch.norms.dyt import DynamicTanh
 from hfpatch.record import Record
 
 refused = pytest.raises(StrictDataclassFieldValidationError, match=r"patched by hfpatch.*import hfpatch.*Auto class")
@@ -226,3 +238,42 @@ def test_patched_models_of_a_subclass_are_guarded(tmp_path: Path) -> None:
         with refused:
             host.from_pretrained(tmp_path)
     assert difference(model, type(model).from_pretrained(tmp_path)) == 0
+
+
+# A patched config in memory
+
+
+@pytest.mark.parametrize("family", [*RECORDED, "llama", "t5"])
+def test_a_hosts_class_refuses_a_patched_config(family: str) -> None:
+    """Called with it, or opened with it; the Auto classes build the patched model."""
+    model = patch(tiny(family), norm="dyt")
+    host = type(model).hfpatch_host
+    for config in (model.config, copy.deepcopy(model.config), pickle.loads(pickle.dumps(model.config))):
+        with pytest.raises(UnsupportedError, match=rf"{host.__name__}\(config\) with the config of a patched model"):
+            host(config)
+        with pytest.raises(UnsupportedError, match="from_config of an Auto class"), torch.device("meta"):
+            host._from_config(config)
+        assert norms_of(AutoModel.from_config(config), DynamicTanh)
+        assert norms_of(type(model)(config), DynamicTanh)
+    host(tiny_config(family))
+
+
+def test_a_hosts_class_opens_nothing_with_a_patched_config(tmp_path: Path) -> None:
+    tiny("gpt2", GPT2LMHeadModel).save_pretrained(tmp_path)
+    config = patch(tiny("gpt2", GPT2LMHeadModel), norm="dyt").config
+    with pytest.raises(UnsupportedError, match="GPT2LMHeadModel"):
+        GPT2LMHeadModel.from_pretrained(tmp_path, config=config)
+    GPT2LMHeadModel.from_pretrained(tmp_path)
+
+
+def test_what_else_writes_to_a_patched_config_goes_on_working() -> None:
+    model = patch(tiny("gpt2", GPT2LMHeadModel), norm="dyt", pos="rope")
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == model.transformer.config._attn_implementation == "eager"
+    model.transformer.set_attn_implementation("sdpa")
+    model.config._attn_implementation = "eager"
+    model.config.hidden_size = 32  # another name of n_embd
+    assert model.config._attn_implementation == "eager"
+    encoder, decoder = tiny("bert"), tiny("bert", "AutoModelForCausalLM", is_decoder=True, add_cross_attention=True)
+    outer = transformers.EncoderDecoderModel(encoder=patch(encoder, norm="dyt"), decoder=decoder)
+    assert norms_of(outer, DynamicTanh)

@@ -56,6 +56,30 @@ def test_a_subfolder(model: Any, saved: Path) -> None:
     assert AutoConfig.from_pretrained(saved.parent, **options).hfpatch == model.config.hfpatch
 
 
+@pytest.mark.parametrize("norm", ["dyt", "derf"])
+def test_layers_that_stay_in_float32(norm: str, tmp_path: Path) -> None:
+    """Opened in float16, T5 keeps the last layer of each MLP in float32; its norms lead back to float16."""
+    model = patch(tiny("t5"), norm=norm)
+    model.save_pretrained(tmp_path)
+    half = AutoModel.from_pretrained(tmp_path, dtype=torch.float16)
+    assert {p.dtype for p in half.parameters()} == {torch.float16, torch.float32}
+    given = inputs(model)
+    with torch.no_grad():
+        expected, found = (one(**given).last_hidden_state for one in (model, half))
+    assert found.dtype == torch.float16
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_a_family_that_only_runs_in_float32(tmp_path: Path) -> None:
+    """transformers leaves biases of DeBERTa's attentions in float32, so in half precision it fails, patched or not."""
+    for name, model in (("stock", tiny("deberta")), ("patched", patch(tiny("deberta"), norm="dyt"))):
+        model.save_pretrained(tmp_path / name)
+        opened = AutoModel.from_pretrained(tmp_path / name, dtype=torch.bfloat16)
+        with pytest.raises(RuntimeError, match="same dtype"):
+            opened(**inputs(opened))
+        AutoModel.from_pretrained(tmp_path / name)(**inputs(opened))
+
+
 PLACES: dict[str, dict[str, Any]] = {
     "auto": {"device_map": "auto"},
     "everything on one": {"device_map": {"": "cpu"}},

@@ -457,10 +457,11 @@ def test_exact_positions_are_refused() -> None:
 
 
 def test_a_patched_config_in_an_unpatched_model() -> None:
-    """`GPT2LMHeadModel(patched.config)` builds LayerNorms under a config that says RMSNorm."""
-    config = patch(tiny("gpt2"), norm="rms").config
+    """LayerNorms under a config that says RMSNorm."""
+    model = tiny("gpt2")
+    model.config = patch(tiny("gpt2"), norm="rms").config
     with pytest.raises(UnsupportedError, match=r"GPT2Model was built from a patched config"):
-        plan_patch(GPT2Model(config), norm="rms")
+        plan_patch(model, norm="rms")
 
 
 def test_a_patched_model_inside_another() -> None:

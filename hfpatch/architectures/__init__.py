@@ -2,10 +2,11 @@
 
 from . import audio, decoders, encoder_decoders, encoders, relative, rotating, text_towers, vision
 from .record import Architecture, Stack
-from .refused import REFUSED
+from .refused import REFUSED, WITHOUT_GRID
 
 __all__ = [
     "REFUSED",
+    "WITHOUT_GRID",
     "Architecture",
     "Stack",
     "audio",

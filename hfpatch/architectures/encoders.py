@@ -165,6 +165,8 @@ for _type, _owner, _example, _differs in (
         | {
             "biases": ("rel_pos",),
             "others": ("pos_embed",),  # of an image's patches, which follow the text
+            "unread": ("encoder.rel_pos_bias",),
+            "switches": (("encoder", "has_relative_attention_bias"),),
             "limits": (("", AnyBufferLength("embeddings", "position_ids")), *_NO_TYPES["limits"]),
         },
     ),

@@ -44,6 +44,8 @@ class Stack:
         by_token: whether the host wants rows (B, T, d) from its table, and not one for all tokens.
         switched_off: attributes that tell an attention to add relative biases; they become False.
         unused: Parameters of the attention that are removed, since nothing uses them then.
+        unread: paths of modules that are removed with the table, since nothing reads them then.
+        switches: (path, attribute) of modules that are told not to read them: False then.
         returns_more: how many values besides the rows its table's module returns; None stands for each then.
         requires: (attribute of the owner, value) without which the stack is refused.
         grid: where the tokens are patches of a grid.
@@ -74,6 +76,8 @@ class Stack:
     by_token: bool = False
     switched_off: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    switches: tuple[tuple[str, str], ...] = ()
     returns_more: int = 0
     requires: tuple[tuple[str, object], ...] = ()
     grid: Grid | None = None

@@ -50,6 +50,7 @@ class Bias:
         present: attribute of the owner that says whether there are biases at all.
         absolute: path of a table of absolute positions that the owner may have besides.
         length: config attribute with the length that scaling rules start from.
+        as_long_as_tables: config attribute with the number of distances, which below 1 is that of positions.
         head_dim, cache, layer_index, causal: as in `Stack`.
     """
 
@@ -63,6 +64,7 @@ class Bias:
     present: str | None = None
     absolute: str | None = None
     length: str = "max_position_embeddings"
+    as_long_as_tables: str | None = None
     head_dim: str = "head_dim"
     cache: str | None = "past_key_values"
     layer_index: str = "layer_idx"
@@ -99,6 +101,7 @@ def _disentangled(
         switches=((path, "relative_attention", False), (attention, "relative_attention", False)),
         present=f"{path}.relative_attention",
         absolute=absolute,
+        as_long_as_tables="max_relative_positions",
         head_dim="attention_head_size",
         cache=None,
     )

@@ -66,8 +66,12 @@ _BACKBONES = {  # the same layers under a head that returns feature maps
     "tipsv2_vision_model": "Tipsv2VisionBackbone",
 }
 
+_INTERPOLATION = {"dinov2_with_registers": "bicubic-antialias", "tipsv2_vision_model": "linear-antialias"}
+
 for _type, _owner, _before, _layers, _limit, _example in _VITS:
-    _grid = Grid("embeddings.patch_embeddings.projection", before=_before)
+    _grid = Grid(
+        "embeddings.patch_embeddings.projection", before=_before, interpolation=_INTERPOLATION.get(_type, "bicubic")
+    )
     _owners = [_owner, *([_BACKBONES[_type]] if _type in _BACKBONES else [])]
     _register(
         _type,
@@ -245,7 +249,7 @@ _image(
     "Intel/dpt-large",
     ("embeddings", AnyImageSize(resize=("_resize_pos_embed",))),
     head_dim="attention_head_size",
-    grid=Grid("embeddings.patch_embeddings.projection"),
+    grid=Grid("embeddings.patch_embeddings.projection", interpolation="linear"),
     relayed=True,
 )
 _image(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,16 @@ class Example:
     target: Tensor
     fitted: Tensor
     held_out: Tensor
+    entropy: Tensor = field(init=False)  # of the target, times -1: (B, H, T)
+
+    def __post_init__(self) -> None:
+        target = self.target.float()
+        self.entropy = torch.special.xlogy(target, target.clamp_min(_LEAST)).sum(-1)
+
+    def divergence(self, present: Tensor, rows: Tensor) -> Tensor:
+        """Mean of KL(target || present) over heads and over the chosen queries (B, T)."""
+        cross = (self.target.float() * present.float().clamp_min(_LEAST).log()).sum(-1)
+        return (self.entropy - cross).transpose(1, 2)[rows].mean()
 
 
 @dataclass
@@ -105,12 +115,6 @@ def wide(value: Any) -> Any:
     return {name: wide(item) for name, item in value.items()} if type(value) is dict else value
 
 
-def divergence(target: Tensor, present: Tensor, rows: Tensor) -> Tensor:
-    """Mean of KL(target || present) over heads and over the chosen queries (B, T)."""
-    target, present = (maps.float().transpose(1, 2)[rows].clamp_min(_LEAST) for maps in (target, present))
-    return (target * (target.log() - present.log())).sum(-1).mean()
-
-
 def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]) -> MapFit | None:
     """Fit an attention's queries and keys to the original's maps; the module itself isn't changed.
 
@@ -167,7 +171,7 @@ def _loss(module: nn.Module, example: Example) -> Tensor:
     with torch.enable_grad():
         present = map_of(module, example.call)
         assert present is not None
-        return divergence(example.target, present, example.fitted)
+        return example.divergence(present, example.fitted)
 
 
 def _judge(module: nn.Module, examples: list[Example]) -> float:
@@ -178,6 +182,6 @@ def _judge(module: nn.Module, examples: list[Example]) -> float:
             if chosen.any():
                 present = map_of(module, example.call)
                 assert present is not None
-                total += float(divergence(example.target, present, chosen)) * int(chosen.sum())
+                total += float(example.divergence(present, chosen)) * int(chosen.sum())
                 rows += int(chosen.sum())
     return total / max(rows, 1)

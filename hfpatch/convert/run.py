@@ -64,7 +64,7 @@ def give_back_memory() -> None:
 
 def device_of(model: nn.Module) -> torch.device:
     """The device that a model computes on; where accelerate offloads its weights, that isn't where they lie."""
-    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    hooks = (module.__dict__.get("_hf_hook") for module in model.modules())
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
     execution = next((device for device in devices if device is not None), None)
     if execution is not None:

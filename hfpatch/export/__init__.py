@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import OptionError
 from ..view import host_class
-from .files import require_free
+from .files import require_plain_options, staged
 from .native import Exported, export_native, native_model
 
 FORMS = ("plugin", "remote", "native")
@@ -38,16 +38,17 @@ def export_model(
         to: "plugin", "remote" or "native".
         tokenizer: a tokenizer or processor to save along.
         architecture: of a native export, transformers' name of the only architecture to try.
-        overwrite: write into, or of a native export replace, a folder that isn't empty.
-        save_options: for `save_pretrained`.
+        overwrite: replace a folder that isn't empty, once all has gone well.
+        save_options: for `save_pretrained`, such as `max_shard_size`.
 
     Returns:
         What was written; its text says it in words.
 
     Raises:
-        OptionError: no such form; an architecture for another form than "native".
+        OptionError: no such form; an architecture for another form than "native"; an option that would save something
+            else.
         UnsupportedError, VerificationError: no stock architecture equals the model; the message says for each why.
-        PatchError: the folder isn't empty.
+        PatchError: the folder isn't empty, or the tokenizer doesn't open again from it.
     """
     if to not in FORMS:
         raise OptionError(f"to must be one of {', '.join(FORMS)}, not {to!r:.40}.")
@@ -58,13 +59,12 @@ def export_model(
         return export_native(
             model, folder, tokenizer=tokenizer, architecture=architecture, overwrite=overwrite, **save_options
         )
-    require_free(folder, overwrite)
     if to == "remote":
         from .remote import export_remote
 
         export_remote(model, folder, tokenizer, overwrite=overwrite, **save_options)
     else:
-        model.save_pretrained(folder, **save_options)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        require_plain_options(save_options)
+        with staged(folder, overwrite, tokenizer) as written:
+            model.save_pretrained(written, **save_options)
     return Exported(folder, to, host_class(type(model)).__name__)

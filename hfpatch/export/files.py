@@ -6,14 +6,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
-from ..errors import PatchError
+from ..errors import OptionError, PatchError
 
 _SAMPLE = "The quick (brown) fox: 12.5 jumps; c1ccccc1O naïve\n"
 _GENERIC = "PreTrainedTokenizerFast"  # reads tokenizer.json as it stands, whatever the model's type
@@ -31,12 +31,28 @@ def require_free(folder: Path, overwrite: bool = False) -> None:
         raise PatchError(f"{folder} isn't empty. Choose another folder, or ask to overwrite it.")
 
 
-@contextmanager
-def staged(folder: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A new folder beside `folder` that takes its place once everything inside the context has gone well.
+def require_plain_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of `save_pretrained` with which an export would save or publish something else.
 
     Raises:
-        PatchError: as in `require_free`.
+        OptionError: names the option.
+    """
+    for option in ("push_to_hub", "state_dict", "distributed_checkpoint", "is_main_process"):
+        if option in options:
+            raise OptionError(f"{option}= isn't an option here: what is saved is the model that was checked.")
+
+
+@contextmanager
+def staged(folder: Path, overwrite: bool = False, tokenizer: Any = None) -> Iterator[Path]:
+    """A new folder beside `folder` that takes its place once everything inside the context has gone well.
+
+    Args:
+        folder: what is written in the end.
+        overwrite: whether a folder that isn't empty is replaced.
+        tokenizer: a tokenizer or processor that is saved last, see `save_tokenizer`.
+
+    Raises:
+        PatchError: as in `require_free` and `save_tokenizer`.
     """
     require_free(folder, overwrite)
     folder = folder.absolute()
@@ -48,6 +64,8 @@ def staged(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     replaced = staging.with_name(f"{staging.name}-replaced")
     try:
         yield staging
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, staging)
         if folder.is_dir():
             folder.rename(replaced)
         staging.rename(folder)

@@ -22,7 +22,7 @@ from ..positions import RoPE
 from ..positions.rope import ADAPTIVE
 from ..view import host_class
 from .equality import Measured, compare
-from .files import save_tokenizer, staged
+from .files import require_plain_options, staged
 from .layouts import BASE, LAYOUTS, LM, MASKED, QUESTION, SEQUENCE, TOKEN, Layout
 from .read import read, why_not
 from .same_host import as_host
@@ -112,16 +112,16 @@ def export_native(
         UnknownNameError: hfpatch knows no equality with that architecture.
         UnsupportedError: no architecture has what the model has; says for each what is missing.
         VerificationError: there are candidates, and none is equal.
-        PatchError: the folder isn't empty.
+        OptionError: an option that would save something else.
+        PatchError: the folder isn't empty, or the tokenizer doesn't open again from it.
     """
-    with staged(folder, overwrite) as staging:
+    require_plain_options(save_options)
+    with staged(folder, overwrite, tokenizer) as staging:
         found = find_native(model, architecture)
         stock = found.model
         if stock.can_generate() and getattr(model, "generation_config", None) is not None:
             stock.generation_config = copy.deepcopy(model.generation_config)
         stock.save_pretrained(staging, **save_options)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, staging)
     return Exported(folder, "native", type(stock).__name__, found.measured, found.longest)
 
 

@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 
 from ..convert.inputs import example_inputs as made_inputs
 from ..convert.run import device_of, fitting, quiet
-from ..errors import OptionError, UnsupportedError, VerificationError
+from ..errors import UnsupportedError, VerificationError
 from ..plan import require_bare
 from . import fresh
-from .files import require_free, save_tokenizer, staged
+from .files import require_free, require_plain_options, staged
 from .modeling import FILE, modeling_file
 
 _TIMEOUT = 1800  # seconds for the other process
@@ -68,26 +68,18 @@ def export_remote(
     """
     folder = Path(folder)
     require_bare(model)
-    _require_options(save_options)
+    require_plain_options(save_options)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
     require_free(folder, overwrite)
     code = modeling_file(model)
-    with staged(folder, overwrite) as written:
+    with staged(folder, overwrite, tokenizer) as written:
         model.save_pretrained(written, **save_options)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, written)
         (written / FILE).write_text(code.text, encoding="utf-8")
         _tell_config(written / "config.json", code.auto_map)
         if verify:
             verify_remote(model, written, code.auto_of(type(model).__name__), example_inputs)
     return folder
-
-
-def _require_options(options: Mapping[str, Any]) -> None:
-    for option in ("push_to_hub", "state_dict", "distributed_checkpoint", "is_main_process"):
-        if option in options:
-            raise OptionError(f"{option}= isn't an option here: what is saved is the model that was checked.")
 
 
 def _tell_config(path: Path, auto_map: Mapping[str, str]) -> None:

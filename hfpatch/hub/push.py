@@ -28,6 +28,7 @@ def push_patched(
     model: PreTrainedModel | str | PathLike[str],
     repo_id: str,
     *,
+    form: str | None = None,
     native: bool = False,
     tokenizer: Any = None,
     base_model: str | None = None,
@@ -59,6 +60,10 @@ def push_patched(
     Args:
         model: the model in memory, or the folder that `save_pretrained` or an export wrote. A folder stays as it is.
         repo_id: user/name, or name alone for one's own. It is made where it doesn't exist.
+        form: in which form it goes there, as in `export_model`: "plugin" opens with hfpatch, "remote" also with
+            `trust_remote_code=True`, "native" with transformers alone, where a stock architecture is equal. None is
+            the form that a folder has, and "plugin" of a model in memory. A folder that has another one is opened and
+            exported; remote and native exports are verified before anything is sent.
         native: the folder is a native export: a stock checkpoint that transformers alone opens. Without this, a folder
             that has no patch record is refused.
         tokenizer: a tokenizer or processor to carry along, or the name of one; a folder brings its own.
@@ -73,7 +78,7 @@ def push_patched(
         create_pr: open a pull request instead of committing to the branch. Such a commit is sent once: another try
             could open a second one.
         commit_message: its first line.
-        max_shard_size: of a model in memory, as in `save_pretrained`.
+        max_shard_size: of what is written here, as in `save_pretrained`.
         token: as everywhere in huggingface_hub: None is the one that is logged in. It is written nowhere.
         endpoint: another Hub's address.
         retries: how often what failed for a reason that passes (no connection, 408, 429, 5xx) is tried again.
@@ -85,7 +90,9 @@ def push_patched(
     Raises:
         CheckpointError: the folder is no checkpoint that hfpatch made, or its weights are pickles or broken.
         WrappedModelError: the model is wrapped.
-        OptionError: the metadata of README.md can't be read, or the subfolder or tokenizer is none.
+        OptionError: the metadata of README.md can't be read, or the form, subfolder or tokenizer is none.
+        UnsupportedError, VerificationError: the model doesn't have the form; says why.
+        PatchError: the tokenizer doesn't open again beside the model.
         RepoIdError, NotAModelRepoError, NoSuchNamespaceError: there can't be, or is, no such model repository.
         NotLoggedInError, NoWriteAccessError: no valid token, or one that may not write there.
         PushConflictError: somebody else committed meanwhile.
@@ -97,7 +104,7 @@ def push_patched(
     subfolder = _checked_subfolder(subfolder)
     results = (eval_results,) if isinstance(eval_results, EvalResult) else tuple(eval_results)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = checkpoint_of(model, native, tokenizer, Path(scratch), max_shard_size)
+        folder = checkpoint_of(model, native, tokenizer, Path(scratch), max_shard_size, form)
         with told(api, repo_id):
             if not dry_run:
                 repo_id = _made(api, repo_id, private, retries)

@@ -8,6 +8,7 @@ copy of it chosen inputs; a module whose answers no LayerNorm or RMSNorm could g
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 from dataclasses import dataclass, replace
@@ -50,7 +51,7 @@ class NormFacts:
 
 def describe(module: nn.Module) -> NormFacts | None:
     """The facts of a norm module, None if it is nothing like LayerNorm or RMSNorm. The module isn't changed."""
-    facts = getattr(module, "facts", None)
+    facts = module.__dict__.get("facts")
     if isinstance(facts, NormFacts):  # one of ours
         return facts
     if type(module) is nn.LayerNorm or type(module) is nn.RMSNorm:
@@ -69,13 +70,11 @@ def looks_like_norm(module: nn.Module) -> bool:
 
 
 def _worth_probing(module: nn.Module) -> bool:
-    if _takes_more(module):
+    if isinstance(module, _NOT_NORMS) or _takes_more(type(module)):  # type: ignore[arg-type]
         return False
-    if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
+    if any(one is not None for one in (*module._modules.values(), *module._buffers.values())):
         return False
-    if isinstance(module, _NOT_NORMS):
-        return False
-    parameters = list(module.parameters(recurse=False))
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     if not parameters:
         named = "norm" in type(module).__name__.lower() or hasattr(module, "normalized_shape")
         named = named or any(hasattr(module, name) for name in _EPS_NAMES)
@@ -84,10 +83,11 @@ def _worth_probing(module: nn.Module) -> bool:
     return len(parameters) <= 2 and one_shape and parameters[0].dim() in (1, 2) and 1 < parameters[0].numel() < 2**18
 
 
-def _takes_more(module: nn.Module) -> bool:
-    """Whether its forward takes a second argument, as gated norms do: what that does isn't a norm's business."""
+@functools.cache
+def _takes_more(module: type[nn.Module]) -> bool:
+    """Whether a class's forward takes a second argument, as gated norms do: what that does isn't a norm's business."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    taken = inspect.signature(type(module).forward).parameters.values()
+    taken = inspect.signature(module.forward).parameters.values()
     return sum(parameter.kind in kinds for parameter in taken) > 2  # the first is self
 
 

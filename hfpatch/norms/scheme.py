@@ -85,13 +85,17 @@ class AffineNorm(nn.Module):
         return self.affine(self.normalise(x.float() if x.dtype in HALF else x), x)
 
     def affine(self, h: Tensor, x: Tensor) -> Tensor:
-        """Gain and shift on the normalised h, in the dtype of the input x and with its channels where they were."""
+        """Gain and shift on the normalised h, in the dtype of the input x and with its channels where they were.
+
+        Where x is wider than parameters of half precision the output has their dtype, as T5's norms do: some hosts keep
+        a few layers in float32, and what reads a norm is in the model's dtype.
+        """
         gain, shift = getattr(self, self.names[0]), getattr(self, self.names[1])
         if gain is not None:
             h = h * (gain.to(h.dtype) + self.facts.offset if self.facts.offset else gain)
         if shift is not None:
             h = h + shift
-        h = h.to(x.dtype)
+        h = h.to(x.dtype if gain is None or gain.dtype not in HALF else gain.dtype)
         return h.movedim(-1, 1) if self.facts.channels_first else h
 
     def initial_values(self) -> dict[str, float]:

@@ -82,14 +82,15 @@ class RotaryEmbedding(nn.Module):
     def rotate(self, x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
         """x (B, T, H, head_dim) with its first rotary_dim channels turned: (x1 cos - x2 sin, x2 cos + x1 sin)."""
         cos, sin = phases[0].to(x.dtype), phases[1].to(x.dtype)
-        pairs = cos.shape[-1]
-        turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+        rotary_dim, width = 2 * cos.shape[-1], x.shape[-1]
+        # split, chunk and unbind, since each slice's backward would fill a tensor of its own with zeros
+        turned, *rest = (x,) if rotary_dim == width else x.split((rotary_dim, width - rotary_dim), dim=-1)
         if self.scheme.pairing == "half":
-            x1, x2 = turned[..., :pairs], turned[..., pairs:]
-            return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest), dim=-1)
-        x1, x2 = turned[..., 0::2], turned[..., 1::2]
+            x1, x2 = turned.chunk(2, dim=-1)
+            return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, *rest), dim=-1)
+        x1, x2 = turned.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
-        return torch.cat((turned, rest), dim=-1)
+        return torch.cat((turned, *rest), dim=-1) if rest else turned
 
     def extra_repr(self) -> str:
         return self.scheme.describe(self.head_dim)

@@ -334,6 +334,25 @@ def test_plugin_form(tmp_path: Path) -> None:
     written = export_model(model, tmp_path / "out")
     assert (written.to, written.architecture) == ("plugin", "GPT2LMHeadModel")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "hfpatch"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "out" / "kept.txt").write_text("mine")
+    with pytest.raises(PatchError, match="isn't empty"):
+        export_model(model, tmp_path / "out")
+    with pytest.raises(AttributeError):
+        export_model(model, tmp_path / "out", tokenizer=object(), overwrite=True)
+    assert (tmp_path / "out" / "kept.txt").exists()
+    export_model(model, tmp_path / "out", tokenizer=tokenizer(), overwrite=True)
+    assert not (tmp_path / "out" / "kept.txt").exists()
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("The fox")["input_ids"] == [4, 6]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("form", ["plugin", "native"])
+@pytest.mark.parametrize("option", ["push_to_hub", "state_dict"])
+def test_options_that_would_save_something_else(form: str, option: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=option):
+        export_model(patch(tiny("gpt2", LM), pos="rope"), tmp_path / "out", form, **{option: {}})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_command_line(tmp_path: Path) -> None:

@@ -83,6 +83,14 @@ def push_and_open(repo_id: str, cache: str, push_options: dict[str, Any], **opti
     return difference(model, load(repo_id, "AutoModelForCausalLM", cache_dir=cache, **options))
 
 
+def push_form(repo_id: str, form: str, **options: Any) -> tuple[str, float]:
+    """Push a model from memory in one form: the class of what opens from the Hub, and how far its outputs are off."""
+    model = made(norm=None)
+    hfpatch.push_patched(model, repo_id, form=form, **options)
+    opened = load(repo_id, "AutoModelForCausalLM")
+    return type(opened).__name__, difference(model, opened)
+
+
 def pull(repo_id: str, folder: str, **options: Any) -> dict[str, str]:
     """Download a whole repository: its files by sha256."""
     return digests(snapshot_download(repo_id, local_dir=folder, **options))

@@ -212,6 +212,64 @@ def test_a_native_export(hub: LocalHub, client: HubClient, name: str, tmp_path: 
     assert done["changed"]
 
 
+FORMS = {"plugin": "GPT2LMHeadModel", "remote": "GPT2LMHeadModel", "native": "GPTNeoXForCausalLM"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_in_memory_in_each_form(hub: LocalHub, client: HubClient, name: str, tmp_path: Path, form: str) -> None:
+    client.call("save_tokenizer", str(tmp_path / "words"))
+    opened, off = client.call("push_form", name, form, tokenizer=str(tmp_path / "words"), token=OWNER)
+    assert opened == FORMS[form]
+    assert off < (1e-5 if form == "native" else 1e-30)
+    files = hub.repo(name).files()
+    assert ("modeling_hfpatch.py" in files) == (form == "remote")
+    assert (b"auto_map" in files["config.json"]) == (form == "remote")
+    assert (b'"hfpatch"' in files["config.json"]) == (form != "native")
+    ways = files["README.md"].decode()
+    assert ("trust_remote_code=True" in ways) == (form == "remote")
+    assert ("With transformers alone" in ways) == (form == "native")
+    assert client.call("tokenized", name, "two one", token=OWNER) == [3, 2]
+    assert commits(hub.repo(name)) == 1
+
+
+def test_a_folder_in_another_form(hub: LocalHub, client: HubClient, saved: Path, name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved, tmp_path / "mine")
+    client.call("save_tokenizer", str(folder))
+    (folder / "README.md").write_text("# Mine\n")
+    before = sent(folder)
+    done = client.call("push", str(folder), name, form="remote", token=OWNER)
+    assert sent(folder) == before
+    assert {"modeling_hfpatch.py", "tokenizer.json", "model.safetensors"} <= set(done["changed"])
+    assert "---\n# Mine\n" in hub.repo(name).files()["README.md"].decode()
+    assert client.call("outputs", name, token=OWNER) == client.call("outputs", str(saved))
+    client.call("pull", name, str(tmp_path / "pulled"), token=OWNER)
+    again = client.call("push", str(tmp_path / "pulled"), name, form="remote", token=OWNER)
+    assert again["changed"] == []  # it has that form already
+    back = client.call("push", str(tmp_path / "pulled"), f"{name}-plugin", form="plugin", token=OWNER)
+    assert "modeling_hfpatch.py" not in back["changed"]
+    assert client.call("outputs", f"{name}-plugin", token=OWNER) == client.call("outputs", str(saved))
+
+
+@pytest.mark.parametrize(
+    ("form", "error", "says"),
+    [("onnx", "OptionError", "plugin, remote, native"), ("native", "UnsupportedError", "equals no architecture")],
+)
+def test_a_form_that_there_isnt(
+    hub: LocalHub, client: HubClient, saved: Path, name: str, form: str, error: str, says: str
+) -> None:
+    told = client.ask("push", str(saved), name, form=form, token=OWNER)
+    assert told.error is not None
+    assert told.error[0] == error
+    assert says in told.error[1]
+    assert hub.requests == []
+
+
+def test_a_form_by_the_command_line(hub: LocalHub, client: HubClient, saved: Path, name: str) -> None:
+    status, said, _ = client.call("cli", "push", str(saved), name, "--form", "remote", "--dry-run", token=OWNER)
+    assert status == 0
+    assert "modeling_hfpatch.py" in said
+
+
 # Refusals
 
 

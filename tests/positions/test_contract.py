@@ -38,7 +38,7 @@ REQUESTS = (
 def patched(name: str, seed: int = 0, **request: Any) -> Any:
     scheme = Position.resolve(request.get("pos"))
     if name == "vit" and scheme is not None and scheme.keeps_table:
-        pytest.skip("its table is a grid of patches, see test_sinusoidal.py and test_learned.py")
+        pytest.skip("its table is a grid of patches, see test_sinusoidal.py and test_image_size.py")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotPreservedWarning)
         return patch_model(make(name, seed), **request)

@@ -21,7 +21,8 @@ from hfpatch import (
     plan_patch,
     unpatch_model,
 )
-from hfpatch.architectures import REFUSED
+from hfpatch.architectures import REFUSED, WITHOUT_GRID
+from hfpatch.stacks import find_stacks
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import tiny_models
@@ -53,6 +54,34 @@ def test_a_refusal_says_what_and_why_and_changes_nothing(model_type: str) -> Non
     assert reason in str(caught.value)
     assert "norm= works" in str(caught.value)
     assert tiny_models.changes(before, tiny_models.fingerprint(model)) == []
+
+
+@pytest.mark.parametrize("owner", sorted(WITHOUT_GRID))
+def test_why_a_grid_isnt_known(owner: str) -> None:
+    model, _ = proof.tiny(proof.HOMES[owner])
+    with pytest.raises(UnsupportedError, match=f"isn't known: {WITHOUT_GRID[owner]}. Use axes=1"):
+        plan_patch(model, pos="rope:axes=2")
+    assert any(found.stack.owner == owner and found.stack.grid is None for found in find_stacks(model))
+
+
+def test_weights_that_nothing_reads_any_more_go() -> None:
+    """LayoutLMv3's biases by distance in the text are zero to its attentions; those by place on the page stay."""
+    model, inputs = proof.tiny("layoutlmv3")
+    corners = torch.randint(0, 100, (2, 12, 2), generator=torch.Generator().manual_seed(0))
+    inputs["bbox"] = torch.cat((corners, corners + 20), dim=-1)
+    assert moves(model, inputs, "encoder.rel_pos_bias.weight")
+    patched(model, reversible=True)
+    assert "encoder.rel_pos_bias.weight" not in model.state_dict()
+    assert moves(model, inputs, "encoder.rel_pos_x_bias.weight")
+    unpatch_model(model)
+    assert moves(model, inputs, "encoder.rel_pos_bias.weight")
+
+
+def moves(model: Any, inputs: dict[str, Any], name: str) -> bool:
+    """Whether the output hangs on a Parameter; the host reads some without gradients."""
+    before = proof.run(model, inputs).last_hidden_state
+    model.get_parameter(name).detach().add_(torch.randn(model.get_parameter(name).shape))
+    return bool((proof.run(model, inputs).last_hidden_state - before).abs().max() > 1e-3)
 
 
 def test_a_plan_lists_what_it_passes_over() -> None:

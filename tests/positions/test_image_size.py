@@ -1,0 +1,333 @@
+"""Learned tables on a grid of patches, interpolated for images of another size."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from hfpatch import Learned, NothingToPatchError, OptionError, UnsupportedError, plan_patch, unpatch_model
+from hfpatch.checkpoint import patched_model_class
+from hfpatch.positions.learned import GRID_METHODS
+from hfpatch.proof import floating_tensors
+from hfpatch.scheme import KEY
+from hfpatch.view import host_class
+
+sys.path.insert(0, str(Path(__file__).parent))
+import proof
+import tiny_models
+import zoo
+from checks import difference, patched
+from families import make
+
+OLD, NEW = 64, 96  # the zoo's images, of 4 x 4 patches of 16 pixels, and 6 x 6
+# families whose hosts interpolate in every forward, when they are asked to
+INTERPOLATE = ["clip_vision_model", "deit", "dinov2", "dinov2_with_registers", "dpt", "pixio", "siglip_vision_model"]
+INTERPOLATE += ["tipsv2_vision_model", "vit", "vit_msn"]
+# of other builds: a Parameter or an Embedding, indices in buffers, packed images, frames, tuples for a size
+ALIKE = ["aimv2_vision_model", "blip_vision_model", "idefics2_vision", "internvl_vision", "mgp-str", "owlvit"]
+ALIKE += ["phi4_multimodal_vision", "vit_mae", "vivit", "xclip_vision_model"]
+
+
+def images(inputs: dict[str, Any], height: int, width: int) -> dict[str, Any]:
+    """The same inputs with other images."""
+    generator = torch.Generator().manual_seed(5)
+
+    def resized(value: Any) -> Any:
+        pixels = isinstance(value, Tensor) and value.dim() >= 4
+        return torch.randn(*value.shape[:-2], height, width, generator=generator).to(value.dtype) if pixels else value
+
+    return {name: resized(value) for name, value in inputs.items()}
+
+
+def output(model: Any, inputs: dict[str, Any], **options: Any) -> Tensor:
+    return next(value for _, value in floating_tensors(proof.run(model, {**inputs, **options})))
+
+
+def native(model: Any) -> Any:
+    """What transformers builds of the patched model's config, with its weights."""
+    config = copy.deepcopy(model.config)
+    vars(config).pop(KEY)
+    object.__setattr__(config, "__class__", host_class(type(config)))
+    built = host_class(type(model))(config).eval()
+    built.load_state_dict(model.state_dict())
+    return built.to(model.dtype)
+
+
+def table_of(model: Any) -> Tensor:
+    return next(p for name, p in model.named_parameters() if "position_embedding" in name)
+
+
+# --- the same as the host's own interpolation -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", INTERPOLATE)
+def test_equals_the_hosts_own_interpolation(model_type: str) -> None:
+    original, inputs = zoo.tiny(model_type)
+    given = images(inputs, NEW, NEW)
+    always = "interpolate_pos_encoding" not in inspect.signature(original.forward).parameters
+    expected = output(original, given, **({} if always else {"interpolate_pos_encoding": True}))
+    model = patched(zoo.tiny(model_type)[0], pos=Learned(image_size=NEW))
+    assert difference(output(model, given), expected) <= 1e-6
+    assert model.config.image_size == NEW
+    plan = str(plan_patch(zoo.tiny(model_type)[0], pos=Learned(image_size=NEW)))
+    others = [method for method in GRID_METHODS if f"6 x 6 patches, {method})" not in plan]
+    assert len(others) == len(GRID_METHODS) - 1
+    for method in others:  # controls
+        other = patched(zoo.tiny(model_type)[0], pos=Learned(image_size=NEW, method=method))
+        same = method.startswith("linear") and "linear" in plan  # upwards antialiasing changes nothing there
+        assert (difference(output(other, given), expected) > 1e-2) is not same
+
+
+def test_other_aspect_ratios() -> None:
+    original, inputs = zoo.tiny("vit")
+    model = patched(zoo.tiny("vit")[0], pos=Learned(image_size=(96, 160)))
+    given = images(inputs, 96, 160)
+    expected = output(original, given, interpolate_pos_encoding=True)
+    assert difference(output(model, given), expected) <= 1e-6
+    assert tuple(model.config.image_size) == (96, 160)
+    with pytest.raises(ValueError, match="doesn't match model"):  # the same number of patches the other way round
+        output(model, images(inputs, 160, 96))
+    turned = patched(zoo.tiny("vit")[0], pos=Learned(image_size=(160, 96)))
+    assert table_of(turned).shape == table_of(model).shape
+    assert difference(table_of(turned).detach(), table_of(model).detach()) > 0.1
+
+
+def test_smaller_images() -> None:
+    original, inputs = zoo.tiny("vit")
+    model, given = patched(zoo.tiny("vit")[0], pos=Learned(image_size=32)), images(inputs, 32, 32)
+    expected = output(original, given, interpolate_pos_encoding=True)
+    assert table_of(model).shape == (1, 5, 64)
+    assert difference(output(model, given), expected) <= 1e-6
+
+
+# --- what the host derives --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", INTERPOLATE + ALIKE)
+def test_is_the_model_that_its_config_describes(model_type: str, tmp_path: Path) -> None:
+    model, inputs = proof.tiny(model_type)
+    host, old = type(model), getattr(model.config, "vision_config", model.config).image_size
+    size = NEW if isinstance(old, int) else tuple(side * NEW // OLD for side in old)
+    patched(model, pos=Learned(image_size=size))
+    given = images(inputs, *(side * NEW // OLD for side in next(v.shape[-2:] for v in inputs.values() if v.dim() >= 4)))
+    expected = output(model, given)
+    assert expected.isfinite().all()
+    assert difference(output(native(model), given), expected) == 0
+    model.save_pretrained(tmp_path)
+    loaded = patched_model_class(host).from_pretrained(tmp_path).eval()
+    for parameter in loaded.parameters():  # the last bit of a product depends on how memory is aligned
+        parameter.data = parameter.data.clone()
+    assert difference(output(loaded, given), expected) <= 1e-6
+    assert vars(loaded).get("num_patches") == vars(model).get("num_patches")
+
+
+def test_a_head_outside_the_tower_follows() -> None:
+    """OWL-ViT's boxes are counted from their patch's place, which its head keeps in a buffer."""
+    model, inputs = zoo.tiny("owlvit", auto_class="AutoModelForZeroShotObjectDetection")
+    before = model.box_bias.clone()
+    patched(model, pos=Learned(image_size=NEW), only=["*vision_model*"])
+    assert (len(before), len(model.box_bias)) == (16, 36)
+    assert torch.equal(model.box_bias, native(model).box_bias)
+    boxes = proof.run(model, images(inputs, NEW, NEW)).pred_boxes
+    assert boxes.shape[1] == 36
+    assert torch.equal(boxes, proof.run(native(model), images(inputs, NEW, NEW)).pred_boxes)
+
+
+def test_of_a_composite_the_tower_alone(tmp_path: Path) -> None:
+    model, inputs = zoo.tiny("clip")
+    text, given = model.config.text_config.max_position_embeddings, images(inputs, NEW, NEW)
+    expected = zoo.tiny("clip")[0](**given, interpolate_pos_encoding=True)
+    plan = plan_patch(model, pos=Learned(image_size=NEW))
+    kept = next(row for row in plan.rows if row.module == "text_model.embeddings.position_embedding")
+    assert (kept.action, kept.reason) == ("keep", "image_size is of images")
+    patched(model, pos=Learned(image_size=NEW))
+    seen = model(**given)
+    assert torch.equal(seen.text_embeds, expected.text_embeds)
+    assert difference(seen.image_embeds.detach(), expected.image_embeds.detach()) <= 1e-6
+    assert (model.config.vision_config.image_size, model.config.text_config.max_position_embeddings) == (NEW, text)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path)
+    assert difference(loaded(**given).image_embeds.detach(), seen.image_embeds.detach()) <= 1e-6
+
+
+def test_without_weights() -> None:
+    config = make("vit").config
+    with torch.device("meta"):
+        model = transformers.ViTModel(config)
+    patched(model, pos="learned:image_size=24")
+    assert model.embeddings.position_embeddings.is_meta
+    assert model.embeddings.position_embeddings.shape == (1, 37, 32)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_other_tokens_stay() -> None:
+    for model_type, others in (("deit", 2), ("dinov2_with_registers", 1), ("pixio", 8)):
+        original, model = zoo.tiny(model_type)[0], zoo.tiny(model_type)[0]
+        patched(model, pos=Learned(image_size=NEW))
+        assert table_of(model).shape[1] == others + 36
+        assert torch.equal(table_of(model)[:, :others], table_of(original)[:, :others])
+
+
+def test_frames_are_interpolated_one_by_one() -> None:
+    original, model = (zoo.tiny("vivit")[0] for _ in range(2))
+    patched(model, pos=Learned(image_size=NEW))
+    old, new = (table_of(m)[0, 1:].unflatten(0, (2, -1)) for m in (original, model))
+    for before, after in zip(old, new, strict=True):
+        alone = Learned(image_size=NEW).interpolated(before.view(1, 4, 4, -1), 6, 6)
+        assert torch.equal(alone.flatten(0, 2), after)
+
+
+@pytest.mark.parametrize("method", [None, *GRID_METHODS])
+def test_the_same_size_is_the_same_grid(method: str | None) -> None:
+    grid = torch.randn(1, 4, 5, 3)
+    assert torch.equal(Learned(method=method).interpolated(grid, 4, 5), grid)
+
+
+@pytest.mark.parametrize("method", GRID_METHODS)
+def test_half_precision_is_interpolated_in_float32(method: str) -> None:
+    grid = torch.randn(2, 4, 5, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    scheme = Learned(method=method)
+    assert torch.equal(scheme.interpolated(grid, 7, 9), scheme.interpolated(grid.float(), 7, 9).bfloat16())
+
+
+@pytest.mark.parametrize("method", GRID_METHODS)
+def test_rows_are_rows(method: str) -> None:
+    """What differs along one axis alone goes on doing so, in the same order."""
+    grid = torch.arange(5.0).square()[None, :, None, None].expand(1, 5, 4, 1)
+    finer = Learned(method=method).interpolated(grid, 11, 7)[0, :, :, 0]
+    assert torch.allclose(finer, finer[:, :1].expand_as(finer), atol=1e-5)
+    assert (finer.diff(dim=0)[1:-1] >= 0).all()
+    assert finer[0, 0] < 1
+    assert finer[-1, 0] > 15
+
+
+def test_new_rows_train_and_the_optimizer_follows() -> None:
+    model = make("vit")
+    optimizer = torch.optim.AdamW(model.parameters())
+    patched(model, pos="learned:image_size=24", optimizer=optimizer)
+    model(pixel_values=torch.randn(2, 3, 24, 24)).logits.square().sum().backward()
+    assert (table_of(model).grad[0].abs().sum(-1) > 0).all()
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert held == {id(parameter) for parameter in model.parameters()}
+
+
+def test_fresh_rows() -> None:
+    original, model = make("vit"), patched(make("vit"), pos="learned:image_size=80", init="reset")
+    table = table_of(model)[0]
+    assert torch.equal(table[:1], table_of(original)[0, :1])
+    assert table[1:].std().item() == pytest.approx(0.4, rel=0.05)
+    assert abs(float(table[1:].mean())) < 0.05
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_number_of_patches() -> None:
+    by_number = patched(make("vit"), pos="learned:max_positions=36")
+    by_size = patched(make("vit"), pos="learned:image_size=24")
+    assert torch.equal(table_of(by_number), table_of(by_size))
+    assert by_number.config.image_size == 24
+    with pytest.raises(UnsupportedError, match=r"35 of them don't say how many rows and columns. Give image_size"):
+        plan_patch(make("vit"), pos="learned:max_positions=35")
+
+
+def test_what_a_plan_says() -> None:
+    text = str(plan_patch(make("vit"), pos="learned:image_size=[24, 32]"))
+    assert "Learned(6 x 8 patches, bicubic)  approximate" in text
+    assert "image_size=(24, 32); its 4 x 4 positions are stretched over 6 x 8" in text
+
+
+@pytest.mark.parametrize("options", ["", ":image_size=16", ":image_size=18", ":max_positions=16"])
+def test_nothing_to_do(options: str) -> None:
+    with pytest.raises(NothingToPatchError, match=r"image_size says for which images|holds 4 x 4 patches already"):
+        patched(make("vit"), pos=f"learned{options}")
+    with pytest.raises(NothingToPatchError, match="image_size is of images"):
+        patched(make("gpt2"), pos="learned:image_size=24")
+
+
+@pytest.mark.parametrize("method", ["tile", "mean", "normal", "zeros"])
+def test_methods_of_sequences_are_refused(method: str) -> None:
+    with pytest.raises(OptionError, match=f"method '{method}' is for sequences; a grid of patches takes bicubic"):
+        Learned(image_size=24, method=method)
+    with pytest.raises(OptionError, match=f"method '{method}' is for sequences"):
+        plan_patch(make("vit"), pos=Learned(max_positions=36, method=method))
+    with pytest.raises(OptionError, match="method 'bicubic' is for grids of patches; a sequence's table takes tile"):
+        plan_patch(make("gpt2"), pos="learned:max_positions=64,method=bicubic")
+
+
+@pytest.mark.parametrize("size", [0, -3, 2.5, True, "24", [24, 0], [1, 2, 3], 2**30])
+def test_sizes_are_checked(size: Any) -> None:
+    with pytest.raises(OptionError, match="image_size must be a number of pixels, or"):
+        Learned(image_size=size)
+    with pytest.raises(OptionError, match="choose one"):
+        Learned(image_size=24, max_positions=36)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("sam_vision_model", r"rel_pos_h is made for image_size=96 as well \(and 1 more\)"),
+        ("vitdet", r"its host makes \(1, 17, 64\) of that"),
+        ("audio-spectrogram-transformer", "can't be told from ASTConfig"),
+        ("siglip2_vision_model", "can't be told from Siglip2VisionConfig"),
+        ("timesformer", "isn't the only one"),
+        ("videomae", "its rows are computed"),
+        ("vitpose_backbone", "17 rows aren't the 4 x 4 patches"),
+    ],
+)
+def test_refused_with_the_reason_before_anything_changes(model_type: str, message: str) -> None:
+    model, _ = zoo.tiny(model_type)
+    before = tiny_models.fingerprint(model)
+    with pytest.raises(UnsupportedError, match=message):
+        patched(model, pos=Learned(image_size=NEW))
+    assert tiny_models.changes(before, tiny_models.fingerprint(model)) == []
+
+
+def test_a_host_of_square_images_says_so() -> None:
+    with pytest.raises(UnsupportedError, match=r"CLIPVisionModel can't be built for image_size=\(96, 160\)"):
+        patched(zoo.tiny("clip_vision_model")[0], pos=Learned(image_size=(96, 160)))
+    with pytest.raises(UnsupportedError, match="an image of 8 x 8 pixels has no patch"):
+        patched(zoo.tiny("clip_vision_model")[0], pos=Learned(image_size=8))
+    with pytest.raises(UnsupportedError, match="isn't exact: its 4 x 4 positions are stretched"):
+        plan_patch(make("vit"), pos="learned:image_size=24", init="exact")
+
+
+# --- composing, taking back -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["clip_vision_model", "vit", "owlvit"])
+def test_taken_back(model_type: str) -> None:
+    model, inputs = zoo.tiny(model_type)
+    before, expected = tiny_models.fingerprint(model), output(model, inputs)
+    patched(model, pos=Learned(image_size=NEW), reversible=True)
+    assert tiny_models.changes(before, tiny_models.fingerprint(model))
+    unpatch_model(model)
+    assert tiny_models.changes(before, tiny_models.fingerprint(model)) == []
+    assert torch.equal(output(model, inputs), expected)
+
+
+@torch.no_grad()
+def test_twice_then_rotated(tmp_path: Path) -> None:
+    model = patched(patched(make("vit"), norm="rms", pos="learned:image_size=24"), pos="learned:image_size=32")
+    table = table_of(patched(make("vit"), pos="learned:image_size=24"))
+    again = Learned(image_size=32).interpolated(table[:, 1:].unflatten(1, (6, 6)), 8, 8)
+    assert torch.equal(table_of(model)[0, 1:], again.flatten(0, 2))
+    pixels = torch.randn(2, 3, 32, 32)
+    model.save_pretrained(tmp_path / "twice")
+    loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "twice")
+    assert difference(loaded(pixel_values=pixels).logits, model(pixel_values=pixels).logits) <= 1e-5
+    rotated = patched(model, pos="rope:axes=2")
+    rotated.save_pretrained(tmp_path / "rotated")
+    loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "rotated")
+    pixels = torch.randn(2, 3, 40, 24)
+    assert difference(loaded(pixel_values=pixels).logits, rotated(pixel_values=pixels).logits) <= 1e-5

@@ -1,0 +1,116 @@
+"""What hosts derive from a length in their config: other weights, buffers, settings of biases."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hfpatch import UnsupportedError, plan_patch
+from hfpatch.checkpoint import patched_model_class
+from hfpatch.derived import Derived, derive
+from hfpatch.edits import Edits
+from hfpatch.proof import floating_tensors
+
+sys.path.insert(0, str(Path(__file__).parent / "positions"))
+import proof
+import tiny_models
+import zoo
+from checks import patched
+from families import make
+
+NEW = 512
+RELATIVE = {"relative_attention": True, "position_biased_input": True, "pos_att_type": ["c2p", "p2c"]}
+SETTINGS: dict[str, dict[str, Any]] = {"deberta": RELATIVE, "deberta-v2": {**RELATIVE, "position_buckets": 8}}
+# hosts that keep buffers of the table's length, saved or not; biases as long as the table; a table in a buffer
+CASES = [
+    *((name, f"{pos}:max_positions={NEW}") for name in ("bros", "clap_text_model") for pos in ("learned", "rope")),
+    *((name, f"learned:max_positions={NEW}") for name in ("deberta", "deberta-v2", "nystromformer", "openai-gpt")),
+    *((name, f"sinusoidal:max_positions={NEW}") for name in ("deberta", "yoso")),
+    ("ctrl", f"rope:max_positions={NEW}"),
+]
+
+
+def tiny(model_type: str) -> tuple[Any, dict[str, Any]]:
+    return zoo.tiny(model_type, **SETTINGS.get(model_type, {}))
+
+
+@pytest.mark.parametrize(("model_type", "pos"), CASES)
+def test_reads_the_new_length_now_and_when_it_is_opened(model_type: str, pos: str, tmp_path: Path) -> None:
+    model, inputs = tiny(model_type)
+    host = type(model)
+    patched(model, pos=pos)
+    given = proof.lengthened(inputs, 64)
+    assert given is not None
+    expected = [value for _, value in floating_tensors(proof.run(model, given))]
+    model.save_pretrained(tmp_path)
+    loaded = patched_model_class(host).from_pretrained(tmp_path).eval()
+    for parameter in loaded.parameters():  # the last bit of a product depends on how memory is aligned
+        parameter.data = parameter.data.clone()
+    seen = [value for _, value in floating_tensors(proof.run(loaded, given))]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(seen, expected, strict=True))
+    ours, theirs = dict(model.named_buffers()), dict(loaded.named_buffers())
+    assert ours.keys() == theirs.keys()
+    scratch = ("attn.bias", "position_embeddings.weight")  # a window made in the forward, a table that is computed
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours if not name.endswith(scratch))
+
+
+@pytest.mark.parametrize("model_type", ["deberta", "deberta-v2"])
+def test_distances_keep_their_number(model_type: str) -> None:
+    """DeBERTa's relative table (or its logarithmic buckets) is as long as the other one unless the config says more."""
+    model, inputs = tiny(model_type)
+    old, before = model.config.max_position_embeddings, proof.run(model, inputs)
+    patched(model, pos=f"learned:max_positions={NEW}")
+    assert (model.config.max_position_embeddings, model.config.max_relative_positions) == (NEW, old)
+    after = proof.run(model, inputs)
+    assert torch.equal(after.last_hidden_state, before.last_hidden_state)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("luke", r"entity_embeddings.position_embeddings.weight is made for max_position_embeddings=\d+ as well"),
+        ("visual_bert", "embeddings.visual_position_embeddings.weight is made for max_position_embeddings=512 as well"),
+        ("prophetnet", "reads a copy of its config"),
+    ],
+)
+@pytest.mark.parametrize("pos", ["learned", "rope"])
+def test_other_weights_are_refused_before_anything_changes(model_type: str, message: str, pos: str) -> None:
+    model, _ = zoo.tiny(model_type)
+    before = tiny_models.fingerprint(model)
+    with pytest.raises(UnsupportedError, match=message):
+        patched(model, pos=f"{pos}:max_positions={NEW}")
+    assert tiny_models.changes(before, tiny_models.fingerprint(model)) == []
+    if pos == "rope":
+        assert plan_patch(model, pos="rope").lengths == []
+
+
+def test_a_window_of_the_old_length_isnt_made_anew() -> None:
+    """GPT-Neo's square mask is made in the forward at any length; one of the new length could be huge."""
+    model = patched(make("gpt_neo"), pos="learned:max_positions=4096")
+    assert max(buffer.numel() for buffer in model.buffers()) == 32 * 32
+
+
+def test_what_the_patch_has_changed_itself_stays() -> None:
+    model = make("whisper")
+    derived = Derived([("model.decoder", "max_target_positions", 31, 99)])
+    derived.apply(model, Edits())
+    assert model.model.decoder.max_target_positions == 32
+    derived = Derived([("model.decoder", "max_target_positions", 32, 99)])
+    edits = Edits()
+    derived.apply(model, edits)
+    assert model.model.decoder.max_target_positions == 99
+    edits.undo()
+    assert model.model.decoder.max_target_positions == 32
+
+
+def test_the_same_settings_derive_nothing() -> None:
+    model, _ = zoo.tiny("clip")
+    config = model.config.vision_config
+    derived = derive(model, [(config, "image_size", config.image_size)], {})
+    assert (derived.attributes, derived.buffers) == ([], [])
+    with pytest.raises(UnsupportedError, match=r"position_embedding.weight is made for image_size=96 as well"):
+        derive(model, [(config, "image_size", 96)], {})
