@@ -50,7 +50,10 @@ class HealConfig(MethodConfig):
     method: str = field(
         default="finetune", metadata={"help": "finetune, distil, staged, annealed; staged+distil, annealed+distil"}
     )
-    no_control: bool = field(default=False, metadata={"help": "leave out the unpatched copy of equal budget"})
+    no_control: bool = field(
+        default=False,
+        metadata={"help": "leave out the unpatched copy of equal budget; where distil uses no labels there is none"},
+    )
     output_dir: str = field(default="runs/heal", metadata={"help": "where results, models and states go"})
     variants: list[str] = field(default_factory=list, metadata={"help": argparse.SUPPRESS})  # finetune.py's
 
@@ -60,7 +63,8 @@ class HealConfig(MethodConfig):
         Raises:
             RecipeError: says which setting.
         """
-        check_method(self.method, self)
+        if "distil" in check_method(self.method, self) and self.distil_weight == 1:
+            self.no_control = True  # without labels there is nothing that an unpatched copy would learn
         if not parse_variant(self.patch):
             raise RecipeError(f"--patch {self.patch} patches nothing")
         if self.model is None and self.baseline_steps == 0:

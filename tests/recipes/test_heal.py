@@ -160,7 +160,8 @@ class TestStopping:
 
 class TestLora:
     def test_merged_in_the_end(self, finished, text, tmp_path):
-        given = ["--model", finished / "baseline", "--baseline_steps", 0, "--no_control", "--lora_rank", 2]
+        given = ["--model", finished / "baseline", "--baseline_steps", 0, "--lora_rank", 2]
+        given += ["--method", "distil", "--distil_weight", 1]
         assert heal.main(tiny(tmp_path, text, *given)) == 0
         healed, swapped = (load_file(tmp_path / name / "model.safetensors") for name in ("healed", "swapped"))
         assert {k: v.shape for k, v in healed.items()} == {k: v.shape for k, v in swapped.items()}
@@ -169,6 +170,7 @@ class TestLora:
         assert "transformer.wte.weight" not in moved
         stages = read_results(tmp_path)["stages"]
         assert stages["healed"]["end"]["loss"] == pytest.approx(stages["healed"]["curve"][-1]["loss"], abs=0.5)
+        assert "control" not in stages, "it was distilled without labels"
 
 
 class TestSettings:
