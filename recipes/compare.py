@@ -34,7 +34,7 @@ from compare_report import compare_report
 from data import RecipeError
 from heal import require_whole_weights
 from html_report import html_report
-from methods import METHODS, Method, MethodConfig, check_method, objective, try_out
+from methods import METHODS, Distil, Method, MethodConfig, check_method, objective, try_out
 from paired import Cell, Kind, read_cells
 from report import table
 from run import DivergedError, Run, Stopped, folder_name, run_recipe, stop_requests
@@ -133,10 +133,16 @@ def cells_of(config: Any) -> list[Cell]:
     """Seed after seed, each with its controls: what is finished of a stopped grid can be compared."""
     cells = []
     for seed, steps in product(config.seeds, config.steps):
-        cells.append(Cell(Kind(CONTROL, "", "", steps), seed))
+        cells.append(Cell(Kind(CONTROL, "", control_method(config), steps), seed))
         for variant, start, method in product(config.variants, config.starts, config.methods):
             cells.append(Cell(Kind(variant, start, method, steps), seed))
     return cells
+
+
+def control_method(config: Any) -> str:
+    """How the control is trained: on the task's loss (""), or, where no method uses labels, distilled from itself."""
+    unlabelled = config.distil_weight == 1 and all("distil" in method.split("+") for method in config.methods)
+    return "distil" if unlabelled else ""
 
 
 def compare(run: Run) -> None:
@@ -146,6 +152,7 @@ def compare(run: Run) -> None:
     check_patches(run, first)
     run.open_results(FREE_TO_CHANGE | GRID)
     run.results["unit"] = run.task.unit
+    run.results["control_method"] = control_method(c)
     run.results["grid"] = [{**cell.kind._asdict(), "seed": cell.seed} for cell in cells]
     run.results["from_scratch"] = not first.steps and not c.model
     run.write_results()
@@ -179,9 +186,10 @@ def train_seed(run: Run, baseline: Baseline, cells: list[Cell]) -> None:
 def train_cell(run: Run, baseline: Baseline, cell: Cell) -> None:
     """One model: what is trained after the baseline goes on in its data."""
     variant, start, name, steps = cell.kind
-    method = Method(run.task)
     if not cell.kind.is_control:
         method = objective(name, run.task, baseline.copy, run.config, variant, start)
+    else:
+        method = Distil(run.task, baseline.copy, run.config) if name else Method(run.task)
 
     def build() -> Any:
         return method.prepare(baseline.patched(variant, start))

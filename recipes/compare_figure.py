@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from compare_report import main_name
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
-from paired import Cell, Kind, control_of, grid_of, read_cells, t_interval
+from paired import Kind, control_kind, control_of, grid_of, read_cells, t_interval
 from report import COLOURS
 from settings import CONTROL
 
@@ -127,7 +127,7 @@ def draw_panel(
         if not kind.is_control:
             means += line(left, own, looks[name], name, deviation if few else None)
             line(right, gaps, looks[name], name, confidence if few else None)
-    control, _ = points(results, Kind(CONTROL, "", "", steps))
+    control, _ = points(results, control_kind(results, steps))
     if control:
         means += line(left, control, black, CONTROL, deviation if few else None)
         right.axhline(0, label=CONTROL, **black)
@@ -154,7 +154,7 @@ def points(results: Results, kind: Kind) -> tuple[Points, Points]:
     for cell, record in cells.items():
         if cell.kind != kind or record.get("failed"):
             continue
-        control = cells.get(control_of(Cell(kind, cell.seed)), {})
+        control = cells.get(control_of(cell, results), {})
         reference = {p["step"]: p[main] for p in control.get("curve", ())}
         for point in record["curve"]:
             own.setdefault(point["step"], []).append(point[main])
@@ -186,7 +186,7 @@ def line(axis: Any, found: Points, look: dict[str, Any], name: str, band: Any) -
 
 
 def margin_of(results: Results, steps: int) -> float:
-    controls = [r for c, r in read_cells(results).items() if c.kind == Kind(CONTROL, "", "", steps) and "end" in r]
+    controls = [r for c, r in read_cells(results).items() if c.kind == control_kind(results, steps) and "end" in r]
     return results["config"]["margin"] * abs(float(np.mean([r["end"][results["main"]] for r in controls])))
 
 

@@ -112,8 +112,8 @@ def row(results: Results, s: Summary) -> dict[str, str]:
     compared = not control and s.figure.n > 0
     return {
         "variant": kind.variant,
-        "start": kind.start or "-",
-        "method": kind.method or "-",
+        "start": "-" if control else kind.start,
+        "method": "-" if control else kind.method,
         "steps": str(kind.steps),
         "verdict": (failure(s) if s.failed else s.verdict) if not control or s.failed else "-",
         main_name(results): mean_sd(s.figure),
@@ -292,8 +292,9 @@ def definitions(results: Results, summaries: list[Summary]) -> dict[str, str]:
     quantile = f" (t = {t_quantile(largest - 1):.3f} for {largest} seeds)" if largest > 1 else ""
     found = {
         main_name(results): f"on held-out data, mean ± standard deviation over seeds; {better} is better.",
-        "difference": "from the unpatched control of the same seed, baseline, data and number of steps; the mean over "
-        "seeds. Pairs are compared, so what a seed does to both isn't in it.",
+        "difference": "from the unpatched control of the same seed, baseline, data and number of steps"
+        + (", distilled from itself since no method here looks at labels" if results["control_method"] else "")
+        + "; the mean over seeds. Pairs are compared, so what a seed does to both isn't in it.",
         "95 % interval": f"of the mean difference, by Student's t over seeds{quantile}.",
         "verdict": f"same: the interval lies within ±{margin} of the control's figure; better, worse: it lies on one "
         "side of zero and reaches beyond that; undecided: it holds zero and reaches beyond.",

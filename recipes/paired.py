@@ -29,7 +29,7 @@ class Kind(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One model of the grid. The control has no start and no method: it is the unpatched copy, trained on."""
+    """One model of the grid. The control has no start: it is the unpatched copy, trained on."""
 
     kind: Kind
     seed: int
@@ -145,7 +145,7 @@ def summarise(results: Record) -> list[Summary]:
     for kind in kinds:
         pairs, failed, missing = {}, {}, []
         for cell in (cell for cell in planned if cell.kind == kind):
-            record, control = cells.get(cell), cells.get(control_of(cell))
+            record, control = cells.get(cell), cells.get(control_of(cell, results))
             if record and record.get("failed"):
                 failed[cell.seed] = record["failed"]
             elif record is None or control is None or control.get("failed"):
@@ -158,8 +158,12 @@ def summarise(results: Record) -> list[Summary]:
     return found
 
 
-def control_of(cell: Cell) -> Cell:
-    return Cell(Kind(CONTROL, "", "", cell.kind.steps), cell.seed)
+def control_of(cell: Cell, results: Record) -> Cell:
+    return Cell(control_kind(results, cell.kind.steps), cell.seed)
+
+
+def control_kind(results: Record, steps: int) -> Kind:
+    return Kind(CONTROL, "", results["control_method"], steps)
 
 
 def check_budgets(cell: Cell, record: Record, control: Record) -> None:

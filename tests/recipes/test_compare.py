@@ -103,7 +103,8 @@ def planted(offsets, *, seeds=5, noise=0.004, higher=False, starts=("auto",), me
     config = {"margin": 0.01, "steps": list(steps), "seeds": list(range(seeds)), "batch_size": 4, "learning_rate": 1e-3}
     return {
         "command": "python recipes/compare.py", "config": config, "data": {"source": "made up"}, "task": "lm",
-        "main": "loss", "higher_is_better": higher, "unit": "tokens", "from_scratch": False, "wall_seconds": 1.0,
+        "main": "loss", "higher_is_better": higher, "unit": "tokens", "from_scratch": False, "control_method": "",
+        "wall_seconds": 1.0,
         "hardware": {"cpu": "x", "cores": 2, "processes": 1, "device": "cpu"}, "versions": {"python": "3"},
         "grid": grid, "stages": stages,
     }  # fmt: skip
@@ -490,6 +491,7 @@ compare.main({tiny(tmp_path, text, *PART)!r})
         monkeypatch.setattr(run.Run, "train_step", diverging)
         argv = tiny(tmp_path, text, "--variants", "dyt", "--starts", "auto", "--steps", 2, "--seeds", 0)
         assert compare.main([*argv, "--methods", "finetune", "distil", "--distil_weight", "1"]) == 0
+        assert read_results(tmp_path)["control_method"] == "", "one of the methods looks at labels"
         stages = read_results(tmp_path)["stages"]
         assert stages["dyt-auto-finetune-2-seed-0"]["failed"].startswith("loss nan, gradient norm 1 in step 2")
         distilled, control = stages["dyt-auto-distil-2-seed-0"], stages["control-2-seed-0"]
@@ -498,6 +500,15 @@ compare.main({tiny(tmp_path, text, *PART)!r})
             "a distance from the teacher, not the text's loss"
         )
         assert "failed 1 of 1" in (tmp_path / "results.md").read_text("utf-8")
+
+    def test_without_labels_the_control_has_none_either(self, text, tmp_path):
+        argv = tiny(tmp_path, text, "--variants", "dyt", "--starts", "auto", "--steps", 2, "--seeds", 0)
+        assert compare.main([*argv, "--methods", "distil", "--distil_weight", "1"]) == 0
+        control = read_results(tmp_path)["stages"]["control-distil-2-seed-0"]
+        assert control["train_loss"] == pytest.approx([0, 0], abs=1e-4), "its own teacher"
+        assert "distilled from itself since no method here looks at labels" in (tmp_path / "results.md").read_text(
+            "utf-8"
+        )
 
     def test_from_scratch(self, text, tmp_path):
         argv = tiny(tmp_path, text, "--variants", "dyt", "--starts", "reset", "--steps", 2, "--seeds", 0)

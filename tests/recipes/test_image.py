@@ -215,7 +215,7 @@ class TestBadInput:
             (["--resolutions", "0.5"], "--resolutions must be more than 1, not 0.5"),
             (["--data", "./nowhere"], "--data ./nowhere is no folder of images"),
             (["--start", "self"], "draws no sequences"),
-            (["--variants", "learned"], "UnsupportedError"),
+            (["--variants", "rope:axes=3"], "UnsupportedError"),
         ],
     )
     def test_refused_before_training(self, tmp_path, capsys, monkeypatch, flags, message):
