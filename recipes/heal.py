@@ -96,7 +96,8 @@ def heal(run: Run) -> None:
         run.stage(SWAPPED, swap, 0, seed=c.seed)
         options: dict[str, Any] = {"seed": c.seed, "first": baseline.steps}
         if not c.no_control:
-            run.stage(CONTROL, baseline.copy, c.steps, **options)
+            plain = objective("finetune", run.task, baseline.copy, c, CONTROL, c.start)
+            run.stage(CONTROL, lambda: plain.prepare(baseline.copy()), c.steps, objective=plain, **options)
         run.stage(HEALED, lambda: method.prepare(run.task.load(str(swapped))), c.steps, objective=method, **options)
     compare_with_teacher(run, baseline)
     run.write_results()

@@ -39,6 +39,10 @@ METHODS = ("finetune", "distil", "staged", "annealed")
 class MethodConfig:
     """Flags of the methods."""
 
+    dropout: bool = field(
+        default=False,
+        metadata={"help": "train with the model's dropout, the control too; repaired weights lose by it (measured)"},
+    )
     distil_weight: float = field(
         default=0.5,
         metadata={"help": "distil: the teacher's share of the loss, the task's own is the rest; 1: no labels"},
@@ -118,12 +122,12 @@ def objective(name: str, task: Task, teacher: Teacher | None, config: Any, varia
     if teacher is None and set(parts) - {"finetune"}:
         raise RecipeError(f"--method {name} needs the unpatched model: as the teacher, or to begin from")
     if variant == CONTROL:
-        return Method(task)
-    method = Distil(task, teacher, config) if "distil" in parts else Method(task)
+        return Method(task, config)
+    method = Distil(task, teacher, config) if "distil" in parts else Method(task, config)
     if schedule := {"staged", "annealed"} & set(parts):
         request = {**parse_variant(variant), **INIT.get(start, {})}
-        method = Gradual(method, teacher, config, request, staged="staged" in schedule)
-    return Lora(method, teacher, config) if config.lora_rank else method
+        method = Gradual(method, teacher, request, staged="staged" in schedule)
+    return Lora(method, teacher) if config.lora_rank else method
 
 
 def try_out(name: str, task: Task, model: PreTrainedModel, config: Any, variant: str, start: str) -> None:
@@ -143,8 +147,14 @@ def try_out(name: str, task: Task, model: PreTrainedModel, config: Any, variant:
 class Method(Objective):
     """Training on the task's loss; what other methods are made around."""
 
+    def __init__(self, task: Task, config: Any = None) -> None:
+        super().__init__(task)
+        self.config = config
+
     def prepare(self, model: PreTrainedModel) -> nn.Module:
         """What is trained, made of the patched model as it begins. `finished` gives the patched model back."""
+        if not getattr(self.config, "dropout", False):
+            switch_off_dropout(model)
         return model
 
 
@@ -152,7 +162,7 @@ class Around(Method):
     """A method around another one."""
 
     def __init__(self, inner: Method) -> None:
-        super().__init__(inner.task)
+        super().__init__(inner.task, inner.config)
         self.inner = inner
 
     def prepare(self, model: PreTrainedModel) -> nn.Module:
@@ -171,6 +181,14 @@ class Around(Method):
         return self.inner.finished(model)
 
 
+def switch_off_dropout(model: nn.Module) -> None:
+    """In this instance; its config stays as it is, and so does what is saved."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and (name == "p" if isinstance(module, nn.Dropout) else "drop" in name):
+                vars(module)[name] = 0.0
+
+
 # -- distillation
 
 
@@ -184,8 +202,8 @@ class Distil(Method):
     """
 
     def __init__(self, task: Task, teacher: Teacher, config: Any) -> None:
-        super().__init__(task)
-        self.make_teacher, self.config = teacher, config
+        super().__init__(task, config)
+        self.make_teacher = teacher
         self.teacher: nn.Module | None = None
 
     def prepare(self, model: PreTrainedModel) -> nn.Module:
@@ -195,7 +213,7 @@ class Distil(Method):
             raise ValueError("teacher and student share parameters")
         dtype = getattr(torch, self.config.teacher_dtype)
         self.teacher = teacher.eval().requires_grad_(False).to(model.device, dtype)
-        return model
+        return super().prepare(model)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         w, student = self.config.distil_weight, Recorded(model, hidden=self.config.distil_hidden > 0)
@@ -313,9 +331,9 @@ class Gradual(Around):
     the stream: it fades by as much as there are layers that turn, and is gone with the last of them.
     """
 
-    def __init__(self, inner: Method, teacher: Teacher, config: Any, request: dict[str, Any], staged: bool) -> None:
+    def __init__(self, inner: Method, teacher: Teacher, request: dict[str, Any], staged: bool) -> None:
         super().__init__(inner)
-        self.original, self.config, self.request, self.staged = teacher, config, request, staged
+        self.original, self.request, self.staged = teacher, request, staged
         self.blend: Blend | None = None
 
     def prepare(self, model: PreTrainedModel) -> nn.Module:
@@ -358,9 +376,9 @@ class Lora(Around):
     Hu et al. 2022, arXiv:2106.09685. `finished` adds the product to W, so that a plain patched model is left.
     """
 
-    def __init__(self, inner: Method, teacher: Teacher | None, config: Any) -> None:
+    def __init__(self, inner: Method, teacher: Teacher | None) -> None:
         super().__init__(inner)
-        self.original, self.config = teacher, config
+        self.original = teacher
 
     def prepare(self, model: PreTrainedModel) -> nn.Module:
         from peft import LoraConfig, get_peft_model

@@ -99,6 +99,25 @@ def inputs(task):
     return task.inputs(torch.utils.data.default_collate(task.train_set(0, 0, B)))
 
 
+class TestDropout:
+    @pytest.mark.parametrize("family", ["gpt2", "bert", "vit", "opt", "llama"])
+    @pytest.mark.parametrize("name", ["finetune", "annealed"])
+    def test_is_off_unless_it_is_asked_for(self, family, name):
+        HEADS.setdefault(family, "AutoModelForCausalLM")
+        rates = ("attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
+        for asked in (False, True):
+            task = Tiny(family)
+            own = {rate: 0.3 for rate in rates if hasattr(task.baseline().config, rate)}
+            task.baseline = lambda own=own: tiny(family, HEADS[family], **own)
+            goal = methods.objective(name, task, task.baseline, settings(dropout=asked), "dyt", "copied")
+            model = goal.prepare(patched(task, task.baseline(), "dyt", "copied", 0, B, 0)).train()
+            x = inputs(task)
+            with torch.no_grad():
+                one, other = (model(**x).logits for _ in range(2))
+            assert torch.equal(one, other) is not asked
+            assert {rate: getattr(goal.finished(model).config, rate) for rate in own} == own, "as it will be saved"
+
+
 class TestBlend:
     @pytest.mark.parametrize("family", HEADS)
     @pytest.mark.parametrize("variant", ["dyt", "rope", "rms+rope", "nope", "dyt+alibi+swiglu"])
