@@ -189,7 +189,7 @@ def train_cell(run: Run, baseline: Baseline, cell: Cell) -> None:
     if not cell.kind.is_control:
         method = objective(name, run.task, baseline.copy, run.config, variant, start)
     else:
-        method = Distil(run.task, baseline.copy, run.config) if name else Method(run.task)
+        method = Distil(run.task, baseline.copy, run.config) if name else Method(run.task, run.config)
 
     def build() -> Any:
         return method.prepare(baseline.patched(variant, start))

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from PIL import Image
 from torch.utils.data import DataLoader
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTConfig, ViTForImageClassification
-from transformers.utils import is_torchvision_available
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -108,12 +106,11 @@ class TestRun:
         assert set(stages["control"]["curve"][0]) == {"step", "loss", "accuracy"}
         assert "accuracy_at_2x" in stages["control"]["start"]
 
-    @pytest.mark.skipif(
-        not (is_torchvision_available() or hasattr(transformers, "ViTImageProcessorPil")),
-        reason="this transformers opens image processors with torchvision only",
-    )
     def test_saved_folder_has_a_processor(self, finished):
-        processor = AutoImageProcessor.from_pretrained(finished / "control")
+        try:
+            processor = AutoImageProcessor.from_pretrained(finished / "control")
+        except ImportError as error:  # older transformers need torchvision for it
+            pytest.skip(str(error).strip().splitlines()[0])
         digits = image.read_digits()
         expected = task_of().heldout[0]["pixel_values"]
         found = processor(digits.heldout[0][0][None], return_tensors="pt", input_data_format="channels_first")
