@@ -116,7 +116,15 @@ def settings_line(results: dict[str, Any]) -> str:
 
 def data_line(data: dict[str, Any]) -> str:
     held_out = f"; {data['heldout_tokens_evaluated']:,} tokens held out" if "heldout_tokens_evaluated" in data else ""
-    return f"Data: {data['source']}, sha256 {data['sha256'][:12]}{held_out}."
+    simple = {name: value for name, value in data.get("baselines", {}).items() if value is not None}
+    told = "; ".join(f"{name}: {figure_list(value)}" for name, value in simple.items())
+    return f"Data: {data['source']}, sha256 {data['sha256'][:12]}{held_out}." + f" Simple methods: {told}." * bool(told)
+
+
+def figure_list(figures: Figures | float) -> str:
+    if isinstance(figures, dict):
+        return ", ".join(f"{name.replace('_', ' ')} {show(value)}" for name, value in figures.items())
+    return show(figures)
 
 
 def table(columns: list[list[str]]) -> list[str]:

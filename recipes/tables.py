@@ -1,6 +1,7 @@
 """Rows of a table: csv, tsv, json, jsonl and parquet files, and `datasets` ids."""
 
 import csv
+import io
 import json
 from collections.abc import Iterator
 from itertools import islice
@@ -38,11 +39,11 @@ def read_text_table(path: Path) -> Table:
         return []
     if path.suffix in (".csv", ".tsv"):
         csv.field_size_limit(2**30)
-        return list(csv.DictReader(text.splitlines(True), delimiter="\t" if path.suffix == ".tsv" else ","))
+        return list(csv.DictReader(io.StringIO(text), delimiter="\t" if path.suffix == ".tsv" else ","))
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
-        lines = [line for line in text.splitlines() if line.strip()]
+        lines = [line for line in text.split("\n") if line.strip()]  # splitlines cuts at more, as at U+2028
         if len(lines) == 1 or not lines[0].rstrip().endswith("}"):
             raise error from None
         rows = [json.loads(line) for line in lines]
