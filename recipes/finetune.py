@@ -10,6 +10,7 @@ after healing.
     python recipes/finetune.py recipes/configs/lm.yaml --steps 50     # a YAML file first, flags on top of it
     python recipes/finetune.py --model gpt2 --text notes/*.txt --variants rms+rope control
     accelerate launch --num_cpu_threads_per_process 2 recipes/finetune.py
+    accelerate launch --config_file recipes/configs/accelerate/fsdp2.yaml --num_processes 8 recipes/finetune.py
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 recipes/finetune.py
 
 In the output folder: results.md, results.json, curves.png, one folder per trained model. `--resume` goes on where a

@@ -48,8 +48,10 @@ class HealConfig(MethodConfig):
                   "as in dyt:alpha=0.8"},
     )  # fmt: skip
     method: str = field(
-        default="finetune", metadata={"help": "finetune, distil, staged, annealed; staged+distil, annealed+distil"}
-    )
+        default="finetune",
+        metadata={"help": "finetune, distil (where the unpatched model knows the data), staged, annealed; also "
+                  "staged+distil, annealed+distil"},
+    )  # fmt: skip
     no_control: bool = field(
         default=False,
         metadata={"help": "leave out the unpatched copy of equal budget; where distil uses no labels there is none"},

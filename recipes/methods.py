@@ -39,7 +39,7 @@ METHODS = ("finetune", "distil", "staged", "annealed")
 class MethodConfig:
     """Flags of the methods."""
 
-    dropout: bool = field(
+    keep_dropout: bool = field(
         default=False,
         metadata={"help": "train with the model's dropout, the control too; repaired weights lose by it (measured)"},
     )
@@ -153,7 +153,7 @@ class Method(Objective):
 
     def prepare(self, model: PreTrainedModel) -> nn.Module:
         """What is trained, made of the patched model as it begins. `finished` gives the patched model back."""
-        if not getattr(self.config, "dropout", False):
+        if not getattr(self.config, "keep_dropout", False):
             switch_off_dropout(model)
         return model
 

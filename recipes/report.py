@@ -34,6 +34,7 @@ def hardware(accelerator: Accelerator) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": gpu or accelerator.device.type,
         "processes": accelerator.num_processes,
+        "distributed": accelerator.distributed_type.value,
         "mixed_precision": accelerator.mixed_precision,
     }
 

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DataLoaderConfiguration, DistributedType, parse_flag_from_env, set_seed
 from data import RecipeError
 from report import hardware, versions
 from settings import FREE_TO_CHANGE, check, read_run
@@ -33,6 +34,10 @@ from hfpatch import PatchError
 
 class TrainingError(RuntimeError):
     """Training went wrong; the last good state is on disk."""
+
+
+class DivergedError(TrainingError):
+    """A loss or gradient isn't finite."""
 
 
 class Stopped(Exception):  # noqa: N818
@@ -55,6 +60,16 @@ def stop_requests() -> Iterator[list[float]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def shard_on_cpu() -> None:
+    """FSDP on CPUs, where it is asked for: accelerate 1.15 would train whole copies there, without a word."""
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and parse_flag_from_env("ACCELERATE_USE_CPU"):
+        state = PartialState(cpu=True)
+        if state.distributed_type == DistributedType.MULTI_CPU:
+            state.distributed_type = (
+                DistributedType.MULTI_GPU
+            )  # as which it looks at the FSDP settings; the device stays
 
 
 class Objective:
@@ -95,6 +110,7 @@ class Run:
         self.started = time.perf_counter()
         self.steps_taken = 0
         self.requests: list[float] = []
+        shard_on_cpu()
         try:
             self.accelerator = Accelerator(
                 mixed_precision=config.mixed_precision,
@@ -151,6 +167,9 @@ class Run:
         train_set = self.task.train_set(seed, (first + record["step"]) * items, left * items)
         optimizer = torch.optim.AdamW(self.task.parameter_groups(model, c.learning_rate, c.weight_decay))
         scheduler = transformers.get_scheduler(schedule, optimizer, c.warmup_steps, max(steps, 1))
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # which asks before it sees a loader
+            sizes = self.accelerator.state.deepspeed_plugin.deepspeed_config
+            sizes["train_micro_batch_size_per_gpu"] = c.batch_size // self.accelerator.num_processes
         training = self.accelerator.prepare(model, optimizer, scheduler)
         model = training[0]
         heldout, self.curve_loader = self.loader(self.task.heldout), self.loader(self.task.curve)
@@ -174,7 +193,7 @@ class Run:
     def train(self, name, model, optimizer, scheduler, loader: DataLoader, objective: Objective, record, steps) -> None:
         """Steps of training up to `steps`, with points of the curve and saved states on the way."""
         c = self.config
-        batches, units, spent = iter(loader), 0, 0.0
+        batches, units, times = iter(loader), 0, []
         bar = tqdm(total=steps, initial=record["step"], desc=name, unit="step", disable=not self.main)
         with bar:
             for step in range(record["step"] + 1, steps + 1):
@@ -184,11 +203,12 @@ class Run:
                 objective.before_step(self.accelerator.unwrap_model(model), step, steps)
                 where = f"step {step} of {name}"
                 loss, seen, stop = self.train_step(where, model, optimizer, scheduler, batches, objective, stop)
-                spent += time.perf_counter() - begun
+                times.append(time.perf_counter() - begun)
                 units += seen
                 record["step"] = step
                 record["train_loss"].append(loss)
-                record[f"{self.task.unit}_per_second"] = rate = round(units / spent)
+                record[f"{self.task.unit}_per_second"] = rate = round(units / sum(times))
+                record["step_seconds"] = statistics.median(times)  # what else runs on a machine hardly moves it
                 self.accelerator.log({f"{name}/loss": loss, f"{name}/{self.task.unit}_per_second": rate}, step=step)
                 if step in (1, 2, 5) or step % c.eval_every == 0 or step == steps:
                     record["curve"].append({"step": step, **self.measure(model, self.curve_loader)})
@@ -225,11 +245,14 @@ class Run:
                 total += loss.detach() / accelerator.gradient_accumulation_steps
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), self.config.max_grad_norm or math.inf)
+                    norm = float(norm or 0)  # DeepSpeed may have none
                     seen = accelerator.reduce(torch.stack([total, total.new_tensor(float(stop))]), "mean").tolist()
                     # fp16 meets infinite gradients now and then; its scaler skips such steps by itself.
-                    if not math.isfinite(seen[0]) or (accelerator.mixed_precision != "fp16" and not norm.isfinite()):
-                        raise TrainingError(
-                            f"loss {seen[0]:g}, gradient norm {float(norm):g} in {where}: start again with a lower "
+                    if not math.isfinite(seen[0]) or (
+                        accelerator.mixed_precision != "fp16" and not math.isfinite(norm)
+                    ):
+                        raise DivergedError(
+                            f"loss {seen[0]:g}, gradient norm {norm:g} in {where}: start again with a lower "
                             "--learning_rate"
                         )
                 optimizer.step()
@@ -264,14 +287,18 @@ class Run:
 
     # -- what is kept on disk
 
-    def open_results(self) -> None:
-        """results.json, begun or taken up again; what it doesn't know of is stale."""
+    def open_results(self, free_to_change: set[str] = FREE_TO_CHANGE) -> None:
+        """results.json, begun or taken up again; what it doesn't know of is stale.
+
+        Args:
+            free_to_change: settings that may differ from those of the run that is taken up.
+        """
         settings = {k: v for k, v in asdict(self.config).items() if k != "resume"}
         path = self.out / "results.json"
         if self.config.resume and path.exists():
             self.results = json.loads(path.read_text("utf-8"))
             before = self.results["config"]
-            changed = [k for k in settings if k not in FREE_TO_CHANGE and before.get(k) != settings[k]]
+            changed = [k for k in settings if k not in free_to_change and before.get(k) != settings[k]]
             if self.results["data"]["sha256"] != self.task.data["sha256"]:
                 changed.append("data (its content)")
             if changed:
@@ -335,14 +362,25 @@ class Run:
     def finish(self, name: str, model: transformers.PreTrainedModel, record: dict[str, Any]) -> None:
         self.count_seconds(record)
         record["parameters"] = model.num_parameters()
-        if self.main and record["step"]:
-            model.save_pretrained(self.out / folder_name(name))
-            self.task.save_extras(self.out / folder_name(name))
+        if record["step"]:
+            self.save_model(model, self.out / folder_name(name))
         self.results["stages"][name] = record
         self.write_results()
         if self.main:
             for done in (self.out / "state", self.best_folder(name)):
                 shutil.rmtree(done, ignore_errors=True)
+
+    def save_model(self, model: transformers.PreTrainedModel, folder: Path) -> None:
+        """A checkpoint like any other, also of a model that the processes hold in pieces."""
+        if self.accelerator.distributed_type == DistributedType.FSDP:
+            whole = self.accelerator.get_state_dict(model)  # all processes take part
+            if self.main:
+                model.save_pretrained(folder, state_dict=whole)
+                self.task.load(str(folder)).save_pretrained(folder)  # adds what is measured on a whole model
+        elif self.main:
+            model.save_pretrained(folder)
+        if self.main:
+            self.task.save_extras(folder)
 
     def count_seconds(self, record: dict[str, Any]) -> None:
         now = time.perf_counter()

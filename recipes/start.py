@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 from accelerate.utils import set_seed
+from data import RecipeError
 from run import Run
 from settings import CONTROL, parse_variant
 from tasks import Task
@@ -19,7 +20,7 @@ class Baseline:
     """The unpatched model, trained for `--baseline_steps`; every copy begins as it ended.
 
     Raises:
-        RecipeError: the model doesn't fit the data.
+        RecipeError: the model doesn't fit the data, or can't draw the sequences that it would be repaired on.
         PatchError: hfpatch refuses one of the variants, all of which are tried out on paper.
     """
 
@@ -29,6 +30,8 @@ class Baseline:
         self.source = config.model
         set_seed(seed)
         self.model: PreTrainedModel | None = task.baseline()
+        if config.start == "self" and variants and not self.model.can_generate():
+            raise RecipeError(f"--start self: a {type(self.model).__name__} draws no sequences; take repaired or auto")
         for variant in variants:
             if request := parse_variant(variant):
                 plan_patch(self.model, **request, **INIT.get(config.start, {}))

@@ -109,7 +109,7 @@ class TestDropout:
             task = Tiny(family)
             own = {rate: 0.3 for rate in rates if hasattr(task.baseline().config, rate)}
             task.baseline = lambda own=own: tiny(family, HEADS[family], **own)
-            goal = methods.objective(name, task, task.baseline, settings(dropout=asked), "dyt", "copied")
+            goal = methods.objective(name, task, task.baseline, settings(keep_dropout=asked), "dyt", "copied")
             model = goal.prepare(patched(task, task.baseline(), "dyt", "copied", 0, B, 0)).train()
             x = inputs(task)
             with torch.no_grad():

@@ -1,0 +1,144 @@
+"""The accelerate configs that ship with the recipes: two processes on one CPU, as a user would launch them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+import data  # noqa: E402
+import finetune  # noqa: E402
+
+CONFIGS = ROOT / "recipes" / "configs" / "accelerate"
+TINY = "--layers 2 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 3 --steps 3"
+TINY += " --tracker none --eval_every 2 --save_every 2 --heldout_blocks 8 --curve_blocks 4 --warmup_steps 1"
+TINY += " --calibration 4 --variants rms+rope"
+
+
+def tiny(out, text):
+    return [*TINY.split(), "--text", str(text), "--output_dir", str(out)]
+
+
+def read_results(out):
+    return json.loads((Path(out) / "results.json").read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "rhyme.txt"
+    path.write_text("".join(f"verse {i}: {i % 7} sheep went uphill, {i % 5} came back.\n" for i in range(300)), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(text, tmp_path_factory):
+    """The same run in one process."""
+    out = tmp_path_factory.mktemp("alone")
+    assert finetune.main(tiny(out, text)) == 0
+    return out
+
+
+# Stopped in the middle of the patched model, then taken up again: in one launch, for its time.
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {recipes!r})
+import finetune
+assert finetune.main([*{argv!r}, "--stop_after", "5"]) == 130
+(state,) = Path({out!r}).glob("state/*")
+print("STATE", *sorted(path.name for path in state.iterdir()))
+assert finetune.main([*{argv!r}, "--resume"]) == 0
+"""
+
+
+def launch(config, argv, out, tmp_path):
+    """The exit status 0, and what was printed."""
+    script = tmp_path / "stop_and_go.py"
+    script.write_text(SCRIPT.format(recipes=str(ROOT / "recipes"), argv=argv, out=str(out)), "utf-8")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / config), str(script)]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "state"),
+    [("ddp.yaml", "MULTI_CPU", "model.safetensors"), ("fsdp2.yaml", "FSDP", "pytorch_model_fsdp_0")],
+)
+def test_two_processes_train_stop_go_on_save_and_load(alone, text, tmp_path, config, kind, state):
+    out = tmp_path / "out"
+    printed = launch(config, tiny(out, text), out, tmp_path)
+    assert state in next(line for line in printed.splitlines() if line.startswith("STATE")), "in pieces, or not"
+    results, expected = read_results(out), read_results(alone)
+    assert (results["hardware"]["processes"], results["hardware"]["distributed"]) == (2, kind)
+    for name, stage in expected["stages"].items():
+        assert results["stages"][name]["train_loss"] == pytest.approx(stage["train_loss"], abs=1e-4)
+        assert results["stages"][name]["end"]["loss"] == pytest.approx(stage["end"]["loss"], abs=1e-4)
+    folder = out / "rms+rope"
+    saved, alike = (json.loads((where / "rms+rope" / "config.json").read_text()) for where in (out, alone))
+    assert saved["model_type"] == "hfpatch"
+    assert saved["architectures"] == alike["architectures"]
+    assert saved["hfpatch"].keys() == alike["hfpatch"].keys(), "with the fingerprint of its function"
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens, sizes = data.encode(data.split_documents(data.read_text_files([str(text)]))[1], tokenizer)
+    blocks = data.HeldOutBlocks(tokens, sizes, data.Causal(16), 8)
+    ids = torch.stack([blocks[i]["input_ids"] for i in range(len(blocks))])
+    with torch.no_grad():
+        logits = model(ids).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
+    assert loss == pytest.approx(results["stages"]["rms+rope"]["end"]["loss"], abs=1e-5)
+
+
+class TestConfigs:
+    """As accelerate's own parser reads them; DeepSpeed is not run here."""
+
+    @pytest.mark.parametrize(
+        ("config", "kind"), [("ddp.yaml", "multi_gpu"), ("fsdp2.yaml", "use_fsdp"), ("deepspeed.yaml", "use_deepspeed")]
+    )
+    def test_launch_understands_it(self, config, kind):
+        args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / config), "recipe.py"])
+        args, defaults, _ = _validate_launch_command(args)
+        assert getattr(args, kind) is True
+        assert [k for k in ("multi_gpu", "use_fsdp", "use_deepspeed") if getattr(args, k)] == [kind]
+        assert args.num_processes == defaults.num_processes == 2
+        args = launch_command_parser().parse_args(
+            ["--config_file", str(CONFIGS / config), "--num_processes", "8", "recipe.py"]
+        )
+        assert _validate_launch_command(args)[0].num_processes == 8, "flags win"
+
+    def test_settings_arrive(self):
+        args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / "fsdp2.yaml"), "recipe.py"])
+        args, _, _ = _validate_launch_command(args)
+        assert (args.fsdp_version, args.fsdp_auto_wrap_policy) == (2, "TRANSFORMER_BASED_WRAP")
+        args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / "deepspeed.yaml"), "recipe.py"])
+        args, _, _ = _validate_launch_command(args)
+        assert (args.zero_stage, args.mixed_precision) == (2, "bf16")
+
+    def test_unknown_settings_would_be_found(self, tmp_path):
+        path = tmp_path / "own.yaml"
+        path.write_text((CONFIGS / "ddp.yaml").read_text("utf-8") + "number_of_processes: 2\n", "utf-8")
+        with pytest.raises(ValueError, match="number_of_processes"):
+            load_config_from_file(str(path))
