@@ -79,7 +79,6 @@ class CompareConfig(MethodConfig):
         self.variants = [variant for variant in self.variants if variant != CONTROL]
         self.starts = [self.start] if self.starts is None else self.starts
         self.seeds = [self.seed + i for i in range(5)] if self.seeds is None else self.seeds
-        self.keep_dropout |= self.starts == ["reset"]  # it harms what is healed, not what learns from scratch
         self.start = self.starts[0] if self.starts else ""  # what a check of a single run looks at
 
     def check(self) -> None:

@@ -60,9 +60,6 @@ class EmbeddingConfig(TextConfig):
         default=0, metadata={"help": "tokens of very long passages to learn from; the reference reads them in windows"}
     )
     very_long_share: float = field(default=0.2, metadata={"help": "share of the batches with very long passages"})
-    dropout: bool = field(
-        default=False, metadata={"help": "train with the dropout of the model's config, which harms distillation"}
-    )
     heldout_passages: int = field(default=128, metadata={"help": "held-out passages behind the table's similarity"})
     heldout_pairs: int = field(default=128, metadata={"help": "held-out pairs behind the table's retrieval"})
     curve_passages: int = field(default=48, metadata={"help": "held-out passages behind the curves"})
@@ -191,7 +188,7 @@ class Embedding(Task):
         return self.load(self.config.model)
 
     def load(self, source: str) -> PreTrainedModel:
-        model = load_encoder(find_model(source), dropout=self.config.dropout)
+        model = load_encoder(find_model(source))
         if len(self.tokenizer) > model.get_input_embeddings().num_embeddings:
             raise RecipeError(f"the tokenizer of {self.config.model} has more tokens than {source}")
         return model

@@ -54,8 +54,8 @@ def find_model(source: str) -> str:
     return str(Path(spec.origin).parent / "model")
 
 
-def load_encoder(source: str, dropout: bool = True) -> PreTrainedModel:
-    """An encoder in float32; without dropout, its config still names the one that it was saved with.
+def load_encoder(source: str) -> PreTrainedModel:
+    """An encoder in float32.
 
     Raises:
         RecipeError: it can't be loaded, or it is an encoder-decoder.
@@ -63,12 +63,7 @@ def load_encoder(source: str, dropout: bool = True) -> PreTrainedModel:
     config = load(AutoConfig, source)
     if config.is_encoder_decoder:
         raise RecipeError(f"{source} is an encoder-decoder; sentence embeddings need an encoder")
-    rates = {name: rate for name, rate in vars(config).items() if "drop" in name and isinstance(rate, float)}
-    for name in rates if not dropout else ():
-        setattr(config, name, 0.0)
     model = load(AutoModel, source, config=config, dtype=torch.float32)
-    for name, rate in rates.items():
-        setattr(model.config, name, rate)
     if isinstance(getattr(model, "pooler", None), nn.Module):  # BERT's isn't used, and would get no gradient
         model.pooler.requires_grad_(False)
     return model

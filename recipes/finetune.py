@@ -19,25 +19,30 @@ stopped run was, to the bit on one machine.
 
 import os
 import sys
-from functools import partial
 
 # Threads that spin while they wait make a step ten times slower as soon as something else wants a core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
+from methods import Method
 from report import draw_curves, report
 from run import Run, run_recipe, stop_requests
 from start import Baseline
+from transformers import PreTrainedModel
 
 
 def finetune(run: Run) -> None:
     """A baseline and its variants, each a stage that can be stopped and resumed."""
     c = run.config
-    baseline = Baseline(run.task, c, c.seed, c.variants)
+    baseline, method = Baseline(run.task, c, c.seed, c.variants), Method(run.task, c)
     run.open_results()
     with stop_requests() as run.requests:
         baseline.train(run)
         for name in c.variants:  # they go on in the data where the baseline stopped
-            run.stage(name, partial(baseline.patched, name), c.steps, seed=c.seed, first=baseline.steps)
+
+            def build(name: str = name) -> PreTrainedModel:
+                return method.prepare(baseline.patched(name))
+
+            run.stage(name, build, c.steps, seed=c.seed, first=baseline.steps, objective=method)
     run.write_results()
     if run.main:
         text = report(run.results)

@@ -26,7 +26,7 @@ from blend import Blend
 from data import RecipeError
 from run import Objective
 from settings import CONTROL, parse_variant
-from start import INIT, patched
+from start import INIT, keeps_dropout, patched, switch_off_dropout
 from tasks import Batch, Task
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -39,10 +39,6 @@ METHODS = ("finetune", "distil", "staged", "annealed")
 class MethodConfig:
     """Flags of the methods."""
 
-    keep_dropout: bool = field(
-        default=False,
-        metadata={"help": "train with the model's dropout, the control too; repaired weights lose by it (measured)"},
-    )
     distil_weight: float = field(
         default=0.5,
         metadata={"help": "distil: the teacher's share of the loss, the task's own is the rest; 1: no labels"},
@@ -147,13 +143,13 @@ def try_out(name: str, task: Task, model: PreTrainedModel, config: Any, variant:
 class Method(Objective):
     """Training on the task's loss; what other methods are made around."""
 
-    def __init__(self, task: Task, config: Any = None) -> None:
+    def __init__(self, task: Task, config: Any) -> None:
         super().__init__(task)
         self.config = config
 
     def prepare(self, model: PreTrainedModel) -> nn.Module:
         """What is trained, made of the patched model as it begins. `finished` gives the patched model back."""
-        if not getattr(self.config, "keep_dropout", False):
+        if not keeps_dropout(self.config):
             switch_off_dropout(model)
         return model
 
@@ -179,14 +175,6 @@ class Around(Method):
 
     def finished(self, model: nn.Module) -> nn.Module:
         return self.inner.finished(model)
-
-
-def switch_off_dropout(model: nn.Module) -> None:
-    """In this instance; its config stays as it is, and so does what is saved."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, float) and (name == "p" if isinstance(module, nn.Dropout) else "drop" in name):
-                vars(module)[name] = 0.0
 
 
 # -- distillation

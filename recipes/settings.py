@@ -48,6 +48,11 @@ class RunConfig:
         default=10,
         metadata={"help": "steps of linear warmup; then constant (baseline) or cosine to 0 (after the patch)"},
     )
+    keep_dropout: bool = field(
+        default=False,
+        metadata={"help": "train given models and patched copies with their dropout, the control too; repaired "
+                  "weights lose by it (measured). What is trained from scratch always has the task's"},
+    )  # fmt: skip
     weight_decay: float = field(default=0.01, metadata={"help": "AdamW's decay, on matrices only"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are clipped to this norm; 0: not at all"})
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "batches in a step"})

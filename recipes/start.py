@@ -8,6 +8,7 @@ from data import RecipeError
 from run import Run
 from settings import CONTROL, parse_variant
 from tasks import Task
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -30,6 +31,8 @@ class Baseline:
         self.source = config.model
         set_seed(seed)
         self.model: PreTrainedModel | None = task.baseline()
+        if config.model and not config.keep_dropout:
+            switch_off_dropout(self.model)
         if config.start == "self" and variants and not self.model.can_generate():
             raise RecipeError(f"--start self: a {type(self.model).__name__} draws no sequences; take repaired or auto")
         for variant in variants:
@@ -52,6 +55,19 @@ class Baseline:
         """A copy, patched; `start` is the settings', unless another one is given."""
         c = self.config
         return patched(self.task, self.copy(), variant, start or c.start, c.calibration, c.batch_size, self.seed)
+
+
+def keeps_dropout(config: Any) -> bool:
+    """Whether models are trained with their dropout: as asked, or all from scratch; it harms what is healed, not that."""
+    return config.keep_dropout or (config.model is None and config.baseline_steps == 0)
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """In this instance; its config stays as it is, and so does what is saved."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and (name == "p" if isinstance(module, nn.Dropout) else "drop" in name):
+                vars(module)[name] = 0.0
 
 
 def patched(

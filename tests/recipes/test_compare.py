@@ -546,8 +546,6 @@ class TestSettings:
             assert "control" not in config.variants
         config = read("--seed", 7, "--start", "copied", "--steps", 5, 10)
         assert (config.seeds, config.starts, config.steps) == ([7, 8, 9, 10, 11], ["copied"], [5, 10])
-        assert config.keep_dropout is False
-        assert read("--starts", "reset").keep_dropout is True
         assert read("--seeds", 3, "--starts", "auto", "self", "--start", "copied").starts == ["auto", "self"]
 
 

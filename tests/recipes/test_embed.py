@@ -345,13 +345,6 @@ class TestLearning:
         torch.testing.assert_close(sums, expected)
         assert counts.tolist() == [1] * 4
 
-    def test_dropout_is_off_and_stays_on_record(self, task, folder, files):
-        model = task.load(folder).train()
-        assert not any(m.p for m in model.modules() if isinstance(m, torch.nn.Dropout))
-        assert model.config.hidden_dropout_prob == 0.1
-        loud = make_task(folder, files, dropout=True).load(folder)
-        assert any(m.p == 0.1 for m in loud.modules() if isinstance(m, torch.nn.Dropout))
-
     def test_training_and_what_is_saved(self, folder, files, tmp_path):
         flags = f"--task embed --model {folder} --max_length 16 --batch_size 4 --heldout_passages 6 --heldout_pairs 6"
         flags += " --curve_passages 3 --variants rope:max_positions=48 --calibration 12 --steps 30 --tracker none"

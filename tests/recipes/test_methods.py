@@ -69,7 +69,7 @@ class Tiny(Task):
 
 def settings(**changed):
     config = methods.MethodConfig()
-    for name, value in changed.items():
+    for name, value in {"keep_dropout": False, "model": "given", "baseline_steps": None, **changed}.items():
         setattr(config, name, value)
     return config
 

@@ -1,0 +1,103 @@
+"""One meaning of --keep_dropout: the control and all copies are trained alike, in every recipe."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+import compare  # noqa: E402
+import data  # noqa: E402
+import finetune  # noqa: E402
+import heal  # noqa: E402
+import run  # noqa: E402
+
+TINY = "--batch_size 4 --steps 1 --eval_every 1 --warmup_steps 1 --calibration 4 --tracker none"
+LM = f"{TINY} --block_size 16 --heldout_blocks 4 --curve_blocks 4"
+RECIPES = {
+    "finetune": (finetune, "--variants rms rope control"),
+    "heal": (heal, "--patch rms"),
+    "annealed": (heal, "--patch rope --method annealed+distil --start copied"),
+    "compare": (compare, "--variants rope --methods finetune staged --starts copied --seeds 0"),
+    "unlabelled": (compare, "--variants rms --methods distil --distil_weight 1 --seeds 0"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """Dropout of every model that is trained: its stage, and its modules' rates, blends' frozen halves included."""
+    found = {}
+    train = run.Run.train
+
+    def noted(self, name, model, *rest):
+        found[name] = {m.p for m in model.modules() if isinstance(m, nn.Dropout)}
+        return train(self, name, model, *rest)
+
+    monkeypatch.setattr(run.Run, "train", noted)
+    return found
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "rhyme.txt"
+    path.write_text("".join(f"verse {i}: {i % 7} sheep went uphill, {i % 5} came back.\n" for i in range(200)), "utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def given(text, tmp_path_factory):
+    """A GPT-2 of rate 0.1, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    data.train_tokenizer(data.read_text_files([text]), 300, folder)
+    sizes = {"vocab_size": 300, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_given_model_is_trained_without_unless_it_is_asked_for(recipe, rates, text, given, tmp_path):
+    module, flags = RECIPES[recipe]
+    for asked, rate in (("false", 0.0), ("true", 0.1)):
+        rates.clear()
+        out = tmp_path / asked
+        argv = [*LM.split(), *flags.split(), "--model", given, "--text", text, "--baseline_steps", "1"]
+        keep = ["--keep_models"] if module is compare else []
+        assert module.main([*argv, "--keep_dropout", asked, "--output_dir", str(out), *keep]) == 0
+        assert len(rates) >= 3, "the baseline, the control and a copy"
+        assert rates == dict.fromkeys(rates, {rate})
+        saved = [json.loads(path.read_text()) for path in out.glob("*/config.json")]
+        assert saved and all(config["attn_pdrop"] == 0.1 for config in saved), "it stays on record"
+
+
+@pytest.mark.parametrize("module", [finetune, compare])
+def test_what_is_made_from_scratch_keeps_the_tasks(module, rates, tmp_path):
+    path = tmp_path / "fruit.csv"
+    rows = [f"{'sour' if i % 2 else 'sweet'} thing number {i},{'lemon' if i % 2 else 'plum'}" for i in range(120)]
+    path.write_text("\n".join(["text,label", *rows]))
+    flags = "--task classify --layers 1 --width 32 --vocab_size 150 --max_length 8 --dropout 0.3 --variants rms"
+    flags += " --seeds 0" if module is compare else " control"
+    argv = [*TINY.split(), *flags.split(), "--data", str(path)]
+    assert module.main([*argv, "--baseline_steps", "0", "--start", "reset", "--output_dir", str(tmp_path / "a")]) == 0
+    assert len(rates) == 2
+    assert rates == dict.fromkeys(rates, {0.3}), "all from scratch"
+    rates.clear()
+    assert module.main([*argv, "--baseline_steps", "1", "--output_dir", str(tmp_path / "b")]) == 0
+    baseline = next(name for name in rates if name.startswith("baseline"))
+    assert rates.pop(baseline) == {0.3}
+    assert len(rates) == 2
+    assert rates == dict.fromkeys(rates, {0.0}), "copies"
