@@ -15,7 +15,7 @@ from accelerate.data_loader import prepare_data_loader
 from data import RecipeError
 from labelled import DataConfig, Labelled, LabelledData, read_labelled
 from settings import CONTROL
-from tasks import Batch, Figures, Task, load
+from tasks import Batch, Figures, Task, load, load_whole
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -198,19 +198,15 @@ class Classification(Task):
     def load(self, source: str) -> transformers.PreTrainedModel:
         auto = AutoModelForSequenceClassification
         if source != self.config.model:
-            return load(auto, source, dtype=torch.float32)
+            return load_whole(auto, source)
         options = {"ignore_mismatched_sizes": True, "output_loading_info": True, **self.head()}
-        before = transformers.logging.get_verbosity()
-        transformers.logging.set_verbosity_error()  # that the head is new is no surprise
-        try:
-            model, found = load(auto, source, dtype=torch.float32, **options)
-        finally:
-            transformers.logging.set_verbosity(before)
+        model, found = load(auto, source, dtype=torch.float32, **options)
         model.config.pad_token_id = self.tokenizer.pad_token_id
         head = last_linear(model, len(self.labels))
         absent = {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}
         names = {name for name, p in model.named_parameters() if p is head.weight}
-        if not self.keep_head or names & absent:
+        self.keep_head = self.keep_head and not names & absent
+        if not self.keep_head:
             nn.init.normal_(head.weight, std=getattr(model.config, "initializer_range", 0.02))
             set_prior(head, self.prior, self.multi)
         return model

@@ -8,6 +8,7 @@ taken within a seed, and their interval over the seeds says whether a swap is be
     python recipes/compare.py --variants dyt rope --starts copied repaired --methods finetune distil annealed
     python recipes/compare.py --baseline_steps 0 --starts reset --steps 900       # all models from scratch
     python recipes/compare.py --task image recipes/configs/vision.yaml --list     # what would be trained
+    accelerate launch --num_cpu_threads_per_process 2 recipes/compare.py          # with torchrun: -- before the script
 
 In the output folder: report.html, results.md, results.json, curves.png. A grid that was stopped (Ctrl-C, --max_minutes,
 kill -9) reports what is finished, and goes on with --resume; results.json of a killed one is reported then.

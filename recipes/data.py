@@ -61,7 +61,8 @@ def read_text_files(paths: list[str]) -> list[Document]:
         try:
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"can't read the text file {path}: {getattr(error, 'strerror', None) or error}") from None
+            reason = getattr(error, "strerror", None) or f"it isn't UTF-8 ({error})"
+            raise RecipeError(f"can't read the text file {path}: {reason}") from None
         if not text.strip():
             raise RecipeError(f"the text file {path} is empty")
         documents.append(Document(path.name, text))

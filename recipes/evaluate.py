@@ -12,7 +12,6 @@ another model, and by the difference with a bootstrap interval over the same ite
 In the output folder: results.md, results.json and, where lengths were swept, lengths.png.
 """
 
-import argparse
 import hashlib
 import importlib.util
 import json
@@ -22,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,9 +34,10 @@ from agreement import agreement
 from data import RecipeError
 from embed import Embedding, ranks
 from encoder import find_model
+from image import preprocessing
 from lm import is_masked
 from report import data_line, hardware, machine, show, table, versions
-from settings import check_numbers, check_output_folder, read_settings, spell_out
+from settings import check_numbers, check_output_folder, chosen_task, read_settings, spell_out
 from sweep import SWEEPS, Row, draw
 from tasks import Task, find_task, load
 from torch.utils.data import DataLoader
@@ -53,7 +52,7 @@ MULTIPLES = (1, 2, 4, 8)  # of the trained length
 class EvaluateConfig:
     """Flags of recipes/evaluate.py besides the task's."""
 
-    models: list[str] = field(default_factory=list, metadata={"help": "folders or Hub ids; none: --model"})
+    models: list[str] = field(default_factory=list, metadata={"help": "folders or Hub ids"})
     against: str | None = field(default=None, metadata={"help": "a folder or Hub id that each is compared with"})
     task: Literal["lm", "classify", "embed", "image"] = field(
         default="lm", metadata={"help": "what the models do; each task has flags of its own: --task embed --help"}
@@ -77,11 +76,15 @@ class EvaluateConfig:
         default=False, metadata={"help": "also sentence-transformers' evaluators, on the task's pairs and passages"}
     )
     seed: int = field(default=0, metadata={"help": "of the bootstrap; never of the data"})
-    # a task's settings of training, which mean nothing here
-    learning_rate: float = field(default=1.0, metadata={"help": argparse.SUPPRESS})
-    calibration: int = field(default=0, metadata={"help": argparse.SUPPRESS})
+    # settings of training that tasks read
+    learning_rate: float = 1.0
+    calibration: int = 0
 
 
+# A task's settings of training, of curves and of models made from scratch; --models takes the place of --model.
+UNUSED = {"learning_rate", "calibration", "variants", "model", "layers", "width", "vocab_size", "size", "punctuation"}
+UNUSED |= {"placement", "dropout", "embedding_rate", "patch_size", "shift", "very_long", "very_long_share"}
+UNUSED |= {"curve_blocks", "curve_texts", "curve_passages", "curve_images"}
 AT_LEAST = dict.fromkeys(("batch_size", "trained_length", "sweep_tokens", "lm_eval_limit"), 1)
 AT_LEAST |= {"lengths": 8, "resamples": 100, "seed": 0}
 PACKAGES = {"lm_eval": "lm-eval", "sentence_transformers": "sentence-transformers"}
@@ -94,10 +97,8 @@ def read(argv: list[str]) -> Any:
         RecipeError: they can't work.
     """
     flags = spell_out(argv)
-    chosen = [b for a, b in pairwise(flags) if a == "--task"]
-    chosen += [flag.removeprefix("--task=") for flag in flags if flag.startswith("--task=")]
-    task = find_task(chosen[-1] if chosen else "lm")
-    config = read_settings((EvaluateConfig, task.Config), "evaluate.py", flags, __doc__.split("\n\n")[1])
+    task = chosen_task(flags)
+    config = read_settings((EvaluateConfig, task.Config), "evaluate.py", flags, __doc__.split("\n\n")[1], UNUSED)
     config.models = config.models or [source for source in [config.model] if source]
     if not config.models:
         raise RecipeError("nothing to evaluate: give --models FOLDER_OR_ID ...")
@@ -131,8 +132,7 @@ class Evaluation:
         self.tasks: dict[str, Task] = {}
         self.names = short_names([*config.models, *filter(None, [config.against])])
         self.rows: list[Row] = []
-        unused = ("model", "learning_rate", "calibration")
-        settings = {name: value for name, value in asdict(config).items() if name not in unused}
+        settings = {name: value for name, value in asdict(config).items() if name not in UNUSED}
         self.results: dict[str, Any] = {"command": command, "config": settings, "models": {}}
 
     def run(self) -> dict[str, Any]:
@@ -163,7 +163,13 @@ class Evaluation:
                 settings.reference = self.config.against or self.config.reference
             self.tasks[key] = find_task(self.config.task)(settings, self.accelerator, self.out)
         task = self.tasks[key]
-        return task, task.load(source).to(self.accelerator.device).eval()
+        model = task.load(source)
+        if not getattr(task, "keep_head", True):
+            raise RecipeError(
+                f"{source} has no head for this data's labels ({', '.join(sorted(task.labels)[:3])}, ...), and a new "
+                "one would be random: train it by finetune.py or heal.py first"
+            )
+        return task, model.to(self.accelerator.device).eval()
 
     @torch.no_grad()
     def measure(self, source: str) -> dict[str, Any]:
@@ -200,7 +206,7 @@ class Evaluation:
         """How far two models agree, and by how much they differ on the same items."""
         other_task, other = self.against
         if other_task is not task:
-            return {"reason": "another tokenizer: the items aren't the same"}
+            return {"reason": "other items: another tokenizer, image size or order of labels"}
         gather = self.accelerator.gather_for_metrics
         agreed = {} if isinstance(task, Embedding) else agreement(other, model, task, loader, gather)
         scores = [per_item(task, each, loader, gather) for each in (model, other)]
@@ -222,18 +228,18 @@ class Evaluation:
 
 
 def data_key(source: str, task: str) -> str:
-    """Equal for models that get the same items: those of one kind whose tokenizers have the same vocabulary."""
+    """Equal for models that get the same items: those of one kind whose tokenizers have the same vocabulary, or that
+    take images alike, and whose labels have the same order.
+    """
+    kind: Any = None
+    if task != "embed":
+        given = load(AutoConfig, source)
+        kind = is_masked(given) if task == "lm" else given.label2id
     if task == "image":
-        return ""
-    folder = Path(find_model(source))
-    if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
-        raise RecipeError(f"there is no tokenizer in {source}: save the model's beside it")
-    tokenizer = load(AutoTokenizer, str(folder))
-    kind = ""
-    if task == "lm":
-        kind = str(is_masked(load(AutoConfig, source)))
-    vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.all_special_ids])
-    return kind + hashlib.sha256(vocabulary.encode()).hexdigest()
+        return json.dumps([kind, preprocessing(source, given, 0, getattr(given, "num_channels", 3))])
+    tokenizer = load(AutoTokenizer, find_model(source))
+    vocabulary = json.dumps([kind, sorted(tokenizer.get_vocab().items()), tokenizer.all_special_ids])
+    return hashlib.sha256(vocabulary.encode()).hexdigest()
 
 
 def short_names(sources: list[str]) -> dict[str, str]:
@@ -313,13 +319,13 @@ def comparison(models: dict[str, Any]) -> list[str]:
     pairs = {name: found["against"] for name, found in models.items()}
     columns = [["model", *pairs]]
     for kind in dict.fromkeys(k for pair in pairs.values() for k in pair if k in told):
-        form = "{:.1%}" if kind == "same_answer" else "{:.4f}"
+        form = "{:.1%}" if kind == "same_answer" else "{:z.4f}"
         columns.append([told[kind], *(form.format(pair[kind]) if kind in pair else "-" for pair in pairs.values())])
     what = next((pair["of"] for pair in pairs.values() if "of" in pair), "loss")
     columns.append([f"difference in {what}"])
     for pair in pairs.values():
         columns[-1].append(
-            pair.get("reason") or "{:+.4f} ({:+.4f} to {:+.4f})".format(pair["difference"], *pair["interval"])
+            pair.get("reason") or "{:+z.4f} ({:+z.4f} to {:+z.4f})".format(pair["difference"], *pair["interval"])
         )
     return table(columns)
 

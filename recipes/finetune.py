@@ -11,7 +11,9 @@ after healing.
     python recipes/finetune.py --model gpt2 --text notes/*.txt --variants rms+rope control
     accelerate launch --num_cpu_threads_per_process 2 recipes/finetune.py
     accelerate launch --config_file recipes/configs/accelerate/fsdp2.yaml --num_processes 8 recipes/finetune.py
-    ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 recipes/finetune.py
+    ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 -- recipes/finetune.py --start copied
+
+torchrun takes flags such as --start for abbreviations of its own, unless `--` stands before the script.
 
 In the output folder: results.md, results.json, curves.png, one folder per trained model. `--resume` goes on where a
 stopped run was, to the bit on one machine.

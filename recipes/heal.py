@@ -9,7 +9,7 @@ measured before the patch, right after it, and in the end, and so is how far eac
     python recipes/heal.py recipes/configs/lm.yaml --patch dyt --method distil
     python recipes/heal.py --model gpt2 --text notes/*.txt --patch rms+rope --lora_rank 16
     python recipes/heal.py --method annealed+distil --start copied --blend_share 0.3
-    accelerate launch --num_cpu_threads_per_process 2 recipes/heal.py
+    accelerate launch --num_cpu_threads_per_process 2 recipes/heal.py      # with torchrun: -- before the script
 
 In the output folder: results.md, results.json, curves.png; of the models: baseline (where it was trained), swapped,
 healed and control. `--resume` goes on where a stopped run was, to the bit on one machine.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from data import RecipeError
-from tasks import Batch, Figures, Task, load
+from tasks import Batch, Figures, Task, load, load_whole
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedModel, ViTConfig
@@ -82,7 +82,7 @@ class ImageClassification(Task):
         given = load(AutoConfig, c.model) if c.model else None
         self.channels = getattr(given, "num_channels", 3) if given else 1 if c.data is None else 3
         self.processing = preprocessing(c.model, given, c.image_size or (32 if c.data else 8), self.channels)
-        self.labels, self.fresh_head = label_ids(images.names, given)
+        self.labels, self.keep_head = label_ids(images.names, given)
         views = View(self.processing, self.labels)
         self.train_images = images.train, views
         self.heldout = Images(images.heldout[: c.heldout_images], views)
@@ -101,9 +101,10 @@ class ImageClassification(Task):
         if c.model:
             names = {i: name for name, i in self.labels.items()}
             options = {"id2label": names, "label2id": self.labels, "ignore_mismatched_sizes": True}
-            return load(
-                AutoModelForImageClassification, c.model, dtype=torch.float32, **options if self.fresh_head else {}
-            )
+            options = {"output_loading_info": True, **(options if not self.keep_head else {})}
+            model, found = load(AutoModelForImageClassification, c.model, dtype=torch.float32, **options)
+            self.keep_head = self.keep_head and not found["missing_keys"]
+            return model
         size = self.processing["size"]["height"]
         return ViT(
             ViTConfig(
@@ -123,7 +124,7 @@ class ImageClassification(Task):
     def load(self, source: str) -> PreTrainedModel:
         if self.config.model and source == self.config.model:
             return self.baseline()
-        return load(AutoModelForImageClassification, source, dtype=torch.float32)
+        return load_whole(AutoModelForImageClassification, source)
 
     def save_extras(self, folder: Path) -> None:
         (folder / "preprocessor_config.json").write_text(json.dumps(self.processing, indent=1), "utf-8")
@@ -328,11 +329,11 @@ def majority(train: Sequence[Image], heldout: Sequence[Image]) -> float:
 
 
 def label_ids(names: list[str], given: Any) -> tuple[dict[str, int], bool]:
-    """Class -> its place in the output, and whether the model needs a new head: the given one has other classes."""
+    """Class -> its place in the output, and whether a given model's head already is for these classes."""
     known = getattr(given, "label2id", None) or {}
     if set(known) == set(names):
-        return {name: int(i) for name, i in known.items()}, False
-    return {name: i for i, name in enumerate(names)}, True
+        return {name: int(i) for name, i in known.items()}, True
+    return {name: i for i, name in enumerate(names)}, False
 
 
 # -- pixels

@@ -21,7 +21,7 @@ from data import (
     split_documents,
     train_tokenizer,
 )
-from tasks import Batch, Figures, Task, load
+from tasks import Batch, Figures, Task, load, load_whole
 from texts import TextConfig, read_texts
 from torch import nn
 from torch.utils.data import DataLoader
@@ -124,7 +124,7 @@ class LanguageModelling(Task):
         return transformers.GPT2LMHeadModel(gpt2)
 
     def load(self, source: str) -> transformers.PreTrainedModel:
-        return load(self.auto, source, dtype=torch.float32)
+        return load_whole(self.auto, source)
 
     def save_extras(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)

@@ -85,17 +85,17 @@ def distance(results: dict[str, Any]) -> tuple[str, Callable[[Figures, Figures],
     Perplexities are compared by their ratio, other figures by their difference.
     """
     if "perplexity" in results["stages"]["baseline"]["end"]:
-        return "perplexity", lambda own, control: own["perplexity"] / control["perplexity"] - 1, "+.1%"
+        return "perplexity", lambda own, control: own["perplexity"] / control["perplexity"] - 1, "+z.1%"
     main = results["main"]
-    return main.replace("_", " "), lambda own, control: own[main] - control[main], "+.3f"
+    return main.replace("_", " "), lambda own, control: own[main] - control[main], "+z.3f"
 
 
 def back_at(results: dict[str, Any], name: str) -> int | None:
-    """The first step of a stage's curve whose main figure is as good as the baseline's last."""
+    """The first step of a stage's curve whose main figure is as good as the baseline's last, but for rounding."""
     main, sign = results["main"], 1 if results["higher_is_better"] else -1
     level = results["stages"]["baseline"]["curve"][-1][main]
     points = results["stages"][name]["curve"]
-    return next((point["step"] for point in points if sign * point[main] >= sign * level), None)
+    return next((p["step"] for p in points if sign * p[main] >= sign * level - 1e-6 * abs(level)), None)
 
 
 def settings_line(results: dict[str, Any]) -> str:
@@ -117,7 +117,7 @@ def settings_line(results: dict[str, Any]) -> str:
 def data_line(data: dict[str, Any]) -> str:
     held_out = f"; {data['heldout_tokens_evaluated']:,} tokens held out" if "heldout_tokens_evaluated" in data else ""
     simple = {name: value for name, value in data.get("baselines", {}).items() if value is not None}
-    told = "; ".join(f"{name}: {figure_list(value)}" for name, value in simple.items())
+    told = "; ".join(f"{name.replace('_', ' ')}: {figure_list(value)}" for name, value in simple.items())
     return f"Data: {data['source']}, sha256 {data['sha256'][:12]}{held_out}." + f" Simple methods: {told}." * bool(told)
 
 
@@ -160,14 +160,14 @@ def heal_report(results: dict[str, Any]) -> str:
     columns.append([f"healed vs {CONTROL if CONTROL in stages else 'before'}"])
     for name in names:
         own, theirs = moments["healed"][name], against[name]
-        columns[-1].append(f"{own / theirs - 1:+.1%}" if name == "perplexity" else f"{own - theirs:+.3f}")
+        columns[-1].append(f"{own / theirs - 1:+z.1%}" if name == "perplexity" else f"{own - theirs:+z.3f}")
     columns.append(["recovered", *(recovered(results, name, against[name]) for name in names)])
     agreed = results["agreement"]
     kinds = list(next(iter(agreed.values())))
     told = {"divergence": "KL divergence (nats)", "same_answer": "same answer", "cosine": "cosine of hidden states"}
     shares = [["agreement with the unpatched model", *({"swapped": "after the patch"}.get(n, n) for n in agreed)]]
     for kind in kinds:
-        form = "{:.1%}" if kind == "same_answer" else "{:.4f}"
+        form = "{:.1%}" if kind == "same_answer" else "{:z.4f}"
         shares.append([told[kind], *(form.format(figures[kind]) for figures in agreed.values())])
     versus = "an unpatched copy of equal budget" if CONTROL in stages else "the model before the patch"
     lines = [
@@ -195,7 +195,7 @@ def recovered(results: dict[str, Any], name: str, against: float) -> str:
     higher = results["higher_is_better"] and name not in LOWER_IS_BETTER
     if (-cost if higher else cost) <= 1e-3 * abs(before):
         return "-"
-    return f"{1 - (healed - against) / cost:.1%}"
+    return f"{1 - (healed - against) / cost:z.1%}"
 
 
 def draw_healing(results: dict[str, Any], path: Path) -> None:
@@ -228,7 +228,10 @@ def draw_curves(
     curves = {n: {p["step"]: p for p in stages[n]["curve"]} for n in names}
     patched = [n for n in names if n != CONTROL]
     # Each line is thinner than the one it may cover, and the control lies on top: equal curves show as stripes.
-    style = {n: {"color": COLOURS[i % 6], "lw": max(5.0 - i, 1.5), "zorder": 2 + i} for i, n in enumerate(patched)}
+    style = {
+        n: {"color": COLOURS[i % 6], "lw": max(min(5.0, len(patched) + 1.0) - i, 1.5), "zorder": 2 + i}
+        for i, n in enumerate(patched)
+    }
     style |= {CONTROL: {"color": "black", "lw": 1.2, "zorder": 99}}
     figure, axes = plt.subplots(1, 1 + (CONTROL in names), figsize=(11 if CONTROL in names else 6, 4.4), squeeze=False)
     for name in names:
@@ -253,6 +256,9 @@ def draw_curves(
     if CONTROL in names:
         if perplexity:
             axes[0, 1].set_yscale("symlog", linthresh=10)  # linear up to 10 %
+        low, high = axes[0, 1].get_ylim()
+        least = 0.1 if perplexity else 1e-3  # of rounding errors no more than a line is to be seen
+        axes[0, 1].set_ylim(min(low, -least), max(high, least))
         axes[0, 1].yaxis.set_major_formatter("{x:+g} %" if perplexity else "{x:+g}")
         axes[0, 1].set(ylabel=f"{what} against the control's", title="Distance from the control at the same step")
     for axis in axes[0]:

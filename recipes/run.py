@@ -251,10 +251,7 @@ class Run:
                     if not math.isfinite(seen[0]) or (
                         accelerator.mixed_precision != "fp16" and not math.isfinite(norm)
                     ):
-                        raise DivergedError(
-                            f"loss {seen[0]:g}, gradient norm {norm:g} in {where}: start again with a lower "
-                            "--learning_rate"
-                        )
+                        raise DivergedError(f"loss {seen[0]:g}, gradient norm {norm:g} in {where}")
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -410,6 +407,13 @@ def run_recipe(recipe: str, argv: list[str], about: str, work: Callable[[Run], N
     except (RecipeError, PatchError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except DivergedError as error:
+        print(
+            f"{type(error).__name__}: {error}: start again with a lower --learning_rate; in the first step it is the "
+            f"model or the data that isn't sound. The last good state, if any, is in {config.output_dir}/state",
+            file=sys.stderr,
+        )
+        return 1
     except TrainingError as error:
         states = f"the last good state, if any, is in {config.output_dir}/state, and --resume goes on from it"
         print(f"{type(error).__name__}: {error}; {states}", file=sys.stderr)

@@ -1,16 +1,19 @@
 """Settings of recipes: flags, YAML, and what is refused before any work."""
 
+import argparse
 import difflib
 import importlib.util
+import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from data import RecipeError
-from tasks import find_task
+from tasks import TASKS, find_task
 from transformers import HfArgumentParser
 
 from hfpatch import MLPS, NORMS, POSITIONS
@@ -105,10 +108,18 @@ def spell_out(argv: list[str]) -> list[str]:
     return flags + argv
 
 
-def read_settings(kinds: type | tuple[type, ...], recipe: str, argv: list[str], about: str = "") -> Any:
+def read_settings(
+    kinds: type | tuple[type, ...], recipe: str, argv: list[str], about: str = "", unused: Iterable[str] = ()
+) -> Any:
     """Settings from flags, or from a YAML file followed by flags, which win.
 
     Several dataclasses make one flat object; where two have a field of the same name, the first one's default holds.
+
+    Args:
+        unused: settings that --help doesn't speak of.
+
+    Raises:
+        RecipeError: a flag, or a name in the YAML file, that isn't known, or the file can't be read.
     """
     if isinstance(kinds, tuple):
         kinds = dataclass(type("Settings", kinds, {}))
@@ -120,7 +131,25 @@ def read_settings(kinds: type | tuple[type, ...], recipe: str, argv: list[str], 
         epilog="CONFIG.yaml holds the same names; flags override it.",
         allow_abbrev=False,
     )
-    return kinds(**vars(parser.parse_args(spell_out(argv))))
+    for action in parser._actions:
+        if action.dest in unused:
+            action.help = argparse.SUPPRESS
+    found, unknown = parser.parse_known_args(spell_out(argv))
+    if unknown:
+        raise RecipeError(unknown_setting(unknown[0], [name for name in vars(found) if name not in unused], recipe))
+    return kinds(**vars(found))
+
+
+def unknown_setting(flag: str, known: list[str], recipe: str) -> str:
+    """What to say of a flag that isn't known: the nearest one, or the tasks that have it."""
+    if not flag.startswith("-"):
+        return f"{recipe} can't make sense of {flag!r}: a YAML file comes first, then --name value; see --help"
+    name = flag.partition("=")[0].lstrip("-").replace("-", "_")
+    tasks = [task for task in TASKS if name in {f.name for f in fields(find_task(task).Config)}]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean --{near[0]}?" if near else ""
+    hint = f" It is one of --task {' or '.join(tasks)}." if tasks else hint
+    return f"{recipe} has no setting --{name} here.{hint} See --help"
 
 
 def read_run(argv: list[str], recipe: str, about: str = "", *more: type) -> Any:
@@ -130,10 +159,18 @@ def read_run(argv: list[str], recipe: str, about: str = "", *more: type) -> Any:
         RecipeError: there is no such task, or the YAML file can't be read.
     """
     flags = spell_out(argv)
-    chosen = [b for a, b in pairwise(flags) if a == "--task"]
-    chosen += [flag.removeprefix("--task=") for flag in flags if flag.startswith("--task=")]
-    task = find_task(chosen[-1] if chosen else "lm")
-    return read_settings((*more, task.Config, RunConfig), recipe, flags, about)
+    return read_settings((*more, chosen_task(flags).Config, RunConfig), recipe, flags, about)
+
+
+def chosen_task(flags: list[str]) -> Any:
+    """The class of the task that the flags name last; its own flags aren't known before.
+
+    Raises:
+        RecipeError: there is no such task.
+    """
+    named = [b for a, b in pairwise(flags) if a == "--task"]
+    named += [flag.removeprefix("--task=") for flag in flags if flag.startswith("--task=")]
+    return find_task(named[-1] if named else "lm")
 
 
 def parse_variant(name: str) -> dict[str, str]:
@@ -190,7 +227,7 @@ def check_numbers(config: Any, at_least: dict[str, int]) -> None:
             if number is not None and not number >= least:
                 raise RecipeError(f"--{name} must be at least {least}, not {number}")
     rate = getattr(config, "learning_rate", None)
-    if rate is not None and not rate > 0:
+    if rate is not None and not 0 < rate < math.inf:
         raise RecipeError(f"--learning_rate must be positive, not {rate}")
 
 

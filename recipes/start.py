@@ -58,7 +58,7 @@ class Baseline:
 
 
 def keeps_dropout(config: Any) -> bool:
-    """Whether models are trained with their dropout: as asked, or all from scratch; it harms what is healed, not that."""
+    """Whether models are trained with their dropout: as asked, or all from scratch. It harms what is healed."""
     return config.keep_dropout or (config.model is None and config.baseline_steps == 0)
 
 

@@ -115,9 +115,7 @@ def embedding_sweep(
     for length in lengths:
         documents, queries, own = long_documents(task.heldout_corpus.documents, length - special)
         if len(documents) < FEWEST:
-            rows.append(
-                Row(name, length, reason=f"the held-out text has only {len(documents)} documents of this length")
-            )
+            rows.append(Row(name, length, reason=f"documents of this length: {len(documents)}; it takes {FEWEST}"))
             continue
         ways = {"whole": documents}
         if length > limit:
@@ -178,7 +176,8 @@ def draw(rows: list[Row], trained: int, path: Path) -> None:
     figure, axes = plt.subplots(1, 1 + two, figsize=(11 if two else 6, 4.4), squeeze=False)
     left, right = axes[0, 0], axes[0, -1]
     for i, (label, own) in enumerate(lines_of(rows).items()):
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": "o", "ms": 4, "lw": 1.6}
+        # Each line is thinner than the one it may cover: equal ones show as stripes.
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": "o", "ms": 4, "lw": max(4.0 - i, 1.4), "zorder": 2 + i}
         good = [row for row in own if row.figures]
         left.plot([row.length for row in good], [row.figures[main] for row in good], **style, label=label)
         for row in own:
@@ -208,9 +207,10 @@ def draw(rows: list[Row], trained: int, path: Path) -> None:
         axis.axvline(trained, color="#888888", ls="--", lw=1, zorder=0)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    left.legend(frameon=False, title="dashed: trained length" + "; ×: takes no more" * (not embeddings))
+    title = "dashed: trained length" + "; ×: takes no more" * (not embeddings)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.legend(frameon=False, title=title, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=4)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
     plt.close(figure)
 
 

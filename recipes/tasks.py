@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from data import RecipeError
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 from hfpatch import PatchError
 
@@ -94,13 +95,38 @@ class Task(ABC):
 
 def load(auto: Any, source: str, **options: Any) -> Any:
     """`auto.from_pretrained(source)`, whose many ways to fail become one line."""
+    folder = Path(source)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        raise RecipeError(f"there is no model in the folder {source}: it has no config.json")
+    if auto is AutoTokenizer and folder.is_dir() and not any([*folder.glob("*token*"), *folder.glob("vocab*")]):
+        raise RecipeError(f"there is no tokenizer in {source}: save the model's beside it")
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # which weights are new is said in fewer words, or refused
     try:
         return auto.from_pretrained(source, **options)
     except PatchError:
         raise
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # transformers, tokenizers and safetensors raise many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RecipeError(f"{auto.__name__} can't load {source}: {reason}") from None
+    finally:
+        logging.set_verbosity(before)
+
+
+def load_whole(auto: Any, source: str, **options: Any) -> Any:
+    """`load`, of a checkpoint that has every weight of the model: none is drawn at random.
+
+    Raises:
+        RecipeError: it was saved from another kind of model, as one without a head.
+    """
+    model, found = load(auto, source, dtype=torch.float32, output_loading_info=True, **options)
+    if missing := sorted(found["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise RecipeError(
+            f"{source} isn't a whole {type(model).__name__}: it was saved without {missing[0]}{more}. Take a "
+            "checkpoint that was saved with its head, or another --task"
+        )
+    return model
 
 
 TASKS = {

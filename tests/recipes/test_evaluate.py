@@ -22,7 +22,14 @@ import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from tiny_encoder import make_tokenizer, write_encoder, write_sources
 from tiny_models import randomise
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+)
 
 from hfpatch import NotPreservedWarning, patch_model
 
@@ -162,7 +169,7 @@ class TestLanguageModels:
         models = ["--models", other / "control", "--against", trained / "control", "--text", text, "--no_sweep"]
         assert run(tmp_path, *models, "--block_size", 16) == 0
         (found,) = read_results(tmp_path)["models"].values()
-        assert found["against"] == {"reason": "another tokenizer: the items aren't the same"}
+        assert found["against"] == {"reason": "other items: another tokenizer, image size or order of labels"}
         assert found["figures"]["bits_per_byte"] > 0
 
 
@@ -210,7 +217,7 @@ class TestEmbeddings:
         assert by[40, "windows of 24"]["similarity"] == pytest.approx(1, abs=1e-5), "that is what it is compared with"
         assert by[40, "first 24 tokens"]["similarity"] < 0.999
         assert by[4000, "whole"] is None
-        assert "only 0 documents" in compared["lengths"][3]["reason"]
+        assert "documents of this length: 0" in compared["lengths"][3]["reason"]
 
     def test_without_another_model_similarity_says_nothing(self, folder, files, tmp_path):
         flags = ["--task", "embed", "--models", folder, "--text", *files, "--max_length", 16, "--heldout_passages", 4]
@@ -265,6 +272,100 @@ class TestBootstrap:
         sums, counts = np.array([2.0, 9.0]), np.array([1.0, 3.0])
         difference, *_ = evaluate.paired_bootstrap((sums, counts), (sums * 2, counts), 100, 0)
         assert difference == -11 / 4
+
+
+# -- classifiers of texts and images
+
+
+def finetuned(out, *flags):
+    tiny = "--baseline_steps 3 --steps 2 --eval_every 2 --batch_size 8 --calibration 8 --tracker none --layers 1"
+    assert finetune.main([*tiny.split(), *map(str, flags), "--output_dir", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Texts of two classes, the same of three, and the same with the classes named the other way round."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name, labels in {"two": ("a", "b"), "three": ("a", "b", "c")}.items():
+        rows = [f"text {i} is {labels[i % len(labels)]} like,{labels[i % len(labels)]}" for i in range(150)]
+        (folder / f"{name}.csv").write_text("\n".join(["text,label", *rows]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classifiers(texts, tmp_path_factory):
+    flags = "--task classify --width 32 --vocab_size 150 --max_length 12 --variants rope control --data"
+    return finetuned(tmp_path_factory.mktemp("classifiers"), *flags.split(), texts / "two.csv")
+
+
+@pytest.fixture(scope="module")
+def viewers(tmp_path_factory):
+    pytest.importorskip("sklearn")
+    flags = "--task image --width 16 --heldout_images 40 --curve_images 20 --variants rope control"
+    return finetuned(tmp_path_factory.mktemp("viewers"), *flags.split())
+
+
+def test_classifiers_have_the_figures_of_their_run(classifiers, texts, tmp_path):
+    models = [classifiers / "rope", classifiers / "control"]
+    flags = ["--task", "classify", "--data", texts / "two.csv", "--against", classifiers / "control"]
+    assert run(tmp_path, *flags, "--models", *models) == 0
+    found, stages = read_results(tmp_path)["models"], read_results(classifiers)["stages"]
+    for model in models:
+        assert found[str(model)]["figures"] == pytest.approx(stages[model.name]["end"], abs=1e-6)
+    assert found[str(models[1])]["against"]["same_answer"] == 1
+    assert found[str(models[1])]["against"]["difference"] == 0
+    assert found[str(models[0])]["against"]["difference"] != 0
+    assert "| rope " in (tmp_path / "results.md").read_text("utf-8")
+
+
+def test_image_models_have_the_figures_of_their_run(viewers, tmp_path):
+    models = [viewers / "rope", viewers / "control"]
+    flags = ["--task", "image", "--heldout_images", 40, "--against", viewers / "baseline"]
+    assert run(tmp_path, *flags, "--models", *models) == 0
+    found, stages = read_results(tmp_path)["models"], read_results(viewers)["stages"]
+    for model in models:
+        assert found[str(model)]["figures"] == pytest.approx(stages[model.name]["end"], abs=1e-6)
+        assert found[str(model)]["against"]["difference"] != 0
+    assert "accuracy at 1.5x" in (tmp_path / "results.md").read_text("utf-8")
+
+
+def test_a_classifier_of_other_labels_is_refused(classifiers, texts, tmp_path, capsys):
+    assert run(tmp_path, "--task", "classify", "--data", texts / "three.csv", "--models", classifiers / "rope") == 2
+    assert "has no head for this data's labels (a, b, c, ...)" in capsys.readouterr().err
+
+
+def test_another_order_of_labels_is_no_other_answer(classifiers, texts, tmp_path):
+    """The same function with its outputs exchanged has the same figures."""
+    model = AutoModelForSequenceClassification.from_pretrained(classifiers / "control")
+    for parameter in model.classifier.parameters():
+        parameter.data = parameter.data.flip(0)
+    model.config.id2label, model.config.label2id = {0: "b", 1: "a"}, {"b": 0, "a": 1}
+    model.save_pretrained(tmp_path / "turned")
+    AutoTokenizer.from_pretrained(classifiers / "control").save_pretrained(tmp_path / "turned")
+    models = [classifiers / "control", tmp_path / "turned"]
+    assert run(tmp_path, "--task", "classify", "--data", texts / "two.csv", "--models", *models) == 0
+    one, other = (found["figures"] for found in read_results(tmp_path)["models"].values())
+    assert one == pytest.approx(other, abs=1e-6)
+
+
+def test_what_has_no_head_is_refused(classifiers, texts, text, tmp_path, capsys):
+    bare = AutoModelForSequenceClassification.from_pretrained(classifiers / "control").bert
+    bare.save_pretrained(tmp_path / "bare")
+    tokenizer = AutoTokenizer.from_pretrained(classifiers / "control")
+    tokenizer.save_pretrained(tmp_path / "bare")
+    assert run(tmp_path, "--task", "classify", "--data", texts / "two.csv", "--models", tmp_path / "bare") == 2
+    assert "has no head for this data's labels" in capsys.readouterr().err
+    assert run(tmp_path, "--models", tmp_path / "bare", "--text", text, "--block_size", 12) == 2
+    assert "isn't a whole MegatronBertForMaskedLM: it was saved without cls.predictions" in capsys.readouterr().err
+
+
+def test_help_leaves_out_what_is_of_training(capsys):
+    with pytest.raises(SystemExit):
+        evaluate.main(["--help"])
+    shown = capsys.readouterr().out
+    assert "--models " in shown
+    assert not any(f"--{name} " in shown for name in evaluate.UNUSED)
 
 
 def test_short_names():

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -405,7 +406,7 @@ class TestSettings:
         assert (config.steps, config.learning_rate, config.variants) == (50, 3e-4, ["dyt", "control"])
         assert config.resume is True
 
-    @pytest.mark.parametrize("content", ["stepz: 3", "steps: many", "mixed_precision: fp7"])
+    @pytest.mark.parametrize("content", ["steps: many", "mixed_precision: fp7"])
     def test_bad_yaml_values_are_usage_errors(self, tmp_path, content, capsys):
         path = tmp_path / "own.yaml"
         path.write_text(content)
@@ -413,6 +414,23 @@ class TestSettings:
             parse([str(path)])
         assert exit.value.code == 2
         assert content.split(": ")[1 if content.startswith("steps") else 0] in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            ("own.yaml", "has no setting --stepz here. Did you mean --steps?"),
+            ("--learning-rte 1", "has no setting --learning_rte here. Did you mean --learning_rate?"),
+            ("--label_column x", "has no setting --label_column here. It is one of --task classify. See --help"),
+            ("--qqq", "finetune.py has no setting --qqq here. See --help"),
+            ("own.yml.txt", "can't make sense of 'own.yml.txt': a YAML file comes first"),
+        ],
+    )
+    def test_unknown_settings_are_refused_in_one_line(self, tmp_path, flags, message, capsys, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        Path("own.yaml").write_text("stepz: 3")
+        assert finetune.main(flags.split()) == 2
+        assert message in capsys.readouterr().err.strip()
+        assert not Path("runs").exists()
 
     @pytest.mark.parametrize("content", ["- a\n- b", "a: [", None])
     def test_what_is_no_yaml_is_refused(self, tmp_path, content, capsys):
@@ -496,8 +514,33 @@ class TestBadInput:
     def test_model_folder_without_a_model(self, text, tmp_path, capsys):
         assert finetune.main(tiny(tmp_path, "--text", text, "--model", tmp_path)) == 2
         error = capsys.readouterr().err.strip()
-        assert f"can't load {tmp_path}" in error
+        assert error == f"RecipeError: there is no model in the folder {tmp_path}: it has no config.json"
+
+    def test_torn_weights(self, finished, text, tmp_path, capsys):
+        shutil.copytree(finished / "baseline", tmp_path / "torn")
+        weights = tmp_path / "torn" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:2000])
+        assert finetune.main(tiny(tmp_path, "--text", text, "--model", tmp_path / "torn")) == 2
+        error = capsys.readouterr().err.strip()
+        assert error.startswith(f"RecipeError: AutoModelForCausalLM can't load {tmp_path / 'torn'}: ")
         assert "\n" not in error
+
+    @pytest.mark.parametrize("rate", ["inf", "nan", "0"])
+    def test_rates_that_are_none(self, text, tmp_path, rate, capsys):
+        assert finetune.main(tiny(tmp_path, "--text", text, "--learning_rate", rate)) == 2
+        assert "--learning_rate must be positive, not" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_finite(finished, text, tmp_path, capsys):
+    model = GPT2LMHeadModel.from_pretrained(finished / "baseline")
+    model.transformer.wte.weight.data[0, 0] = math.nan
+    model.save_pretrained(tmp_path / "nan")
+    AutoTokenizer.from_pretrained(finished / "baseline").save_pretrained(tmp_path / "nan")
+    out = tmp_path / "out"
+    assert finetune.main(tiny(out, "--text", text, "--model", tmp_path / "nan", "--baseline_steps", 0)) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "in the first step it is the model or the data" in error
+    assert "--resume" not in error, "it would meet the same batch"
 
 
 @pytest.fixture(scope="module")
