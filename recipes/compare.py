@@ -14,7 +14,6 @@ In the output folder: report.html, results.md, results.json, curves.png. A grid 
 kill -9) reports what is finished, and goes on with --resume; results.json of a killed one is reported then.
 """
 
-import json
 import os
 import shutil
 import sys
@@ -38,7 +37,7 @@ from html_report import html_report
 from methods import METHODS, Distil, Method, MethodConfig, check_method, objective, try_out
 from paired import Cell, Kind, read_cells
 from report import table
-from run import DivergedError, Run, Stopped, folder_name, run_recipe, stop_requests
+from run import DivergedError, Run, Stopped, folder_name, read_results, run_recipe, stop_requests
 from settings import CONTROL, FREE_TO_CHANGE, check, parse_variant, read_run
 from start import INIT, Baseline
 
@@ -98,7 +97,7 @@ class CompareConfig(MethodConfig):
                 "--patience would stop models at different steps, and budgets must be equal: leave it out"
             )
         results = Path(self.output_dir) / "results.json"
-        if results.exists() and "grid" not in json.loads(results.read_text("utf-8")):
+        if results.exists() and "grid" not in read_results(results):
             raise RecipeError(f"{results} is of another recipe: take another --output_dir")
         if min(self.seeds) < 0:
             raise RecipeError(f"--seeds must be at least 0, not {min(self.seeds)}")
@@ -256,7 +255,7 @@ def write_reports(run: Run) -> None:
 def listing(config: Any) -> str:
     """The models of the grid and how long they take, by those that are finished."""
     path = Path(config.output_dir) / "results.json"
-    stages = json.loads(path.read_text("utf-8"))["stages"] if path.exists() else {}
+    stages = read_results(path)["stages"] if path.exists() else {}
     cells = cells_of(config)
     times = [minutes(cell, cells, stages) for cell in cells]
     columns = [

@@ -132,7 +132,7 @@ def draw_panel(
         means += line(left, control, black, CONTROL, deviation if few else None)
         right.axhline(0, label=CONTROL, **black)
         margin = margin_of(results, steps)
-        right.axhspan(-margin, margin, color=ink, alpha=0.08, lw=0, zorder=0, label="counts as none")
+        right.axhspan(-margin, margin, color=ink, alpha=0.08, lw=0, zorder=0, label="counts as no difference")
         spread_out(right, margin)
     falls = not results["higher_is_better"] and means and min(means) > 0
     if falls and max(means) > 2.5 * min(means):  # a loss that was high at first

@@ -254,9 +254,10 @@ def draw_curves(
         axes[0, 0].yaxis.set_minor_formatter(NullFormatter())
     axes[0, 0].legend(frameon=False)
     if CONTROL in names:
-        if perplexity:
-            axes[0, 1].set_yscale("symlog", linthresh=10)  # linear up to 10 %
         low, high = axes[0, 1].get_ylim()
+        if perplexity and max(-low, high) > 20:
+            axes[0, 1].set_yscale("symlog", linthresh=10)  # linear up to 10 %
+            low, high = axes[0, 1].get_ylim()
         least = 0.1 if perplexity else 1e-3  # of rounding errors no more than a line is to be seen
         axes[0, 1].set_ylim(min(low, -least), max(high, least))
         axes[0, 1].yaxis.set_major_formatter("{x:+g} %" if perplexity else "{x:+g}")

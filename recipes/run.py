@@ -293,7 +293,7 @@ class Run:
         settings = {k: v for k, v in asdict(self.config).items() if k != "resume"}
         path = self.out / "results.json"
         if self.config.resume and path.exists():
-            self.results = json.loads(path.read_text("utf-8"))
+            self.results = read_results(path)
             before = self.results["config"]
             changed = [k for k in settings if k not in free_to_change and before.get(k) != settings[k]]
             if self.results["data"]["sha256"] != self.task.data["sha256"]:
@@ -386,6 +386,21 @@ class Run:
 
 def folder_name(name: str) -> str:
     return re.sub(r"[^\w+.=,-]", "-", name)
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """results.json of an earlier run.
+
+    Raises:
+        RecipeError: it isn't one.
+    """
+    try:
+        results = json.loads(path.read_text("utf-8"))
+        if not {"config", "data", "stages"} <= set(results):
+            raise ValueError("it isn't a recipe's")
+    except (OSError, ValueError, TypeError) as error:
+        raise RecipeError(f"can't read {path}: {error}; take another --output_dir, or remove it") from None
+    return results
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -516,6 +516,13 @@ class TestBadInput:
         error = capsys.readouterr().err.strip()
         assert error == f"RecipeError: there is no model in the folder {tmp_path}: it has no config.json"
 
+    @pytest.mark.parametrize("content", ["{", "[]", "{}", "\xff"])
+    def test_results_that_can_not_be_taken_up(self, text, tmp_path, content, capsys):
+        (tmp_path / "results.json").write_text(content, "latin-1")
+        assert finetune.main(tiny(tmp_path, "--text", text, "--resume")) == 2
+        assert f"can't read {tmp_path / 'results.json'}" in capsys.readouterr().err
+        assert (tmp_path / "results.json").read_text("latin-1") == content
+
     def test_torn_weights(self, finished, text, tmp_path, capsys):
         shutil.copytree(finished / "baseline", tmp_path / "torn")
         weights = tmp_path / "torn" / "model.safetensors"
