@@ -284,7 +284,7 @@ def require_bare(model: object) -> None:
 
 def _require_bare_module(name: str, module: nn.Module) -> None:
     if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
-        raise WrappedModelError(f"{name} is compiled. Patch the model first (uncompile_model), then compile it.")
+        raise WrappedModelError(f"{name} is compiled. Patch the model first, then compile it (uncompile_model).")
     if type(module).__name__.startswith("FSDP") or "FullyShardedDataParallel" in type(module).__name__:
         raise WrappedModelError(f"{name} is sharded by FSDP. Patch the model first, then shard it.")
     if "_hf_hook" in module.__dict__:

@@ -65,11 +65,10 @@ def grid_table_change(item: FoundStack, part: Part, row: Row) -> Change:
         row.reason = "image_size says for which images it is to hold"
         return Change(row)
     table, where, usual = item.table(), item.table_name, getattr(item.stack.grid, "interpolation", "bicubic")
-    method = scheme.grid_method(usual)
     weight = table.weight if isinstance(table, nn.Embedding) else table
     if not isinstance(weight, nn.Parameter):
         raise UnsupportedError(f"{where}: its rows are computed ({type(table).__name__}), so none are interpolated.")
-    layout = layout_of(item, weight)
+    layout, method = layout_of(item, weight), scheme.grid_method(usual)
     size = _new_size(item, scheme, layout)
     rows, columns = _cut(item, *_sides(size))
     same = (rows, columns) == (layout.rows, layout.columns)
@@ -133,7 +132,8 @@ def layout_of(item: FoundStack, table: Tensor) -> Layout:
     """
     grid, config = item.stack.grid, getattr(item.owner, "config", None)
     size = getattr(config, IMAGE_SIZE, None)
-    where = f"{item.table_name} holds a grid of patches, whose rows have two coordinates"
+    what = "holds a grid of patches, whose rows have two coordinates" if grid is not None else "is no nn.Embedding"
+    where = f"{item.table_name} {what}"
     if item.stack.others:
         raise UnsupportedError(
             f"{where}, and isn't the only one ({', '.join(item.stack.others)}): it can't be resized."

@@ -13,13 +13,13 @@ from hfpatch.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-RESULTS = ROOT / "recipes/results/lm"
+RESULTS = ROOT / "recipes/results"
 SWEEP = ROOT / "tests/sweeps/norm_swap.json"
 EXACT = ROOT / "tests/sweeps/exact.json"
 POSITIONS = ROOT / "tests/sweeps/positions.json"
 NATIVE_ROPE = ROOT / "tests/sweeps/native_rope.json"
 NATIVE_EXPORT = ROOT / "tests/sweeps/native_export.json"
-SPEED = ROOT / "recipes/results/benchmark/results.md"
+SPEED = RESULTS / "benchmark/results.md"
 REPAIR = ROOT / "tests/sweeps/repair.md"
 
 
@@ -41,10 +41,18 @@ def positions() -> str:
     )
 
 
-def results() -> str:
+def with_curves(folder: str, caption: str) -> str:
     return (
-        RESULTS / "results.md"
-    ).read_text().strip() + "\n\n![Held-out loss while healing](recipes/results/lm/curves.png)"
+        f"{(RESULTS / folder / 'results.md').read_text().strip()}\n\n![{caption}](recipes/results/{folder}/curves.png)"
+    )
+
+
+def results() -> str:
+    return with_curves("lm", "Held-out perplexity after the patch")
+
+
+def encoder() -> str:
+    return with_curves("encoder", "Held-out similarity to the unpatched MiniLM")
 
 
 def sweep() -> str:
@@ -100,6 +108,7 @@ def repair() -> str:
 BLOCKS = {
     "plan": plan,
     "results": results,
+    "encoder": encoder,
     "repair": repair,
     "sweep": sweep,
     "exact": exact,

@@ -28,7 +28,7 @@ from tiny_models import (
 )
 from torch import Tensor, nn
 
-from hfpatch import MLP, MLPS, PatchError, SwiGLU, plan_patch, unpatch_model
+from hfpatch import MLP, MLPS, PatchError, SwiGLU, UnsupportedError, plan_patch, unpatch_model
 from hfpatch.checkpoint import patched_model_class
 from hfpatch.edits import Edits
 from hfpatch.mlps import GatedActivation, GatedLinear, find_mlps
@@ -325,10 +325,11 @@ def test_keys_are_not_the_hosts() -> None:
 @pytest.mark.parametrize("init", ["auto", "reset"])
 def test_from_config_builds_a_patched_model(init: str) -> None:
     model = patch(tiny("gpt2", n_embd=64, initializer_range=0.3), mlp="swiglu", init=init)
-    fresh = type(tiny("gpt2"))._from_config(copy.deepcopy(model.config))  # as a class that knows no patch: control
-    assert not gated(fresh)
+    host = type(tiny("gpt2"))
+    with pytest.raises(UnsupportedError, match="would build the unpatched one"):
+        host._from_config(copy.deepcopy(model.config))
     torch.manual_seed(0)
-    fresh = patched_model_class(type(fresh))._from_config(model.config).eval()
+    fresh = patched_model_class(host)._from_config(model.config).eval()
     assert {k: v.shape for k, v in fresh.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
     scale = 1.712 if init == "auto" else 1.0
     assert fresh.h[1].mlp.c_fc.gate.weight.std().item() == pytest.approx(0.3 * scale, rel=0.05)
