@@ -96,10 +96,12 @@ class Task(ABC):
 def load(auto: Any, source: str, **options: Any) -> Any:
     """`auto.from_pretrained(source)`, whose many ways to fail become one line."""
     folder = Path(source)
-    if folder.is_dir() and not (folder / "config.json").exists():
-        raise RecipeError(f"there is no model in the folder {source}: it has no config.json")
-    if auto is AutoTokenizer and folder.is_dir() and not any([*folder.glob("*token*"), *folder.glob("vocab*")]):
-        raise RecipeError(f"there is no tokenizer in {source}: save the model's beside it")
+    tokenizer = auto is AutoTokenizer and any([*folder.glob("*token*"), *folder.glob("vocab*")])
+    if folder.is_dir() and not tokenizer:
+        if not (folder / "config.json").exists():
+            raise RecipeError(f"there is no model in the folder {source}: it has no config.json")
+        if auto is AutoTokenizer:
+            raise RecipeError(f"there is no tokenizer in {source}: save the model's beside it")
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # which weights are new is said in fewer words, or refused
     try:
