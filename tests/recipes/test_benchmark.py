@@ -1,15 +1,11 @@
 """The benchmark runs end to end; what it times is the same function, and its figures are those of its runs."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
-
 import benchmark
+import pytest
 
 from hfpatch import native_model
 

@@ -2,35 +2,21 @@
 
 import json
 import sys
-from pathlib import Path
 
+import classify
+import finetune
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from data import RecipeError
+from run_files import read_results
+from start import patched
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-
-import classify  # noqa: E402
-import finetune  # noqa: E402
-from data import RecipeError  # noqa: E402
-from start import patched  # noqa: E402
-
 TINY = "--task classify --layers 1 --width 32 --vocab_size 200 --batch_size 8 --baseline_steps 20 --steps 3"
 TINY += " --placement post --tracker none --eval_every 10 --save_every 10 --warmup_steps 2 --learning_rate 3e-3"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +63,6 @@ def many(folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def one(folder, tmp_path_factory):
     return make(tmp_path_factory.mktemp("one"), data=str(folder / "one.json"))
-
-
-def read_results(out):
-    return json.loads((Path(out) / "results.json").read_text())
 
 
 def figures(out):

@@ -2,30 +2,24 @@
 
 import copy
 import html.parser
-import json
 import math
 import os
 import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
+import compare
+import compare_figure
+import compare_report
+import html_report
 import numpy as np
+import paired
 import pytest
-from accelerate.state import AcceleratorState
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-
-import compare  # noqa: E402
-import compare_figure  # noqa: E402
-import compare_report  # noqa: E402
-import html_report  # noqa: E402
-import paired  # noqa: E402
-import run  # noqa: E402
-import settings  # noqa: E402
-from paired import Cell, Kind  # noqa: E402
+import run
+import settings
+from paired import Cell, Kind
+from run_files import ROOT, read_results
 
 TINY = "--layers 1 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 3 --tracker none"
 TINY += " --eval_every 2 --save_every 1 --heldout_blocks 8 --curve_blocks 4 --warmup_steps 1 --calibration 4"
@@ -33,10 +27,6 @@ TINY += " --eval_every 2 --save_every 1 --heldout_blocks 8 --curve_blocks 4 --wa
 
 def tiny(out, text, *more):
     return [*TINY.split(), "--text", str(text), "--output_dir", str(out), *map(str, more)]
-
-
-def read_results(out):
-    return json.loads((Path(out) / "results.json").read_text())
 
 
 def figures(out):
@@ -49,23 +39,6 @@ def part_of(finished, out):
     """The figures that an uninterrupted grid has for the models of a smaller one."""
     expected = figures(finished)
     return {name: expected[name] for name in figures(out)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu():
-    """Bit for bit is promised on the CPU; accelerate remembers its settings for the life of a process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "rhyme.txt"
-    path.write_text("".join(f"verse {i}: {i % 7} sheep went uphill, {i % 5} came back.\n" for i in range(300)), "utf-8")
-    return path
 
 
 GRID = ["--variants", "dyt", "control", "--starts", "copied", "repaired", "--seeds", "0", "3", "--steps", "2", "3"]

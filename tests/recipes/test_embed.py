@@ -1,22 +1,9 @@
 """Sentence embeddings: texts taken apart, pooled, compared; the task at a size of seconds, and its refusals."""
 
 import json
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-
-import numpy as np
-import pytest
-import torch
-import torch.nn.functional as F
-import yaml
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from transformers import AutoModel, AutoTokenizer, BartConfig, BartModel
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import data
 import embed
@@ -24,21 +11,19 @@ import encoder
 import finetune
 import heal
 import methods
+import numpy as np
 import passages
+import pytest
 import settings
+import torch
+import torch.nn.functional as F
+import yaml
+from accelerate import Accelerator
 from tiny_encoder import POSITIONS, write_encoder, write_sources
 from tiny_models import randomise
+from transformers import AutoModel, AutoTokenizer, BartConfig, BartModel
 
 from hfpatch import NotPreservedWarning, patch_model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")

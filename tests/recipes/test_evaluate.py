@@ -3,13 +3,9 @@
 import importlib.util
 import json
 import math
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import data
 import evaluate
@@ -19,7 +15,6 @@ import pytest
 import sweep
 import torch
 import torch.nn.functional as F
-from accelerate.state import AcceleratorState
 from tiny_encoder import make_tokenizer, write_encoder, write_sources
 from tiny_models import randomise
 from transformers import (
@@ -32,15 +27,6 @@ from transformers import (
 )
 
 from hfpatch import NotPreservedWarning, patch_model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")

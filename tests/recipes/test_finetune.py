@@ -11,11 +11,17 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import data
+import finetune
+import lm
 import numpy as np
 import pytest
+import run
+import settings
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
+from run_files import ROOT, read_results
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
@@ -27,15 +33,6 @@ from transformers import (
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
 )
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-
-import data  # noqa: E402
-import finetune  # noqa: E402
-import lm  # noqa: E402
-import run  # noqa: E402
-import settings  # noqa: E402
 
 TINY = "--layers 1 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 5 --steps 4"
 TINY += " --tracker none --eval_every 2 --save_every 2 --heldout_blocks 20 --curve_blocks 6 --warmup_steps 2"
@@ -49,24 +46,10 @@ def parse(argv):
     return settings.read_run(argv, "finetune.py")
 
 
-def read_results(out):
-    return json.loads((Path(out) / "results.json").read_text())
-
-
 def figures(out):
     """What must not depend on how often a run was stopped."""
     kept = ("step", "start", "end", "curve", "train_loss", "parameters")
     return {name: {k: stage[k] for k in kept} for name, stage in read_results(out)["stages"].items()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu():
-    """Bit for bit is promised on the CPU; accelerate remembers its settings for the life of a process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,25 +1,19 @@
 """heal.py, at a size of seconds: its figures, its stops and its refusals."""
 
 import json
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
 import heal
+import pytest
 import report
 import run
 import settings
+import torch
 from accelerate import DistributedType
 from run import Run
+from run_files import ROOT, read_results
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-ROOT = Path(__file__).parents[2]
 TINY = "--layers 2 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 4 --steps 6"
 TINY += " --tracker none --eval_every 3 --save_every 2 --heldout_blocks 12 --curve_blocks 6 --warmup_steps 2"
 TINY += " --calibration 4 --start copied --patch dyt+rope"
@@ -29,32 +23,12 @@ def tiny(out, text, *more):
     return [*TINY.split(), "--text", str(text), "--output_dir", str(out), *map(str, more)]
 
 
-def read_results(out):
-    return json.loads((Path(out) / "results.json").read_text())
-
-
 def figures(out):
     """What must not depend on how often a run was stopped."""
     kept = ("step", "start", "end", "curve", "train_loss", "parameters")
     results = read_results(out)
     stages = {name: {k: stage[k] for k in kept} for name, stage in results["stages"].items()}
     return {**stages, "agreement": results["agreement"]}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "rhyme.txt"
-    path.write_text("".join(f"verse {i}: {i % 7} sheep went uphill, {i % 5} came back.\n" for i in range(300)), "utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -1,28 +1,22 @@
 """Images: what is read, drawn and measured, and a run of seconds."""
 
-import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import finetune
+import image
 import numpy as np
 import pytest
+import run
+import settings
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from data import RecipeError
 from PIL import Image
+from run_files import ROOT, read_results
 from torch.utils.data import DataLoader
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTConfig, ViTForImageClassification
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-
-import finetune  # noqa: E402
-import image  # noqa: E402
-import run  # noqa: E402
-import settings  # noqa: E402
-from data import RecipeError  # noqa: E402
 
 TINY = "--task image --layers 1 --width 32 --batch_size 32 --baseline_steps 80 --steps 6 --learning_rate 3e-3"
 TINY += " --tracker none --eval_every 3 --save_every 50 --heldout_images 60 --curve_images 20 --warmup_steps 2"
@@ -30,19 +24,6 @@ TINY += " --tracker none --eval_every 3 --save_every 50 --heldout_images 60 --cu
 
 def tiny(out, *more, variants="rope:axes=2 control"):
     return [*TINY.split(), "--variants", *variants.split(), "--output_dir", str(out), *map(str, more)]
-
-
-def read_results(out):
-    return json.loads((Path(out) / "results.json").read_text())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")

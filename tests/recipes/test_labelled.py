@@ -4,15 +4,10 @@ import ast
 import json
 import random
 import sys
-from pathlib import Path
 
+import labelled
 import pytest
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-
-import labelled  # noqa: E402
-from data import Document, RecipeError  # noqa: E402
+from data import Document, RecipeError
 
 SINGLE = [{"text": f"text {i}: naïve, dög\nsecond line", "label": ["good", "bad"][i % 3 == 0]} for i in range(60)]
 MULTI = [

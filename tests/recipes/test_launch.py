@@ -4,21 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
+import data
+import finetune
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.state import AcceleratorState
+from run_files import ROOT, read_results
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-
-import data  # noqa: E402
-import finetune  # noqa: E402
 
 CONFIGS = ROOT / "recipes" / "configs" / "accelerate"
 TINY = "--layers 2 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 3 --steps 3"
@@ -28,26 +23,6 @@ TINY += " --calibration 4 --variants rms+rope"
 
 def tiny(out, text):
     return [*TINY.split(), "--text", str(text), "--output_dir", str(out)]
-
-
-def read_results(out):
-    return json.loads((Path(out) / "results.json").read_text())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "rhyme.txt"
-    path.write_text("".join(f"verse {i}: {i % 7} sheep went uphill, {i % 5} came back.\n" for i in range(300)), "utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -1,24 +1,19 @@
 """Methods of healing on tiny models with power: what they minimise, what they begin as, what they leave."""
 
 import copy
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import methods
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import tiny
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-
-import methods
 from agreement import agreement
 from blend import Blend, difference
 from data import RecipeError
 from start import patched
 from tasks import Task
+from tiny_models import tiny
+from torch import nn
 
 HEADS = {"gpt2": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM", "vit": "AutoModelForImageClassification"}
 B, T = 4, 10

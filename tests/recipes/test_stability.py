@@ -4,23 +4,17 @@ import json
 import math
 import os
 import signal
-import sys
-from pathlib import Path
 
+import data
+import depth_report
 import numpy as np
 import pytest
+import stability
 import torch
 import yaml
-from accelerate.state import AcceleratorState
+from run_files import ROOT, read_results
 from torch import nn
 from transformers import PreTrainedTokenizerFast
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-
-import data  # noqa: E402
-import depth_report  # noqa: E402
-import stability  # noqa: E402
 
 TINY = "--width 8 --heads 2 --block_size 8 --batch_size 2 --steps 3 --depths 1 3 --seeds 0 --characters 3000"
 
@@ -33,25 +27,11 @@ def settings(*flags):
     return stability.parse([*TINY.split(), *flags])
 
 
-def read_results(out):
-    return json.loads((Path(out) / "results.json").read_text())
-
-
 def figures(out):
     """What must not depend on how often a run was stopped."""
     return {
         name: {k: v for k, v in cell.items() if k != "seconds"} for name, cell in read_results(out)["cells"].items()
     }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu():
-    """Bit for bit is promised on the CPU; accelerate remembers its settings for the life of a process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")

@@ -2,16 +2,11 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-
-import tables  # noqa: E402
-import texts  # noqa: E402
-from data import RecipeError, split_documents  # noqa: E402
+import tables
+import texts
+from data import RecipeError, split_documents
 
 ROWS = [{"text": f"row {i}: naïve\nsecond line", "n": i} for i in range(30)] + [{"text": "  ", "n": 30}]
 

@@ -1,0 +1,28 @@
+"""Recipes are imported as the scripts that they are, and run on the CPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent / "recipes"), str(TESTS)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu():
+    """Bit for bit is promised on the CPU; accelerate remembers its settings for the life of a process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A text with some structure to learn."""
+    path = tmp_path_factory.mktemp("text") / "rhyme.txt"
+    path.write_text("".join(f"verse {i}: {i % 7} sheep went uphill, {i % 5} came back.\n" for i in range(300)), "utf-8")
+    return path
