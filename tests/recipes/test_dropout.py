@@ -1,22 +1,15 @@
 """One meaning of --keep_dropout: the control and all copies are trained alike, in every recipe."""
 
 import json
-import sys
-from pathlib import Path
 
+import compare
+import data
+import finetune
+import heal
 import pytest
-from accelerate.state import AcceleratorState
+import run
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-
-import compare  # noqa: E402
-import data  # noqa: E402
-import finetune  # noqa: E402
-import heal  # noqa: E402
-import run  # noqa: E402
 
 TINY = "--batch_size 4 --steps 1 --eval_every 1 --warmup_steps 1 --calibration 4 --tracker none"
 LM = f"{TINY} --block_size 16 --heldout_blocks 4 --curve_blocks 4"
@@ -27,15 +20,6 @@ RECIPES = {
     "compare": (compare, "--variants rope --methods finetune staged --starts copied --seeds 0"),
     "unlabelled": (compare, "--variants rms --methods distil --distil_weight 1 --seeds 0"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
@@ -53,17 +37,10 @@ def rates(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "rhyme.txt"
-    path.write_text("".join(f"verse {i}: {i % 7} sheep went uphill, {i % 5} came back.\n" for i in range(200)), "utf-8")
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def given(text, tmp_path_factory):
     """A GPT-2 of rate 0.1, with its tokenizer."""
     folder = tmp_path_factory.mktemp("gpt2")
-    data.train_tokenizer(data.read_text_files([text]), 300, folder)
+    data.train_tokenizer(data.read_text_files([str(text)]), 300, folder)
     sizes = {"vocab_size": 300, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
     return str(folder)
@@ -75,7 +52,7 @@ def test_a_given_model_is_trained_without_unless_it_is_asked_for(recipe, rates, 
     for asked, rate in (("false", 0.0), ("true", 0.1)):
         rates.clear()
         out = tmp_path / asked
-        argv = [*LM.split(), *flags.split(), "--model", given, "--text", text, "--baseline_steps", "1"]
+        argv = [*LM.split(), *flags.split(), "--model", given, "--text", str(text), "--baseline_steps", "1"]
         keep = ["--keep_models"] if module is compare else []
         assert module.main([*argv, "--keep_dropout", asked, "--output_dir", str(out), *keep]) == 0
         assert len(rates) >= 3, "the baseline, the control and a copy"
