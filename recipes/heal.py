@@ -135,6 +135,11 @@ def compare_with_teacher(run: Run, baseline: Baseline) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    if any(flag.partition("=")[0] == "--variants" for flag in argv):  # which a file for finetune.py may name
+        print(
+            "RecipeError: heal.py brings one patch back: --patch; compare.py takes several --variants", file=sys.stderr
+        )
+        return 2
     return run_recipe("heal.py", argv, __doc__.split("\n\n")[1], heal, HealConfig)
 
 

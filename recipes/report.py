@@ -221,58 +221,62 @@ def draw_curves(
     stages, steps = results["stages"], results["config"]["steps"]
     labels = labels or {name: name for name in results["config"]["variants"]}
     names = list(labels)
-    what, distant, _ = distance(results)
-    shown = what.replace(" ", "_")
-    perplexity = what == "perplexity"
+    what, _, _ = distance(results)
+    shown, perplexity = what.replace(" ", "_"), what == "perplexity"
     before = stages["baseline"]["curve"][-1][shown]
     curves = {n: {p["step"]: p for p in stages[n]["curve"]} for n in names}
     patched = [n for n in names if n != CONTROL]
     # Each line is thinner than the one it may cover, and the control lies on top: equal curves show as stripes.
-    style = {
-        n: {"color": COLOURS[i % 6], "lw": max(min(5.0, len(patched) + 1.0) - i, 1.5), "zorder": 2 + i}
-        for i, n in enumerate(patched)
-    }
+    widths = [max(min(5.0, len(patched) + 1.0) - i, 1.5) for i in range(len(patched))]
+    style = {n: {"color": COLOURS[i % 6], "lw": widths[i], "zorder": 2 + i} for i, n in enumerate(patched)}
     style |= {CONTROL: {"color": "black", "lw": 1.2, "zorder": 99}}
     figure, axes = plt.subplots(1, 1 + (CONTROL in names), figsize=(11 if CONTROL in names else 6, 4.4), squeeze=False)
+    left = axes[0, 0]
     for name in names:
-        values = [point[shown] for point in curves[name].values()]
-        axes[0, 0].plot([*curves[name]], values, **style[name], label=labels[name])
-        if CONTROL in names:
-            both = {
-                step: (point, curves[CONTROL][step]) for step, point in curves[name].items() if step in curves[CONTROL]
-            }
-            gaps = [(100 if perplexity else 1) * distant(*pair) for pair in both.values()]
-            axes[0, 1].plot([*both], gaps, **style[name])
-    axes[0, 0].axhline(before, color="#888888", ls="--", lw=1.2, label="before the patch")
+        left.plot([*curves[name]], [point[shown] for point in curves[name].values()], **style[name], label=labels[name])
+    left.axhline(before, color="#888888", ls="--", lw=1.2, label="before the patch")
     for level, point in (levels or {}).items():
-        axes[0, 0].axhline(point[shown], color="#888888", ls=":", lw=1.2, label=level)
-    axes[0, 0].set(ylabel=f"held-out {what}" + " (log scale)" * perplexity, title="After the patch")
+        left.axhline(point[shown], color="#888888", ls=":", lw=1.2, label=level)
+    left.set(ylabel=f"held-out {what}" + " (log scale)" * perplexity, title="After the patch")
     if perplexity:
-        axes[0, 0].set_yscale("log")
-        axes[0, 0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes[0, 0].yaxis.set_major_formatter("{x:g}")
-        axes[0, 0].yaxis.set_minor_formatter(NullFormatter())
-    axes[0, 0].legend(frameon=False)
+        left.set_yscale("log")
+        left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        left.yaxis.set_major_formatter("{x:g}")
+        left.yaxis.set_minor_formatter(NullFormatter())
+    left.legend(frameon=False)
     if CONTROL in names:
-        low, high = axes[0, 1].get_ylim()
-        if perplexity and max(-low, high) > 20:
-            axes[0, 1].set_yscale("symlog", linthresh=10)  # linear up to 10 %
-            low, high = axes[0, 1].get_ylim()
-        least = 0.1 if perplexity else 1e-3  # of rounding errors no more than a line is to be seen
-        axes[0, 1].set_ylim(min(low, -least), max(high, least))
-        axes[0, 1].yaxis.set_major_formatter("{x:+g} %" if perplexity else "{x:+g}")
-        axes[0, 1].set(ylabel=f"{what} against the control's", title="Distance from the control at the same step")
+        draw_gaps(axes[0, 1], results, curves, style)
     for axis in axes[0]:
-        axis.set_xscale("symlog", linthresh=1, linscale=0.4)  # most happens in the first steps
-        axis.set_xlim(0, steps)
-        axis.set_xticks(
-            [0, *(m * 10**e for e in range(7) for m in (1, 2, 5) if m * 10**e <= results["config"]["steps"])]
-        )
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.xaxis.set_minor_locator(NullLocator())
-        axis.set_xlabel("optimizer steps after the patch")
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        count_steps(axis, steps)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def draw_gaps(axis: Any, results: dict[str, Any], curves: dict[str, dict[int, Figures]], style: dict[str, Any]) -> None:
+    """Every curve's distance from the control's at the same step."""
+    what, distant, _ = distance(results)
+    perplexity = what == "perplexity"
+    for name, curve in curves.items():
+        both = {step: (point, curves[CONTROL][step]) for step, point in curve.items() if step in curves[CONTROL]}
+        gaps = [(100 if perplexity else 1) * distant(*pair) for pair in both.values()]
+        axis.plot([*both], gaps, **style[name])
+    low, high = axis.get_ylim()
+    if perplexity and max(-low, high) > 20:
+        axis.set_yscale("symlog", linthresh=10)  # linear up to 10 %
+        low, high = axis.get_ylim()
+    least = 0.1 if perplexity else 1e-3  # of rounding errors no more than a line is to be seen
+    axis.set_ylim(min(low, -least), max(high, least))
+    axis.yaxis.set_major_formatter("{x:+g} %" if perplexity else "{x:+g}")
+    axis.set(ylabel=f"{what} against the control's", title="Distance from the control at the same step")
+
+
+def count_steps(axis: Any, steps: int) -> None:
+    axis.set_xscale("symlog", linthresh=1, linscale=0.4)  # most happens in the first steps
+    axis.set_xlim(0, steps)
+    axis.set_xticks([0, *(m * 10**e for e in range(7) for m in (1, 2, 5) if m * 10**e <= steps)])
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xlabel("optimizer steps after the patch")
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)

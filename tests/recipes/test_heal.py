@@ -186,6 +186,7 @@ class TestBadInput:
             (["--method", "staged", "--patch", "sinusoidal"], "this patch can't come by degrees"),
             (["--method", "staged", "--blend_share", "0"], "--blend_share must be above 0"),
             (["--lora_rank", "2", "--lora_targets", "nothing"], "--lora_targets nothing: "),
+            (["--variants", "rms"], "heal.py brings one patch back: --patch; compare.py takes several --variants"),
             (["--patch", "control"], "--patch control patches nothing"),
             (["--patch", "rmss"], "UnknownNameError: no norm called 'rmss'. Did you mean 'rms'?"),
             (["--baseline_steps", "0"], "nothing to heal back to"),
