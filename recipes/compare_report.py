@@ -21,7 +21,7 @@ from paired import (
     summarise,
     t_quantile,
 )
-from report import machine, show, table
+from report import data_line, machine, show, table
 from settings import CONTROL
 
 STEADY = 0.02  # share of a step's time: what lies within it is called the same
@@ -40,7 +40,7 @@ def compare_report(results: Results) -> str:
         if found := ranks(results, axis):
             lines += [*table(rank_columns(axis, found)), ""]
     lines += [f"*{name}*: {text}" for name, text in definitions(results, summaries).items()]
-    lines += ["", budget(results), data(results), f"`{results['command']}`", machine(results)]
+    lines += ["", budget(results), data_line(results["data"]), f"`{results['command']}`", machine(results)]
     return "\n".join(lines) + "\n"
 
 
@@ -327,9 +327,3 @@ def baseline(results: Results) -> str:
     trained = [stage["step"] for name, stage in results["stages"].items() if name.startswith("baseline-")]
     source = results["config"].get("model") or "a model made from scratch"
     return f"starting from {source}" + (f", trained for {max(trained)} steps first" if any(trained) else "")
-
-
-def data(results: Results) -> str:
-    found = results["data"]
-    sha = f", sha256 {found['sha256'][:12]}" if "sha256" in found else ""
-    return f"Data: {found.get('source', 'unknown')}{sha}."

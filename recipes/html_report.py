@@ -9,7 +9,6 @@ from compare_figure import MOST_BANDS, svg_curves
 from compare_report import (
     budget,
     columns,
-    data,
     definitions,
     label,
     main_name,
@@ -21,7 +20,7 @@ from compare_report import (
     title,
 )
 from paired import BETTER, SAME, WORSE, Interval, Summary, ranks, read_cells, summarise
-from report import machine, show
+from report import data_line, machine, show
 
 SIGNS = {BETTER: "▲", SAME: "●", WORSE: "▼"}  # beside the word: a verdict isn't told by colour alone
 WIDE, HIGH = 130, 22  # of an interval's drawing, in pixels
@@ -72,7 +71,7 @@ def html_report(results: Results) -> str:
     said = "".join(f"<li>{emphasised(line)}</li>" for line in lines if line not in unfinished)
     parts = [
         f"<h1>{escape(title(results))}</h1>",
-        f'<p class="dim">{escape(budget(results))}<br>{escape(data(results))}</p>',
+        f'<p class="dim">{escape(budget(results))}<br>{escape(data_line(results["data"]))}</p>',
         *(f'<p class="warn" role="status">{escape(line)}</p>' for line in unfinished),
         f"<h2>What it says</h2><ul>{said}</ul>",
         f"<h2>The figures</h2>{main_table(results, summaries)}",
@@ -250,7 +249,7 @@ def how_to_read(results: Results, summaries: list[Summary]) -> str:
 
 def provenance(results: Results) -> str:
     """What is needed to run it again."""
-    lines = {"Machine": machine(results), "Data": data(results)}
+    lines = {"Machine": machine(results), "Data": data_line(results["data"])}
     baselines = results["data"].get("baselines")
     if isinstance(baselines, dict):
         lines["Simple methods on this data"] = "; ".join(f"{name}: {described(b)}" for name, b in baselines.items())
