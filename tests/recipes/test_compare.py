@@ -75,7 +75,8 @@ def planted(offsets, *, seeds=5, noise=0.004, higher=False, starts=("auto",), me
             }  # fmt: skip
     config = {"margin": 0.01, "steps": list(steps), "seeds": list(range(seeds)), "batch_size": 4, "learning_rate": 1e-3}
     return {
-        "command": "python recipes/compare.py", "config": config, "data": {"source": "made up", "sha256": "0" * 64}, "task": "lm",
+        "command": "python recipes/compare.py", "config": config, "task": "lm",
+        "data": {"source": "made up", "sha256": "0" * 64},
         "main": "loss", "higher_is_better": higher, "unit": "tokens", "from_scratch": False, "control_method": "",
         "wall_seconds": 1.0,
         "hardware": {"cpu": "x", "cores": 2, "processes": 1, "device": "cpu"}, "versions": {"python": "3"},
