@@ -55,6 +55,10 @@ def encoder() -> str:
     return with_curves("encoder", "Held-out similarity to the unpatched MiniLM")
 
 
+def classify() -> str:
+    return with_curves("classify", "Held-out F1 of both norms, mean and spread over seeds")
+
+
 def sweep() -> str:
     totals = json.loads(SWEEP.read_text())
     return (
@@ -109,6 +113,7 @@ BLOCKS = {
     "plan": plan,
     "results": results,
     "encoder": encoder,
+    "classify": classify,
     "repair": repair,
     "sweep": sweep,
     "exact": exact,
