@@ -42,9 +42,8 @@ def positions() -> str:
 
 
 def with_curves(folder: str, caption: str) -> str:
-    return (
-        f"{(RESULTS / folder / 'results.md').read_text().strip()}\n\n![{caption}](recipes/results/{folder}/curves.png)"
-    )
+    text = re.sub(r"\A# .*\n", "", (RESULTS / folder / "results.md").read_text()).strip()
+    return f"{text}\n\n![{caption}](recipes/results/{folder}/curves.png)"
 
 
 def results() -> str:
