@@ -37,11 +37,11 @@ from html_report import html_report
 from methods import METHODS, Distil, Method, MethodConfig, check_method, objective, try_out
 from paired import Cell, Kind, read_cells
 from report import table
-from run import DivergedError, Run, Stopped, folder_name, read_results, run_recipe, stop_requests
+from run import DivergedError, Run, Stopped, exit_status, folder_name, read_results, run_recipe, stop_requests
 from settings import CONTROL, FREE_TO_CHANGE, check, parse_variant, read_run
 from start import INIT, Baseline
 
-from hfpatch import PatchError, plan_patch
+from hfpatch import plan_patch
 
 STARTS = ("repaired", "self", "auto", "copied", "reset")
 
@@ -293,14 +293,13 @@ def main(argv: list[str] | None = None) -> int:
     about = __doc__.split("\n\n")[1]
     if "--list" not in argv:
         return run_recipe("compare.py", argv, about, compare, CompareConfig)
-    try:
+
+    def show_list(command: str) -> None:
         config = read_run(argv, "compare.py", about, CompareConfig)
         check(config)
         print(listing(config))
-    except (RecipeError, PatchError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_status("compare.py", argv, show_list)
 
 
 if __name__ == "__main__":

@@ -410,30 +410,39 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(partial, path)
 
 
+def exit_status(recipe: str, argv: list[str], work: Callable[[str], int | None]) -> int:
+    """Do a recipe's work, given its command. Returns `work`'s status, else 0; 2 (bad input) or 130 (stopped)."""
+    command = ["python", f"recipes/{recipe}", *(a for a in argv if a != "--resume")]
+    try:
+        return work(shlex.join(command)) or 0
+    except (RecipeError, PatchError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except (Stopped, KeyboardInterrupt) as stop:
+        print(f"{str(stop) or 'interrupted'}\nto go on: {shlex.join([*command, '--resume'])}", file=sys.stderr)
+        return 130
+
+
 def run_recipe(recipe: str, argv: list[str], about: str, work: Callable[[Run], None], *settings: type) -> int:
     """Read the settings, do the work. Returns the exit status: 0, 1 (training failed), 2 (bad input), 130 (stopped)."""
     transformers.logging.disable_progress_bar()
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are saved once: as they should
-    command = ["python", f"recipes/{recipe}", *(a for a in argv if a != "--resume")]
-    try:
+
+    def train(command: str) -> int:
         config = read_run(argv, recipe, about, *settings)
         check(config)
-        work(Run(config, shlex.join(command)))
-    except (RecipeError, PatchError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    except DivergedError as error:
-        print(
-            f"{type(error).__name__}: {error}: start again with a lower --learning_rate; in the first step it is the "
-            f"model or the data that isn't sound. The last good state, if any, is in {config.output_dir}/state",
-            file=sys.stderr,
-        )
-        return 1
-    except TrainingError as error:
-        states = f"the last good state, if any, is in {config.output_dir}/state, and --resume goes on from it"
-        print(f"{type(error).__name__}: {error}; {states}", file=sys.stderr)
-        return 1
-    except (Stopped, KeyboardInterrupt) as stop:
-        print(f"{str(stop) or 'interrupted'}\nto go on: {shlex.join([*command, '--resume'])}", file=sys.stderr)
-        return 130
-    return 0
+        states = f"last good state, if any, is in {config.output_dir}/state"
+        try:
+            work(Run(config, command))
+        except DivergedError as error:
+            advice = (
+                "start again with a lower --learning_rate; in the first step it is the model or the data that isn't"
+            )
+            print(f"{type(error).__name__}: {error}: {advice} sound. The {states}", file=sys.stderr)
+            return 1
+        except TrainingError as error:
+            print(f"{type(error).__name__}: {error}; the {states}, and --resume goes on from it", file=sys.stderr)
+            return 1
+        return 0
+
+    return exit_status(recipe, argv, train)

@@ -17,7 +17,6 @@ import json
 import math
 import os
 import platform
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -46,14 +45,14 @@ from data import (
 from depth_report import depth_report, draw_depths
 from lm import token_nats
 from report import hardware, versions
-from run import Stopped, stop_requests, write_json
+from run import Stopped, exit_status, stop_requests, write_json
 from settings import check_numbers, check_output_folder, read_settings
 from tasks import Batch
 from torch import nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from hfpatch import PatchError, patch_model, plan_patch
+from hfpatch import patch_model, plan_patch
 
 NATIVE = {"post": False, "pre": True}  # OPT's do_layer_norm_before
 
@@ -321,18 +320,13 @@ def cell_name(variant: str, depth: int, seed: int) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe. Returns the exit status: 0, 2 (bad input) or 130 (stopped)."""
     argv = sys.argv[1:] if argv is None else argv
-    command = ["python", "recipes/stability.py", *(a for a in argv if a != "--resume")]
-    try:
+
+    def sweep(command: str) -> None:
         config = parse(argv, __doc__.split("\n\n")[1])
         check(config)
-        Sweep(config, shlex.join(command)).run()
-    except (RecipeError, PatchError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    except (Stopped, KeyboardInterrupt) as stop:
-        print(f"{str(stop) or 'interrupted'}\nto go on: {shlex.join([*command, '--resume'])}", file=sys.stderr)
-        return 130
-    return 0
+        Sweep(config, command).run()
+
+    return exit_status("stability.py", argv, sweep)
 
 
 if __name__ == "__main__":

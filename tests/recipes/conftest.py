@@ -26,3 +26,19 @@ def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "rhyme.txt"
     path.write_text("".join(f"verse {i}: {i % 7} sheep went uphill, {i % 5} came back.\n" for i in range(300)), "utf-8")
     return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Python source for an encoder to read."""
+    from tiny_encoder import write_sources
+
+    return write_sources(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def folder(files, tmp_path_factory):
+    """A tiny encoder with a tokenizer of that source."""
+    from tiny_encoder import write_encoder
+
+    return write_encoder(tmp_path_factory.mktemp("encoder"), files)

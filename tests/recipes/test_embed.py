@@ -19,21 +19,11 @@ import torch
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
-from tiny_encoder import POSITIONS, write_encoder, write_sources
+from tiny_encoder import POSITIONS
 from tiny_models import randomise
 from transformers import AutoModel, AutoTokenizer, BartConfig, BartModel
 
 from hfpatch import NotPreservedWarning, patch_model
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return write_sources(tmp_path_factory.mktemp("source"))
-
-
-@pytest.fixture(scope="module")
-def folder(files, tmp_path_factory):
-    return write_encoder(tmp_path_factory.mktemp("encoder"), files)
 
 
 def rotary(task, folder):

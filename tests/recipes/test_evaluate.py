@@ -15,7 +15,7 @@ import pytest
 import sweep
 import torch
 import torch.nn.functional as F
-from tiny_encoder import make_tokenizer, write_encoder, write_sources
+from tiny_encoder import make_tokenizer
 from tiny_models import randomise
 from transformers import (
     AutoModel,
@@ -27,16 +27,6 @@ from transformers import (
 )
 
 from hfpatch import NotPreservedWarning, patch_model
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return write_sources(tmp_path_factory.mktemp("source"))
-
-
-@pytest.fixture(scope="module")
-def folder(files, tmp_path_factory):
-    return write_encoder(tmp_path_factory.mktemp("encoder"), files)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import sys
 import labelled
 import pytest
 from data import Document, RecipeError
+from run_files import write_table
 
 SINGLE = [{"text": f"text {i}: naïve, dög\nsecond line", "label": ["good", "bad"][i % 3 == 0]} for i in range(60)]
 MULTI = [
@@ -15,26 +16,6 @@ MULTI = [
 ]
 TRIPLES = [["P", "/lived", "C"], ["C", "/lived", "P"], ["P", "/born", "C"], ["P", "/worked", "C"]]
 NYT = [{"text": f"Person {i} of city {i}.", "triple_list": TRIPLES[i % 3 : i % 4 + 1]} for i in range(60)]
-
-
-def write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix in (".csv", ".tsv"):
-        import csv
-
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0], delimiter="\t" if path.suffix == ".tsv" else ",")
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-        path.write_text("\n".join(lines) if path.suffix == ".jsonl" else f"[{','.join(lines)}]", "utf-8")
-    return str(path)
 
 
 def read(data=None, **settings):
@@ -114,40 +95,40 @@ class TestMaskedBuiltins:
 class TestFormats:
     @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet"])
     def test_single_labels(self, tmp_path, suffix):
-        found = read(write(tmp_path / f"x{suffix}", SINGLE))
+        found = read(write_table(tmp_path / f"x{suffix}", SINGLE))
         assert not found.multi
         assert found.labels == ["bad", "good"]
         assert {(i.text, *i.labels) for i in everything(found)} == {(row["text"], row["label"]) for row in SINGLE}
-        assert found.splits == read(write(tmp_path / "y.json", SINGLE)).splits, "the format makes no difference"
+        assert found.splits == read(write_table(tmp_path / "y.json", SINGLE)).splits, "the format makes no difference"
 
     @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet", ".csv", ".tsv"])
     def test_lists_of_labels(self, tmp_path, suffix):
         rows = MULTI
         if suffix in (".csv", ".tsv"):  # as JSON in a cell
             rows = [{**row, "labels": json.dumps(row["labels"])} for row in MULTI]
-        found = read(write(tmp_path / f"x{suffix}", rows))
+        found = read(write_table(tmp_path / f"x{suffix}", rows))
         assert found.multi
         assert found.labels == ["a", "b", "c"]
         assert {(i.text, i.labels) for i in everything(found)} == {(r["text"], tuple(r["labels"])) for r in MULTI}
 
     def test_separated_labels(self, tmp_path):
         rows = [{"sentence": row["text"], "tags": " | ".join(row["labels"])} for row in MULTI]
-        path = write(tmp_path / "x.csv", rows)
+        path = write_table(tmp_path / "x.csv", rows)
         columns = {"text_column": "sentence", "label_column": "tags"}
         found = read(path, label_separator="|", **columns)
         assert found.multi
-        assert found.splits == read(write(tmp_path / "y.json", MULTI)).splits
+        assert found.splits == read(write_table(tmp_path / "y.json", MULTI)).splits
 
     def test_numbers_are_ordered_as_numbers(self, tmp_path):
         rows = [{"text": f"text {i}", "label": i % 12} for i in range(200)]
         for suffix in (".jsonl", ".csv", ".parquet"):
-            assert read(write(tmp_path / f"x{suffix}", rows)).labels == [str(i) for i in range(12)]
+            assert read(write_table(tmp_path / f"x{suffix}", rows)).labels == [str(i) for i in range(12)]
 
     @pytest.mark.parametrize("names", [("train.json", "valid.json", "test.json"),
                                        ("train_triples.json", "dev_triples.json", "test_triples.json")])  # fmt: skip
     def test_relations(self, tmp_path, names):
         for name, rows in zip(names, (NYT[:40], NYT[40:50], NYT[50:]), strict=True):
-            write(tmp_path / name, rows)
+            write_table(tmp_path / name, rows)
         (tmp_path / "rel2id.json").write_text("{}")
         found = read(tmp_path)
         assert found.labels == ["/born", "/lived", "/worked"]
@@ -155,13 +136,13 @@ class TestFormats:
         assert [len(items) for items in found.splits.values()] == [40, 10, 10]
         for item, row in zip(found.splits["test"], NYT[50:], strict=True):
             assert set(item.labels) == {relation for _, relation, _ in row["triple_list"]}
-        single = read(write(tmp_path / "all.json", NYT))
+        single = read(write_table(tmp_path / "all.json", NYT))
         assert single.multi
         assert single.labels == found.labels
 
     def test_parts_of_a_split(self, tmp_path):
         for i in range(3):
-            write(tmp_path / f"train-0000{i}-of-00003.parquet", SINGLE[20 * i : 20 * i + 20])
+            write_table(tmp_path / f"train-0000{i}-of-00003.parquet", SINGLE[20 * i : 20 * i + 20])
         assert len(everything(read(tmp_path))) == 60
 
     def test_goemotions(self, tmp_path):
@@ -216,9 +197,9 @@ class TestFormats:
 class TestSplits:
     def test_neither_order_nor_company_moves_a_text(self, tmp_path):
         rows = [{"text": f"text {i}", "label": i % 2} for i in range(500)]
-        once = read(write(tmp_path / "x.jsonl", rows[:400]))
+        once = read(write_table(tmp_path / "x.jsonl", rows[:400]))
         random.Random(0).shuffle(rows)
-        more = read(write(tmp_path / "x.jsonl", rows))
+        more = read(write_table(tmp_path / "x.jsonl", rows))
         where = {item.text: name for name, items in more.splits.items() for item in items}
         for name, items in once.splits.items():
             assert all(where[item.text] == name for item in items)
@@ -227,14 +208,14 @@ class TestSplits:
 
     def test_equal_texts_fall_on_the_same_side(self, tmp_path):
         rows = [{"text": f"text {i % 50}", "label": i % 3} for i in range(200)]
-        found = read(write(tmp_path / "x.jsonl", rows))
+        found = read(write_table(tmp_path / "x.jsonl", rows))
         texts = {name: {item.text for item in items} for name, items in found.splits.items()}
         assert sum(map(len, texts.values())) == 50
         assert found.notes["texts_also_in_train"] == {"dev": 0, "test": 0}
 
     def test_texts_in_two_given_splits_are_counted(self, tmp_path):
-        write(tmp_path / "train.csv", SINGLE[:40])
-        write(tmp_path / "test.csv", SINGLE[35:])
+        write_table(tmp_path / "train.csv", SINGLE[:40])
+        write_table(tmp_path / "test.csv", SINGLE[35:])
         found = read(tmp_path)
         held = {item.text for item in found.splits["dev"]}
         assert found.notes["splits_by_hash"] == ["dev"]
@@ -243,7 +224,7 @@ class TestSplits:
 
     def test_what_could_not_be_learnt_goes_to_the_training_texts(self, tmp_path):
         rows = [{"text": f"text {i}", "label": f"rare {i}" if i % 4 == 0 else "common"} for i in range(400)]
-        found = read(write(tmp_path / "x.jsonl", rows))
+        found = read(write_table(tmp_path / "x.jsonl", rows))
         known = {label for item in found.splits["train"] for label in item.labels}
         assert all(known.issuperset(item.labels) for item in everything(found))
         assert found.notes["moved_to_train"] > 5
@@ -252,30 +233,30 @@ class TestSplits:
     @pytest.mark.parametrize("count", [5, 8, 20])
     def test_few_texts(self, tmp_path, count):
         rows = [{"text": f"text {i}", "label": "ab"[i in (2, 3)]} for i in range(count)]
-        found = read(write(tmp_path / "x.jsonl", rows))
+        found = read(write_table(tmp_path / "x.jsonl", rows))
         assert all(found.splits.values())
         assert len(everything(found)) == count
         with pytest.raises(RecipeError, match="2 texts, too few to train on and to measure"):
-            read(write(tmp_path / "x.jsonl", rows[:2]))
+            read(write_table(tmp_path / "x.jsonl", rows[:2]))
 
     def test_digest_is_of_texts_and_labels(self, tmp_path):
-        first = read(write(tmp_path / "x.jsonl", SINGLE)).sha256
-        assert read(write(tmp_path / "x.jsonl", SINGLE[::-1])).sha256 == first
+        first = read(write_table(tmp_path / "x.jsonl", SINGLE)).sha256
+        assert read(write_table(tmp_path / "x.jsonl", SINGLE[::-1])).sha256 == first
         other = [{**SINGLE[0], "label": "good"}, *SINGLE[1:]]
-        assert read(write(tmp_path / "x.jsonl", other)).sha256 != first
+        assert read(write_table(tmp_path / "x.jsonl", other)).sha256 != first
 
 
 class TestLabels:
     def test_problem_can_be_said(self, tmp_path):
-        assert read(write(tmp_path / "x.json", SINGLE), problem="multi").multi
+        assert read(write_table(tmp_path / "x.json", SINGLE), problem="multi").multi
         with pytest.raises(RecipeError, match=r"\d+ texts of .* have no label or several: use --problem multi"):
-            read(write(tmp_path / "y.json", MULTI), problem="single")
+            read(write_table(tmp_path / "y.json", MULTI), problem="single")
 
     def test_unknown_labels(self, tmp_path):
-        write(tmp_path / "train.json", SINGLE[:40])
-        write(tmp_path / "dev.json", SINGLE[40:50])
+        write_table(tmp_path / "train.json", SINGLE[:40])
+        write_table(tmp_path / "dev.json", SINGLE[40:50])
         new = [{"text": f"new {i}", "label": "ugly" if i else "odd"} for i in range(3)]
-        write(tmp_path / "test.json", SINGLE[50:] + new)
+        write_table(tmp_path / "test.json", SINGLE[50:] + new)
         with pytest.raises(
             RecipeError, match=r"3 test texts have labels that no training text has: 'ugly' \(2\), 'odd' \(1\)"
         ):
@@ -283,7 +264,7 @@ class TestLabels:
         found = read(tmp_path, unknown_labels="drop")
         assert len(found.splits["test"]) == 10
         assert found.notes["unknown_labels_dropped"] == {"test": 3}
-        write(tmp_path / "test.json", new)
+        write_table(tmp_path / "test.json", new)
         with pytest.raises(RecipeError, match="no test text has a label of the training texts"):
             read(tmp_path, unknown_labels="drop")
 
@@ -320,13 +301,13 @@ class TestRefused:
             read(name)
 
     def test_folder_without_training_texts(self, tmp_path):
-        write(tmp_path / "test.json", SINGLE)
+        write_table(tmp_path / "test.json", SINGLE)
         with pytest.raises(RecipeError, match="no training file in the folder"):
             read(tmp_path)
 
     def test_rows_without_text_are_counted(self, tmp_path):
         found = read(
-            write(tmp_path / "x.json", [*SINGLE, {"text": " ", "label": "good"}, {"text": None, "label": "bad"}])
+            write_table(tmp_path / "x.json", [*SINGLE, {"text": " ", "label": "good"}, {"text": None, "label": "bad"}])
         )
         assert found.notes["rows_without_text"] == 2
         assert len(everything(found)) == 60

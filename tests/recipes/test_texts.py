@@ -1,33 +1,14 @@
 """Plain text from files, tables and datasets, and what is refused."""
 
-import json
 import sys
 
 import pytest
 import tables
 import texts
 from data import RecipeError, split_documents
+from run_files import write_table
 
 ROWS = [{"text": f"row {i}: naïve\nsecond line", "n": i} for i in range(30)] + [{"text": "  ", "n": 30}]
-
-
-def write(path, rows):
-    if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix in (".csv", ".tsv"):
-        import csv
-
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0], delimiter="\t" if path.suffix == ".tsv" else ",")
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        lines = [json.dumps(row) for row in rows]
-        path.write_text("\n".join(lines) if path.suffix == ".jsonl" else f"[{','.join(lines)}]", "utf-8")
-    return str(path)
 
 
 def read(**settings):
@@ -36,7 +17,7 @@ def read(**settings):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".parquet"])
 def test_every_format_gives_the_same_documents(tmp_path, suffix):
-    source, documents = read(text=[write(tmp_path / f"t{suffix}", ROWS)])
+    source, documents = read(text=[write_table(tmp_path / f"t{suffix}", ROWS)])
     assert source == f"t{suffix}"
     assert [d.text for d in documents] == [row["text"] for row in ROWS[:30]], "a blank row is no document"
     train, heldout = split_documents(documents)
@@ -47,7 +28,7 @@ def test_every_format_gives_the_same_documents(tmp_path, suffix):
 
 def test_text_files_and_tables_together(tmp_path):
     (tmp_path / "a.txt").write_text("plain\n")
-    _, documents = read(text=[str(tmp_path / "a.txt"), write(tmp_path / "b.jsonl", ROWS)])
+    _, documents = read(text=[str(tmp_path / "a.txt"), write_table(tmp_path / "b.jsonl", ROWS)])
     assert len(documents) == 31
     assert len({d.name for d in documents}) == 31
 
@@ -57,7 +38,7 @@ def test_datasets(tmp_path, rows, monkeypatch):
     """The library itself, on a builder that needs no network; streamed, no more rows are read than asked for."""
     import datasets
 
-    path, read_rows = write(tmp_path / "t.jsonl", ROWS), []
+    path, read_rows = write_table(tmp_path / "t.jsonl", ROWS), []
     real = datasets.load_dataset
 
     def local(name, config, **options):
