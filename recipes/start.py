@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 from accelerate.utils import set_seed
+from compiled import require_blocks
 from data import RecipeError
 from run import Run
 from settings import CONTROL, parse_variant
@@ -21,7 +22,8 @@ class Baseline:
     """The unpatched model, trained for `--baseline_steps`; every copy begins as it ended.
 
     Raises:
-        RecipeError: the model doesn't fit the data, or can't draw the sequences that it would be repaired on.
+        RecipeError: the model doesn't fit the data, can't draw the sequences that it would be repaired on, or repeats
+            no block to compile.
         PatchError: hfpatch refuses one of the variants, all of which are tried out on paper.
     """
 
@@ -33,6 +35,8 @@ class Baseline:
         self.model: PreTrainedModel | None = task.baseline()
         if config.model and not config.keep_dropout:
             switch_off_dropout(self.model)
+        if config.compile:
+            require_blocks(self.model)
         if config.start == "self" and variants and not self.model.can_generate():
             raise RecipeError(f"--start self: a {type(self.model).__name__} draws no sequences; take repaired or auto")
         for variant in variants:

@@ -176,6 +176,15 @@ class TestStopping:
         assert finetune.main(tiny(tmp_path, "--text", text_2, "--resume")) == 2
         assert "data (its content)" in capsys.readouterr().err
 
+    def test_settings_that_came_later_had_their_defaults(self, text, tmp_path, capsys):
+        assert finetune.main(tiny(tmp_path, "--text", text, "--stop_after", 1, variants="control")) == 130
+        results = read_results(tmp_path)
+        del results["config"]["compile"]
+        (tmp_path / "results.json").write_text(json.dumps(results))
+        assert finetune.main(tiny(tmp_path, "--text", text, "--resume", "--compile", "--layers", 2)) == 2
+        assert "other settings: compile, layers changed" in capsys.readouterr().err
+        assert finetune.main(tiny(tmp_path, "--text", text, "--resume", variants="control")) == 0
+
     def test_ctrl_c_finishes_the_step_and_saves(self, finished, text, tmp_path, capsys, monkeypatch):
         train_step = run.Run.train_step
 
