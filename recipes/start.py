@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+from accelerate import PartialState
 from accelerate.utils import set_seed
 from compiled import require_blocks
 from data import RecipeError
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from hfpatch import NotPreservedWarning, patch_model, plan_patch, sample_batches
+from hfpatch import NotPreservedWarning, patch_model, plan_patch, sample_batches, show_progress
 
 INIT = {"copied": {"init": "copy"}, "reset": {"init": "reset"}}  # patch_model's, where it isn't its default
 
@@ -89,8 +90,8 @@ def patched(
     if start == "repaired":
         items = DataLoader(task.train_set(seed, 0, calibration), batch_size, collate_fn=task.collate)
         options["calibration"] = [task.inputs(batch) for batch in items]
-    elif start == "self":
-        options["calibration"] = sample_batches(model, sequences=calibration, seed=seed)
-    with warnings.catch_warnings():
+    with show_progress(PartialState().is_main_process), warnings.catch_warnings():
+        if start == "self":
+            options["calibration"] = sample_batches(model, sequences=calibration, seed=seed)
         warnings.simplefilter("ignore", NotPreservedWarning)  # what isn't preserved is what the table shows
         return patch_model(model, **options)

@@ -640,3 +640,14 @@ class TestData:
         assert sizes.sum() == len("naïve — 𝒳 okplain".encode())
         assert (tokens == tokenizer.eos_token_id).sum() == 2
         assert (sizes[tokens == tokenizer.eos_token_id] == 0).all()
+
+
+def test_repairs_show_their_progress_once(text, tmp_path):
+    """Only the main one of two processes draws."""
+    argv = tiny(tmp_path, "--text", text, "--calibration", 4, "--start", "self", variants="dyt")
+    recipe = ["--", ROOT / "recipes" / "finetune.py", *argv]
+    done = in_process("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, *recipe)
+    assert done.returncode == 0, done.stderr
+    for task, parts in {"own sequences": 4, "repair": 2}.items():  # the block, and the norm behind it
+        assert f"{task}: 100%" in done.stderr
+        assert done.stderr.count(f"| 0/{parts} [00:00]") == 1
