@@ -37,6 +37,7 @@ from encoder import find_model
 from image import preprocessing
 from lm import is_masked
 from report import data_line, hardware, machine, show, table, versions
+from run import require_own_folder
 from settings import check_numbers, check_output_folder, chosen_task, read_settings, spell_out
 from sweep import SWEEPS, Row, draw
 from tasks import Task, find_task, load
@@ -120,6 +121,7 @@ def read(argv: list[str]) -> Any:
     if config.sentence_transformers and config.task != "embed":
         raise RecipeError("--sentence_transformers evaluates embeddings: --task embed")
     check_output_folder(config.output_dir)
+    require_own_folder("evaluate.py", config.output_dir)
     return config
 
 

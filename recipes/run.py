@@ -407,6 +407,28 @@ def read_results(path: Path) -> dict[str, Any]:
     return results
 
 
+def require_own_folder(recipe: str, folder: str) -> None:
+    """Refuse an output folder with results that aren't the recipe's; its own are replaced, or gone on with.
+
+    Raises:
+        RecipeError: says whose they are.
+    """
+    path = Path(folder) / "results.json"
+    if not path.exists():
+        return
+    try:
+        results = json.loads(path.read_text("utf-8"))
+        words = shlex.split(results["command"].strip())
+        theirs = Path(words[1]).name
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        told = f"can't read {path}: it isn't a recipe's ({type(error).__name__}: {error})"
+        raise RecipeError(f"{told}; take another --output_dir, or remove it") from None
+    if theirs != recipe:
+        resumable = {"stages", "cells"} & set(results)
+        go_on = f", or go on with {theirs} there: {shlex.join([*words, '--resume'])}" if resumable else ""
+        raise RecipeError(f"{folder} holds results of {theirs}: take another --output_dir, or remove {path}{go_on}")
+
+
 def write_json(path: Path, value: Any) -> None:
     """Replaced as a whole, never left half-written."""
     partial = path.with_suffix(".partial")
@@ -435,6 +457,7 @@ def run_recipe(recipe: str, argv: list[str], about: str, work: Callable[[Run], N
     def train(command: str) -> int:
         config = read_run(argv, recipe, about, *settings)
         check(config)
+        require_own_folder(recipe, config.output_dir)
         states = f"last good state, if any, is in {config.output_dir}/state"
         try:
             work(Run(config, command))
