@@ -248,12 +248,10 @@ def asked_to_stop(run: Run) -> bool:
 
 def write_reports(run: Run) -> None:
     run.write_results()
-    if run.main and read_cells(run.results):
-        text = compare_report(run.results)
-        (run.out / "results.md").write_text(text, "utf-8")
-        (run.out / "report.html").write_text(html_report(run.results), "utf-8")
-        draw_curves(run.results, run.out / "curves.png")
-        print(f"\n{text}\nin {run.out}: report.html, results.md, results.json, curves.png")
+    if read_cells(run.results):
+        if run.main:
+            (run.out / "report.html").write_text(html_report(run.results), "utf-8")
+        run.report(compare_report, draw_curves, "report.html")
 
 
 # -- what would be done

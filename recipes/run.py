@@ -330,6 +330,15 @@ class Run:
             write_json(self.out / "results.json", self.results)
         self.accelerator.wait_for_everyone()
 
+    def report(self, tell: Callable[[dict], str], draw: Callable[[dict, Path], None], more: str) -> None:
+        """results.md and curves.png, and what a reader sees in the end; `more` names what else is in the folder."""
+        self.write_results()
+        if self.main:
+            text = tell(self.results)
+            (self.out / "results.md").write_text(text, "utf-8")
+            draw(self.results, self.out / "curves.png")
+            print(f"\n{text}\nin {self.out}: results.md, results.json, curves.png, {more}")
+
     def find_state(self, name: str) -> tuple[dict[str, Any], str | None]:
         """The stage's record and the folder of its newest state, or a new record and None."""
         for path in sorted(self.out.glob("state/*/stage.json"), reverse=True):

@@ -50,11 +50,13 @@ def test_a_grid_is_not_listed_by_another_recipes_results(text, tmp_path, capsys)
     assert "holds results of finetune.py" in capsys.readouterr().err
 
 
-def test_ones_own_are_replaced_as_ever(text, tmp_path):
+def test_ones_own_are_replaced_as_ever(text, tmp_path, capsys):
     argv = [*TINY.split(), "--text", str(text), "--output_dir", str(tmp_path)]
     for steps in ("2", "1"):
         assert finetune.main([*argv, "--steps", steps]) == 0
         assert read_results(tmp_path)["stages"]["control"]["step"] == int(steps)
+        told = f"in {tmp_path}: results.md, results.json, curves.png, and a folder per trained model\n"
+        assert capsys.readouterr().out.endswith(told)
 
 
 @pytest.mark.parametrize("name", RECIPES)
