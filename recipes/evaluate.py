@@ -32,6 +32,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from agreement import agreement
+from classify import Classification
 from data import RecipeError
 from embed import Embedding, ranks
 from encoder import find_model
@@ -187,6 +188,8 @@ class Evaluation:
             DataLoader(task.heldout, batch_size=self.config.batch_size, collate_fn=task.collate)
         )
         found: dict[str, Any] = {"parameters": model.num_parameters()}
+        if isinstance(task, Classification):
+            task.take_threshold(source)
         try:
             found["figures"] = task.figures(model, loader, self.accelerator.gather_for_metrics)
         except (IndexError, ValueError, RuntimeError) as error:
@@ -194,6 +197,9 @@ class Evaluation:
                 raise
             reason = str(error).strip().splitlines()[0]
             raise RecipeError(f"{source} doesn't take the held-out data ({reason}): try shorter inputs") from None
+        if isinstance(task, Classification) and task.multi:
+            how = "the best on the development texts" if task.given is None else "found in training"
+            found["threshold"] = {"value": task.threshold, "how": how}
         if isinstance(task, Embedding) and not (self.config.against or self.config.reference):
             found["figures"] = {k: v for k, v in found["figures"].items() if k in ("recall_at_1", "mrr", "loss")}
         if broken := not_finite(found["figures"]):
@@ -338,6 +344,9 @@ def markdown(results: dict[str, Any], names: dict[str, str]) -> str:
         columns.append([kind.replace("_", " "), *("-" if v is None else precise(kind, v) for v in values)])
     columns.append(["parameters", *(f"{found['parameters']:,}" for found in models.values())])
     parts = [table(columns)]
+    if found := {name: model["threshold"] for name, model in models.items() if "threshold" in model}:
+        told = (f"{name} {threshold['value']:.2f} ({threshold['how']})" for name, threshold in found.items())
+        parts.append([f"Labels are given from this probability on: {', '.join(told)}."])
     if results["failed"]:
         parts.append([f"**{names[source]}** failed: {broken}." for source, broken in results["failed"].items()])
     if against := results["config"]["against"]:

@@ -386,11 +386,12 @@ class Run:
             whole = self.accelerator.get_state_dict(model)  # all processes take part
             if self.main:
                 model.save_pretrained(folder, state_dict=whole)
-                self.task.load(str(folder)).save_pretrained(folder)  # adds what is measured on a whole model
         elif self.main:
             model.save_pretrained(folder)
         if self.main:
             self.task.save_extras(folder)
+            if self.accelerator.distributed_type == DistributedType.FSDP:
+                self.task.load(str(folder)).save_pretrained(folder)  # adds what is measured on a whole model
 
     def count_seconds(self, record: dict[str, Any]) -> None:
         now = time.perf_counter()
