@@ -277,7 +277,7 @@ class AttentionLens:
                 phases = rotary(tokens.places())
             elif phases is None:
                 self._require_line(module, rotary)
-                phases = rotary(self._checked(positions, tokens) if positions is not None else slots)
+                phases = rotary(slots) if positions is None else _phases(rotary, self._checked(positions, tokens))
 
             def rotate(x: Tensor, at: Tensor | None = None) -> Tensor:
                 if at is not None:
@@ -418,6 +418,22 @@ class _Tokens:
         if len(self.shape) == 3:
             return x
         return x.unflatten(1, self.shape[1:-1]) if len(self.shape) == 4 else x[0]
+
+
+def _phases(rotary: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions, which on a CPU the first layer leaves on their tensor for the others.
+
+    On other devices they are always computed: a CUDA graph would replay what was left before it was captured.
+    """
+    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if tracing or has_hooks(rotary) or not positions.is_cpu or positions.is_inference():
+        return rotary(positions)
+    left = getattr(positions, PHASES, {}).get(rotary.key)
+    if left is not None and left[0] == positions._version:
+        return left[1]
+    phases = rotary(positions)
+    setattr(positions, PHASES, {**getattr(positions, PHASES, {}), rotary.key: (positions._version, phases)})
+    return phases
 
 
 def has_hooks(module: nn.Module) -> bool:

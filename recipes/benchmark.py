@@ -1,209 +1,161 @@
-"""What a rotary GPT-2 costs: patched, unpatched, and as the GPT-NeoX that transformers ships, of equal weights.
+"""What patched models cost, eager and compiled: against the unpatched ones, their stock siblings, and the hardware.
 
-A training step, a forward and a cached decoding are timed eager and compiled, subject after subject in turn, so that
-whatever else the machine does meets all of them; figures are medians, and ratios of one run.
+Whole models (a training step, a forward, a cached decoding) and their parts (norms, norms of a sum, rotations) are
+timed subject after subject in turn, so that whatever else the machine does meets all of them. Figures are medians, and
+ratios of one run; of the parts, also the bytes moved a second against those of a plain copy in the same turns.
 
-    python recipes/benchmark.py                                # GPT-2 small's shape, minutes on 2 cores
-    python recipes/benchmark.py --layers 4 --width 256 --repeats 5 --modes eager
+    python recipes/benchmark.py                          # small sizes on a CPU, full ones on a GPU; under 10 minutes
+    python recipes/benchmark.py --parts models --models gpt2 bert --layers 12 --minutes 60   # at full size on a CPU
+    python recipes/benchmark.py --parts micro --widths 768 --modes eager --repeats 5
 
-In the output folder: results.md, results.json.
+In the output folder: results.md, results.json, benchmark.png.
 """
 
-import copy
-import json
 import os
-import statistics
 import sys
 import time
-import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
 
 import torch
+import transformers
 from accelerate import Accelerator
+from bench_micro import measure_micro
+from bench_models import MODELS, measure_models
+from bench_report import benchmark_report, draw_benchmark
 from data import RecipeError
 from report import hardware, versions
-from settings import check_numbers, check_output_folder, read_settings
-from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from run import exit_status, write_json
+from settings import check_numbers, check_output_folder, parse_variant, read_settings
+from timing import MODES
+from tqdm.auto import tqdm
 
-from hfpatch import native_model, patch_model
-
-MODES = ("eager", "compiled")
-UNPATCHED, PATCHED, NATIVE = "gpt2", "gpt2 + rope", "gpt_neox"
+PARTS = {"models": measure_models, "micro": measure_micro}
+# of a setting that isn't given: on a CPU, on a GPU
+BY_DEVICE = {
+    "models": (["gpt2", "bert"], list(MODELS)),
+    "layers": (2, None),
+    "vocab_size": (8192, 50257),
+    "batch_size": (2, 8),
+    "block_size": (128, 1024),
+    "new_tokens": (16, 128),
+    "precision": ("float32", "bfloat16"),
+    "widths": ([768, 2048], [4096, 768, 1024, 2048, 8192, 16384]),
+    "dtypes": (["float32"], ["bfloat16", "float32"]),
+    "megabytes": (8.0, 64.0),
+}
 
 
 @dataclass
 class BenchmarkConfig:
-    """The defaults have GPT-2 small's shape."""
+    """Sizes that aren't given go by the device."""
 
     output_dir: str = field(default="runs/benchmark", metadata={"help": "where the results go"})
-    layers: int = field(default=12, metadata={"help": "of every model"})
-    width: int = field(default=768, metadata={"help": "channels; a head takes 64 of them"})
-    vocab_size: int = field(default=50257, metadata={"help": "tokens"})
-    batch_size: int = field(default=2, metadata={"help": "sequences"})
-    block_size: int = field(default=128, metadata={"help": "tokens of a forward and of a training step"})
-    new_tokens: int = field(default=16, metadata={"help": "tokens that are decoded, behind a prompt of as many"})
-    repeats: int = field(default=15, metadata={"help": "timed runs of each subject, after two that warm it up"})
+    parts: list[str] = field(default_factory=lambda: list(PARTS), metadata={"help": "models, micro; in this order"})
     modes: list[str] = field(default_factory=lambda: list(MODES), metadata={"help": "eager, compiled"})
+    repeats: int = field(default=9, metadata={"help": "samples of each subject, after two that warm it up"})
+    minutes: float = field(default=8.0, metadata={"help": "no measurement begins later; the report names what is left"})
     seed: int = field(default=0, metadata={"help": "of weights and tokens"})
+    models: list[str] | None = field(
+        default=None,
+        metadata={"help": f"of {', '.join(MODELS)}, with random weights. On a CPU gpt2 and bert, on a GPU all"},
+    )
+    patches: list[str] = field(
+        default_factory=lambda: ["rms", "rope", "dyt", "rms+rope"], metadata={"help": "schemes joined by +"}
+    )
+    regions: str = field(
+        default="blocks", metadata={"help": "what is compiled for training and forward: blocks, or the whole model"}
+    )
+    layers: int | None = field(default=None, metadata={"help": "of every model. On a CPU 2, on a GPU the model's own"})
+    width: int | None = field(default=None, metadata={"help": "channels, 64 to a head; the model's own"})
+    vocab_size: int | None = field(default=None, metadata={"help": "tokens. On a CPU 8192, on a GPU 50257"})
+    batch_size: int | None = field(default=None, metadata={"help": "sequences or images. On a CPU 2, on a GPU 8"})
+    block_size: int | None = field(default=None, metadata={"help": "tokens of one. On a CPU 128, on a GPU 1024"})
+    new_tokens: int | None = field(
+        default=None,
+        metadata={"help": "tokens that are decoded, behind a prompt of as many. On a CPU 16, on a GPU 128"},
+    )
+    precision: str | None = field(
+        default=None,
+        metadata={"help": "float32, or bfloat16: autocast for training, else weights. On a GPU the latter"},
+    )
+    widths: list[int] | None = field(
+        default=None, metadata={"help": "channels of the parts. On a CPU 768 2048, on a GPU up to 16384"}
+    )
+    dtypes: list[str] | None = field(
+        default=None, metadata={"help": "of the parts. On a CPU float32, on a GPU bfloat16 too"}
+    )
+    megabytes: float | None = field(
+        default=None, metadata={"help": "that a large tensor of a part takes. On a CPU 8, on a GPU 64"}
+    )
+
+
+def fill_in(config: BenchmarkConfig, device: torch.device) -> None:
+    """The sizes that weren't given."""
+    for name, (cpu, gpu) in BY_DEVICE.items():
+        if getattr(config, name) is None:
+            setattr(config, name, gpu if device.type == "cuda" else cpu)
 
 
 def check(config: BenchmarkConfig) -> None:
     """Refuse what can't work before anything is run."""
-    check_numbers(config, dict.fromkeys(("layers", "batch_size", "block_size", "new_tokens", "repeats"), 1))
-    if config.width < 64 or config.width % 64:
-        raise RecipeError(f"--width must be a multiple of 64, not {config.width}")
+    at_least = ("repeats", "layers", "vocab_size", "batch_size", "block_size", "new_tokens")
+    check_numbers(config, dict.fromkeys(at_least, 1) | {"minutes": 0})
+    known = {"parts": PARTS, "modes": MODES, "models": MODELS, "dtypes": ("float32", "bfloat16", "float16")}
+    for name, values in known.items():
+        if unknown := [value for value in getattr(config, name) if value not in values]:
+            raise RecipeError(f"--{name} knows {', '.join(values)}, not {', '.join(unknown)}")
+    for name, values in {"regions": ("blocks", "model"), "precision": ("float32", "bfloat16")}.items():
+        if getattr(config, name) not in values:
+            raise RecipeError(f"--{name} must be {' or '.join(values)}, not {getattr(config, name)}")
+    for width in [*config.widths, *([] if config.width is None else [config.width])]:
+        if width < 64 or width % 64:
+            raise RecipeError(f"a width must be a multiple of 64, not {width}")
     if config.new_tokens > config.block_size:
         raise RecipeError(f"--new_tokens can't be more than --block_size, {config.block_size}: they are the prompt too")
-    if unknown := [mode for mode in config.modes if mode not in MODES]:
-        raise RecipeError(f"--modes knows {' and '.join(MODES)}, not {', '.join(unknown)}")
+    if not config.megabytes > 0:
+        raise RecipeError(f"--megabytes must be positive, not {config.megabytes}")
+    for patch in config.patches:
+        if not parse_variant(patch):
+            raise RecipeError(f"--patches {patch} patches nothing")
     check_output_folder(config.output_dir)
 
 
-def measure(config: BenchmarkConfig, device: torch.device) -> list[dict[str, Any]]:
-    torch.manual_seed(config.seed)
-    models = subjects(config, device)
-    ids = torch.randint(config.vocab_size, (config.batch_size, config.block_size), device=device)
-    rows = []
-    for mode in config.modes:
-        for work, prepare in WORK.items():
-            torch.compiler.reset()
-            runs = {name: prepare(copy.deepcopy(model), ids, mode, config) for name, model in models.items()}
-            rows.append({"work": work, "mode": mode, "seconds": alternating(runs, config.repeats, device)})
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
-
-
-def subjects(config: BenchmarkConfig, device: torch.device) -> dict[str, nn.Module]:
-    """Models of one set of weights; the patched one and GPT-NeoX give the same logits, which is checked.
-
-    Raises:
-        RecipeError: they don't.
-    """
-    shape = GPT2Config(
-        n_layer=config.layers,
-        n_embd=config.width,
-        n_head=max(1, config.width // 64),
-        vocab_size=config.vocab_size,
-        n_positions=max(1024, config.block_size),
-        bos_token_id=0,
-        eos_token_id=None,
-    )
-    plain = GPT2LMHeadModel(shape).eval().to(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        patched = patch_model(copy.deepcopy(plain), pos="rope")
-    native = native_model(patched, "gpt_neox").to(device)
-    ids = torch.randint(config.vocab_size, (1, 32), device=device)
-    with torch.no_grad():
-        a, b = patched(ids).logits, native(ids).logits
-    if float((a - b).abs().max()) > 1e-4 * float(b.abs().max()):
-        raise RecipeError("the patched model and GPT-NeoX don't agree, so their times can't be compared.")
-    return {UNPATCHED: plain, PATCHED: patched, NATIVE: native}
-
-
-def forward(model: Any, ids: torch.Tensor, mode: str, config: BenchmarkConfig) -> Callable[[], Any]:
-    model.config.use_cache = False
-    run = torch.compile(model, fullgraph=True) if mode == "compiled" else model
-
-    @torch.no_grad()
-    def once() -> None:
-        run(ids, use_cache=False)
-
-    return once
-
-
-def training_step(model: Any, ids: torch.Tensor, mode: str, config: BenchmarkConfig) -> Callable[[], Any]:
-    model.train()
-    for module in model.modules():  # dropout would be another random stream in each
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    run = torch.compile(model) if mode == "compiled" else model
-
-    def once() -> None:
-        run(ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return once
-
-
-def decoding(model: Any, ids: torch.Tensor, mode: str, config: BenchmarkConfig) -> Callable[[], Any]:
-    prompt = ids[:, : config.new_tokens]
-    settings: dict[str, Any] = {"max_new_tokens": config.new_tokens, "min_new_tokens": config.new_tokens}
-    settings |= {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    if mode == "compiled":
-        model.forward = torch.compile(model.forward)
-        settings["cache_implementation"] = "static"
-
-    def once() -> None:
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
-
-    return once
-
-
-WORK = {"forward": forward, "training step": training_step, "decoding": decoding}
-
-
-def alternating(runs: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each run, taken in turn."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for repeat in range(repeats + 2):
-        for name, run in runs.items():
-            wait()
-            started = time.perf_counter()
-            run()
-            wait()
-            if repeat >= 2:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
-
-
-def markdown(result: dict[str, Any]) -> str:
-    lines = [f"| work | mode | {UNPATCHED} | {PATCHED} | {NATIVE} | patched / unpatched | patched / native |"]
-    lines.append("|---|---|---:|---:|---:|---:|---:|")
-    for row in result["rows"]:
-        median = {name: statistics.median(values) for name, values in row["seconds"].items()}
-        times = " | ".join(f"{1000 * value:.1f} ms" for value in median.values())
-        ratios = " | ".join(f"{paired(row['seconds'], PATCHED, other):.3f}" for other in (UNPATCHED, NATIVE))
-        lines.append(f"| {row['work']} | {row['mode']} | {times} | {ratios} |")
-    config, machine = result["config"], result["hardware"]
-    shape = f"{config['layers']} layers of {config['width']}, {config['batch_size']} x {config['block_size']} tokens"
-    told = f"{shape}; decoding {config['new_tokens']} tokens; medians of {config['repeats']} alternating runs."
-    software = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return "\n".join(
-        [*lines, "", told, f"{machine['cpu']}, {machine['cores']} cores, {machine['device']}; {software}.", ""]
-    )
-
-
-def paired(seconds: dict[str, list[float]], one: str, other: str) -> float:
-    """The median ratio of two subjects' runs that followed one another."""
-    return statistics.median(a / b for a, b in zip(seconds[one], seconds[other], strict=True))
+def benchmark(config: BenchmarkConfig, command: str) -> None:
+    transformers.logging.set_verbosity_error()
+    accelerator = Accelerator()
+    fill_in(config, accelerator.device)
+    check(config)
+    started = time.perf_counter()
+    out = Path(config.output_dir)
+    results = {"command": command, "config": asdict(config), "hardware": hardware(accelerator)}
+    results |= {"versions": versions(), "groups": []}
+    with tqdm(unit="group", dynamic_ncols=True) as bar:
+        for part in config.parts:
+            for group in PARTS[part](
+                config, accelerator.device, lambda: time.perf_counter() - started > 60 * config.minutes
+            ):
+                results["groups"].append(group)
+                results["wall_seconds"] = time.perf_counter() - started
+                write_json(out / "results.json", results)
+                bar.set_postfix_str(f"{group['case']}, {group['work']}")
+                bar.update()
+    text = benchmark_report(results)
+    (out / "results.md").write_text(text, "utf-8")
+    draw_benchmark(results, out / "benchmark.png")
+    print(f"{text}\nin {out}: results.md, results.json, benchmark.png")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the recipe. Returns the exit status: 0 or 2 (bad input)."""
-    try:
-        config = read_settings(BenchmarkConfig, "benchmark.py", sys.argv[1:] if argv is None else argv, __doc__ or "")
-        check(config)
-    except RecipeError as error:
-        print(f"RecipeError: {error}", file=sys.stderr)
-        return 2
-    accelerator = Accelerator()
-    rows = measure(config, accelerator.device)
-    result = {"config": asdict(config), "hardware": hardware(accelerator), "versions": versions(), "rows": rows}
-    folder = Path(config.output_dir)
-    (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-    (folder / "results.md").write_text(markdown(result))
-    print(markdown(result))
-    return 0
+    """Run the recipe. Returns the exit status: 0, 2 (bad input) or 130 (stopped)."""
+    argv = sys.argv[1:] if argv is None else argv
+
+    def measure(command: str) -> None:
+        benchmark(read_settings(BenchmarkConfig, "benchmark.py", argv, (__doc__ or "").split("\n\n")[1]), command)
+
+    return exit_status("benchmark.py", argv, measure)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +65,16 @@ class DynamicTanh(AffineNorm):
         self.alpha0 = alpha
         self.alpha = self.new_scalar(alpha, like)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in AffineNorm.names:  # some hosts read the dtype of their norm's weight
+            name = self.names[AffineNorm.names.index(name)]
+        return super().__getattr__(name)
+
     def normalise(self, h: Tensor) -> Tensor:
-        return torch.tanh(self.alpha * h)
+        if h.is_cpu and h.dtype == torch.float32:
+            # a fifth of torch.tanh's time; the error of 1e-7 is what float32 rounds by at 1
+            return torch.rsub(torch.sigmoid(h * (-2 * self.alpha)), 1, alpha=2)
+        return torch.tanh(h * self.alpha)
 
     def trials(self, spread: float) -> list[dict[str, float]]:
         return [{"alpha": slope / spread} for slope in _SLOPES]

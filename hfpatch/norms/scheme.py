@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -46,11 +46,6 @@ class AffineNorm(nn.Module):
         self.register_parameter(gain_name, gain)
         self.register_parameter(shift_name, shift)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in AffineNorm.names and name not in self.names:  # some hosts read the dtype of their norm's weight
-            name = self.names[AffineNorm.names.index(name)]
-        return super().__getattr__(name)
-
     @property
     def eps(self) -> float | None:
         return self.facts.eps
@@ -91,11 +86,16 @@ class AffineNorm(nn.Module):
         a few layers in float32, and what reads a norm is in the model's dtype.
         """
         gain, shift = getattr(self, self.names[0]), getattr(self, self.names[1])
-        if gain is not None:
-            h = h * (gain.to(h.dtype) + self.facts.offset if self.facts.offset else gain)
-        if shift is not None:
+        dtype = x.dtype if gain is None or gain.dtype not in HALF else gain.dtype
+        if gain is not None and self.facts.offset:
+            gain = gain.to(h.dtype) + self.facts.offset
+        if gain is not None and shift is not None:
+            h = torch.addcmul(shift, h, gain)  # one pass over h instead of two
+        elif gain is not None:
+            h = h * gain
+        elif shift is not None:
             h = h + shift
-        h = h.to(x.dtype if gain is None or gain.dtype not in HALF else gain.dtype)
+        h = h.to(dtype)
         return h.movedim(-1, 1) if self.facts.channels_first else h
 
     def initial_values(self) -> dict[str, float]:

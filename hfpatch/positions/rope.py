@@ -87,13 +87,17 @@ class RotaryEmbedding(nn.Module):
         turned, *rest = (x,) if rotary_dim == width else x.split((rotary_dim, width - rotary_dim), dim=-1)
         if self.scheme.pairing == "half":
             x1, x2 = turned.chunk(2, dim=-1)
-            return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, *rest), dim=-1)
+            return torch.cat((*_turned(x1, x2, cos, sin), *rest), dim=-1)
         x1, x2 = turned.unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
+        turned = torch.stack(_turned(x1, x2, cos, sin), dim=-1).flatten(-2)
         return torch.cat((turned, *rest), dim=-1) if rest else turned
 
     def extra_repr(self) -> str:
         return self.scheme.describe(self.head_dim)
+
+
+def _turned(x1: Tensor, x2: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin)
 
 
 class AdaptiveRotaryEmbedding(RotaryEmbedding):

@@ -4,64 +4,186 @@ import json
 from pathlib import Path
 from typing import Any
 
+import bench_micro
+import bench_models
 import benchmark
 import pytest
+import timing
+import torch
+from bench_report import benchmark_report, of_copy
+from timing import Entrant, race
+from torch import nn
 
-from hfpatch import native_model
+from hfpatch import compile_model, native_model
 
-SMALL = [
-    "--layers",
-    "1",
-    "--width",
-    "64",
-    "--vocab_size",
-    "50",
-    "--repeats",
-    "2",
-    "--new_tokens",
-    "2",
-    "--block_size",
-    "8",
-    "--modes",
-    "eager",
-]
+MODELS = ["--parts", "models", "--layers", "1", "--width", "64", "--vocab_size", "50"]
+MODELS += ["--new_tokens", "2", "--block_size", "8"]
+MICRO = ["--parts", "micro", "--widths", "64", "--megabytes", "0.1"]
+QUICK = ["--repeats", "2", "--modes", "eager"]
+CPU = torch.device("cpu")
 
 
-def test_a_small_run(tmp_path: Path) -> None:
-    assert benchmark.main([*SMALL, "--output_dir", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert [row["work"] for row in rows] == ["forward", "training step", "decoding"]
-    assert all(len(seconds) == 2 for row in rows for seconds in row["seconds"].values())
+def run(out: Path, *flags: str) -> dict[str, Any]:
+    assert benchmark.main([*flags, *QUICK, "--output_dir", str(out)]) == 0
+    assert (out / "benchmark.png").stat().st_size > 10_000
+    return json.loads((out / "results.json").read_text())
+
+
+def test_whole_models(tmp_path: Path) -> None:
+    found = run(tmp_path, *MODELS, *["--models", "gpt2", "vit", "llama-1b", "--patches", "rms", "rope"])
+    groups = {(g["case"], g["work"]): g for g in found["groups"]}
+    works = ["training step", "forward", "decoding"]
+    assert [*groups] == [("gpt2", w) for w in works] + [("vit", w) for w in works[:2]] + [
+        ("llama-1b", w) for w in works
+    ]
+    native = ["rope", "rope, native"]
+    subjects = {"gpt2": ["unpatched", "rms", *native], "vit": ["unpatched", "rms", "rope"]}
+    subjects["llama-1b"] = ["unpatched", *native]  # whose norms are RMSNorm already
+    for (case, _), group in groups.items():
+        assert [t["subject"] for t in group["timings"]] == subjects[case]
+        assert all(len(t["seconds"]) == 2 and t["failed"] is None for t in group["timings"])
     table = (tmp_path / "results.md").read_text()
-    assert "| decoding | eager |" in table
-    assert "1 layers of 64" in table
+    assert "gpt2: 1 layers of 64" in table
+    assert "* llama-1b with rms: " in table, "what couldn't be patched is said, with its reason"
+
+
+def test_parts(tmp_path: Path) -> None:
+    found = run(tmp_path, *MICRO)
+    assert len(found["groups"]) == 6
+    for group in found["groups"]:
+        assert group["timings"][0]["subject"] == "copy"
+        assert group["timings"][1]["subject"] == bench_micro.BASIS[group["case"]]
+        assert all(len(t["seconds"]) == 2 and t["failed"] is None for t in group["timings"])
+
+
+def test_out_of_time(tmp_path: Path) -> None:
+    assert benchmark.main([*MICRO, *QUICK, "--minutes", "0", "--output_dir", str(tmp_path)]) == 0
+    assert "* norm, forward, 64 float32: out of time" in (tmp_path / "results.md").read_text()
+    assert not (tmp_path / "benchmark.png").exists()
+
+
+def test_modules_are_those_of_patched_models_and_agree_with_their_references() -> None:
+    x = torch.randn(4, 16, 128)
+    made = {name: make() for name, make in bench_micro.norms(128, CPU).items()}
+    made["RMSNorm"].weight.data.uniform_(0.5, 2.0)
+    made["RMSNorm"].bias.data.zero_()
+    made["LlamaRMSNorm"].weight.data.copy_(made["RMSNorm"].weight)
+    made["LlamaRMSNorm"].variance_epsilon = made["RMSNorm"].eps
+    torch.testing.assert_close(made["RMSNorm"](x), made["LlamaRMSNorm"](x))
+    dyt, reference = made["DyT"], made["DyT, reference"]
+    for ours, theirs in zip((dyt.alpha, dyt.gain, dyt.shift), reference.parameters(), strict=True):
+        ours.data.uniform_(0.5, 2.0)
+        theirs.data.copy_(ours)
+    torch.testing.assert_close(dyt(x), reference(x))
+
+    rotate = bench_micro.subjects("rotary", 128, CPU)
+    angles = torch.randn(1, 16, 32)
+    q, k = (torch.randn(2, 16, 2, 64) for _ in range(2))
+    ours = rotate["RoPE"]()(q, k, angles[:, :, None].cos(), angles[:, :, None].sin())
+    both = torch.cat((angles, angles), -1)
+    theirs = rotate["transformers"]()(q.transpose(1, 2), k.transpose(1, 2), both.cos(), both.sin())
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b.transpose(1, 2))
+
+
+def test_eager_is_eager_and_compiled_is_compiled() -> None:
+    called = []
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+    def backend(graph: Any, example: Any) -> Any:
+        return lambda *args: called.append("compiled") or graph(*args)
+
+    compile_model(model, "model", backend=backend)
+    x = torch.ones(1, 2)
+    found = race([Entrant("a", mode, lambda: model(x), model) for mode in ("eager", "compiled")], 2, CPU)
+    assert [(t["graphs"], t["breaks"], t["failed"]) for t in found] == [(0, 0, None), (1, 0, None)]
+    before = len(called)
+    race([Entrant("a", "eager", lambda: model(x), model)], 2, CPU)
+    assert len(called) == before > 0
+
+
+def test_compiled_code_that_isnt_called_is_no_figure() -> None:
+    model = compile_model(nn.Sequential(nn.Linear(2, 2)), "model", backend="eager")
+    found = race([Entrant("past it", "compiled", lambda: model.forward(torch.ones(1, 2)), model)], 2, CPU)
+    assert "isn't called" in found[0]["failed"]
+    assert found[0]["seconds"] == []
+
+
+def test_one_that_fails_doesnt_stop_the_others() -> None:
+    def fail() -> None:
+        raise ValueError("no such kernel\nand more")
+
+    found = race([Entrant("a", "eager", fail), Entrant("b", "eager", lambda: None)], 3, CPU)
+    assert found[0]["failed"] == "ValueError: no such kernel"
+    assert len(found[1]["seconds"]) == 3
+
+
+def test_samples_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "AT_LEAST", 0.0)
+    order: list[str] = []
+    race([Entrant(name, "eager", lambda name=name: order.append(name)) for name in "ab"], 3, CPU)
+    assert "".join(order) == "aaabbb" + "ababab"
 
 
 def test_a_ratio_is_that_of_runs_that_followed_one_another() -> None:
-    seconds = {"a": [2.0, 20.0, 3.0], "b": [1.0, 10.0, 3.0]}  # the machine was slower in the second round
-    assert benchmark.paired(seconds, "a", "b") == 2.0
+    one, other = {"seconds": [2.0, 20.0, 3.0]}, {"seconds": [1.0, 10.0, 3.0]}  # the machine was slower in between
+    assert timing.middle(timing.ratios(one, other)) == (2.0, 1.5, 2.0)
 
 
-def test_models_that_dont_agree_arent_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def wrong(model: Any, architecture: str) -> Any:
-        native = native_model(model, architecture)
-        native.gpt_neox.rotary_emb.inv_freq *= 2
+def test_rate_against_a_copy() -> None:
+    copied = {"seconds": [1.0, 1.0], "moved": 200}
+    assert of_copy({"seconds": [5.0, 5.0], "moved": 500}, copied) == 0.5, "2.5 times the bytes in 5 times the time"
+
+
+def test_bytes_that_have_to_be_moved() -> None:
+    moved = {(kind, work): bench_micro.least_bytes(kind, work, 10, 2) for kind in bench_micro.KINDS
+             for work in (bench_micro.FORWARD, bench_micro.BACKWARD)}  # fmt: skip
+    assert list(moved.values()) == [40, 100, 80, 160, 80, 160]
+
+
+def test_models_that_dont_agree_arent_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def wrong(model: Any) -> Any:
+        native = native_model(model)
+        next(m for m in native.modules() if hasattr(m, "inv_freq")).inv_freq *= 2
         return native
 
-    monkeypatch.setattr(benchmark, "native_model", wrong)
-    with pytest.raises(benchmark.RecipeError, match="don't agree"):
-        benchmark.main([*SMALL, "--output_dir", str(tmp_path)])
+    monkeypatch.setattr(bench_models, "native_model", wrong)
+    flags = [*MODELS, *QUICK, "--models", "gpt2", "--patches", "rope"]
+    assert benchmark.main([*flags, "--output_dir", str(tmp_path)]) == 2
+    assert "don't agree" in capsys.readouterr().err
+
+
+def test_what_wasnt_measured_is_said() -> None:
+    failed = {"subject": "DyT, Liger", "mode": "eager", "failed": "RuntimeError: no", "seconds": [], "peak_bytes": None}
+    fine = {**failed, "subject": "copy", "failed": None, "seconds": [1.0], "moved": 10, "graphs": 0, "breaks": 0}
+    group = {"part": "micro", "case": "norm", "work": "forward", "width": 64, "dtype": "float32"}
+    hardware = {"cpu": "c", "cores": 1, "processes": 1, "device": "cpu"}
+    results = {"command": "x", "versions": {}, "hardware": hardware, "wall_seconds": 1.0}
+    results |= {"config": {"repeats": 1, "megabytes": 1}, "groups": [{**group, "timings": [fine, failed]}]}
+    assert "* norm, forward, 64 float32, DyT, Liger eager: RuntimeError: no" in benchmark_report(results)
 
 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--width", "65"], "--width must be a multiple of 64, not 65"),
+        (["--width", "65"], "a width must be a multiple of 64, not 65"),
+        (["--widths", "64", "100"], "a width must be a multiple of 64, not 100"),
         (["--repeats", "0"], "--repeats must be at least 1"),
-        (["--modes", "fast"], "--modes knows eager and compiled, not fast"),
+        (["--modes", "fast"], "--modes knows eager, compiled, not fast"),
+        (["--models", "t5"], "--models knows gpt2, bert, opt, vit, llama-1b, not t5"),
+        (["--dtypes", "int8"], "--dtypes knows float32, bfloat16, float16, not int8"),
+        (["--precision", "int8"], "--precision must be float32 or bfloat16, not int8"),
+        (["--regions", "all"], "--regions must be blocks or model, not all"),
+        (["--patches", "control"], "--patches control patches nothing"),
+        (["--patches", "rmss"], "rms"),
+        (["--megabytes", "0"], "--megabytes must be positive"),
+        (["--minutes", "-1"], "--minutes must be at least 0"),
         (["--new_tokens", "9", "--block_size", "8"], "can't be more than --block_size, 8"),
     ],
 )
 def test_bad_settings(flags: list[str], told: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    assert benchmark.main([*SMALL, "--output_dir", str(tmp_path), *flags]) == 2
+    assert benchmark.main([*MODELS, *QUICK, "--output_dir", str(tmp_path), *flags]) == 2
     assert told in capsys.readouterr().err
+    assert not (tmp_path / "results.json").exists()

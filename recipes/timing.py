@@ -1,0 +1,142 @@
+"""Times of things that do the same work, taken in turn, so that whatever else the machine does meets all of them."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from hfpatch import compiled_calls, uncompile_model
+
+MODES = ("eager", "compiled")
+AT_LEAST = 0.003  # seconds that one sample lasts: shorter work is repeated within it
+
+
+@dataclass
+class Entrant:
+    """One of the things that are timed.
+
+    Attributes:
+        subject: what it is, as "rope" or "LayerNorm".
+        mode: eager or compiled.
+        once: does the work once.
+        model: whose regions `once` runs: compiled ones by `compile_model`, or the same ones uncompiled.
+        moved: bytes that the work has to read and write at least; None where that isn't the limit.
+    """
+
+    subject: str
+    mode: str
+    once: Callable[[], Any]
+    model: nn.Module | None = None
+    moved: int | None = None
+
+
+@dataclass
+class Timing:
+    """What was measured of an entrant.
+
+    Attributes:
+        seconds: of the work done once, sample after sample.
+        first_seconds: of the first call, compilation included.
+        graphs, breaks: that the first call and the warm-up made.
+        peak_bytes: of GPU memory above what was held before; None on a CPU, which doesn't count it.
+        failed: why there is nothing else.
+    """
+
+    subject: str
+    mode: str
+    moved: int | None = None
+    seconds: list[float] = field(default_factory=list)
+    first_seconds: float | None = None
+    graphs: int = 0
+    breaks: int = 0
+    peak_bytes: int | None = None
+    failed: str | None = None
+
+
+def race(entrants: list[Entrant], repeats: int, device: torch.device) -> list[dict[str, Any]]:
+    """Time them in turn, `repeats` samples each after two runs that warm them up; one that fails is left out.
+
+    Returns:
+        For each a `Timing` as a dictionary, in the order given.
+    """
+    timings, running = [], []
+    for entrant in entrants:
+        timing = Timing(entrant.subject, entrant.mode, entrant.moved)
+        timings.append(timing)
+        try:
+            with _as_its_mode(entrant):
+                once = _first_runs(entrant, timing, device)
+        except Exception as error:  # of a kernel, a compiler or a device: the others are measured all the same
+            timing.failed = (
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            )
+            continue
+        running.append((entrant, timing, max(1, round(AT_LEAST / once))))
+    for _ in range(repeats):
+        for entrant, timing, times in running:
+            with _as_its_mode(entrant):
+                timing.seconds.append(_clock(entrant.once, device, times))
+    return [asdict(timing) for timing in timings]
+
+
+def _first_runs(entrant: Entrant, timing: Timing, device: torch.device) -> float:
+    """Compile, warm up, and count what that made. Returns the seconds of a warm run."""
+    before = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    timing.first_seconds = _clock(entrant.once, device)
+    once = min(_clock(entrant.once, device) for _ in range(2))
+    timing.graphs = counters["stats"]["unique_graphs"] - before[0]
+    timing.breaks = sum(counters["graph_break"].values()) - before[1]
+    if entrant.mode == "compiled" and entrant.model is not None:
+        calls = compiled_calls(entrant.model)
+        if not calls or not all(calls.values()):
+            raise RuntimeError("its compiled code isn't called")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        _clock(entrant.once, device)
+        timing.peak_bytes = torch.cuda.max_memory_allocated() - held
+    return once
+
+
+@contextmanager
+def _as_its_mode(entrant: Entrant) -> Iterator[None]:
+    """The model's compiled regions for a compiled entrant; none of them for an eager one."""
+    if entrant.model is None or entrant.mode == "compiled":
+        yield
+        return
+    calls = {module: module._compiled_call_impl for module in entrant.model.modules()}
+    uncompile_model(entrant.model)
+    try:
+        yield
+    finally:
+        for module, call in calls.items():
+            module._compiled_call_impl = call
+
+
+def _clock(run: Callable[[], Any], device: torch.device, times: int = 1) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    started = time.perf_counter()
+    for _ in range(times):
+        run()
+    wait()
+    return (time.perf_counter() - started) / times
+
+
+def ratios(timing: dict[str, Any], other: dict[str, Any]) -> list[float]:
+    """Ratios of samples that were taken one after the other."""
+    return [a / b for a, b in zip(timing["seconds"], other["seconds"], strict=True)]
+
+
+def middle(values: list[float]) -> tuple[float, float, float]:
+    """Median, first and third quartile."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return median, low, high
