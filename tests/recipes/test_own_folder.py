@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import benchmark
 import compare
 import evaluate
 import finetune
@@ -13,8 +14,8 @@ import stability
 from data import RecipeError
 from run_files import read_results
 
-RECIPES = {module.__name__: module for module in (finetune, heal, compare, stability, evaluate)}
-TRAIN = [name for name in RECIPES if name != "evaluate"]  # which has no --resume
+RECIPES = {module.__name__: module for module in (finetune, heal, compare, stability, evaluate, benchmark)}
+TRAIN = [name for name in RECIPES if name not in ("evaluate", "benchmark")]  # which have no --resume
 TINY = "--layers 1 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 2 --tracker none"
 TINY += " --heldout_blocks 8 --curve_blocks 4 --warmup_steps 1 --variants control"
 
@@ -31,13 +32,13 @@ def test_another_recipes_results_stay(name, resume, text, tmp_path, capsys, monk
     monkeypatch.setattr(run.Run, "__init__", lambda *a: pytest.fail("a run began"))
     other = "heal" if name != "heal" else "finetune"
     before = write_results(tmp_path, other, stages={})
-    flags = ["--output_dir", str(tmp_path), "--text", str(text), *["--resume"][:resume]]
+    flags = ["--output_dir", str(tmp_path), *["--resume"][:resume]]
+    flags += ["--text", str(text)] if name != "benchmark" else []
     flags += ["--models", "gpt2"] if name == "evaluate" else []
     assert RECIPES[name].main(flags) == 2
     error = capsys.readouterr().err.strip()
-    assert error.startswith(
-        f"RecipeError: {tmp_path} holds results of {other}.py: take another --output_dir, or remove"
-    )
+    told = f"RecipeError: {tmp_path} holds results of {other}.py: take another --output_dir, or remove"
+    assert error.startswith(told)
     assert error.endswith(f", or go on with {other}.py there: python recipes/{other}.py --seed 3 --resume")
     assert "\n" not in error
     assert (tmp_path / "results.json").read_bytes() == before
