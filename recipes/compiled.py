@@ -44,7 +44,8 @@ def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
             config.use_cache = False
         yield
     except torch._dynamo.exc.TorchDynamoException as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        lines = [line.strip().removeprefix("Explanation: ") for line in str(error).splitlines() if line.strip()]
+        reason = ": ".join(lines[:2]) or type(error).__name__  # of a graph break the second one says what is meant
         raise RecipeError(f"--compile: {type(model).__name__} can't be compiled ({reason}): leave it out") from error
     finally:
         uncompile_model(model)
