@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -1088,3 +1089,27 @@ def test_the_trainer_takes_a_patched_model(name: str, tmp_path: Path) -> None:
     trainer = transformers.Trainer(model, arguments, train_dataset=rows)
     trainer.train()
     assert difference(model.eval(), load(tmp_path / "checkpoint-2", head)) == 0
+
+
+@pytest.mark.parametrize("request_", [{"norm": "rms", "init": "copy", "pos": "rope"}, {"norm": "rms"}, {"norm": "dyt"}])
+def test_cost_grows_with_the_layers_and_no_faster(request_):
+    """Counted in calls: eight layers more cost what the eight before them did."""
+
+    def calls(layers):
+        model, count = tiny("gpt2", n_layer=layers), 0
+
+        def note(frame, event, argument):
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            patch(model, **request_)
+        finally:
+            sys.setprofile(before)
+        return count
+
+    calls(2)  # what is imported and cached once
+    first, second, third = (calls(layers) for layers in (8, 16, 24))
+    assert third - second <= 1.1 * (second - first)

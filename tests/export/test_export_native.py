@@ -226,7 +226,7 @@ def test_rms_that_has_been_trained_is_no_layernorm(tmp_path: Path) -> None:
 
 
 def test_the_measure_has_power() -> None:
-    """A change of one weight by little more than a thousandth of its spread is seen; so is one that padding alone brings out."""
+    """A change of one weight by some thousandth of its spread is seen; so is one that padding alone brings out."""
     model = patch(tiny("gpt2", LM), pos="rope")
     stock = next(candidates(model, "gpt_neox")).model
     assert compare(model, stock).holds

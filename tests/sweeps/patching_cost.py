@@ -1,0 +1,78 @@
+"""What planning and patching take, without a repair: seconds, and how they grow with the layers. Random weights.
+
+    python tests/sweeps/patching_cost.py            # a minute; writes patching_cost.md
+
+One thread, CPU seconds, medians of five.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+
+from hfpatch import patch_model, plan_patch
+
+OUT = Path(__file__).with_name("patching_cost.md")
+REPEATS = 5
+COPY = {"norm": "rms", "init": "copy", "pos": "rope"}
+EXACT = {"norm": "rms", "pos": "rope"}
+
+
+def gpt2(**sizes: int) -> Any:
+    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **sizes)).eval()
+
+
+def opt_on_meta() -> Any:
+    sizes = {"hidden_size": 4096, "ffn_dim": 16384, "num_hidden_layers": 32, "num_attention_heads": 32}
+    with torch.device("meta"):
+        return OPTForCausalLM(OPTConfig(word_embed_proj_dim=4096, **sizes))
+
+
+def seconds(make: Callable[[], Any], work: Callable[[Any], Any]) -> float:
+    found = []
+    for _ in range(REPEATS):
+        model = make()
+        start = time.process_time()
+        work(model)
+        found.append(time.process_time() - start)
+    return median(found)
+
+
+def rows() -> list[tuple[str, str, float]]:
+    wide = {"n_embd": 64, "n_head": 4, "vocab_size": 99}
+    models = {"GPT-2, 124M": gpt2, "OPT, 6.7B, on meta": opt_on_meta}
+    models |= {f"GPT-2, {n} layers of 64": lambda n=n: gpt2(n_layer=n, **wide) for n in (12, 24, 48, 96)}
+    found = []
+    for name, make in models.items():
+        found.append((name, 'plan, norm="rms", pos="rope"', seconds(make, lambda m: plan_patch(m, **EXACT))))
+        found.append((name, 'patch, the same with init="copy"', seconds(make, lambda m: patch_model(m, **COPY))))
+        if "meta" not in name:
+            exact = seconds(make, lambda m: patch_model(m, **EXACT))
+            found.append((name, "patch, exact, and measured on the model", exact))
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    patch_model(gpt2(n_layer=1, n_embd=64, n_head=4, vocab_size=99), **EXACT)  # imports
+    lines = ["| model | work | seconds |", "|---|---|---:|"]
+    lines += [f"| {name} | {work} | {value:.2f} |" for name, work, value in rows()]
+    lines += ["", f"CPU seconds of one thread, medians of {REPEATS}; Python {platform.python_version()}, "
+              f"torch {torch.__version__}, transformers {transformers.__version__}."]  # fmt: skip
+    OUT.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
