@@ -40,6 +40,7 @@ from .patch import patch_model, repair_report, unpatch_model
 from .placement import Placement
 from .plan import Plan, plan_patch
 from .positions import ALiBi, Learned, NoPE, Position, RoPE, Sinusoidal
+from .progress import show_progress
 from .propose import Proposal, propose_record
 from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
 from .reorder import convert_pairing
@@ -118,6 +119,7 @@ __all__ = [
     "repair",
     "repair_report",
     "sample_batches",
+    "show_progress",
     "uncompile_model",
     "unpatch_model",
     "verify",

@@ -27,6 +27,7 @@ from .hub import push_patched
 from .patch import patch_model, repair_report
 from .plan import plan_patch
 from .positions import Position
+from .progress import show_progress
 from .propose import propose_record
 from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS
 from .rows import table
@@ -218,9 +219,9 @@ def patch(
         request["placement"] = placement
         planned = plan_patch(built, **request)
         typer.echo(str(planned))
-        if planned.losses() and init != "reset":
-            request["calibration"] = _calibration(calibration, model, built, sequences, tokens, seed)
-        with warnings.catch_warnings():
+        with show_progress(), warnings.catch_warnings():
+            if planned.losses() and init != "reset":
+                request["calibration"] = _calibration(calibration, model, built, sequences, tokens, seed)
             warnings.simplefilter("ignore", NotPreservedWarning)  # said below, in the words of a command line
             patch_model(built, **request, fit=fit)
         repaired = repair_report(built)

@@ -9,13 +9,16 @@ class go through one graph, their parameters being inputs of it, and a graph bre
 from __future__ import annotations
 
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
+from transformers.utils import output_capturing
 
 from .errors import OptionError, UnsupportedError
 
@@ -36,7 +39,8 @@ def compile_model(
     `regions="blocks"` compiles the repeated block (of an encoder-decoder: both), once for all layers: seconds instead
     of minutes, for training, encoders, scoring and anything else without a key-value cache. A block that is handed a
     cache runs uncompiled, since its layer's number, by which it finds its place in the cache, would make a graph per
-    layer. `regions="model"` compiles the whole forward, as generating wants it:
+    layer; so does one inside which transformers records something (`output_attentions=True`; hidden states it records
+    outside). `regions="model"` compiles the whole forward, as generating wants it:
     `model.generate(..., cache_implementation="static")`.
 
     A second length makes the graph dynamic, which costs one recompilation; `dynamic=True` is so from the start, and
@@ -114,7 +118,8 @@ class Region:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, own = self.module, self.module.__dict__
         if torch.compiler.is_compiling() or (
-            not self.cached and any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
+            not self.cached
+            and (any(isinstance(value, Cache) for value in (*args, *kwargs.values())) or _is_recorded(module))
         ):
             return module._call_impl(*args, **kwargs)
         kept = {name: own[name] for name in ("forward",) if name in own}  # accelerate's hooks put one there
@@ -123,7 +128,10 @@ class Region:
             own.pop("forward")
             own.update(kept)
             self.calls += 1
-            return self.compiled(module, *args, **kwargs)
+            if self.cached:
+                return self.compiled(module, *args, **kwargs)
+            with _unrecorded(module):
+                return self.compiled(module, *args, **kwargs)
 
         own["forward"] = forward
         try:
@@ -132,6 +140,36 @@ class Region:
             if own.get("forward") is forward:  # a hook raised before it
                 own.pop("forward")
                 own.update(kept)
+
+
+def _recorders(block: nn.Module) -> Iterator[tuple[nn.Module, int, str]]:
+    """Hooks by which transformers records what is returned inside a block: module, number and what it is called."""
+    for module in block.modules():
+        for number, hook in module._forward_hooks.items() if module is not block else ():
+            if getattr(hook, "__module__", "") == output_capturing.__name__:
+                cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+                yield module, number, cells["key"].cell_contents
+
+
+def _is_recorded(block: nn.Module) -> bool:
+    """Whether this forward records anything inside a block."""
+    wanted = output_capturing._active_collector.get()
+    return bool(wanted) and any(key in wanted for _, _, key in _recorders(block))
+
+
+@contextmanager
+def _unrecorded(block: nn.Module) -> Iterator[None]:
+    """Without the hooks that would record inside a block: they stay after a first time, and dynamo can't trace them."""
+    found = list(_recorders(block))
+    hidden, numbers = {module: module._forward_hooks for module, _, _ in found}, {number for _, number, _ in found}
+    try:
+        for module, hooks in hidden.items():
+            others = ((number, hook) for number, hook in hooks.items() if number not in numbers)
+            module._forward_hooks = OrderedDict(others)
+        yield
+    finally:
+        for module, hooks in hidden.items():
+            module._forward_hooks = hooks
 
 
 def require_blocks(model: nn.Module) -> dict[str, nn.Module]:

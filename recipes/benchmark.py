@@ -27,7 +27,7 @@ from bench_models import MODELS, measure_models
 from bench_report import benchmark_report, draw_benchmark
 from data import RecipeError
 from report import hardware, versions
-from run import exit_status, write_json
+from run import exit_status, require_own_folder, write_json
 from settings import check_numbers, check_output_folder, parse_variant, read_settings
 from timing import MODES
 from tqdm.auto import tqdm
@@ -128,6 +128,7 @@ def benchmark(config: BenchmarkConfig, command: str) -> None:
     accelerator = Accelerator()
     fill_in(config, accelerator.device)
     check(config)
+    require_own_folder("benchmark.py", config.output_dir)
     started = time.perf_counter()
     out = Path(config.output_dir)
     results = {"command": command, "config": asdict(config), "hardware": hardware(accelerator)}

@@ -27,6 +27,7 @@ SIZES = {
     "classic": {"layers": 2, "width": 384, "vocab_size": 10840},  # 7.92M parameters, 4.16M of them embeddings
 }
 GRID = np.linspace(0.01, 0.99, 99)  # thresholds that are tried
+THRESHOLD = "threshold.json"  # beside a saved model of several labels
 
 
 @dataclass
@@ -73,6 +74,10 @@ class Classification(Task):
     """Labels of a text: the likeliest one, or all whose probability exceeds a threshold.
 
     The threshold is the one that gives the development texts the best micro F1; test texts play no part in it.
+
+    Attributes:
+        threshold: by which the test texts were measured last; it is saved beside the model.
+        given: one that was found in training, which takes its place.
     """
 
     name = "classify"
@@ -81,6 +86,8 @@ class Classification(Task):
         ("layers", "width", "curve_texts"), 1
     )
     higher_is_better = True
+    threshold: float | None = None
+    given: float | None = None
 
     @classmethod
     def check(cls, config: Any) -> None:
@@ -196,6 +203,7 @@ class Classification(Task):
         }
 
     def load(self, source: str) -> transformers.PreTrainedModel:
+        self.threshold = None
         auto = AutoModelForSequenceClassification
         if source != self.config.model:
             return load_whole(auto, source)
@@ -212,7 +220,24 @@ class Classification(Task):
         return model
 
     def save_extras(self, folder: Path) -> None:
+        """The tokenizer and, of several labels, the probability from which on they are given."""
         self.tokenizer.save_pretrained(folder)
+        (folder / THRESHOLD).unlink(missing_ok=True)
+        if self.threshold is not None:
+            (folder / THRESHOLD).write_text(json.dumps({"threshold": self.threshold}), "utf-8")
+
+    def take_threshold(self, source: str) -> None:
+        """Measure by the threshold that is saved beside a model, or by the development texts where there is none.
+
+        Raises:
+            RecipeError: it can't be read.
+        """
+        path, self.given = Path(source) / THRESHOLD, None
+        if self.multi and path.exists():
+            try:
+                self.given = float(json.loads(path.read_text("utf-8"))["threshold"])
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                raise RecipeError(f"can't read the threshold in {path} ({error}): remove the file") from None
 
     def parameter_groups(self, model: nn.Module, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
         """A word's vector learns from its own texts alone: from scratch it takes longer steps than what all share."""
@@ -261,13 +286,18 @@ class Classification(Task):
             shown["macro_f1"] = f1(answers, F.one_hot(labels, len(self.labels)).numpy())[1]
         else:
             if loader.dataset is self.heldout:
-                threshold = best_threshold(*probabilities(*self.answers(model, self.dev_loader(), gather)))
+                self.threshold = threshold = self.find_threshold(model, gather)
             logits, labels = self.answers(model, loader, gather)
             found, true = probabilities(logits, labels)
             if loader.dataset is not self.heldout:
                 threshold = best_threshold(found, true)
             shown = dict(zip(("micro_f1", "macro_f1"), f1(found >= threshold, true), strict=True))
         return {"loss": float(self.nats(logits, labels).double().mean()), **shown}
+
+    def find_threshold(self, model: nn.Module, gather: Callable[[Any], Any]) -> float:
+        if self.given is not None:
+            return self.given
+        return best_threshold(*probabilities(*self.answers(model, self.dev_loader(), gather)))
 
     def answers(
         self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]

@@ -37,7 +37,17 @@ from html_report import html_report
 from methods import METHODS, Distil, Method, MethodConfig, check_method, objective, try_out
 from paired import Cell, Kind, read_cells
 from report import table
-from run import DivergedError, Run, Stopped, exit_status, folder_name, read_results, run_recipe, stop_requests
+from run import (
+    DivergedError,
+    Run,
+    Stopped,
+    exit_status,
+    folder_name,
+    read_results,
+    require_own_folder,
+    run_recipe,
+    stop_requests,
+)
 from settings import CONTROL, FREE_TO_CHANGE, check, parse_variant, read_run
 from start import INIT, Baseline
 
@@ -96,9 +106,6 @@ class CompareConfig(MethodConfig):
             raise RecipeError(
                 "--patience would stop models at different steps, and budgets must be equal: leave it out"
             )
-        results = Path(self.output_dir) / "results.json"
-        if results.exists() and "grid" not in read_results(results):
-            raise RecipeError(f"{results} is of another recipe: take another --output_dir")
         if min(self.seeds) < 0:
             raise RecipeError(f"--seeds must be at least 0, not {min(self.seeds)}")
         if not 0 <= self.margin < 1:
@@ -241,12 +248,10 @@ def asked_to_stop(run: Run) -> bool:
 
 def write_reports(run: Run) -> None:
     run.write_results()
-    if run.main and read_cells(run.results):
-        text = compare_report(run.results)
-        (run.out / "results.md").write_text(text, "utf-8")
-        (run.out / "report.html").write_text(html_report(run.results), "utf-8")
-        draw_curves(run.results, run.out / "curves.png")
-        print(f"\n{text}\nin {run.out}: report.html, results.md, results.json, curves.png")
+    if read_cells(run.results):
+        if run.main:
+            (run.out / "report.html").write_text(html_report(run.results), "utf-8")
+        run.report(compare_report, draw_curves, "report.html")
 
 
 # -- what would be done
@@ -297,6 +302,7 @@ def main(argv: list[str] | None = None) -> int:
     def show_list(command: str) -> None:
         config = read_run(argv, "compare.py", about, CompareConfig)
         check(config)
+        require_own_folder("compare.py", config.output_dir)
         print(listing(config))
 
     return exit_status("compare.py", argv, show_list)

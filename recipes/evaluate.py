@@ -15,11 +15,12 @@ In the output folder: results.md, results.json and, where lengths were swept, le
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,12 +32,14 @@ import torch
 import transformers
 from accelerate import Accelerator
 from agreement import agreement
+from classify import Classification
 from data import RecipeError
 from embed import Embedding, ranks
 from encoder import find_model
 from image import preprocessing
 from lm import is_masked
 from report import data_line, hardware, machine, show, table, versions
+from run import require_own_folder
 from settings import check_numbers, check_output_folder, chosen_task, read_settings, spell_out
 from sweep import SWEEPS, Row, draw
 from tasks import Task, find_task, load
@@ -120,7 +123,12 @@ def read(argv: list[str]) -> Any:
     if config.sentence_transformers and config.task != "embed":
         raise RecipeError("--sentence_transformers evaluates embeddings: --task embed")
     check_output_folder(config.output_dir)
+    require_own_folder("evaluate.py", config.output_dir)
     return config
+
+
+class NotFiniteError(ArithmeticError):
+    """A model's figures aren't numbers; those of the others are written."""
 
 
 class Evaluation:
@@ -132,6 +140,7 @@ class Evaluation:
         self.tasks: dict[str, Task] = {}
         self.names = short_names([*config.models, *filter(None, [config.against])])
         self.rows: list[Row] = []
+        self.failed: dict[str, str] = {}  # why, of models whose figures aren't numbers
         settings = {name: value for name, value in asdict(config).items() if name not in UNUSED}
         self.results: dict[str, Any] = {"command": command, "config": settings, "models": {}}
 
@@ -144,6 +153,7 @@ class Evaluation:
         first = next(iter(self.tasks.values()))
         self.results |= {"task": first.name, "main": first.main, "data": first.data}
         self.results |= {"hardware": hardware(self.accelerator), "versions": versions()}
+        self.results["failed"] = self.failed
         self.results["lengths"] = [asdict(row) for row in self.rows]
         self.results["trained_length"] = self.trained if self.rows else None
         self.results["wall_seconds"] = time.perf_counter() - self.started
@@ -178,6 +188,8 @@ class Evaluation:
             DataLoader(task.heldout, batch_size=self.config.batch_size, collate_fn=task.collate)
         )
         found: dict[str, Any] = {"parameters": model.num_parameters()}
+        if isinstance(task, Classification):
+            task.take_threshold(source)
         try:
             found["figures"] = task.figures(model, loader, self.accelerator.gather_for_metrics)
         except (IndexError, ValueError, RuntimeError) as error:
@@ -185,12 +197,24 @@ class Evaluation:
                 raise
             reason = str(error).strip().splitlines()[0]
             raise RecipeError(f"{source} doesn't take the held-out data ({reason}): try shorter inputs") from None
+        if isinstance(task, Classification) and task.multi:
+            how = "the best on the development texts" if task.given is None else "found in training"
+            found["threshold"] = {"value": task.threshold, "how": how}
         if isinstance(task, Embedding) and not (self.config.against or self.config.reference):
             found["figures"] = {k: v for k, v in found["figures"].items() if k in ("recall_at_1", "mrr", "loss")}
+        if broken := not_finite(found["figures"]):
+            own = self.fail(source, model, broken) == source
+            sound = {} if own else {name: v for name, v in found["figures"].items() if not not_finite({name: v})}
+            return found | {"figures": sound} | ({"against": {"reason": "not compared"}} if self.against else {})
         if self.against:
             found["against"] = self.compare(task, model, loader, source)
         if self.config.task in SWEEPS and not self.config.no_sweep:
-            self.rows += self.sweep(task, model, self.names[source])
+            rows = self.sweep(task, model, self.names[source])
+            for row in rows:
+                if broken := not_finite(row.figures or {}):
+                    row.figures, row.reason, row.by_position = None, broken, None
+                    self.fail(source, model, f"at {row.length:,} tokens {broken}")
+            self.rows += rows
         if self.config.lm_eval:
             from adapters import lm_eval_figures
 
@@ -208,11 +232,30 @@ class Evaluation:
         if other_task is not task:
             return {"reason": "other items: another tokenizer, image size or order of labels"}
         gather = self.accelerator.gather_for_metrics
-        agreed = {} if isinstance(task, Embedding) else agreement(other, model, task, loader, gather)
         scores = [per_item(task, each, loader, gather) for each in (model, other)]
-        difference, low, high = paired_bootstrap(*scores, self.config.resamples, self.config.seed)
+        agreed = {} if isinstance(task, Embedding) else agreement(other, model, task, loader, gather)
         what = "reciprocal rank" if isinstance(task, Embedding) else "loss"
+        if broken := not_finite({what: scores[1][0].mean(), **agreed}):
+            self.fail(self.config.against, other, broken)
+            return {"reason": f"{self.names[self.config.against]}: {broken}"}
+        difference, low, high = paired_bootstrap(*scores, self.config.resamples, self.config.seed)
         return {**agreed, "of": what, "difference": difference, "interval": [low, high]}
+
+    def fail(self, source: str, model: PreTrainedModel, broken: str) -> str:
+        """Note what isn't finite. Returns whose fault it is: the model's, or that of the one it is compared with."""
+        both = {source: model} | ({self.config.against: self.against[1]} if self.against else {})
+        for name, own in both.items():
+            if weight := next((n for n, p in own.named_parameters() if not p.isfinite().all()), None):
+                source, broken = name, f"{broken}; its weight {weight} isn't finite"
+                break
+        self.failed.setdefault(source, broken)
+        return source
+
+    def require_finite(self) -> None:
+        """Raise NotFiniteError for models whose figures aren't numbers."""
+        if self.failed:
+            told = ". ".join(f"{source}: {broken}" for source, broken in self.failed.items())
+            raise NotFiniteError(f"{told}. The figures of the others are in {self.out}")
 
     def sweep(self, task: Task, model: PreTrainedModel, name: str) -> list[Row]:
         c = self.config
@@ -225,6 +268,12 @@ class Evaluation:
         if isinstance(task, Embedding):
             return SWEEPS["embed"](task, model, name, lengths, self.against and self.against[1])
         return SWEEPS["lm"](task, model, name, lengths, c.sweep_tokens)
+
+
+def not_finite(figures: Mapping[str, float | None]) -> str:
+    """Which of the figures is no number, and what it is instead; "" where all are."""
+    broken = [(name, value) for name, value in figures.items() if value is not None and not math.isfinite(value)]
+    return f"{broken[0][0].replace('_', ' ')} is {broken[0][1]}" if broken else ""
 
 
 def data_key(source: str, task: str) -> str:
@@ -295,6 +344,11 @@ def markdown(results: dict[str, Any], names: dict[str, str]) -> str:
         columns.append([kind.replace("_", " "), *("-" if v is None else precise(kind, v) for v in values)])
     columns.append(["parameters", *(f"{found['parameters']:,}" for found in models.values())])
     parts = [table(columns)]
+    if found := {name: model["threshold"] for name, model in models.items() if "threshold" in model}:
+        told = (f"{name} {threshold['value']:.2f} ({threshold['how']})" for name, threshold in found.items())
+        parts.append([f"Labels are given from this probability on: {', '.join(told)}."])
+    if results["failed"]:
+        parts.append([f"**{names[source]}** failed: {broken}." for source, broken in results["failed"].items()])
     if against := results["config"]["against"]:
         parts.append([f"Against {names[against]}; the difference with its 95 % interval over the same items:"])
         parts.append(comparison(models))
@@ -353,27 +407,31 @@ def extra_table(name: str, models: dict[str, dict[str, float]]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the recipe. Returns the exit status: 0 or 2 (bad input)."""
+    """Run the recipe. Returns the exit status: 0, 1 (a model's figures aren't numbers) or 2 (bad input)."""
     argv = sys.argv[1:] if argv is None else argv
     transformers.logging.disable_progress_bar()
     try:
         config = read(argv)
         evaluation = Evaluation(config, shlex.join(["python", "recipes/evaluate.py", *argv]))
         results = evaluation.run()
-    except (RecipeError, PatchError) as error:
+        if evaluation.accelerator.is_main_process:
+            write(results, evaluation)
+        evaluation.require_finite()
+    except (RecipeError, PatchError, NotFiniteError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    if not evaluation.accelerator.is_main_process:
-        return 0
-    out, text = Path(config.output_dir), markdown(results, evaluation.names)
+        return 1 if isinstance(error, NotFiniteError) else 2
+    return 0
+
+
+def write(results: dict[str, Any], evaluation: Evaluation) -> None:
+    """The files of the output folder, and what a reader sees at once."""
+    out, text, files = evaluation.out, markdown(results, evaluation.names), "results.md, results.json"
     (out / "results.json").write_text(json.dumps(results, indent=1), "utf-8")
     (out / "results.md").write_text(text, "utf-8")
-    files = "results.md, results.json"
     if any(row.figures for row in evaluation.rows):
         draw(evaluation.rows, evaluation.trained, out / "lengths.png")
         files += ", lengths.png"
     print(f"{text}\nin {out}: {files}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -45,12 +45,7 @@ def finetune(run: Run) -> None:
                 return method.prepare(baseline.patched(name))
 
             run.stage(name, build, c.steps, seed=c.seed, first=baseline.steps, objective=method)
-    run.write_results()
-    if run.main:
-        text = report(run.results)
-        (run.out / "results.md").write_text(text, "utf-8")
-        draw_curves(run.results, run.out / "curves.png")
-        print(f"\n{text}\nin {run.out}: results.md, results.json, curves.png, and a folder per trained model")
+    run.report(report, draw_curves, "and a folder per trained model")
     run.accelerator.end_training()
 
 

@@ -102,12 +102,7 @@ def heal(run: Run) -> None:
             run.stage(CONTROL, lambda: plain.prepare(baseline.copy()), c.steps, objective=plain, **options)
         run.stage(HEALED, lambda: method.prepare(run.task.load(str(swapped))), c.steps, objective=method, **options)
     compare_with_teacher(run, baseline)
-    run.write_results()
-    if run.main:
-        text = heal_report(run.results)
-        (run.out / "results.md").write_text(text, "utf-8")
-        draw_healing(run.results, run.out / "curves.png")
-        print(f"\n{text}\nin {run.out}: results.md, results.json, curves.png, and a folder per model")
+    run.report(heal_report, draw_healing, "and a folder per model")
     run.accelerator.end_training()
 
 

@@ -101,6 +101,8 @@ def check_method(name: str, config: Any) -> list[str]:
         raise RecipeError("--lora_targets needs --lora_rank")
     if getattr(config, "patience", None) is not None and {"staged", "annealed"} & set(parts):
         raise RecipeError(f"--patience could stop {name} before its swap is complete: leave it out")
+    if getattr(config, "compile", False) and {"staged", "annealed"} & set(parts):
+        raise RecipeError(f"--compile: blocks that {name} swaps on the way compute something else in every step")
     return parts
 
 

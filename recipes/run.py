@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 import transformers
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DataLoaderConfiguration, DistributedType, parse_flag_from_env, set_seed
+from compiled import compiled, really_called
 from data import RecipeError
 from report import hardware, versions
 from settings import FREE_TO_CHANGE, check, read_run
@@ -173,19 +174,20 @@ class Run:
         training = self.accelerator.prepare(model, optimizer, scheduler)
         model = training[0]
         heldout, self.curve_loader = self.loader(self.task.heldout), self.loader(self.task.curve)
-        if state:
-            self.accelerator.load_state(state)
-        else:
-            record["start"] = self.measure(objective.swapped(model), heldout, model)
-            record["curve"] = [{"step": 0, **self.measure(model, self.curve_loader)}]
-        if left:
-            self.train(name, *training, self.loader(train_set), objective, record, steps)
-        if "best" in record:
-            self.accelerator.load_state(str(self.best_folder(name)))
         trained = self.accelerator.unwrap_model(model)
-        final = objective.finished(trained)
-        seen = model if final is trained else final
-        record["end"] = self.measure(seen, heldout, model) if steps else record["start"]
+        with compiled(trained, c.compile):
+            if state:
+                self.accelerator.load_state(state)
+            else:
+                record["start"] = self.measure(objective.swapped(model), heldout, model)
+                record["curve"] = [{"step": 0, **self.measure(model, self.curve_loader)}]
+            if left:
+                self.train(name, *training, self.loader(train_set), objective, record, steps)
+            if "best" in record:
+                self.accelerator.load_state(str(self.best_folder(name)))
+            final = objective.finished(trained)
+            seen = model if final is trained else final
+            record["end"] = self.measure(seen, heldout, model) if steps else record["start"]
         self.finish(name, final, record)
         self.accelerator.free_memory()
         return record
@@ -202,7 +204,8 @@ class Run:
                 begun = time.perf_counter()
                 objective.before_step(self.accelerator.unwrap_model(model), step, steps)
                 where = f"step {step} of {name}"
-                loss, seen, stop = self.train_step(where, model, optimizer, scheduler, batches, objective, stop)
+                with really_called(model):
+                    loss, seen, stop = self.train_step(where, model, optimizer, scheduler, batches, objective, stop)
                 times.append(time.perf_counter() - begun)
                 units += seen
                 record["step"] = step
@@ -266,10 +269,10 @@ class Run:
     def measure(self, model: nn.Module, loader: DataLoader, prepared: nn.Module | None = None) -> Figures:
         """The task's figures; of a model that isn't the `prepared` one in the precision in which that runs."""
         model.eval()
-        if prepared is None or model is prepared:
+        own = prepared is None or model is prepared
+        with really_called(model), nullcontext() if own else self.accelerator.autocast():
+            model = model if own else model.to(self.accelerator.device)
             return self.task.figures(model, loader, self.accelerator.gather_for_metrics)
-        with self.accelerator.autocast():
-            return self.task.figures(model.to(self.accelerator.device), loader, self.accelerator.gather_for_metrics)
 
     def out_of_patience(self, name: str, record: dict[str, Any]) -> bool:
         """With --patience: keep the best state seen; True once the curve has gone too long without a better one."""
@@ -294,8 +297,9 @@ class Run:
         path = self.out / "results.json"
         if self.config.resume and path.exists():
             self.results = read_results(path)
-            before = self.results["config"]
-            changed = [k for k in settings if k not in free_to_change and before.get(k) != settings[k]]
+            new = {k: getattr(type(self.config), k, None) for k in settings}  # settings that came later: their defaults
+            before = new | self.results["config"]
+            changed = [k for k in settings if k not in free_to_change and before[k] != settings[k]]
             if self.results["data"]["sha256"] != self.task.data["sha256"]:
                 changed.append("data (its content)")
             if changed:
@@ -325,6 +329,15 @@ class Run:
         if self.main:
             write_json(self.out / "results.json", self.results)
         self.accelerator.wait_for_everyone()
+
+    def report(self, tell: Callable[[dict], str], draw: Callable[[dict, Path], None], more: str) -> None:
+        """results.md and curves.png, and what a reader sees in the end; `more` names what else is in the folder."""
+        self.write_results()
+        if self.main:
+            text = tell(self.results)
+            (self.out / "results.md").write_text(text, "utf-8")
+            draw(self.results, self.out / "curves.png")
+            print(f"\n{text}\nin {self.out}: results.md, results.json, curves.png, {more}")
 
     def find_state(self, name: str) -> tuple[dict[str, Any], str | None]:
         """The stage's record and the folder of its newest state, or a new record and None."""
@@ -373,11 +386,12 @@ class Run:
             whole = self.accelerator.get_state_dict(model)  # all processes take part
             if self.main:
                 model.save_pretrained(folder, state_dict=whole)
-                self.task.load(str(folder)).save_pretrained(folder)  # adds what is measured on a whole model
         elif self.main:
             model.save_pretrained(folder)
         if self.main:
             self.task.save_extras(folder)
+            if self.accelerator.distributed_type == DistributedType.FSDP:
+                self.task.load(str(folder)).save_pretrained(folder)  # adds what is measured on a whole model
 
     def count_seconds(self, record: dict[str, Any]) -> None:
         now = time.perf_counter()
@@ -401,6 +415,28 @@ def read_results(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError) as error:
         raise RecipeError(f"can't read {path}: {error}; take another --output_dir, or remove it") from None
     return results
+
+
+def require_own_folder(recipe: str, folder: str) -> None:
+    """Refuse an output folder with results that aren't the recipe's; its own are replaced, or gone on with.
+
+    Raises:
+        RecipeError: says whose they are.
+    """
+    path = Path(folder) / "results.json"
+    if not path.exists():
+        return
+    try:
+        results = json.loads(path.read_text("utf-8"))
+        words = shlex.split(results["command"].strip())
+        theirs = Path(words[1]).name
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        told = f"can't read {path}: it isn't a recipe's ({type(error).__name__}: {error})"
+        raise RecipeError(f"{told}; take another --output_dir, or remove it") from None
+    if theirs != recipe:
+        resumable = {"stages", "cells"} & set(results)
+        go_on = f", or go on with {theirs} there: {shlex.join([*words, '--resume'])}" if resumable else ""
+        raise RecipeError(f"{folder} holds results of {theirs}: take another --output_dir, or remove {path}{go_on}")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -431,6 +467,7 @@ def run_recipe(recipe: str, argv: list[str], about: str, work: Callable[[Run], N
     def train(command: str) -> int:
         config = read_run(argv, recipe, about, *settings)
         check(config)
+        require_own_folder(recipe, config.output_dir)
         states = f"last good state, if any, is in {config.output_dir}/state"
         try:
             work(Run(config, command))

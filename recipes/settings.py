@@ -62,6 +62,11 @@ class RunConfig:
     gradient_checkpointing: bool = field(
         default=False, metadata={"help": "keep fewer activations and compute them again: less memory, more time"}
     )
+    compile: bool = field(
+        default=False,
+        metadata={"help": "train and measure through torch.compile: the block that the model repeats, compiled once; "
+                  "then --resume agrees to rounding, not to the bit"},
+    )  # fmt: skip
     mixed_precision: Literal["no", "fp16", "bf16"] | None = field(
         default=None, metadata={"help": "none: as accelerate launch says, else no"}
     )

@@ -45,7 +45,7 @@ from data import (
 from depth_report import depth_report, draw_depths
 from lm import token_nats
 from report import hardware, versions
-from run import Stopped, exit_status, stop_requests, write_json
+from run import Stopped, exit_status, require_own_folder, stop_requests, write_json
 from settings import check_numbers, check_output_folder, read_settings
 from tasks import Batch
 from torch import nn
@@ -324,6 +324,7 @@ def main(argv: list[str] | None = None) -> int:
     def sweep(command: str) -> None:
         config = parse(argv, __doc__.split("\n\n")[1])
         check(config)
+        require_own_folder("stability.py", config.output_dir)
         Sweep(config, command).run()
 
     return exit_status("stability.py", argv, sweep)

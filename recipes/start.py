@@ -3,7 +3,9 @@
 import warnings
 from typing import Any
 
+from accelerate import PartialState
 from accelerate.utils import set_seed
+from compiled import require_blocks
 from data import RecipeError
 from run import Run
 from settings import CONTROL, parse_variant
@@ -12,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from hfpatch import NotPreservedWarning, patch_model, plan_patch, sample_batches
+from hfpatch import NotPreservedWarning, patch_model, plan_patch, sample_batches, show_progress
 
 INIT = {"copied": {"init": "copy"}, "reset": {"init": "reset"}}  # patch_model's, where it isn't its default
 
@@ -21,7 +23,8 @@ class Baseline:
     """The unpatched model, trained for `--baseline_steps`; every copy begins as it ended.
 
     Raises:
-        RecipeError: the model doesn't fit the data, or can't draw the sequences that it would be repaired on.
+        RecipeError: the model doesn't fit the data, can't draw the sequences that it would be repaired on, or repeats
+            no block to compile.
         PatchError: hfpatch refuses one of the variants, all of which are tried out on paper.
     """
 
@@ -33,6 +36,8 @@ class Baseline:
         self.model: PreTrainedModel | None = task.baseline()
         if config.model and not config.keep_dropout:
             switch_off_dropout(self.model)
+        if config.compile:
+            require_blocks(self.model)
         if config.start == "self" and variants and not self.model.can_generate():
             raise RecipeError(f"--start self: a {type(self.model).__name__} draws no sequences; take repaired or auto")
         for variant in variants:
@@ -85,8 +90,8 @@ def patched(
     if start == "repaired":
         items = DataLoader(task.train_set(seed, 0, calibration), batch_size, collate_fn=task.collate)
         options["calibration"] = [task.inputs(batch) for batch in items]
-    elif start == "self":
-        options["calibration"] = sample_batches(model, sequences=calibration, seed=seed)
-    with warnings.catch_warnings():
+    with show_progress(PartialState().is_main_process), warnings.catch_warnings():
+        if start == "self":
+            options["calibration"] = sample_batches(model, sequences=calibration, seed=seed)
         warnings.simplefilter("ignore", NotPreservedWarning)  # what isn't preserved is what the table shows
         return patch_model(model, **options)

@@ -320,6 +320,27 @@ class TestTogetherWith:
         self.assert_same(self.gradients(model, given), expected)
         assert min(compiled_calls(model).values()) >= 1
 
+    @pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
+    def test_hidden_states_and_attentions(self, family):
+        """transformers leaves hooks behind that dynamo can't trace; what they record inside a block needs it eager."""
+        model = patch(deeper(family, attn_implementation="eager"), norm="rms", pos="rope", init="copy")
+        given = inputs(model) | ({"use_cache": False} if family == "gpt2" else {})
+        asked = {name: {f"output_{name}": True} for name in ("hidden_states", "attentions")}
+        with torch.no_grad():
+            plain, expected = model(**given)[0], {name: model(**given, **ask)[name] for name, ask in asked.items()}
+        graphs = Graphs()
+        compile_model(model, backend=graphs)
+        with torch.no_grad():
+            for calls, name in ((1, "hidden_states"), (1, "attentions"), (2, "hidden_states")):
+                found = model(**given, **asked[name])[name]
+                assert len(found) == len(expected[name]) >= 2
+                assert max(difference(a, b) for a, b in zip(found, expected[name], strict=True)) < 1e-4
+                assert set(compiled_calls(model).values()) == {calls}
+            assert difference(model(**given)[0], plain) < 1e-4
+        assert len(graphs) <= 2, "what is asked for is an argument of some blocks"
+        self.gradients(model, given) if family == "gpt2" else None
+        assert set(compiled_calls(model).values()) == {3 + (family == "gpt2")}
+
     def test_adapters(self, model):
         from peft import LoraConfig, get_peft_model
 

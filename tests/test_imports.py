@@ -15,7 +15,7 @@ ROOT = Path(hfpatch.__file__).parent
 # from the ground up; modules of one line may import one another as long as there is no cycle
 LAYERS = [
     ["errors"],
-    ["registry", "rewrite", "compile"],
+    ["registry", "rewrite", "compile", "progress"],
     ["scheme", "edits", "weights"],
     ["guard", "excerpt"],
     ["optimizer"],

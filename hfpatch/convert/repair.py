@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import math
 import tempfile
 from collections import OrderedDict
@@ -31,11 +32,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import logging
 
 from ..edits import Edits
 from ..errors import OptionError, WrappedModelError
 from ..norms import AffineNorm, describe
+from ..progress import tell
 from ..scheme import KEY
 from .least_squares import Affine, Ridge
 from .maps import Example, eager, fit_maps, map_of, require_fit, wide
@@ -45,6 +46,7 @@ from .run import device_of, give_back_memory, is_library_hook, quiet
 from .sample import sample_batches
 from .walk import Batches, Segment, Walk, first_tensor, require_batches, segments_of
 
+_log = logging.getLogger(__name__)
 _NO_PROJECTION = "no linear map's output is added as it is to the block's output (experts, or a scaled branch)"
 _NO_REPLAY = "the block can't be run by itself: it returns more than tensors and numbers"
 _NOISE = 1e-9  # a share of the variance: what is as near to the original as this isn't fitted
@@ -162,9 +164,15 @@ class _Repairer:
         self.norms = changed - several
         self.moved = _positions(self.new.model) != _positions(self.old.model)
         mark = len(self.edits)
+        parts = [segment for segment in segments if segment.block or self.norms & set(segment.modules)]
+        self.done, self.total = 0, len(parts)
+        self._tell("distance before")
         self.report.measure, self.report.before = self._distance()
-        for segment in logging.tqdm(segments, desc="Repair", leave=False):
+        for self.done, segment in enumerate(parts):
+            self._tell(segment.block or segment.modules[0])
             self._repair(segment)
+        self.done = self.total
+        self._tell("distance after")
         for walk in (self.new, self.old):
             for block in walk.forms:
                 walk.release(block)
@@ -173,6 +181,9 @@ class _Repairer:
         if not self.report.kept:
             self.edits.undo(mark)
 
+    def _tell(self, what: str) -> None:
+        tell(_log, "repair", self.done, self.total, what)
+
     def _skip(self, module: str, kind: str, note: str) -> None:
         self.report.steps.append(Step(module, kind, note=note))
 
@@ -180,8 +191,6 @@ class _Repairer:
 
     def _repair(self, segment: Segment) -> None:
         norms = [name for name in segment.modules if name in self.norms]
-        if not norms and segment.block is None:
-            return
         give_back_memory()
         points = [name for name in segment.modules if name in self.points or name in norms]
         writers, readers, reached = self.roles.of(segment, norms, points)
@@ -200,12 +209,16 @@ class _Repairer:
         for name in segment.modules:
             self.decoder = self.roles.encoder is not None and not name.startswith(f"{self.roles.encoder}.")
             if name in norms:
+                self._tell(f"norm {name}")
                 self._fit_norm(name)
             elif name in writers:
+                self._tell(f"projection {name}")
                 self._fit_projection(name, writers[name], writers[name] == segment.block)
             elif name in readers:
+                self._tell(f"readers {name}")
                 self._fit_readers(name, readers[name])
             if name in attentions:
+                self._tell(f"maps {attentions[name]}")
                 self._fit_maps(attentions[name])
         if segment.block and not reached:
             self._skip(segment.block, "projection", _NO_PROJECTION)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,8 +12,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import OptionError
+from ..progress import tell
 from .run import device_of, quiet
 
+_log = logging.getLogger(__name__)
 SEQUENCES, LENGTH, BATCH = 256, 128, 32
 _OFFSET = 2  # rows of a position table that RoBERTa and its like don't use
 
@@ -49,6 +52,7 @@ def sample_batches(
     with quiet(model), _plain_generation(model, length):
         torch.manual_seed(seed)  # inside a fork of the random stream
         for start in range(0, sequences, BATCH):
+            tell(_log, "own sequences", start, sequences, f"drawing up to {length} tokens each")
             count = min(BATCH, sequences - start)
             if model.config.is_encoder_decoder:
                 read = torch.randint(config.vocab_size, (count, length), device=device_of(model))
@@ -61,6 +65,7 @@ def sample_batches(
             else:
                 drawn = _generate(model, input_ids=_starts(model, config, count))
                 batches.append({"input_ids": drawn, "attention_mask": _mask(drawn, model)})
+    tell(_log, "own sequences", sequences, sequences, "drawn")
     return batches
 
 

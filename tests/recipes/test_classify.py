@@ -1,6 +1,7 @@
 """Text classification: figures, thresholds, the head's start, the order of items, and whole runs."""
 
 import json
+import shutil
 import sys
 
 import classify
@@ -354,6 +355,44 @@ class TestRuns:
         assert "tf-idf and logistic regression" in data["baselines"]
         simple = data["baselines"]["commonest label"]["micro_f1"]
         assert f"Simple methods: commonest label: micro f1 {simple:.3f}" in (finished / "results.md").read_text("utf-8")
+
+    def test_saved_models_know_their_thresholds(self, finished, folder, tmp_path, capsys):
+        """evaluate.py takes them as they are, and finds its own for a model without."""
+        import evaluate
+
+        def evaluated(out):
+            flags = ["--task", "classify", "--data", str(folder / "many.json"), "--baselines", "false", "--models"]
+            return evaluate.main([*flags, str(out), "--output_dir", str(tmp_path / "evaluated")])
+
+        shutil.copytree(finished / "rms", tmp_path / "rms")
+        path, reported = tmp_path / "rms" / "threshold.json", read_results(finished)["stages"]["rms"]["end"]
+        chosen = json.loads(path.read_text())["threshold"]
+        for threshold, told in ((chosen, "found in training"), (0.01, "found in training"), (None, "the best on the")):
+            path.unlink() if threshold is None else path.write_text(json.dumps({"threshold": threshold}))
+            assert evaluated(tmp_path / "rms") == 0
+            (found,) = read_results(tmp_path / "evaluated")["models"].values()
+            same = found["figures"] == pytest.approx(reported, abs=1e-6)
+            assert same is (threshold != 0.01)
+            expected = chosen if threshold is None else threshold
+            assert found["threshold"]["value"] == expected
+            assert f"Labels are given from this probability on: rms {expected:.2f} ({told}" in capsys.readouterr().out
+        path.write_text("{}")
+        assert evaluated(tmp_path / "rms") == 2
+        assert f"RecipeError: can't read the threshold in {path}" in capsys.readouterr().err
+
+    def test_a_threshold_is_of_the_model_that_is_saved(self, many, one, tmp_path):
+        torch.manual_seed(0)
+        measure(many, many.baseline())
+        many.save_extras(tmp_path)
+        assert (tmp_path / "threshold.json").exists()
+        model = many.baseline()
+        model.save_pretrained(tmp_path)
+        many.load(str(tmp_path))
+        many.save_extras(tmp_path)  # it wasn't measured
+        assert not (tmp_path / "threshold.json").exists()
+        measure(one, one.baseline())
+        one.save_extras(tmp_path / "one")
+        assert not (tmp_path / "one" / "threshold.json").exists()
 
     def test_saved_model_has_the_reported_figures(self, finished, many):
         model = AutoModelForSequenceClassification.from_pretrained(finished / "rms")

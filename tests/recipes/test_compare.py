@@ -552,12 +552,6 @@ class TestBadInput:
         assert message in error
         assert "\n" not in error
 
-    def test_results_of_another_recipe_are_not_overwritten(self, text, tmp_path, capsys):
-        (tmp_path / "results.json").write_text('{"config": {}, "data": {}, "stages": {}}')
-        assert compare.main(tiny(tmp_path, text)) == 2
-        assert "is of another recipe: take another --output_dir" in capsys.readouterr().err
-        assert (tmp_path / "results.json").read_text() == '{"config": {}, "data": {}, "stages": {}}'
-
     def test_other_settings_can_not_go_on(self, finished, text, capsys):
         before = (finished / "results.json").read_bytes()
         assert compare.main([*tiny(finished, text, *GRID), "--resume", "--learning_rate", "1"]) == 2

@@ -344,6 +344,95 @@ def test_help_leaves_out_what_is_of_training(capsys):
     assert not any(f"--{name} " in shown for name in evaluate.UNUSED)
 
 
+@pytest.fixture(scope="module")
+def broken(trained, classifiers, folder, tmp_path_factory):
+    """Models of each kind with a NaN among the weights of their last layer, and what says so."""
+    out, weights = tmp_path_factory.mktemp("broken"), {}
+    for task, (auto, source) in {
+        "lm": (AutoModelForCausalLM, trained / "control"),
+        "classify": (AutoModelForSequenceClassification, classifiers / "control"),
+        "embed": (AutoModel, folder),
+    }.items():
+        model = auto.from_pretrained(source)
+        matrices = [(name, p) for name, p in model.named_parameters() if p.ndim == 2 and "pooler" not in name]
+        name, weight = matrices[-1]
+        weight.data[0, 0] = math.nan
+        model.save_pretrained(out / task)
+        AutoTokenizer.from_pretrained(source).save_pretrained(out / task)
+        weights[task] = name
+    return out, weights
+
+
+class TestNotFinite:
+    """Figures that are no numbers: status 1, the model and the figure named, and the others' figures written."""
+
+    def results(self, out):
+        return json.loads((out / "results.json").read_text(), parse_constant=pytest.fail)
+
+    def error(self, capsys):
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("NotFiniteError: ")
+        return error
+
+    @pytest.mark.parametrize("against", [False, True])
+    def test_language_model(self, broken, trained, text, tmp_path, capsys, against):
+        folder, weights = broken
+        flags = ["--models", folder / "lm", trained / "control", "--text", text, "--block_size", 16]
+        flags += ["--against", trained / "control"] if against else []
+        assert run(tmp_path, *flags, "--sweep_tokens", 256) == 1
+        assert f"{folder / 'lm'}: loss is nan; its weight {weights['lm']} isn't finite." in self.error(capsys)
+        results = self.results(tmp_path)
+        assert results["models"][str(folder / "lm")]["figures"] == {}
+        assert results["models"][str(trained / "control")]["figures"]["loss"] > 0
+        assert {row["model"] for row in results["lengths"]} == {"control"}
+        text = (tmp_path / "results.md").read_text("utf-8")
+        assert "**lm** failed: loss is nan; its weight" in text
+        assert ("not compared" in text) is against
+
+    def test_what_is_compared_with(self, broken, trained, text, tmp_path, capsys):
+        folder, weights = broken
+        flags = ["--models", trained / "control", "--text", text, "--block_size", 16, "--no_sweep"]
+        assert run(tmp_path, *flags, "--against", folder / "lm") == 1
+        assert f"{folder / 'lm'}: loss is nan; its weight {weights['lm']} isn't" in self.error(capsys)
+        (found,) = self.results(tmp_path)["models"].values()
+        assert found["figures"]["loss"] > 0
+        assert found["against"] == {"reason": "lm: loss is nan"}
+
+    def test_classifier(self, broken, texts, tmp_path, capsys):
+        """An answer can be counted as right without being a number."""
+        folder, weights = broken
+        flags = ["--task", "classify", "--data", texts / "two.csv", "--baselines", "false"]
+        assert run(tmp_path, *flags, "--models", folder / "classify") == 1
+        assert f"classify: loss is nan; its weight {weights['classify']}" in self.error(capsys)
+        (found,) = self.results(tmp_path)["models"].values()
+        assert found["figures"] == {}
+
+    @pytest.mark.parametrize("reference", [False, True])
+    def test_embeddings(self, broken, folder, files, tmp_path, capsys, reference):
+        out, _ = broken
+        flags = ["--task", "embed", "--text", *files, "--max_length", 16, "--heldout_passages", 4, "--no_sweep"]
+        pair = ["--models", folder, "--against", out / "embed"] if reference else ["--models", out / "embed"]
+        assert run(tmp_path, *flags, *pair) == 1
+        assert f"NotFiniteError: {out / 'embed'}: " in self.error(capsys)
+        (found,) = self.results(tmp_path)["models"].values()
+        assert (found["figures"].get("mrr", 0) > 0) is reference, "what is no figure of the reference stays"
+
+    def test_beyond_the_trained_length(self, trained, text, tmp_path, capsys, monkeypatch):
+        by_position = sweep.by_position
+
+        def overflowing(model, blocks, masked):
+            nats, counts = by_position(model, blocks, masked)
+            return nats + (math.inf if len(nats) > 32 else 0), counts
+
+        monkeypatch.setattr(sweep, "by_position", overflowing)
+        flags = ["--models", trained / "rope", "--text", text, "--block_size", 16, "--lengths", 16, 64]
+        assert run(tmp_path, *flags, "--sweep_tokens", 256) == 1
+        assert "rope: at 64 tokens loss is inf." in self.error(capsys)
+        short, long = self.results(tmp_path)["lengths"]
+        assert short["figures"]["loss"] > 0
+        assert (long["figures"], long["reason"]) == (None, "loss is inf")
+
+
 def test_short_names():
     names = evaluate.short_names(["a/b/rope", "a/c/rope", "x/dyt", "gpt2"])
     assert list(names.values()) == ["b/rope", "c/rope", "dyt", "gpt2"]

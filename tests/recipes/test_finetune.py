@@ -176,6 +176,15 @@ class TestStopping:
         assert finetune.main(tiny(tmp_path, "--text", text_2, "--resume")) == 2
         assert "data (its content)" in capsys.readouterr().err
 
+    def test_settings_that_came_later_had_their_defaults(self, text, tmp_path, capsys):
+        assert finetune.main(tiny(tmp_path, "--text", text, "--stop_after", 1, variants="control")) == 130
+        results = read_results(tmp_path)
+        del results["config"]["compile"]
+        (tmp_path / "results.json").write_text(json.dumps(results))
+        assert finetune.main(tiny(tmp_path, "--text", text, "--resume", "--compile", "--layers", 2)) == 2
+        assert "other settings: compile, layers changed" in capsys.readouterr().err
+        assert finetune.main(tiny(tmp_path, "--text", text, "--resume", variants="control")) == 0
+
     def test_ctrl_c_finishes_the_step_and_saves(self, finished, text, tmp_path, capsys, monkeypatch):
         train_step = run.Run.train_step
 
@@ -631,3 +640,14 @@ class TestData:
         assert sizes.sum() == len("naïve — 𝒳 okplain".encode())
         assert (tokens == tokenizer.eos_token_id).sum() == 2
         assert (sizes[tokens == tokenizer.eos_token_id] == 0).all()
+
+
+def test_repairs_show_their_progress_once(text, tmp_path):
+    """Only the main one of two processes draws."""
+    argv = tiny(tmp_path, "--text", text, "--calibration", 4, "--start", "self", variants="dyt")
+    recipe = ["--", ROOT / "recipes" / "finetune.py", *argv]
+    done = in_process("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, *recipe)
+    assert done.returncode == 0, done.stderr
+    for task, parts in {"own sequences": 4, "repair": 2}.items():  # the block, and the norm behind it
+        assert f"{task}: 100%" in done.stderr
+        assert done.stderr.count(f"| 0/{parts} [00:00]") == 1

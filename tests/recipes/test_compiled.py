@@ -1,0 +1,188 @@
+"""--compile: the same figures, by code that is really called, and plain models on disk."""
+
+import functools
+import json
+
+import compiled
+import finetune
+import heal
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from run_files import read_results
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+from transformers.activations import NewGELUActivation
+
+from hfpatch import compile_model, compiled_calls
+
+TINY = "--layers 2 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 4 --steps 3"
+TINY += " --tracker none --eval_every 2 --save_every 2 --heldout_blocks 9 --curve_blocks 6 --warmup_steps 1"
+TINY += " --start copied"
+
+
+def tiny(out, text, *more):
+    return [*TINY.split(), "--text", str(text), "--output_dir", str(out), *map(str, more)]
+
+
+def losses(out):
+    stages = read_results(out)["stages"]
+    return {name: [*s["train_loss"], s["start"]["loss"], s["end"]["loss"]] for name, s in stages.items()}
+
+
+def assert_close(ours, theirs, tolerance=1e-4):
+    assert ours.keys() == theirs.keys()
+    for name, values in theirs.items():
+        assert ours[name] == pytest.approx(values, abs=tolerance), name
+
+
+class Graphs(list):
+    """A quick backend that keeps what it was given."""
+
+    def __call__(self, graph, inputs):
+        self.append(graph)
+        return graph.forward
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    found = Graphs()
+    monkeypatch.setattr(compiled, "compile_model", functools.partial(compile_model, backend=found))
+    return found
+
+
+@pytest.fixture(scope="module")
+def eager(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("eager")
+    assert finetune.main(tiny(out, text, "--variants", "rms+rope", "control")) == 0
+    return out
+
+
+def test_the_real_backend(eager, text, tmp_path):
+    assert finetune.main(tiny(tmp_path, text, "--variants", "control", "--compile")) == 0
+    ours, theirs = losses(tmp_path), losses(eager)
+    assert_close(ours, {name: theirs[name] for name in ours})
+
+
+class TestTogetherWith:
+    def test_a_patch(self, eager, text, tmp_path, graphs):
+        assert finetune.main(tiny(tmp_path, text, "--variants", "rms+rope", "--compile")) == 0
+        ours, theirs = losses(tmp_path), losses(eager)
+        assert_close(ours, {name: theirs[name] for name in ours})
+        # Two models; each has a graph for training and, of batches of 4, of any size and of 1, for measuring.
+        assert 2 * 2 <= len(graphs) <= 2 * 4
+        ours, theirs = (load_file(out / "rms+rope" / "model.safetensors") for out in (tmp_path, eager))
+        assert {name: value.shape for name, value in ours.items()} == {name: v.shape for name, v in theirs.items()}
+        configs = [json.loads((out / "rms+rope" / "config.json").read_text()) for out in (tmp_path, eager)]
+        assert configs[0].pop("hfpatch").keys() == configs[1].pop("hfpatch").keys()
+        assert configs[0] == configs[1], "use_cache too"
+
+    def test_gradient_checkpointing_stopped_and_gone_on_with(self, eager, text, tmp_path, graphs):
+        flags = ["--variants", "rms+rope", "--compile", "--gradient_checkpointing"]
+        assert finetune.main(tiny(tmp_path, text, *flags, "--stop_after", 6)) == 130
+        assert finetune.main(tiny(tmp_path, text, *flags, "--resume")) == 0
+        ours, theirs = losses(tmp_path), losses(eager)
+        assert_close(ours, {name: theirs[name] for name in ours})
+
+    def test_mixed_precision(self, text, tmp_path, graphs):
+        try:
+            for mode in ("", "--compile"):
+                AcceleratorState._reset_state(reset_partial_state=True)
+                flags = ["--variants", "control", "--mixed_precision", "bf16", *filter(None, [mode])]
+                flags += ["--heldout_blocks", 4, "--curve_blocks", 4]
+                assert finetune.main(tiny(tmp_path / f"run{mode}", text, *flags)) == 0
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+        assert graphs
+        assert_close(losses(tmp_path / "run--compile"), losses(tmp_path / "run"), 0.02)
+
+    def test_adapters_and_a_teacher_without_labels(self, eager, text, tmp_path, graphs):
+        """Without the task's loss, which asks for no cache; adapters are merged before the last figures."""
+        flags = ["--patch", "rope", "--method", "distil", "--distil_weight", 1, "--lora_rank", 2]
+        flags += ["--distil_hidden", 0.5]
+        flags += ["--model", eager / "baseline", "--baseline_steps", 0, "--heldout_blocks", 4, "--curve_blocks", 4]
+        assert heal.main(tiny(tmp_path / "eager", text, *flags)) == 0
+        assert not graphs
+        assert heal.main(tiny(tmp_path / "compiled", text, *flags, "--compile")) == 0
+        assert graphs
+        assert_close(losses(tmp_path / "compiled"), losses(tmp_path / "eager"))
+
+    def test_a_decoder_that_classifies(self, folder, tmp_path, graphs):
+        """Its config asks for a cache."""
+        rows = [f"text {i} is {'ab'[i % 2]} like,{'ab'[i % 2]}" for i in range(150)]
+        (tmp_path / "two.csv").write_text("\n".join(["text,label", *rows]))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        sizes = {"n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 2, "pad_token_id": tokenizer.pad_token_id}
+        gpt2 = GPT2Config(vocab_size=len(tokenizer), **sizes)
+        GPT2ForSequenceClassification(gpt2).save_pretrained(tmp_path / "gpt2")
+        tokenizer.save_pretrained(tmp_path / "gpt2")
+        flags = "--task classify --baseline_steps 0 --steps 2 --batch_size 7 --tracker none --variants rms --compile"
+        flags += f" --data {tmp_path / 'two.csv'} --model {tmp_path / 'gpt2'} --output_dir {tmp_path / 'out'}"
+        assert finetune.main([*flags.split(), "--baselines", "false", "--start", "auto"]) == 0
+        assert graphs
+        assert json.loads((tmp_path / "out" / "rms" / "config.json").read_text())["use_cache"] is True
+
+
+class TestRefused:
+    def test_without_blocks(self, text, tmp_path, capsys):
+        assert finetune.main(tiny(tmp_path, text, "--layers", 1, "--compile")) == 2
+        error = capsys.readouterr().err.strip()
+        assert error.startswith("RecipeError: --compile compiles the block that a model repeats, and this GPT2LMHead")
+        assert "\n" not in error
+        assert not (tmp_path / "results.json").exists()
+
+    @pytest.mark.parametrize("method", ["staged", "annealed+distil"])
+    def test_by_degrees(self, text, tmp_path, capsys, method):
+        assert heal.main(tiny(tmp_path, text, "--method", method, "--compile")) == 2
+        assert f"--compile: blocks that {method} swaps on the way" in capsys.readouterr().err
+
+    def test_code_that_is_not_called(self, text, tmp_path, capsys, monkeypatch):
+        """As by a wrapper that goes past a module's own call."""
+
+        @functools.cache
+        def hasty(kind):
+            return type(kind.__name__, (kind,), {"__call__": kind.forward})
+
+        def passed_by(model):
+            for module in compile_model(model, backend="eager").modules():
+                if module._compiled_call_impl is not None and type(module).__call__ is not type(module).forward:
+                    module.__class__ = hasty(type(module))
+            return model
+
+        monkeypatch.setattr(compiled, "compile_model", passed_by)
+        assert finetune.main(tiny(tmp_path, text, "--variants", "control", "--compile")) == 2
+        error = capsys.readouterr().err.strip()
+        assert "RecipeError: --compile: 2 of 2 blocks of GPT2LMHeadModel ran uncompiled, transformer.h.0 among" in error
+        assert read_results(tmp_path)["stages"] == {}
+
+    def test_graph_breaks(self, text, tmp_path, capsys, monkeypatch, graphs):
+        forward = NewGELUActivation.forward
+
+        def breaking(self, x):
+            torch._dynamo.graph_break()
+            return forward(self, x)
+
+        monkeypatch.setattr(NewGELUActivation, "forward", breaking)
+        assert finetune.main(tiny(tmp_path, text, "--variants", "control", "--compile")) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert (
+            "RecipeError: --compile: GPT2LMHeadModel can't be compiled (Call to `torch._dynamo.graph_break()`: "
+            in error
+        )
+
+    def test_training_may_drop_blocks_but_not_all(self):
+        model = torch.nn.ModuleDict({"h": torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])})
+        compile_model(model, backend="eager")
+        first, second = model["h"]
+        with compiled.really_called(model.train()):
+            first(torch.ones(1, 2))
+        with (
+            pytest.raises(compiled.RecipeError, match=r"1 of 2 blocks .*, h\.1 among"),
+            compiled.really_called(model.eval()),
+        ):
+            first(torch.ones(1, 2))
+        with pytest.raises(compiled.RecipeError, match=r"2 of 2 blocks"), compiled.really_called(model.train()):
+            pass
+        with compiled.really_called(model.eval()):
+            second(first(torch.ones(1, 2)))
+        assert compiled_calls(model) == {"h.0": 3, "h.1": 1}
