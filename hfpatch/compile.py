@@ -12,7 +12,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -108,18 +108,23 @@ class Region:
     Attributes:
         cached: whether it is compiled with a key-value cache among its arguments, too.
         calls: how often it went into compiled code.
+        inside: the modules in it, at the time when it was compiled.
     """
 
     module: nn.Module
     compiled: Callable[..., Any]
     cached: bool
     calls: int = 0
+    inside: list[nn.Module] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inside = [module for module in self.module.modules() if module is not self.module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, own = self.module, self.module.__dict__
         if torch.compiler.is_compiling() or (
             not self.cached
-            and (any(isinstance(value, Cache) for value in (*args, *kwargs.values())) or _is_recorded(module))
+            and (any(isinstance(value, Cache) for value in (*args, *kwargs.values())) or _is_recorded(self.inside))
         ):
             return module._call_impl(*args, **kwargs)
         kept = {name: own[name] for name in ("forward",) if name in own}  # accelerate's hooks put one there
@@ -130,7 +135,7 @@ class Region:
             self.calls += 1
             if self.cached:
                 return self.compiled(module, *args, **kwargs)
-            with _unrecorded(module):
+            with _unrecorded(self.inside):
                 return self.compiled(module, *args, **kwargs)
 
         own["forward"] = forward
@@ -142,25 +147,25 @@ class Region:
                 own.update(kept)
 
 
-def _recorders(block: nn.Module) -> Iterator[tuple[nn.Module, int, str]]:
-    """Hooks by which transformers records what is returned inside a block: module, number and what it is called."""
-    for module in block.modules():
-        for number, hook in module._forward_hooks.items() if module is not block else ():
+def _recorders(inside: list[nn.Module]) -> Iterator[tuple[nn.Module, int, str]]:
+    """Hooks by which transformers records what these modules return: module, number and what it is called."""
+    for module in inside:
+        for number, hook in module._forward_hooks.items():
             if getattr(hook, "__module__", "") == output_capturing.__name__:
                 cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
                 yield module, number, cells["key"].cell_contents
 
 
-def _is_recorded(block: nn.Module) -> bool:
-    """Whether this forward records anything inside a block."""
+def _is_recorded(inside: list[nn.Module]) -> bool:
+    """Whether this forward records anything that one of these modules returns."""
     wanted = output_capturing._active_collector.get()
-    return bool(wanted) and any(key in wanted for _, _, key in _recorders(block))
+    return bool(wanted) and any(key in wanted for _, _, key in _recorders(inside))
 
 
 @contextmanager
-def _unrecorded(block: nn.Module) -> Iterator[None]:
-    """Without the hooks that would record inside a block: they stay after a first time, and dynamo can't trace them."""
-    found = list(_recorders(block))
+def _unrecorded(inside: list[nn.Module]) -> Iterator[None]:
+    """Without hooks on these modules that record: they stay after a first time, and dynamo can't trace them."""
+    found = list(_recorders(inside))
     hidden, numbers = {module: module._forward_hooks for module, _, _ in found}, {number for _, number, _ in found}
     try:
         for module, hooks in hidden.items():
