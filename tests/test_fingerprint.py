@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 import torch
 import transformers
 import zoo
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from tiny_models import RECORDED, changes, difference, inputs, patch, randomise, tiny
 from tiny_models import fingerprint as trace
@@ -340,6 +343,29 @@ def test_saving_leaves_no_trace(tmp_path: Path) -> None:
     assert not calls
     assert (tmp_path / "1/config.json").read_text() == (tmp_path / "2/config.json").read_text()
     AutoModelForCausalLM.from_pretrained(tmp_path / "2")
+
+
+@pytest.mark.parametrize("way", ["autocast", "accelerate"])
+def test_saving_in_mixed_precision_measures_without_it(way: str, saved: Path, tmp_path: Path) -> None:
+    """A fingerprint that was rounded to bfloat16 would refuse the very model that was saved."""
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    around: Any = nullcontext()
+    if way == "accelerate":
+        try:
+            model = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+    else:
+        around = torch.autocast("cpu", torch.bfloat16)
+    ids = torch.arange(8)[None] + 5
+    with around:
+        rounded = model(ids).logits.float()
+        model.save_pretrained(tmp_path)
+    assert stored_in(tmp_path)["hfpatch"] == stored_in(saved)["hfpatch"]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert float((again(ids).logits - rounded).detach().abs().max()) > 1e-3, "the control: it does round"
+    with around:
+        assert torch.equal(model(ids).logits.float(), rounded), "and goes on doing so"
 
 
 def test_loading_draws_no_random_number(saved: Path) -> None:

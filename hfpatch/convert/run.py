@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+_AUTOCAST = "_original_forward"  # where accelerate keeps the forward around which it puts an autocast
 _SKIPPED = (
     "past_key_values",
     "cache",
@@ -27,11 +28,13 @@ _SKIPPED = (
 def quiet(model: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, no compiled code and no hooks but torch's and transformers' own, on the model's device.
 
-    Hooks that are registered inside are gone afterwards.
+    In the weights' own precision: neither under an autocast around it nor under the one that `accelerator.prepare` puts
+    into a model's forward. Hooks that are registered inside are gone afterwards.
     """
     modes = [(module, module.training) for module in model.modules()]
     compiled = [(module, call) for module in model.modules() if (call := module._compiled_call_impl) is not None]
     hooks = [(module, name, module.__dict__[name]) for module in model.modules() for name in _HOOKS + _FLAGS]
+    outer = {name: model.__dict__[name] for name in (_AUTOCAST, "forward") if name in model.__dict__}
     device = device_of(model)
     devices = [device] if device.type not in ("cpu", "meta", "mps") else []
     try:
@@ -42,9 +45,14 @@ def quiet(model: nn.Module) -> Iterator[None]:
             module.training = False
         for module, _ in compiled:
             module._compiled_call_impl = None
-        with torch.no_grad(), torch.random.fork_rng(devices=devices), _default(device):
+        if len(outer) == 2:
+            model.__dict__["forward"] = outer[_AUTOCAST]
+        has_autocast = torch.amp.is_autocast_available(device.type)
+        exact = torch.autocast(device.type, enabled=False) if has_autocast else nullcontext()
+        with torch.no_grad(), exact, torch.random.fork_rng(devices=devices), _default(device):
             yield
     finally:
+        model.__dict__.update(outer)
         for module, name, theirs in hooks:
             module.__dict__[name] = theirs
         for module, training in modes:
