@@ -513,8 +513,9 @@ class TestSettings:
         def read(*argv):
             return settings.read_run([str(a) for a in argv], "compare.py", "", compare.CompareConfig)
 
-        for name in ("lm.yaml", "vision.yaml"):
+        for name in ("lm.yaml", "vision.yaml", "gpu.yaml"):
             config = read(ROOT / "recipes" / "configs" / name)
+            settings.check(config)
             assert config.seeds == [0, 1, 2, 3, 4]
             assert config.starts == ["repaired"]
             assert "control" not in config.variants
