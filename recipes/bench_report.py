@@ -1,9 +1,11 @@
 """What a reader sees of a benchmark: a table of whole models, one of their parts, and a figure."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 from bench_micro import BASIS, COPY
 from bench_models import NATIVE, UNPATCHED
 from report import COLOURS, machine, table
@@ -139,15 +141,20 @@ def left_out(groups: list[Group]) -> list[str]:
 
 
 def draw_benchmark(results: dict[str, Any], path: Path) -> None:
-    """Above: ratios to the unpatched model, quartiles as whiskers; below: what share of a copy's rate parts reach."""
-    models = [g for g in results["groups"] if g["part"] == "models" and g["timings"]]
-    micro = [g for g in results["groups"] if g["part"] == "micro" and g["timings"] and g["case"] == "norm"]
-    panels = [draw for draw, groups in ((draw_models, models), (draw_micro, micro)) if groups]
+    """Ratios to the unpatched model, eager and compiled, with quartiles; below, the share of a copy's rate of norms."""
+    measured = [g for g in results["groups"] if g["timings"]]
+    models = [g for g in measured if g["part"] == "models"]
+    norms = [g for g in measured if g["part"] == "micro" and g["case"] == "norm"]
+    norms = [g for g in norms if g["dtype"] == norms[0]["dtype"]]
+    modes = [m for m in MODES if any(find(g, UNPATCHED, m) for g in models)]
+    panels = [*modes, *(["norms"] if norms else [])]
     if not panels:
         return
-    figure, axes = plt.subplots(len(panels), 1, figsize=(11, 4.6 * len(panels)), squeeze=False, layout="constrained")
-    for draw, axis in zip(panels, axes[:, 0], strict=True):
-        draw(axis, models if draw is draw_models else micro)
+    size = (max(9.0, 1.15 * len(models), 1.4 * len(norms)), 3.6 * len(panels))
+    figure, axes = plt.subplots(len(panels), 1, figsize=size, squeeze=False, layout="constrained")
+    for panel, axis in zip(panels, axes[:, 0], strict=True):
+        draw_norms(axis, norms) if panel == "norms" else draw_models(axis, models, panel)
+        axis.axhline(1, color="0.2", lw=1)
         axis.grid(axis="y", alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
@@ -155,42 +162,47 @@ def draw_benchmark(results: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def draw_models(axis: Any, groups: list[Group]) -> None:
-    names = list(dict.fromkeys(s for group in groups for s in subjects(group) if s != UNPATCHED))
-    width = 0.8 / max(1, len(names))
-    for j, name in enumerate(names):
-        for k, mode in enumerate(MODES):
-            points = []
-            for i, group in enumerate(groups):
-                timing, plain = find(group, name, mode), find(group, UNPATCHED, mode)
-                if timing and plain:
-                    points.append((2 * i + k * 0.9 + (j + 0.5) * width, *middle(ratios(timing, plain))))
-            if points:
-                x, y, low, high = map(list, zip(*points, strict=True))
-                errors = [[b - a for a, b in zip(low, y, strict=True)], [b - a for a, b in zip(y, high, strict=True)]]
-                look = {"color": COLOURS[j % 6], "alpha": 0.55 if k == 0 else 1.0, "ecolor": "0.3"}
-                label = name if k == 1 or len(axis.get_legend_handles_labels()[1]) < j + 1 else None
-                axis.bar(x, [v - 1 for v in y], 0.9 * width, bottom=1, yerr=errors, label=label, **look)
-    axis.axhline(1, color="0.2", lw=1)
-    axis.set_xticks(
-        [2 * i + 0.85 for i in range(len(groups))],
-        [f"{g['case']}\n{g['work']}" for g in groups],
-    )
-    axis.set(ylabel="time / unpatched", title="Patched against unpatched: eager (pale), compiled (full)")
-
-
-def draw_micro(axis: Any, groups: list[Group]) -> None:
-    names = [name for name in subjects(groups[0]) if name != COPY]
-    ticks = []
+def draw_models(axis: Any, groups: list[Group], mode: str) -> None:
+    bars: dict[str, dict[int, Any]] = {s: {} for group in groups for s in subjects(group) if s != UNPATCHED}
     for i, group in enumerate(groups):
-        ticks.append(f"{group['width']} {group['dtype']}\n{group['work'].replace(' and ', ' +' + chr(10))}")
+        plain = find(group, UNPATCHED, mode)
+        for name in bars:
+            if plain and (timing := find(group, name, mode)):
+                bars[name][i] = middle(ratios(timing, plain))
+    for label, place, width, found in grouped(axis, bars, [f"{g['case']}\n{g['work']}" for g in groups]):
+        ratio, low, high = (np.array(values) for values in zip(*found, strict=True))
+        style = look(list(bars).index(label))
+        whiskers = [ratio - low, high - ratio]
+        axis.bar(place, ratio - 1, width, bottom=1, yerr=whiskers, ecolor="0.3", label=label, **style)
+    axis.set(ylabel="time / unpatched", title=f"Patched against unpatched, {mode}")
+
+
+def draw_norms(axis: Any, groups: list[Group]) -> None:
+    bars: dict[str, dict[int, Any]] = {s: {} for group in groups for s in subjects(group) if s != COPY}
+    for i, group in enumerate(groups):
         copied = find(group, COPY, "eager")
-        for j, name in enumerate(names):
-            timing = find(group, name, "compiled") or find(group, name, "eager")
-            if timing and copied:
-                position = i + (j + 0.5) * 0.8 / len(names)
-                label = name if i == 0 else None
-                axis.bar(position, of_copy(timing, copied), 0.72 / len(names), color=COLOURS[j % 6], label=label)
-    axis.axhline(1, color="0.2", lw=1)
-    axis.set_xticks([i + 0.4 for i in range(len(groups))], ticks, fontsize=8)
-    axis.set(ylabel="of a copy's rate", title="Norms, compiled where they aren't kernels: bytes moved a second")
+        for name in bars:
+            if copied and (timing := find(group, name, "compiled") or find(group, name, "eager")):
+                bars[name][i] = of_copy(timing, copied)
+    ticks = [f"{g['width']}\n{g['work'].replace(' and ', ' and' + chr(10))}" for g in groups]
+    for label, place, width, shares in grouped(axis, bars, ticks):
+        axis.bar(place, shares, width, label=label, **look(list(bars).index(label)))
+    title = f"Norms in {groups[0]['dtype']}, compiled where they aren't kernels: bytes moved a second"
+    axis.set(ylabel="of a copy's rate", title=title)
+
+
+def grouped(
+    axis: Any, bars: dict[str, dict[int, Any]], ticks: list[str]
+) -> Iterator[tuple[str, Any, float, list[Any]]]:
+    """For bars side by side at each tick: a name, where its bars stand, how wide they are, and its values."""
+    axis.set_xticks(range(len(ticks)), ticks, fontsize=8)
+    width = 0.8 / max(1, len(bars))
+    for j, (name, found) in enumerate(bars.items()):
+        places = np.array([*found]) + (j - (len(bars) - 1) / 2) * width
+        if found:
+            yield name, places, 0.9 * width, [*found.values()]
+
+
+def look(index: int) -> dict[str, Any]:
+    """A colour, hatched from the seventh on."""
+    return {"color": COLOURS[index % 6], "hatch": "///" if index >= 6 else None, "edgecolor": "white"}
