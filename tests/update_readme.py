@@ -62,7 +62,8 @@ def encoder() -> str:
         f"With `--patch dyt` similarity is {swapped['start']['similarity']:.3f} after the repair and "
         f"{healed['end']['similarity']:.3f} after {healed['step']:,} steps "
         "([recipes/results/encoder_dyt](recipes/results/encoder_dyt/results.md)). With "
-        "`--patch rope:max_positions=1024 --very_long 1024` and 150 steps, documents of 1,024 tokens are found by their second half with a mean "
+        "`--patch rope:max_positions=1024 --very_long 1024` and 150 steps, "
+        "documents of 1,024 tokens are found by their second half with a mean "
         f"reciprocal rank of {long:.3f}, where the original, cut off at 512, has {cut:.3f}, and {windows:.3f} read in "
         "windows ([recipes/results/encoder_long](recipes/results/encoder_long/results.md))."
     )
