@@ -3,6 +3,7 @@
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,19 +188,19 @@ def runner(module: nn.Module, given: list[Tensor], work: str) -> Callable[[], An
     return both
 
 
-def measure_micro(config: Any, device: torch.device, out_of_time: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-    """A group of timings for each kind, width, dtype and work; what there was no time for has a reason instead."""
+def micro_groups(config: Any, device: torch.device) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
+    """What each kind, width, dtype and work is, and what measures it."""
+
+    def measured(kind: str, work: str, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Any]:
+        torch.compiler.reset()
+        taking = list(entrants(kind, work, shape, dtype, device, config.modes))
+        return {"timings": race(taking, config.repeats, device)}
+
     for width in config.widths:
         for dtype_name in config.dtypes:
             dtype = getattr(torch, dtype_name)
             rows = max(TOKENS, int(config.megabytes * 2**20) // (width * dtype.itemsize) // TOKENS * TOKENS)
             for kind in KINDS:
                 for work in (FORWARD, BACKWARD):
-                    group: dict[str, Any] = {"part": "micro", "case": kind, "work": work, "width": width}
-                    group |= {"dtype": dtype_name, "rows": rows}
-                    if out_of_time():
-                        yield group | {"left_out": "out of time", "timings": []}
-                        continue
-                    torch.compiler.reset()
-                    taking = list(entrants(kind, work, (rows, width), dtype, device, config.modes))
-                    yield group | {"timings": race(taking, config.repeats, device)}
+                    group = {"part": "micro", "case": kind, "work": work, "width": width, "dtype": dtype_name}
+                    yield group | {"rows": rows}, partial(measured, kind, work, (rows, width), dtype)

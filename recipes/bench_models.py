@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -182,26 +183,30 @@ def entrants(
         yield from (Entrant(name, mode, once, model) for mode, once in runs.items())
 
 
-def measure_models(config: Any, device: torch.device, out_of_time: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-    """A group of timings for each model and work; what there was no time for has a reason instead."""
+def model_groups(config: Any, device: torch.device) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
+    """What each model and work is, and what measures it; the first of a model makes its subjects."""
     for name in config.models:
         shape = MODELS[name]
         group: dict[str, Any] = {"part": "models", "case": name}
         group |= {"layers": config.layers or shape.layers, "width": config.width or shape.width}
-        works = [work for work in (TRAINING, FORWARD, DECODING) if work != DECODING or shape.decodes]
-        if out_of_time():
-            yield from (group | {"work": work, "left_out": "out of time", "timings": []} for work in works)
-            continue
-        models, missing = subjects(shape, config, device)
-        given = inputs(shape, config, device)
-        same(models, given)
-        for work in works:
-            if out_of_time():
-                yield group | {"work": work, "left_out": "out of time", "timings": []}
-                continue
-            torch.compiler.reset()
-            timings = race(list(entrants(work, models, given, config, device)), config.repeats, device)
-            yield group | {"work": work, "missing": missing, "timings": timings}
-        del models
+        made = cache(partial(made_and_compared, shape, config, device))
+        for work in (TRAINING, FORWARD, DECODING):
+            if work != DECODING or shape.decodes:
+                yield group | {"work": work}, partial(measured, work, made, config, device)
+        made.cache_clear()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def made_and_compared(shape: Shape, config: Any, device: torch.device) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    models, missing = subjects(shape, config, device)
+    given = inputs(shape, config, device)
+    same(models, given)
+    return models, missing, given
+
+
+def measured(work: str, made: Callable[[], Any], config: Any, device: torch.device) -> dict[str, Any]:
+    models, missing, given = made()
+    torch.compiler.reset()
+    timings = race(list(entrants(work, models, given, config, device)), config.repeats, device)
+    return {"missing": missing, "timings": timings}

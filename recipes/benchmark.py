@@ -22,8 +22,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read w
 import torch
 import transformers
 from accelerate import Accelerator
-from bench_micro import measure_micro
-from bench_models import MODELS, measure_models
+from bench_micro import micro_groups
+from bench_models import MODELS, model_groups
 from bench_report import benchmark_report, draw_benchmark
 from data import RecipeError
 from report import hardware, versions
@@ -32,7 +32,7 @@ from settings import check_numbers, check_output_folder, parse_variant, read_set
 from timing import MODES
 from tqdm.auto import tqdm
 
-PARTS = {"models": measure_models, "micro": measure_micro}
+PARTS = {"models": model_groups, "micro": micro_groups}
 # of a setting that isn't given: on a CPU, on a GPU
 BY_DEVICE = {
     "models": (["gpt2", "bert"], list(MODELS)),
@@ -135,13 +135,12 @@ def benchmark(config: BenchmarkConfig, command: str) -> None:
     results |= {"versions": versions(), "groups": []}
     with tqdm(unit="group", dynamic_ncols=True) as bar:
         for part in config.parts:
-            for group in PARTS[part](
-                config, accelerator.device, lambda: time.perf_counter() - started > 60 * config.minutes
-            ):
-                results["groups"].append(group)
+            for group, measure in PARTS[part](config, accelerator.device):
+                bar.set_postfix_str(f"{group['case']}, {group['work']}")
+                late = time.perf_counter() - started > 60 * config.minutes
+                results["groups"].append(group | ({"left_out": "out of time", "timings": []} if late else measure()))
                 results["wall_seconds"] = time.perf_counter() - started
                 write_json(out / "results.json", results)
-                bar.set_postfix_str(f"{group['case']}, {group['work']}")
                 bar.update()
     text = benchmark_report(results)
     (out / "results.md").write_text(text, "utf-8")
