@@ -85,19 +85,20 @@ class RotaryEmbedding(nn.Module):
         rotary_dim, width = 2 * cos.shape[-1], x.shape[-1]
         # split, chunk and unbind, since each slice's backward would fill a tensor of its own with zeros
         turned, *rest = (x,) if rotary_dim == width else x.split((rotary_dim, width - rotary_dim), dim=-1)
+        if self.scheme.pairing == "half" and not torch.compiler.is_compiling():
+            # the same products in rows twice as long, which take half the time where nothing fuses them
+            swapped = turned.roll(rotary_dim // 2, -1)
+            turned = turned * torch.cat((cos, cos), -1) + swapped * torch.cat((-sin, sin), -1)
+            return torch.cat((turned, *rest), dim=-1) if rest else turned
         if self.scheme.pairing == "half":
             x1, x2 = turned.chunk(2, dim=-1)
-            return torch.cat((*_turned(x1, x2, cos, sin), *rest), dim=-1)
+            return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, *rest), dim=-1)
         x1, x2 = turned.unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack(_turned(x1, x2, cos, sin), dim=-1).flatten(-2)
+        turned = torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
         return torch.cat((turned, *rest), dim=-1) if rest else turned
 
     def extra_repr(self) -> str:
         return self.scheme.describe(self.head_dim)
-
-
-def _turned(x1: Tensor, x2: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin)
 
 
 class AdaptiveRotaryEmbedding(RotaryEmbedding):
