@@ -116,8 +116,11 @@ def native_export() -> str:
 
 
 def speed() -> str:
+    """The table of whole models; that of their parts is long."""
+    blocks = SPEED.read_text().strip().split("\n\n")
     figure = "![Patched against unpatched, and norms' rates](recipes/results/benchmark/benchmark.png)"
-    return f"{SPEED.read_text().strip()}\n\n{figure}"
+    parts = "Norms and rotations by themselves: [recipes/results/benchmark](recipes/results/benchmark/results.md)."
+    return "\n\n".join([*(b for b in blocks if not b.startswith(("| part", "*basis*"))), parts, figure])
 
 
 def repair() -> str:
