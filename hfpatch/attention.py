@@ -425,8 +425,9 @@ def _phases(rotary: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
 
     On other devices they are always computed: a CUDA graph would replay what was left before it was captured.
     """
-    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if tracing or has_hooks(rotary) or not positions.is_cpu or positions.is_inference():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_inference_mode_enabled():
+        return rotary(positions)
+    if has_hooks(rotary) or not positions.is_cpu or positions.is_inference():
         return rotary(positions)
     left = getattr(positions, PHASES, {}).get(rotary.key)
     if left is not None and left[0] == positions._version:
