@@ -427,13 +427,14 @@ def _phases(rotary: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_inference_mode_enabled():
         return rotary(positions)
-    if has_hooks(rotary) or not positions.is_cpu or positions.is_inference():
+    key = getattr(rotary, "key", None)
+    if key is None or has_hooks(rotary) or not positions.is_cpu or positions.is_inference():
         return rotary(positions)
-    left = getattr(positions, PHASES, {}).get(rotary.key)
+    left = getattr(positions, PHASES, {}).get(key)
     if left is not None and left[0] == positions._version:
         return left[1]
     phases = rotary(positions)
-    setattr(positions, PHASES, {**getattr(positions, PHASES, {}), rotary.key: (positions._version, phases)})
+    setattr(positions, PHASES, {**getattr(positions, PHASES, {}), key: (positions._version, phases)})
     return phases
 
 

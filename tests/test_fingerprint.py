@@ -351,6 +351,7 @@ def test_saving_in_mixed_precision_measures_without_it(way: str, saved: Path, tm
     model = AutoModelForCausalLM.from_pretrained(saved)
     around: Any = nullcontext()
     if way == "accelerate":
+        AcceleratorState._reset_state(reset_partial_state=True)
         try:
             model = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
         finally:

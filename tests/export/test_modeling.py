@@ -84,7 +84,7 @@ def test_a_file_that_computes_something_else_is_caught(tmp_path: Path, monkeypat
 
     def other(model: Any) -> Any:
         file = made(model)
-        file.text = file.text.replace("torch.tanh(h * self.alpha)", "torch.tanh(h * self.alpha * 1.001)")
+        file.text = file.text.replace("torch.tanh(self.alpha * h)", "torch.tanh(self.alpha * h * 1.001)")
         return file
 
     monkeypatch.setattr(remote, "modeling_file", other)

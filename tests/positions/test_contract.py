@@ -269,13 +269,13 @@ def test_gradient_checkpointing_changes_nothing(name: str, request_: dict) -> No
 
 
 def test_control_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = RotaryEmbedding.forward
+    real = RotaryEmbedding.rotate
 
-    def keeps_state(self: RotaryEmbedding, positions: torch.Tensor) -> Any:
+    def keeps_state(self: RotaryEmbedding, x: torch.Tensor, phases: Any) -> torch.Tensor:
         self.calls = getattr(self, "calls", 0) + 1  # like a mechanism that stores positions on the module
-        return real(self, positions * self.calls)
+        return real(self, x * self.calls, phases)
 
-    monkeypatch.setattr(RotaryEmbedding, "forward", keeps_state)
+    monkeypatch.setattr(RotaryEmbedding, "rotate", keeps_state)
     model = patched("gpt2", pos="rope")
     plain, checkpointed = gradients(model, "gpt2", False), gradients(model, "gpt2", True)
     assert not all(torch.equal(plain[key], checkpointed[key]) for key in plain)
@@ -298,7 +298,9 @@ def test_compiles_without_graph_breaks(name: str, request_: dict) -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled_out, compiled_grads = forward_and_backward(model, compiled, name)
     assert difference(compiled_out, out) <= 1e-5
-    assert all((compiled_grads[key] - grads[key]).abs().max() <= 1e-4 * grads[key].abs().max() + 1e-7 for key in grads)
+    largest = {key: float(grad.abs().max()) for key, grad in grads.items()}
+    rounding = 1e-6 * max(largest.values())  # all that a key's bias has, which adds the same to all scores of a query
+    assert all((compiled_grads[key] - grads[key]).abs().max() <= 1e-4 * largest[key] + rounding for key in grads)
 
 
 def test_compiles_with_inductor() -> None:
