@@ -430,11 +430,11 @@ def _phases(rotary: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
     key = getattr(rotary, "key", None)
     if key is None or has_hooks(rotary) or not positions.is_cpu or positions.is_inference():
         return rotary(positions)
-    left = getattr(positions, PHASES, {}).get(key)
-    if left is not None and left[0] == positions._version:
-        return left[1]
-    phases = rotary(positions)
-    setattr(positions, PHASES, {**getattr(positions, PHASES, {}), key: (positions._version, phases)})
+    left = getattr(positions, PHASES, {})
+    version, phases = left.get(key, (None, None))
+    if version != positions._version:
+        phases = rotary(positions)
+        setattr(positions, PHASES, {**left, key: (positions._version, phases)})
     return phases
 
 

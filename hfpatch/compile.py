@@ -108,7 +108,7 @@ class Region:
     Attributes:
         cached: whether it is compiled with a key-value cache among its arguments, too.
         calls: how often it went into compiled code.
-        inside: the modules in it, at the time when it was compiled.
+        inside: of a block, the modules in it at the time when it was compiled.
     """
 
     module: nn.Module
@@ -118,13 +118,14 @@ class Region:
     inside: list[nn.Module] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.inside = [module for module in self.module.modules() if module is not self.module]
+        self.inside = [] if self.cached else [part for part in self.module.modules() if part is not self.module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, own = self.module, self.module.__dict__
-        if torch.compiler.is_compiling() or (
-            not self.cached
-            and (any(isinstance(value, Cache) for value in (*args, *kwargs.values())) or _is_recorded(self.inside))
+        if (
+            torch.compiler.is_compiling()
+            or (not self.cached and any(isinstance(value, Cache) for value in (*args, *kwargs.values())))
+            or _is_recorded(self.inside)
         ):
             return module._call_impl(*args, **kwargs)
         kept = {name: own[name] for name in ("forward",) if name in own}  # accelerate's hooks put one there
@@ -133,8 +134,6 @@ class Region:
             own.pop("forward")
             own.update(kept)
             self.calls += 1
-            if self.cached:
-                return self.compiled(module, *args, **kwargs)
             with _unrecorded(self.inside):
                 return self.compiled(module, *args, **kwargs)
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 from data import RecipeError
 from settings import parse_variant
+from start import switch_off_dropout
 from timing import MODES, Entrant, race
 from torch import nn
 from transformers import PreTrainedModel
@@ -123,9 +124,7 @@ def inputs(shape: Shape, config: Any, device: torch.device) -> dict[str, Any]:
 
 def training_step(model: Any, given: dict[str, Any], config: Any, device: torch.device) -> Callable[[], Any]:
     model.train()
-    for module in model.modules():  # dropout would be another random stream in each
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    switch_off_dropout(model)  # it would be another random stream in each
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
     labels = given.get("input_ids", torch.zeros(config.batch_size, dtype=torch.long, device=device))
 

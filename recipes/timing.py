@@ -1,12 +1,12 @@
 """Times of things that do the same work, taken in turn, so that whatever else the machine does meets all of them."""
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
@@ -73,9 +73,7 @@ def race(entrants: list[Entrant], repeats: int, device: torch.device) -> list[di
             with _as_its_mode(entrant):
                 once = _first_runs(entrant, timing, device)
         except Exception as error:  # of a kernel, a compiler or a device: the others are measured all the same
-            timing.failed = (
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-            )
+            timing.failed = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
             continue
         running.append((entrant, timing, max(1, round(AT_LEAST / once))))
     for _ in range(repeats):
@@ -136,7 +134,5 @@ def ratios(timing: dict[str, Any], other: dict[str, Any]) -> list[float]:
 
 def middle(values: list[float]) -> tuple[float, float, float]:
     """Median, first and third quartile."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    median, low, high = map(float, np.quantile(values, (0.5, 0.25, 0.75)))
     return median, low, high

@@ -55,8 +55,7 @@ class MaskedBatchNorm(AffineNorm):
             mean, var = self._statistics(h, keep)
         else:
             mean, var = self.running_mean.to(h.dtype), self.running_var.to(h.dtype)
-        eps = torch.finfo(h.dtype).eps if self.eps is None else self.eps
-        return (h - mean) * (var + eps).rsqrt()
+        return (h - mean) * (var + self.eps_for(h)).rsqrt()
 
     def _statistics(self, h: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         positions = tuple(range(h.dim() - 1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,8 +21,7 @@ class LayerNorm(AffineNorm):
     """
 
     def normalise(self, h: Tensor) -> Tensor:
-        eps = torch.finfo(h.dtype).eps if self.eps is None else self.eps
-        return F.layer_norm(h, self.normalised_shape(h), None, None, eps)
+        return F.layer_norm(h, self.normalised_shape(h), None, None, self.eps_for(h))
 
 
 @NORMS.register("layer")

@@ -30,8 +30,7 @@ class RMSNorm(AffineNorm):
             return F.rms_norm(h, shape, None, self.eps)
         # F.rms_norm's own sum over an axis is slow where nothing fuses it
         length = torch.linalg.vector_norm(h, dim=tuple(range(-len(shape), 0)), keepdim=True)
-        eps = torch.finfo(h.dtype).eps if self.eps is None else self.eps
-        return h * torch.rsqrt(length.square() / shape.numel() + eps)
+        return h * torch.rsqrt(length.square() / shape.numel() + self.eps_for(h))
 
 
 class PartialRMSNorm(RMSNorm):
@@ -51,8 +50,7 @@ class PartialRMSNorm(RMSNorm):
         axes = len(self.normalised_shape(h))
         x = h.flatten(-axes)
         first = x[..., : math.ceil(self.fraction * x.shape[-1])]
-        eps = torch.finfo(h.dtype).eps if self.eps is None else self.eps
-        scale = (first.square().mean(-1, keepdim=True) + eps).rsqrt()
+        scale = (first.square().mean(-1, keepdim=True) + self.eps_for(h)).rsqrt()
         return (x * scale).unflatten(-1, h.shape[-axes:])
 
     def extra_repr(self) -> str:

@@ -75,6 +75,10 @@ class AffineNorm(nn.Module):
         """The trailing shape of h that is normalised together."""
         return h.shape[-max(1, len(self.facts.shape)) :]
 
+    def eps_for(self, h: Tensor) -> float:
+        """eps, or where there is none the smallest step of h's dtype, as in torch's RMSNorm."""
+        return torch.finfo(h.dtype).eps if self.eps is None else self.eps
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states.movedim(1, -1) if self.facts.channels_first else hidden_states
         return self.affine(self.normalise(x.float() if x.dtype in HALF else x), x)
