@@ -133,19 +133,23 @@ def benchmark(config: BenchmarkConfig, command: str) -> None:
     out = Path(config.output_dir)
     results = {"command": command, "config": asdict(config), "hardware": hardware(accelerator)}
     results |= {"versions": versions(), "groups": []}
-    with tqdm(unit="group", dynamic_ncols=True) as bar:
-        for part in config.parts:
-            for group, measure in PARTS[part](config, accelerator.device):
-                bar.set_postfix_str(f"{group['case']}, {group['work']}")
-                late = time.perf_counter() - started > 60 * config.minutes
-                results["groups"].append(group | ({"left_out": "out of time", "timings": []} if late else measure()))
-                results["wall_seconds"] = time.perf_counter() - started
-                write_json(out / "results.json", results)
-                bar.update()
-    text = benchmark_report(results)
-    (out / "results.md").write_text(text, "utf-8")
-    draw_benchmark(results, out / "benchmark.png")
-    print(f"{text}\nin {out}: results.md, results.json, benchmark.png")
+    try:
+        with tqdm(unit="group", dynamic_ncols=True) as bar:
+            for part in config.parts:
+                for group, measure in PARTS[part](config, accelerator.device):
+                    bar.set_postfix_str(f"{group['case']}, {group['work']}")
+                    late = time.perf_counter() - started > 60 * config.minutes
+                    measured = {"left_out": "out of time", "timings": []} if late else measure()
+                    results["groups"].append(group | measured)
+                    results["wall_seconds"] = time.perf_counter() - started
+                    write_json(out / "results.json", results)
+                    bar.update()
+    finally:  # Ctrl-C too: what was measured is reported
+        if results["groups"]:
+            text = benchmark_report(results)
+            (out / "results.md").write_text(text, "utf-8")
+            draw_benchmark(results, out / "benchmark.png")
+            print(f"{text}\nin {out}: results.md, results.json, benchmark.png")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -155,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     def measure(command: str) -> None:
         benchmark(read_settings(BenchmarkConfig, "benchmark.py", argv, (__doc__ or "").split("\n\n")[1]), command)
 
-    return exit_status("benchmark.py", argv, measure)
+    return exit_status("benchmark.py", argv, measure, resumable=False)
 
 
 if __name__ == "__main__":

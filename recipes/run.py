@@ -446,7 +446,7 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(partial, path)
 
 
-def exit_status(recipe: str, argv: list[str], work: Callable[[str], int | None]) -> int:
+def exit_status(recipe: str, argv: list[str], work: Callable[[str], int | None], resumable: bool = True) -> int:
     """Do a recipe's work, given its command. Returns `work`'s status, else 0; 2 (bad input) or 130 (stopped)."""
     command = ["python", f"recipes/{recipe}", *(a for a in argv if a != "--resume")]
     try:
@@ -455,7 +455,9 @@ def exit_status(recipe: str, argv: list[str], work: Callable[[str], int | None])
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except (Stopped, KeyboardInterrupt) as stop:
-        print(f"{str(stop) or 'interrupted'}\nto go on: {shlex.join([*command, '--resume'])}", file=sys.stderr)
+        print(str(stop) or "interrupted", file=sys.stderr)
+        if resumable:
+            print(f"to go on: {shlex.join([*command, '--resume'])}", file=sys.stderr)
         return 130
 
 

@@ -62,6 +62,22 @@ def test_out_of_time(tmp_path: Path) -> None:
     assert not (tmp_path / "benchmark.png").exists()
 
 
+def test_ctrl_c_reports_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def interrupted(config: Any, device: torch.device) -> Any:
+        (group, measure), (second, _), *_ = bench_micro.micro_groups(config, device)
+        yield group, measure
+        yield second, lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+
+    monkeypatch.setitem(benchmark.PARTS, "micro", interrupted)
+    assert benchmark.main([*MICRO, *QUICK, "--output_dir", str(tmp_path)]) == 130
+    assert capsys.readouterr().err.endswith("interrupted\n"), "nothing of --resume, which there isn't"
+    assert "LayerNorm" in (tmp_path / "results.md").read_text()
+    assert len(json.loads((tmp_path / "results.json").read_text())["groups"]) == 1
+    assert (tmp_path / "benchmark.png").exists()
+
+
 def test_modules_are_those_of_patched_models_and_agree_with_their_references() -> None:
     x = torch.randn(4, 16, 128)
     made = {name: make() for name, make in bench_micro.norms(128, CPU).items()}
