@@ -21,7 +21,7 @@ from .attention import Fused
 from .convert import verify as verifying
 from .convert.report import Report
 from .convert.sample import generates, sample_batches
-from .errors import NotPreservedWarning, PatchError
+from .errors import NotPreservedWarning, PatchError, first_line
 from .export import FORMS, export_model
 from .hub import push_patched
 from .patch import patch_model, repair_report
@@ -87,7 +87,7 @@ def _readable_errors() -> Iterator[None]:
     try:
         yield
     except (PatchError, OSError, ValueError) as error:
-        message = str(error).strip().splitlines()[0] if not isinstance(error, PatchError) else str(error)
+        message = first_line(error) if not isinstance(error, PatchError) else str(error)
         typer.echo(f"Error: {message}", err=True)
         raise typer.Exit(1) from None
 
@@ -390,9 +390,7 @@ def _text_batches(
         try:
             encoded = tokenizer(few, return_tensors="pt", truncation=True, max_length=cut, padding=size > 1)
         except Exception as error:  # whatever a tokenizer raises about text that isn't its own kind
-            raise PatchError(
-                f"the tokenizer takes no such text ({str(error).splitlines()[0]:.200}): {few[0]:.60}"
-            ) from error
+            raise PatchError(f"the tokenizer takes no such text ({first_line(error):.200}): {few[0]:.60}") from error
         batches.append({name: value for name, value in encoded.items() if name in takes})
     return batches
 
@@ -405,7 +403,7 @@ def _tokenizer(names: tuple[str, ...]) -> Any:
             if len(tokenizer.get_vocab()) > len(tokenizer.all_special_ids):
                 return tokenizer
         except Exception as error:  # tokenizers fail in many ways; the other checkpoint may have one
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
     raise PatchError(f"no tokenizer for the text in {' or '.join(names)} ({reason:.200}).")
 
 
@@ -480,7 +478,7 @@ def _carry_processor(model: str, out: Path, longest: int | None) -> str:
             tokenizer.model_max_length = longest
         processor.save_pretrained(out)
     except Exception as error:  # tokenizers fail in many ways (missing files, missing packages); none spoils the model
-        return f" (no tokenizer or processor carried along: {str(error).strip().splitlines()[0]:.100})"
+        return f" (no tokenizer or processor carried along: {first_line(error):.100})"
     return " with its tokenizer or processor"
 
 

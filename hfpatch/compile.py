@@ -20,7 +20,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
-from .errors import OptionError, UnsupportedError
+from .errors import OptionError, UnsupportedError, first_line
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -224,7 +224,7 @@ def _try_out(model: nn.Module, modules: Mapping[str, nn.Module], inputs: Mapping
         with torch.no_grad():
             model(**inputs)
     except torch._dynamo.exc.TorchDynamoException as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise UnsupportedError(f"{type(model).__name__} can't be compiled without a graph break: {reason}") from error
     calls = compiled_calls(model)
     silent = [name for name in modules if not calls[name]]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .edits import Edits
-from .errors import UnsupportedError
+from .errors import UnsupportedError, first_line
 from .scheme import KEY
 from .view import host_class
 
@@ -65,10 +65,8 @@ def derive(model: nn.Module, settings: list[Setting], tables: Mapping[str, tuple
     except UnsupportedError:
         raise
     except Exception as error:
-        reason = str(error).partition("\n")[0][:120]
-        raise UnsupportedError(
-            f"{host_class(type(model)).__name__} can't be built for {told} ({type(error).__name__}: {reason})."
-        ) from error
+        reason = f"{type(error).__name__}: {first_line(error):.120}"
+        raise UnsupportedError(f"{host_class(type(model)).__name__} can't be built for {told} ({reason}).") from error
     _require_alike(model, told, tables, before, after)
     old, new = (dict(twin.named_modules()) for twin in (before, after))
     derived = Derived()

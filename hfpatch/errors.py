@@ -96,3 +96,8 @@ class PushConflictError(HubError):
 
 class UnreachableError(HubError):
     """The Hub didn't answer, or only with errors of its own, however often it was asked."""
+
+
+def first_line(error: BaseException) -> str:
+    """What it says, in one line: its type's name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

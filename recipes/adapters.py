@@ -12,6 +12,8 @@ from embed import Embedding
 from encoder import find_model
 from transformers import PreTrainedModel
 
+from hfpatch.errors import first_line
+
 
 def lm_eval_figures(
     model: PreTrainedModel, tokenizer: Any, tasks: list[str], batch_size: int, limit: int | None
@@ -33,7 +35,7 @@ def lm_eval_figures(
             read = [yaml.safe_load(Path(task).read_text("utf-8")) if is_file(task) else task for task in tasks]
             results = simple_evaluate(model=adapted, tasks=read, limit=limit, bootstrap_iters=0)["results"]
         except Exception as error:  # one of many: an unknown task, a data set out of reach, a package that is missing
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             raise RecipeError(f"lm-eval can't run {' '.join(tasks)}: {reason}") from None
     return {
         f"{task} {metric.removesuffix(',none')}": float(value)
@@ -79,7 +81,7 @@ def sentence_transformers_figures(source: str, task: Embedding) -> dict[str, flo
     try:
         model = SentenceTransformer(find_model(source), device=str(task.device))
     except (OSError, ValueError) as error:
-        raise RecipeError(f"sentence-transformers can't open {source}: {str(error).splitlines()[0]}") from None
+        raise RecipeError(f"sentence-transformers can't open {source}: {first_line(error)}") from None
     model.max_seq_length = task.config.max_length
     texts = [pair.texts for pair in task.heldout_pairs]
     queries, targets = ({str(i): text[side] for i, text in enumerate(texts)} for side in (0, 1))

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfpatch import PatchError, compile_model, native_model, patch_model
+from hfpatch.errors import first_line
 
 UNPATCHED, NATIVE = "unpatched", "native"
 TRAINING, FORWARD, DECODING = "training step", "forward", "decoding"
@@ -111,7 +112,7 @@ def subjects(shape: Shape, config: Any, device: torch.device) -> tuple[dict[str,
             if patch == "rope" and shape.decodes:
                 models[f"rope, {NATIVE}"] = native_model(models[patch])
         except PatchError as error:
-            missing[patch] = str(error).splitlines()[0]
+            missing[patch] = first_line(error)
     return {name: model.to(device) for name, model in models.items()}, missing
 
 

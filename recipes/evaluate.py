@@ -47,6 +47,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from hfpatch import PatchError
+from hfpatch.errors import first_line
 
 MULTIPLES = (1, 2, 4, 8)  # of the trained length
 
@@ -195,7 +196,7 @@ class Evaluation:
         except (IndexError, ValueError, RuntimeError) as error:
             if self.accelerator.device.type != "cpu":
                 raise
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise RecipeError(f"{source} doesn't take the held-out data ({reason}): try shorter inputs") from None
         if isinstance(task, Classification) and task.multi:
             how = "the best on the development texts" if task.given is None else "found in training"

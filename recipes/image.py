@@ -19,6 +19,8 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedModel, ViTConfig
 from transformers import ViTForImageClassification as ViT
 
+from hfpatch.errors import first_line
+
 HELD_OUT = 0.2  # share of images where the data has no split of its own
 HELD_OUT_NAMES = ("test", "val", "validation", "valid", "dev")
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
@@ -168,7 +170,7 @@ def answer(model: nn.Module, images: torch.Tensor, options: dict[str, Any]) -> t
         return model(pixel_values=images, **options).logits.argmax(-1)
     except (ValueError, RuntimeError) as error:
         raise RecipeError(
-            f"the model doesn't take images of {' x '.join(map(str, images.shape[-2:]))}: {str(error).splitlines()[0]} "
+            f"the model doesn't take images of {' x '.join(map(str, images.shape[-2:]))}: {first_line(error)} "
             "(--resolutions, an empty list in a YAML file, leaves them out)"
         ) from None
 
@@ -256,7 +258,7 @@ def read_dataset(name: str) -> ImageSet:
     try:
         found = datasets.load_dataset(name)
     except Exception as error:  # of many kinds: no such id, no network, a script
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise RecipeError(f"--data {name} is no folder, and datasets can't load it: {reason}") from None
     features = found["train"].features if "train" in found else {}
     image = next((key for key, kind in features.items() if isinstance(kind, datasets.Image)), None)

@@ -31,6 +31,8 @@ from tasks import Batch, Task
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hfpatch.errors import first_line
+
 Teacher = Callable[[], PreTrainedModel]  # makes a copy of the unpatched model
 METHODS = ("finetune", "distil", "staged", "annealed")
 
@@ -381,7 +383,7 @@ class Lora(Around):
                 adapted = get_peft_model(model, lora)
         except ValueError as error:
             named = " ".join(self.config.lora_targets or ["(none)"])
-            raise RecipeError(f"--lora_targets {named}: {str(error).splitlines()[0]}") from None
+            raise RecipeError(f"--lora_targets {named}: {first_line(error)}") from None
         for parameter in brought:
             parameter.requires_grad_(True)
         return adapted

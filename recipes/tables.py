@@ -10,6 +10,8 @@ from typing import Any
 
 from data import RecipeError
 
+from hfpatch.errors import first_line
+
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
 Table = list[dict[str, Any]]
 
@@ -77,8 +79,3 @@ def load_datasets(name: str, config: str | None, **options: Any) -> Any:
 def stream_rows(name: str, config: str | None, split: str, count: int) -> Iterator[dict[str, Any]]:
     """The first rows of a `datasets` id, read as they arrive: what isn't used isn't downloaded."""
     yield from islice(load_datasets(name, config, split=split, streaming=True), count)
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

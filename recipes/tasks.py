@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from hfpatch import PatchError
+from hfpatch.errors import first_line
 
 Batch = dict[str, torch.Tensor]
 Figures = dict[str, float | None]
@@ -109,7 +110,7 @@ def load(auto: Any, source: str, **options: Any) -> Any:
     except PatchError:
         raise
     except Exception as error:  # transformers, tokenizers and safetensors raise many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise RecipeError(f"{auto.__name__} can't load {source}: {reason}") from None
     finally:
         logging.set_verbosity(before)

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from hfpatch import compiled_calls, uncompile_model
+from hfpatch.errors import first_line
 
 MODES = ("eager", "compiled")
 AT_LEAST = 0.003  # seconds that one sample lasts: shorter work is repeated within it
@@ -73,7 +74,7 @@ def race(entrants: list[Entrant], repeats: int, device: torch.device) -> list[di
             with _as_its_mode(entrant):
                 once = _first_runs(entrant, timing, device)
         except Exception as error:  # of a kernel, a compiler or a device: the others are measured all the same
-            timing.failed = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+            timing.failed = f"{type(error).__name__}: {first_line(error)}"
             continue
         running.append((entrant, timing, max(1, round(AT_LEAST / once))))
     for _ in range(repeats):

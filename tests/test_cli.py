@@ -266,3 +266,12 @@ def test_verify_errors_are_one_line(
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_an_error_without_words_is_told_by_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object, **kwargs: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr("hfpatch.cli.AutoConfig.from_pretrained", fails)
+    result = run.invoke(app, ["plan", "some/model", "--norm", "rms"])
+    assert (result.exit_code, result.stderr.strip()) == (1, "Error: ValueError")

@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
 from ..checkpoint import patched_model_class
-from ..errors import CheckpointError, OptionError
+from ..errors import CheckpointError, OptionError, first_line
 from ..export import FORMS, export_model
 from ..export.modeling import FILE
 from ..plan import require_bare
@@ -118,7 +118,7 @@ def _opened(tokenizer: Any) -> Any:
         try:
             tokenizer = AutoProcessor.from_pretrained(tokenizer)
         except Exception as error:  # tokenizers fail in many ways
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise OptionError(f"tokenizer: {tokenizer} has none that opens here ({reason:.200}).") from error
     if not hasattr(tokenizer, "save_pretrained"):
         raise OptionError(f"tokenizer is a tokenizer or processor, or the name of one, not {type(tokenizer).__name__}.")

@@ -30,6 +30,7 @@ from ..errors import (
     PushConflictError,
     RepoIdError,
     UnreachableError,
+    first_line,
 )
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ def checked_repo_id(repo_id: object) -> str:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise RepoIdError(f"{str(error).splitlines()[0]} Write user/name, such as 'me/gpt2-rms'.") from None
+        raise RepoIdError(f"{first_line(error)} Write user/name, such as 'me/gpt2-rms'.") from None
     return repo_id
 
 

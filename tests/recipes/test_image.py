@@ -18,6 +18,8 @@ from run_files import ROOT, read_results
 from torch.utils.data import DataLoader
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
+from hfpatch.errors import first_line
+
 TINY = "--task image --layers 1 --width 32 --batch_size 32 --baseline_steps 80 --steps 6 --learning_rate 3e-3"
 TINY += " --tracker none --eval_every 3 --save_every 50 --heldout_images 60 --curve_images 20 --warmup_steps 2"
 
@@ -91,7 +93,7 @@ class TestRun:
         try:
             processor = AutoImageProcessor.from_pretrained(finished / "control")
         except ImportError as error:  # older transformers need torchvision for it
-            pytest.skip(str(error).strip().splitlines()[0])
+            pytest.skip(first_line(error))
         digits = image.read_digits()
         expected = task_of().heldout[0]["pixel_values"]
         found = processor(digits.heldout[0][0][None], return_tensors="pt", input_data_format="channels_first")
