@@ -119,7 +119,8 @@ def benchmark_report(results: dict[str, Any]) -> str:
             "",
         ]
     lines += left_out(results["groups"])
-    lines += [f"Medians of {config['repeats']} samples taken in turn; quartiles in brackets.", machine(results)]
+    kept = " Freed memory is kept by the process, so that page faults aren't timed." * results.get("memory_kept", False)
+    lines += [f"Medians of {config['repeats']} samples taken in turn; quartiles in brackets.{kept}", machine(results)]
     return "\n".join([*lines, f"`{results['command']}`", ""])
 
 

@@ -32,6 +32,8 @@ from settings import check_numbers, check_output_folder, parse_variant, read_set
 from timing import MODES
 from tqdm.auto import tqdm
 
+from hfpatch.memory import keep_freed_memory
+
 PARTS = {"models": model_groups, "micro": micro_groups}
 # of a setting that isn't given: on a CPU, on a GPU
 BY_DEVICE = {
@@ -132,7 +134,7 @@ def benchmark(config: BenchmarkConfig, command: str) -> None:
     started = time.perf_counter()
     out = Path(config.output_dir)
     results = {"command": command, "config": asdict(config), "hardware": hardware(accelerator)}
-    results |= {"versions": versions(), "groups": []}
+    results |= {"versions": versions(), "memory_kept": keep_freed_memory(), "groups": []}
     try:
         with tqdm(unit="group", dynamic_ncols=True) as bar:
             for part in config.parts:

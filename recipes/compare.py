@@ -52,6 +52,7 @@ from settings import CONTROL, FREE_TO_CHANGE, check, parse_variant, read_run
 from start import INIT, Baseline
 
 from hfpatch import plan_patch
+from hfpatch.memory import keep_freed_memory
 
 STARTS = ("repaired", "self", "auto", "copied", "reset")
 
@@ -309,4 +310,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     sys.exit(main())

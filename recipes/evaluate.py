@@ -48,6 +48,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from hfpatch import PatchError
 from hfpatch.errors import first_line
+from hfpatch.memory import keep_freed_memory
 
 MULTIPLES = (1, 2, 4, 8)  # of the trained length
 
@@ -436,4 +437,5 @@ def write(results: dict[str, Any], evaluation: Evaluation) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     sys.exit(main())

@@ -31,6 +31,8 @@ from run import Run, run_recipe, stop_requests
 from start import Baseline
 from transformers import PreTrainedModel
 
+from hfpatch.memory import keep_freed_memory
+
 
 def finetune(run: Run) -> None:
     """A baseline and its variants, each a stage that can be stopped and resumed."""
@@ -54,4 +56,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     sys.exit(main())

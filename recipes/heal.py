@@ -35,6 +35,8 @@ from settings import CONTROL, parse_variant
 from start import Baseline
 from transformers import PreTrainedModel
 
+from hfpatch.memory import keep_freed_memory
+
 SWAPPED, HEALED = "swapped", "healed"
 
 
@@ -139,4 +141,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     sys.exit(main())

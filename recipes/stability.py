@@ -53,6 +53,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from hfpatch import patch_model, plan_patch
+from hfpatch.memory import keep_freed_memory
 
 NATIVE = {"post": False, "pre": True}  # OPT's do_layer_norm_before
 
@@ -331,4 +332,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     sys.exit(main())

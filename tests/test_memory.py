@@ -1,0 +1,44 @@
+"""Freed memory is kept: counted in page faults of a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import resource, sys, torch
+from hfpatch.memory import keep_freed_memory
+if sys.argv[1] == "keep" and not keep_freed_memory():
+    sys.exit("not here")
+def use():
+    a, b = torch.ones(2**24), torch.ones(2**25)  # 64 and 128 MiB
+    (a + 1).sum() + b.sum()
+use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(3):
+    use()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how: str) -> int:
+    done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True)
+    if "not here" in done.stderr:
+        pytest.skip("no glibc, or an accelerator")
+    return int(done.stdout)
+
+
+def test_freed_memory_is_kept() -> None:
+    assert faults("keep") < 100
+    assert faults("leave") > 300, "by pages of 2 MiB; by those of 4 KiB it's 200,000"
+
+
+def test_not_where_it_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hfpatch.memory import keep_freed_memory
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
+    assert not keep_freed_memory()
+    monkeypatch.setattr("hfpatch.memory.sys.platform", "darwin")
+    assert not keep_freed_memory()
