@@ -108,7 +108,8 @@ def subjects(shape: Shape, config: Any, device: torch.device) -> tuple[dict[str,
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what isn't kept is another function as fast as the repaired one
-                models[patch] = patch_model(copy.deepcopy(plain), **parse_variant(patch))
+                request, model = parse_variant(patch), copy.deepcopy(plain)
+                models[patch] = patch_model(model, **request) if request else model
             if patch == "rope" and shape.decodes:
                 models[f"rope, {NATIVE}"] = native_model(models[patch])
         except PatchError as error:

@@ -105,7 +105,8 @@ def benchmark_report(results: dict[str, Any]) -> str:
             f"{'; '.join(shapes.values())}. {inputs}; {config['precision']}; decoding {config['new_tokens']} tokens "
             f"behind as many, with a static cache when compiled. Compiled is {regions}, for decoding the whole model.",
             "*/ unpatched*: of the same mode. *first call*: compilation included; *graphs*: of it and the warm-up. "
-            f"*{NATIVE}*: the stock model of transformers with equal weights.",
+            f"*{NATIVE}*: the stock model of transformers with equal weights. *control*: an unpatched copy: "
+            "that its ratio isn't 1 is chance, and where in memory its weights lie.",
             "",
         ]
     if parts["micro"]:

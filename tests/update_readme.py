@@ -74,6 +74,24 @@ def encoder() -> str:
     return f"{with_curves('encoder', 'Held-out similarity to the unpatched MiniLM')}\n\n{more}"
 
 
+def compared(folder: str, caption: str) -> str:
+    """A report of compare.py without its definitions, which the one of `classify` has."""
+    blocks = (RESULTS / folder / "results.md").read_text().strip().split("\n\n")
+    told = [block for block in blocks if not re.match(r"# |\*\w", block)]
+    figure = f"![{caption}](recipes/results/{folder}/curves.png)"
+    return "\n\n".join([*told, f"[The full report](recipes/results/{folder}/report.html)", figure])
+
+
+def methods() -> str:
+    return compared("methods", "Held-out perplexity by start and method")
+
+
+def scratch() -> str:
+    lengths = (RESULTS / "scratch_lengths/results.md").read_text().strip()
+    beyond = "![Perplexity by length](recipes/results/scratch_lengths/lengths.png)"
+    return "\n\n".join([compared("scratch", "Held-out perplexity from scratch"), lengths, beyond])
+
+
 def classify() -> str:
     return with_curves("classify", "Held-out F1 of both norms, mean and spread over seeds")
 
@@ -137,6 +155,8 @@ BLOCKS = {
     "results": results,
     "encoder": encoder,
     "classify": classify,
+    "methods": methods,
+    "scratch": scratch,
     "repair": repair,
     "sweep": sweep,
     "exact": exact,

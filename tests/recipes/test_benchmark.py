@@ -30,15 +30,16 @@ def run(out: Path, *flags: str) -> dict[str, Any]:
 
 
 def test_whole_models(tmp_path: Path) -> None:
-    found = run(tmp_path, *MODELS, *["--models", "gpt2", "vit", "llama-1b", "--patches", "rms", "rope"])
+    found = run(tmp_path, *MODELS, *["--models", "gpt2", "vit", "llama-1b", "--patches", "control", "rms", "rope"])
     groups = {(g["case"], g["work"]): g for g in found["groups"]}
     works = ["training step", "forward", "decoding"]
     assert [*groups] == [("gpt2", w) for w in works] + [("vit", w) for w in works[:2]] + [
         ("llama-1b", w) for w in works
     ]
     native = ["rope", "rope, native"]
-    subjects = {"gpt2": ["unpatched", "rms", *native], "vit": ["unpatched", "rms", "rope"]}
-    subjects["llama-1b"] = ["unpatched", *native]  # whose norms are RMSNorm already
+    both = ["unpatched", "control"]
+    subjects = {"gpt2": [*both, "rms", *native], "vit": [*both, "rms", "rope"]}
+    subjects["llama-1b"] = [*both, *native]  # whose norms are RMSNorm already
     for (case, _), group in groups.items():
         assert [t["subject"] for t in group["timings"]] == subjects[case]
         assert all(len(t["seconds"]) == 2 and t["failed"] is None for t in group["timings"])
@@ -192,7 +193,6 @@ def test_what_wasnt_measured_is_said() -> None:
         (["--dtypes", "int8"], "--dtypes knows float32, bfloat16, float16, not int8"),
         (["--precision", "int8"], "--precision must be float32 or bfloat16, not int8"),
         (["--regions", "all"], "--regions must be blocks or model, not all"),
-        (["--patches", "control"], "--patches control patches nothing"),
         (["--patches", "rmss"], "rms"),
         (["--megabytes", "0"], "--megabytes must be positive"),
         (["--minutes", "-1"], "--minutes must be at least 0"),
