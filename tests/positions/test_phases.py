@@ -74,8 +74,8 @@ def test_inference_mode_leaves_nothing_that_training_cant_use() -> None:
     assert model.transformer.h[0].attn.c_attn.weight.grad is not None
 
 
-def test_a_half_precision_copy_has_its_own(calls: list[int]) -> None:
-    """Angles are float32 whatever the model is in, so both may take the same."""
+def test_a_model_in_half_precision_takes_the_angles_of_before() -> None:
+    """They are float32 whatever the model is in."""
     model, given = made()
     with torch.no_grad():
         model(**given)
