@@ -15,7 +15,7 @@ ROOT = Path(hfpatch.__file__).parent
 # from the ground up; modules of one line may import one another as long as there is no cycle
 LAYERS = [
     ["errors"],
-    ["registry", "rewrite", "compile", "progress"],
+    ["registry", "rewrite", "compile", "progress", "memory"],
     ["scheme", "edits", "weights"],
     ["guard", "excerpt"],
     ["optimizer"],
