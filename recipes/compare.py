@@ -200,7 +200,7 @@ def train_cell(run: Run, baseline: Baseline, cell: Cell) -> None:
         method = Distil(run.task, baseline.copy, run.config) if name else Method(run.task, run.config)
 
     def build() -> Any:
-        return method.prepare(baseline.patched(variant, start))
+        return method.prepare(baseline.patched(variant, start, keep=len(run.config.methods) > 1))
 
     run.stage(cell.name, build, steps, seed=cell.seed, first=baseline.steps, objective=method)
 

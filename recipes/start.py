@@ -1,5 +1,6 @@
 """Where training begins: the unpatched model, and patched copies of it."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -32,6 +33,7 @@ class Baseline:
         self.task, self.config, self.seed = task, config, seed
         self.steps = config.baseline_steps if config.baseline_steps is not None else 0 if config.model else 900
         self.source = config.model
+        self.kept: tuple[Any, PreTrainedModel | None] = (None, None)
         set_seed(seed)
         self.model: PreTrainedModel | None = task.baseline()
         if config.model and not config.keep_dropout:
@@ -56,10 +58,28 @@ class Baseline:
         set_seed(self.seed)  # never trained: the same weights once more
         return self.task.baseline()
 
-    def patched(self, variant: str, start: str | None = None) -> PreTrainedModel:
-        """A copy, patched; `start` is the settings', unless another one is given."""
+    def patched(self, variant: str, start: str | None = None, keep: bool = False) -> PreTrainedModel:
+        """A copy, patched; `start` is the settings', unless another one is given.
+
+        Args:
+            keep: a repair takes time, so what it made is kept until another one is asked for.
+        """
+        start = start or self.config.start
+        if start in INIT or variant == CONTROL:
+            return self._patched(variant, start)
+        if self.kept[0] == (variant, start):
+            model = copy.deepcopy(self.kept[1])
+        else:
+            self.kept = (None, None)  # before there are two
+            model = self._patched(variant, start)
+            if keep:
+                self.kept = (variant, start), copy.deepcopy(model)
+        set_seed(self.seed)  # what is drawn next doesn't depend on whether it was repaired just now
+        return model
+
+    def _patched(self, variant: str, start: str) -> PreTrainedModel:
         c = self.config
-        return patched(self.task, self.copy(), variant, start or c.start, c.calibration, c.batch_size, self.seed)
+        return patched(self.task, self.copy(), variant, start, c.calibration, c.batch_size, self.seed)
 
 
 def keeps_dropout(config: Any) -> bool:

@@ -18,6 +18,7 @@ import paired
 import pytest
 import run
 import settings
+import start
 from paired import Cell, Kind
 from run_files import ROOT, read_results
 
@@ -51,6 +52,25 @@ def finished(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("finished")
     assert compare.main(tiny(out, text, *GRID)) == 0
     return out
+
+
+def test_a_repair_is_done_once_for_all_methods(text, tmp_path, monkeypatch):
+    """And no figure depends on that."""
+    repairs = []
+    real = start.patched
+
+    def counted(*args):
+        repairs.append(args[2])
+        return real(*args)
+
+    monkeypatch.setattr(start, "patched", counted)
+    grid = ["--variants", "dyt", "rms", "--starts", "repaired", "--seeds", "0", "--steps", "2"]
+    grid += ["--keep_dropout", "true"]
+    assert compare.main(tiny(tmp_path / "all", text, *grid, "--methods", "finetune", "annealed", "distil")) == 0
+    assert repairs == ["control", "dyt", "rms"]
+    for method in ("finetune", "distil"):
+        assert compare.main(tiny(tmp_path / method, text, *grid, "--methods", method)) == 0
+        assert part_of(tmp_path / "all", tmp_path / method) == figures(tmp_path / method)
 
 
 def planted(offsets, *, seeds=5, noise=0.004, higher=False, starts=("auto",), methods=("finetune",), steps=(20,)):
