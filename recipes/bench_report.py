@@ -142,8 +142,12 @@ def left_out(groups: list[Group]) -> list[str]:
     return ["Not measured:", "", *(f"* {line}" for line in told), ""] if told else []
 
 
-def draw_benchmark(results: dict[str, Any], path: Path) -> None:
-    """Ratios to the unpatched model, eager and compiled, with quartiles; below, the share of a copy's rate of norms."""
+def draw_benchmark(results: dict[str, Any], path: Path) -> bool:
+    """Ratios to the unpatched model, eager and compiled, with quartiles; below, the share of a copy's rate of norms.
+
+    Returns:
+        Whether there was anything to draw.
+    """
     measured = [g for g in results["groups"] if g["timings"]]
     models = [g for g in measured if g["part"] == "models"]
     norms = [g for g in measured if g["part"] == "micro" and g["case"] == "norm"]
@@ -151,7 +155,7 @@ def draw_benchmark(results: dict[str, Any], path: Path) -> None:
     modes = [m for m in MODES if any(find(g, UNPATCHED, m) for g in models)]
     panels = [*modes, *(["norms"] if norms else [])]
     if not panels:
-        return
+        return False
     size = (max(9.0, 1.15 * len(models), 1.4 * len(norms)), 3.6 * len(panels))
     figure, axes = plt.subplots(len(panels), 1, figsize=size, squeeze=False, layout="constrained")
     for panel, axis in zip(panels, axes[:, 0], strict=True):
@@ -162,6 +166,7 @@ def draw_benchmark(results: dict[str, Any], path: Path) -> None:
         axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=130)
     plt.close(figure)
+    return True
 
 
 def draw_models(axis: Any, groups: list[Group], mode: str) -> None:

@@ -150,8 +150,8 @@ def benchmark(config: BenchmarkConfig, command: str) -> None:
         if results["groups"]:
             text = benchmark_report(results)
             (out / "results.md").write_text(text, "utf-8")
-            draw_benchmark(results, out / "benchmark.png")
-            print(f"{text}\nin {out}: results.md, results.json, benchmark.png")
+            drawn = draw_benchmark(results, out / "benchmark.png")
+            print(f"{text}\nin {out}: results.md, results.json{', benchmark.png' * drawn}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -66,8 +66,13 @@ def make_figure(results: Results, ink: str) -> Any:
         for axis in axes.flat:
             handles, texts = axis.get_legend_handles_labels()
             named |= {text: handle for text, handle in zip(texts, handles, strict=True) if text not in named}
-        # Below the axes: nothing is covered, whatever the curves do.
-        figure.legend(named.values(), named, loc="outside lower left", frameon=False, ncols=6, handlelength=2.2)
+        # Below the axes: nothing is covered, whatever the curves do; in as many columns as there is room for.
+        below = {"loc": "outside lower left", "frameon": False, "handlelength": 2.2}
+        for columns in range(6, 0, -1):
+            legend = figure.legend(named.values(), named, ncols=columns, **below)
+            if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+                break
+            legend.remove()
     return figure
 
 

@@ -373,6 +373,16 @@ class TestReport:
         line = next(line for line in figure.axes[2].lines if line.get_label() == "auto")
         assert line.get_ydata()[-1] == pytest.approx(np.mean(ends))
 
+    @pytest.mark.parametrize("ways", [1, 4, 9])
+    def test_the_legend_fits(self, ways):
+        methods = tuple(f"a method of name {i}" for i in range(ways))
+        figure = compare_figure.make_figure(planted({"dyt": 0.1}, seeds=2, methods=methods), "black")
+        box = figure.legends[0].get_window_extent()
+        assert len(figure.legends) == 1
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.width
+        assert figure.legends[0]._ncols > 1
+
 
 class TestGrid:
     def test_a_control_for_each_seed_and_budget(self, finished):
