@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,9 +70,9 @@ class Projections:
         return {name: Rotated(getattr(module, name), turn) for name in (self.query, self.key)}
 
     def _turned(self, y: Tensor, head_dim: int, rotate: Rotate, at: Tensor | None = None) -> Tensor:
-        y = y.transpose(1, self.time)
+        y = y if self.time == 1 else y.transpose(1, self.time)
         y = rotate(y.unflatten(-1, (-1, head_dim)), at).flatten(-2)
-        return y.transpose(1, self.time).contiguous()
+        return (y if self.time == 1 else y.transpose(1, self.time)).contiguous()
 
     def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
         """Arguments of the attention that turn as well."""
@@ -144,9 +144,11 @@ class Fused:
         bias = getattr(module, self.query_bias) if self.query_bias else None
 
         def turn_blocks(y: Tensor) -> Tensor:
-            width = y.shape[-1] - head_dim if shared else 2 * (y.shape[-1] // 3)
-            qk, rest = y.split((width, y.shape[-1] - width), dim=-1)
-            return torch.cat((rotate(qk.unflatten(-1, (-1, head_dim))).flatten(-2), rest), dim=-1)
+            heads = y.shape[-1] // head_dim
+            turned = heads - 1 if shared else 2 * (heads // 3)
+            # few calls, as each costs as much as the arithmetic where a token is decoded
+            qk, rest = torch.split_with_sizes(y.view(*y.shape[:-1], heads, head_dim), (turned, heads - turned), -2)
+            return torch.cat((rotate(qk), rest), dim=-2).view(y.shape)
 
         def turn_heads(y: Tensor) -> Tensor:
             heads = y.unflatten(-1, (-1, 3, head_dim))
@@ -171,9 +173,11 @@ def channels_per_head(module: nn.Module, attribute: str, projections: Projection
     """The attention's head_dim; `attribute` names what holds it, or two as in "embed_dim / num_heads" or "/ num_heads"
     (of the width that queries have).
     """
+    if "/" not in attribute:  # an attention's forward comes by here
+        return getattr(module, attribute)
     whole, _, heads = (part.strip() for part in attribute.partition("/"))
     channels = getattr(module, whole) if whole else projections.query_width(module)
-    return channels // (getattr(module, heads) if heads else 1)
+    return channels // getattr(module, heads)
 
 
 @dataclass(frozen=True)
@@ -261,22 +265,26 @@ class AttentionLens:
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         states = arguments[self.states]
-        tokens = _Tokens.of(states.transpose(1, self.time))
+        tokens = _Tokens.of(states if self.time == 1 else states.transpose(1, self.time))
         positions = arguments.get(self.position_ids) if self.position_ids else None
         bias: Any = module._modules.get(BIAS)
-        attributes: dict[str, Any] = {name: 0 for name in self.biases if hasattr(module, name)}
-        filled: Arguments = {name: 0 for name in self.biases if name not in attributes}
+        attributes: dict[str, Any] = {}
+        filled: Arguments = {}
+        for name in self.biases:
+            (attributes if hasattr(module, name) else filled)[name] = 0
         rotary: Any = module._modules.get(ROTARY)
         handed_down = arguments.get(PHASES)
-        phases = self._handed_down(module, rotary, handed_down, tokens)
+        phases = None if handed_down is None else self._handed_down(module, rotary, handed_down, tokens)
         slots = None
         if self.window is not None or bias is not None or (phases is None and positions is None):
             slots = self._slots(module, tokens, arguments)
         if rotary is not None:
-            if phases is None and tokens.lie_on_a_grid and getattr(rotary, "axes", 1) == 2:
+            axes = 1 if phases is not None else getattr(rotary, "axes", 1)
+            if axes == 2 and tokens.lie_on_a_grid:
                 phases = rotary(tokens.places())
+            elif axes > 1:
+                raise _not_on_a_grid(module, axes)
             elif phases is None:
-                self._require_line(module, rotary)
                 phases = rotary(slots) if positions is None else _phases(rotary, self._checked(positions, tokens))
 
             def rotate(x: Tensor, at: Tensor | None = None) -> Tensor:
@@ -317,9 +325,9 @@ class AttentionLens:
             raise PositionError(
                 f"{type(module).__name__} was given {self.mask} {shape}; a bias on its scores needs (B, 1, T, S)."
             )
-        length, start = tokens.count, 0
+        length, start = tokens.number, 0
         if cache is not None:
-            length, start = cache.get_mask_sizes(tokens.count, getattr(module, self.layer_index))
+            length, start = cache.get_mask_sizes(tokens.number, getattr(module, self.layer_index))
         if mask is not None:
             length = mask.shape[-1]  # a host may have cut it
         keys = torch.arange(length, device=tokens.device) + start
@@ -329,7 +337,7 @@ class AttentionLens:
         if mask is None:
             causal = arguments.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
-            if causal and kind == "sdpa" and tokens.count > 1:  # eager attentions are always given their mask
+            if causal and kind == "sdpa" and tokens.number > 1:  # eager attentions are always given their mask
                 scores = scores.masked_fill(keys > slots[:, None, :, None], lowest)
         elif mask.dtype == torch.bool:
             scores = scores.masked_fill(~mask, lowest)
@@ -340,27 +348,18 @@ class AttentionLens:
     @staticmethod
     def _handed_down(module: nn.Module, rotary: Any, handed_down: Any, tokens: _Tokens) -> Any:
         """The phases that the stack's owner made for this rotation, None if it made none."""
-        positions, phases = (handed_down or {}).get(getattr(rotary, "key", None), (None, None))
+        positions, phases = handed_down.get(getattr(rotary, "key", None), (None, None))
         if positions is None:
             return None
-        if positions.shape[1] != tokens.count:
+        if positions.shape[1] != tokens.number:
             raise PositionError(
-                f"{type(module).__name__} was given {tokens.count} tokens, but the input has {positions.shape[1]} "
+                f"{type(module).__name__} was given {tokens.number} tokens, but the input has {positions.shape[1]} "
                 "positions: some were dropped or added on the way, and which isn't known here."
             )
         return rotary(positions) if phases is None or has_hooks(rotary) else phases
 
-    @staticmethod
-    def _require_line(module: nn.Module, rotary: Any) -> None:
-        axes = getattr(rotary, "axes", 1)
-        if axes > 1:
-            raise PositionError(
-                f"{type(module).__name__} wasn't told where on the {axes}-axis grid its tokens lie: it was called "
-                "by another way than its model's forward. Use axes=1 for that."
-            )
-
     def _slots(self, module: nn.Module, tokens: _Tokens, arguments: Arguments) -> Tensor:
-        slots = torch.arange(tokens.count, device=tokens.device)[None]
+        slots = torch.arange(tokens.number, device=tokens.device)[None]
         cache = arguments.get(self.cache) if self.cache else None
         if cache is None:
             return slots
@@ -375,7 +374,7 @@ class AttentionLens:
     @staticmethod
     def _checked(positions: Tensor, tokens: _Tokens) -> Tensor:
         positions = positions[None] if positions.dim() == 1 else positions
-        if positions.shape[-1] != tokens.count:
+        if positions.shape[-1] != tokens.number:
             raise PositionError(
                 f"position_ids {tuple(positions.shape)} don't fit hidden states {tokens.shape} (B, T, d); "
                 "pass one position per token of this call."
@@ -383,8 +382,7 @@ class AttentionLens:
         return positions
 
 
-@dataclass(frozen=True)
-class _Tokens:
+class _Tokens(NamedTuple):
     """How hidden states lie: (T, d), (B, T, d), or (B, rows, columns, d), whose tokens count row after row."""
 
     shape: tuple[int, ...]
@@ -395,7 +393,7 @@ class _Tokens:
         return cls(tuple(states.shape), states.device)
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return math.prod(self.shape[1:-1]) if len(self.shape) > 2 else self.shape[0]
 
     @property
@@ -420,20 +418,25 @@ class _Tokens:
         return x.unflatten(1, self.shape[1:-1]) if len(self.shape) == 4 else x[0]
 
 
+def _not_on_a_grid(module: nn.Module, axes: int) -> PositionError:
+    return PositionError(
+        f"{type(module).__name__} wasn't told where on the {axes}-axis grid its tokens lie: it was called "
+        "by another way than its model's forward. Use axes=1 for that."
+    )
+
+
 def _phases(rotary: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of positions, which on a CPU the first layer leaves on their tensor for the others.
 
     On other devices they are always computed: a CUDA graph would replay what was left before it was captured.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_inference_mode_enabled():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not positions.is_cpu or has_hooks(rotary):
         return rotary(positions)
-    key = getattr(rotary, "key", None)
-    if key is None or has_hooks(rotary) or not positions.is_cpu or positions.is_inference():
-        return rotary(positions)
-    left = getattr(positions, PHASES, {})
-    version, phases = left.get(key, (None, None))
-    if version != positions._version:
-        phases = rotary(positions)
+    key, left = getattr(rotary, "key", None), getattr(positions, PHASES, {})
+    if key in left and left[key][0] == positions._version:
+        return left[key][1]
+    phases = rotary(positions)
+    if key is not None and not torch.is_inference_mode_enabled() and not positions.is_inference():
         setattr(positions, PHASES, {**left, key: (positions._version, phases)})
     return phases
 

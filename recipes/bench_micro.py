@@ -131,10 +131,11 @@ def inputs(kind: str, subject: str, shape: tuple[int, int], dtype: torch.dtype, 
     heads = (rows // tokens, tokens, width // HEAD_DIM, HEAD_DIM)
     angles = torch.randn(1, tokens, HEAD_DIM // 2, device=device)
     both = [torch.randn(heads, **make) for _ in range(2)]
+    both_halves = torch.cat((angles, angles), -1)
     if subject == "transformers":
-        phases = torch.cat((angles, angles), -1).to(dtype)
+        phases = both_halves.to(dtype)
         return [*(x.transpose(1, 2).contiguous() for x in both), phases.cos(), phases.sin()]
-    return [*both, angles[:, :, None].cos(), angles[:, :, None].sin()]
+    return [*both, both_halves[:, :, None].cos(), torch.cat((-angles, angles), -1)[:, :, None].sin()]
 
 
 def least_bytes(kind: str, work: str, elements: int, size: int) -> int:

@@ -169,8 +169,9 @@ class Run:
         optimizer = torch.optim.AdamW(self.task.parameter_groups(model, c.learning_rate, c.weight_decay))
         scheduler = transformers.get_scheduler(schedule, optimizer, c.warmup_steps, max(steps, 1))
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # which asks before it sees a loader
-            sizes = self.accelerator.state.deepspeed_plugin.deepspeed_config
-            sizes["train_micro_batch_size_per_gpu"] = c.batch_size // self.accelerator.num_processes
+            settings = self.accelerator.state.deepspeed_plugin.deepspeed_config
+            settings["train_micro_batch_size_per_gpu"] = c.batch_size // self.accelerator.num_processes
+            settings["gradient_clipping"] = c.max_grad_norm  # it clips itself, 0: not at all
         training = self.accelerator.prepare(model, optimizer, scheduler)
         model = training[0]
         heldout, self.curve_loader = self.loader(self.task.heldout), self.loader(self.task.curve)

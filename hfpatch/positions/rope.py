@@ -44,6 +44,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, scheme: RoPE, head_dim: int, max_positions: int):
         super().__init__()
         self.scheme, self.head_dim, self.max_positions = scheme, head_dim, max_positions
+        self.rotary_dim, self.axes = scheme.rotary_dim(head_dim), scheme.axes or 1  # axes: coordinates of a position
         self.key = f"{scheme} {head_dim} {max_positions}"  # rotations with the same key are equal
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
 
@@ -62,18 +63,20 @@ class RotaryEmbedding(nn.Module):
         return self
 
     @property
-    def axes(self) -> int:
-        """How many coordinates a position has."""
-        return self.scheme.axes or 1
+    def fused(self) -> bool:
+        """Whether the rotation's products are fused, or, pairs being neighbours, take no longer as they stand."""
+        return self.scheme.pairing != "half" or torch.compiler.is_compiling()
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each (B or 1, T, 1, rotary_dim / 2) in float32, of positions (B or 1, T).
 
-        With several axes positions are (B or 1, T, axes).
+        With several axes positions are (B or 1, T, axes). Where nothing fuses what follows and channels are paired by
+        halves, (cos, cos) and (-sin, sin), each (B or 1, T, 1, rotary_dim).
         """
         angles = positions[..., None].float() * self.frequencies_for(positions)
         angles = (angles if self.axes == 1 else angles.flatten(-2)).unsqueeze(-2)
-        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return (cos, sin) if self.fused else _in_rows(cos, sin)
 
     def frequencies_for(self, positions: Tensor) -> Tensor:
         """The frequencies with which these positions are turned, on their device."""
@@ -81,15 +84,18 @@ class RotaryEmbedding(nn.Module):
 
     def rotate(self, x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
         """x (B, T, H, head_dim) with its first rotary_dim channels turned: (x1 cos - x2 sin, x2 cos + x1 sin)."""
-        cos, sin = phases[0].to(x.dtype), phases[1].to(x.dtype)
-        rotary_dim, width = 2 * cos.shape[-1], x.shape[-1]
+        cos, sin = phases
+        if cos.dtype != x.dtype:
+            cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        rotary_dim, width = self.rotary_dim, x.shape[-1]
         # split, chunk and unbind, since each slice's backward would fill a tensor of its own with zeros
         turned, *rest = (x,) if rotary_dim == width else x.split((rotary_dim, width - rotary_dim), dim=-1)
-        if self.scheme.pairing == "half" and not torch.compiler.is_compiling():
-            # the same products in rows twice as long, which take half the time where nothing fuses them
-            swapped = turned.roll(rotary_dim // 2, -1)
-            turned = turned * torch.cat((cos, cos), -1) + swapped * torch.cat((-sin, sin), -1)
+        if not self.fused:  # the same products in rows twice as long take half the time
+            if cos.shape[-1] < rotary_dim:  # made where they are fused
+                cos, sin = _in_rows(cos, sin)
+            turned = turned * cos + turned.roll(rotary_dim // 2, -1) * sin
             return torch.cat((turned, *rest), dim=-1) if rest else turned
+        cos, sin = cos[..., -rotary_dim // 2 :], sin[..., -rotary_dim // 2 :]  # may be in rows
         if self.scheme.pairing == "half":
             x1, x2 = turned.chunk(2, dim=-1)
             return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, *rest), dim=-1)
@@ -99,6 +105,11 @@ class RotaryEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return self.scheme.describe(self.head_dim)
+
+
+def _in_rows(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """What x and x with its halves swapped are multiplied by."""
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 class AdaptiveRotaryEmbedding(RotaryEmbedding):
