@@ -106,7 +106,7 @@ def benchmark_report(results: dict[str, Any]) -> str:
             f"behind as many, with a static cache when compiled. Compiled is {regions}, for decoding the whole model.",
             "*/ unpatched*: of the same mode. *first call*: compilation included; *graphs*: of it and the warm-up. "
             f"*{NATIVE}*: the stock model of transformers with equal weights. *control*: an unpatched copy: "
-            "that its ratio isn't 1 is chance, and where in memory its weights lie.",
+            "that its ratio isn't 1 is chance. The weights of all lie in the same memory while they are timed.",
             "",
         ]
     if parts["micro"]:

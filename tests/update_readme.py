@@ -83,7 +83,11 @@ def compared(folder: str, caption: str) -> str:
 
 
 def methods() -> str:
-    return compared("methods", "Held-out perplexity by start and method")
+    large = json.loads((RESULTS / "methods_100m/results.json").read_text())
+    parameters, steps = large["stages"]["baseline-0"]["parameters"], large["stages"]["baseline-0"]["step"]
+    told = f"The same for another swap at {parameters / 1e6:.0f}M parameters, trained for {steps} steps, one seed:"
+    caption = "Held-out perplexity by start and method"
+    return "\n\n".join([compared("methods", caption), told, compared("methods_100m", caption)])
 
 
 def scratch() -> str:
