@@ -88,6 +88,11 @@ def turned(scheme: RoPE, head_dim: int, x: Tensor, positions: Tensor) -> Tensor:
     return rotary.rotate(x, rotary(positions[None]))
 
 
+def signs(channels: int) -> torch.Tensor:
+    """Of sin, by which channels with their halves swapped are multiplied."""
+    return torch.tensor([-1.0, 1.0]).repeat_interleave(channels // 2)
+
+
 def test_equals_mlcd() -> None:
     from transformers.models.mlcd.configuration_mlcd import MLCDVisionConfig
     from transformers.models.mlcd.modeling_mlcd import MLCDRotaryEmbedding
@@ -97,8 +102,8 @@ def test_equals_mlcd() -> None:
     cos, sin = MLCDRotaryEmbedding(config)(torch.zeros(1), where)
     theta = config.rope_parameters["rope_theta"]
     ours = RotaryEmbedding(full(theta=theta), 16, 0)(where[None])
-    assert torch.equal(torch.cat((ours[0][0, :, 0],) * 2, -1), cos)
-    assert torch.equal(torch.cat((ours[1][0, :, 0],) * 2, -1), sin)
+    assert torch.equal(ours[0][0, :, 0], cos)
+    assert torch.equal(ours[1][0, :, 0], sin * signs(16))
 
 
 def test_equals_qwen2_vl() -> None:
@@ -123,8 +128,28 @@ def test_equals_dinov3_in_its_coordinates() -> None:
     centers = (places(3, 5) + 0.5) / torch.tensor([3, 5]) * 2 - 1
     ours = RotaryEmbedding(full(), 16, 0)(2 * torch.pi * centers[None])
     assert config.rope_theta == full().theta == patched("vit").layers[0].attention.rotary_emb.scheme.theta
-    torch.testing.assert_close(ours[0][0, :, 0], cos[:, :8], rtol=0, atol=2e-5)
-    torch.testing.assert_close(ours[1][0, :, 0], sin[:, :8], rtol=0, atol=2e-5)
+    torch.testing.assert_close(ours[0][0, :, 0], cos, rtol=0, atol=2e-5)
+    torch.testing.assert_close(ours[1][0, :, 0], sin * signs(16), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("scheme", [full(), full(pairing="interleaved"), full(partial=0.25, axes=1), full(axes=1)])
+@pytest.mark.parametrize("head_dim", [8, 16])
+def test_phases_serve_eager_and_compiled_code(scheme: RoPE, head_dim: int) -> None:
+    """Whichever of them made the phases: the owner of compiled blocks may be eager, and the other way round."""
+    torch.manual_seed(0)
+    rotary = RotaryEmbedding(scheme, head_dim, 0)
+    where = places(3, 4)[None] if scheme.axes == 2 else torch.arange(12)[None]
+    x = torch.randn(2, 12, 3, head_dim)
+    made = rotary(where), torch.compile(rotary.forward, backend="eager", fullgraph=True)(where)
+    rotated = [rotate(x, phases) for phases in made for rotate in (rotary.rotate, compiled(rotary))]
+    assert made[1][0].shape[-1] == scheme.rotary_dim(head_dim) // 2
+    assert not torch.allclose(rotated[0], x, atol=0.1)
+    for other in rotated[1:]:
+        torch.testing.assert_close(other, rotated[0])
+
+
+def compiled(rotary: RotaryEmbedding) -> Any:
+    return torch.compile(rotary.rotate, backend="eager", fullgraph=True)
 
 
 @pytest.mark.parametrize(
