@@ -53,6 +53,7 @@ def results() -> str:
 def encoder() -> str:
     dyt = json.loads((RESULTS / "encoder_dyt/results.json").read_text())
     swapped, healed = (dyt["stages"][name] for name in ("swapped", "healed"))
+    rms = json.loads((RESULTS / "encoder_rms/results.json").read_text())["stages"]
     found = json.loads((RESULTS / "encoder_long/results.json").read_text())["lengths"]
     rows = {(row["model"], row["how"]): row["figures"] for row in found if row["length"] == 1024}
     mrr = {key: figures["mrr"] for key, figures in rows.items()}
@@ -65,7 +66,10 @@ def encoder() -> str:
         f"in {minutes:.0f} minutes ([recipes/results/encoder_short](recipes/results/encoder_short/results.md)). "
         f"With `--patch dyt` similarity is {swapped['start']['similarity']:.3f} after the repair and "
         f"{healed['end']['similarity']:.3f} after {healed['step']:,} steps "
-        "([recipes/results/encoder_dyt](recipes/results/encoder_dyt/results.md)). With "
+        "([recipes/results/encoder_dyt](recipes/results/encoder_dyt/results.md)). With `--patch rms` the repair alone "
+        f"gives {rms['swapped']['start']['similarity']:.4f}, and {rms['healed']['step']} steps lead away from it, "
+        f"{rms['healed']['end']['similarity']:.4f}: there is nothing to heal "
+        "([recipes/results/encoder_rms](recipes/results/encoder_rms/results.md)). With "
         "`--patch rope:max_positions=1024 --very_long 1024` and 150 steps, "
         "documents of 1,024 tokens are found by their second half with a mean "
         f"reciprocal rank of {long:.3f}, where the original, cut off at 512, has {cut:.3f}, and {windows:.3f} read in "
