@@ -70,9 +70,8 @@ class Projections:
         return {name: Rotated(getattr(module, name), turn) for name in (self.query, self.key)}
 
     def _turned(self, y: Tensor, head_dim: int, rotate: Rotate, at: Tensor | None = None) -> Tensor:
-        y = y if self.time == 1 else y.transpose(1, self.time)
-        y = rotate(y.unflatten(-1, (-1, head_dim)), at).flatten(-2)
-        return (y if self.time == 1 else y.transpose(1, self.time)).contiguous()
+        y = rotate(_swapped(y, self.time).unflatten(-1, (-1, head_dim)), at).flatten(-2)
+        return _swapped(y, self.time).contiguous()
 
     def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
         """Arguments of the attention that turn as well."""
@@ -265,7 +264,7 @@ class AttentionLens:
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         states = arguments[self.states]
-        tokens = _Tokens.of(states if self.time == 1 else states.transpose(1, self.time))
+        tokens = _Tokens.of(_swapped(states, self.time))
         positions = arguments.get(self.position_ids) if self.position_ids else None
         bias: Any = module._modules.get(BIAS)
         attributes: dict[str, Any] = {}
@@ -279,13 +278,8 @@ class AttentionLens:
         if self.window is not None or bias is not None or (phases is None and positions is None):
             slots = self._slots(module, tokens, arguments)
         if rotary is not None:
-            axes = 1 if phases is not None else getattr(rotary, "axes", 1)
-            if axes == 2 and tokens.lie_on_a_grid:
-                phases = rotary(tokens.places())
-            elif axes > 1:
-                raise _not_on_a_grid(module, axes)
-            elif phases is None:
-                phases = rotary(slots) if positions is None else _phases(rotary, self._checked(positions, tokens))
+            if phases is None:
+                phases = self._own_phases(module, rotary, positions, slots, tokens)
 
             def rotate(x: Tensor, at: Tensor | None = None) -> Tensor:
                 if at is not None:
@@ -358,6 +352,20 @@ class AttentionLens:
             )
         return rotary(positions) if phases is None or has_hooks(rotary) else phases
 
+    def _own_phases(
+        self, module: nn.Module, rotary: Any, positions: Tensor | None, slots: Tensor | None, tokens: _Tokens
+    ) -> Any:
+        """The phases that the attention makes itself, as nobody handed any down."""
+        axes = getattr(rotary, "axes", 1)
+        if axes == 2 and tokens.lie_on_a_grid:
+            return rotary(tokens.places())
+        if axes > 1:
+            raise PositionError(
+                f"{type(module).__name__} wasn't told where on the {axes}-axis grid its tokens lie: it was called "
+                "by another way than its model's forward. Use axes=1 for that."
+            )
+        return rotary(slots) if positions is None else _phases(rotary, self._checked(positions, tokens))
+
     def _slots(self, module: nn.Module, tokens: _Tokens, arguments: Arguments) -> Tensor:
         slots = torch.arange(tokens.number, device=tokens.device)[None]
         cache = arguments.get(self.cache) if self.cache else None
@@ -418,11 +426,9 @@ class _Tokens(NamedTuple):
         return x.unflatten(1, self.shape[1:-1]) if len(self.shape) == 4 else x[0]
 
 
-def _not_on_a_grid(module: nn.Module, axes: int) -> PositionError:
-    return PositionError(
-        f"{type(module).__name__} wasn't told where on the {axes}-axis grid its tokens lie: it was called "
-        "by another way than its model's forward. Use axes=1 for that."
-    )
+def _swapped(x: Tensor, time: int) -> Tensor:
+    """x with axis 1 and that of the tokens swapped; no call where they are the same."""
+    return x if time == 1 else x.transpose(1, time)
 
 
 def _phases(rotary: Any, positions: Tensor) -> tuple[Tensor, Tensor]:

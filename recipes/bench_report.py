@@ -33,7 +33,7 @@ def show_time(timing: Timing | None) -> str:
 
 
 def show_ratio(timing: Timing | None, other: Timing | None) -> str:
-    """Median of the ratios of samples that followed one another, and their quartiles."""
+    """Median of the ratios of samples of the same round, and their quartiles."""
     if timing is None or other is None or timing is other:
         return "-"
     median, low, high = middle(ratios(timing, other))

@@ -123,7 +123,10 @@ def _in_one_place(entrants: list[Entrant]) -> Iterator[Weights]:
         number: Counter[Any] = Counter()
         for parameter, values in weights[model]:
             shape = (values.shape, values.stride(), values.dtype, values.device)
-            parameter.data = places.setdefault((shape, number[shape]), torch.empty_like(values))
+            place = shape, number[shape]
+            if place not in places:
+                places[place] = torch.empty_like(values)
+            parameter.data = places[place]
             number[shape] += 1
     try:
         yield weights
@@ -163,7 +166,7 @@ def _clock(run: Callable[[], Any], device: torch.device, times: int = 1) -> floa
 
 
 def ratios(timing: dict[str, Any], other: dict[str, Any]) -> list[float]:
-    """Ratios of samples that were taken one after the other."""
+    """Ratios of samples of the same round."""
     return [a / b for a, b in zip(timing["seconds"], other["seconds"], strict=True)]
 
 

@@ -95,8 +95,8 @@ class RotaryEmbedding(nn.Module):
                 cos, sin = _in_rows(cos, sin)
             turned = turned * cos + turned.roll(rotary_dim // 2, -1) * sin
             return torch.cat((turned, *rest), dim=-1) if rest else turned
-        cos, sin = cos[..., -rotary_dim // 2 :], sin[..., -rotary_dim // 2 :]  # may be in rows
         if self.scheme.pairing == "half":
+            cos, sin = cos[..., -rotary_dim // 2 :], sin[..., -rotary_dim // 2 :]  # may be in rows
             x1, x2 = turned.chunk(2, dim=-1)
             return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, *rest), dim=-1)
         x1, x2 = turned.unflatten(-1, (-1, 2)).unbind(-1)

@@ -170,7 +170,7 @@ def test_weights_lie_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None
         assert all(map(torch.equal, model.parameters(), values[name]))
 
 
-def test_a_ratio_is_that_of_runs_that_followed_one_another() -> None:
+def test_a_ratio_is_that_of_runs_of_the_same_round() -> None:
     one, other = {"seconds": [2.0, 20.0, 3.0]}, {"seconds": [1.0, 10.0, 3.0]}  # the machine was slower in between
     assert timing.middle(timing.ratios(one, other)) == (2.0, 1.5, 2.0)
 
