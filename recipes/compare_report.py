@@ -12,10 +12,10 @@ from paired import (
     WORSE,
     Interval,
     Kind,
-    Rank,
+    Ranking,
     Summary,
     grid_of,
-    ranks,
+    rankings,
     read_cells,
     seeds_needed,
     summarise,
@@ -36,9 +36,8 @@ def compare_report(results: Results) -> str:
     summaries = summarise(results)
     lines = [f"# {title(results)}", "", *(f"* {line}" for line in reading(results, summaries)), ""]
     lines += [*table(columns(results, summaries)), ""]
-    for axis in ("method", "start"):
-        if found := ranks(results, axis):
-            lines += [*table(rank_columns(axis, found)), ""]
+    for ranking in rankings(results):
+        lines += [*table(rank_columns(ranking)), ""]
     lines += [f"*{name}*: {text}" for name, text in definitions(results, summaries).items()]
     lines += ["", budget(results), data_line(results["data"]), f"`{results['command']}`", machine(results)]
     return "\n".join(lines) + "\n"
@@ -131,9 +130,10 @@ def failure(s: Summary) -> str:
     return failed if s.verdict in ("failed", "") else f"{failed}, else {s.verdict}"
 
 
-def rank_columns(axis: str, found: list[Rank]) -> list[list[str]]:
+def rank_columns(ranking: Ranking) -> list[list[str]]:
+    found = ranking.ranks
     return [
-        [axis, *(rank.value for rank in found)],
+        [ranking.axis + " at equal time" * bool(ranking.budgets), *(ranking.named(rank.value) for rank in found)],
         ["mean rank", *(f"{rank.mean:.2f} of {len(found)}" for rank in found)],
         ["best", *(f"{rank.best} of {rank.count}" for rank in found)],
         [f"against {found[0].value}", *(signed(rank.behind.mean) if rank.behind else "-" for rank in found)],
@@ -155,9 +155,7 @@ def reading(results: Results, summaries: list[Summary]) -> list[str]:
             "Told here is, of each variant, the way with the best mean at the largest budget, which is partly luck."
         )
     lines += [sentence(results, s) for s in told]
-    for axis in ("method", "start"):
-        if found := ranks(results, axis):
-            lines.append(rank_sentence(axis, found, main_name(results)))
+    lines += [rank_sentence(ranking, main_name(results)) for ranking in rankings(results)]
     decided = sum(s.difference.low is not None for s in compared)
     if decided >= 5:
         lines.append(
@@ -274,11 +272,13 @@ def worth(s: Summary) -> str:
     return told.get((s.verdict, speed(s)), "")
 
 
-def rank_sentence(axis: str, found: list[Rank], main: str) -> str:
-    first, second = found[:2]
-    kind = {"method": "methods", "start": "starts"}[axis]
-    order = ", ".join(f"{rank.value} {rank.mean:.2f}" for rank in found)
-    text = f"Of the {kind}, {first.value} ranks first: best in {first.best} of {first.count} comparisons ({order})."
+def rank_sentence(ranking: Ranking, main: str) -> str:
+    first, second = ranking.ranks[:2]
+    among = {"method": "the methods", "start": "the starts"}[ranking.axis]
+    if ranking.budgets:
+        among = f"{', '.join(map(ranking.named, ranking.budgets))}, which take about the same time"
+    order = ", ".join(f"{rank.value} {rank.mean:.2f}" for rank in ranking.ranks)
+    text = f"Of {among}, {first.value} ranks first: best in {first.best} of {first.count} comparisons ({order})."
     told = "could be chance" if second.chance > 0.05 else "is more than chance"
     gap = f", {signed(second.behind.mean)} {main} on average" if second.behind else ""
     return f"{text} Its lead over {second.value}{gap}, {told} (sign test, p = {second.chance:.2g})."

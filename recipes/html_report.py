@@ -19,7 +19,7 @@ from compare_report import (
     span,
     title,
 )
-from paired import BETTER, SAME, WORSE, Interval, Summary, ranks, read_cells, summarise
+from paired import BETTER, SAME, WORSE, Interval, Summary, rankings, read_cells, summarise
 from report import data_line, machine, show
 
 SIGNS = {BETTER: "▲", SAME: "●", WORSE: "▼"}  # beside the word: a verdict isn't told by colour alone
@@ -179,12 +179,16 @@ def curves(results: Results) -> str:
 
 def rank_tables(results: Results) -> str:
     text = ""
-    for axis, heading in {"method": "Methods", "start": "Starts"}.items():
-        if found := ranks(results, axis):
-            shown = rank_columns(axis, found)
-            rows = [[escape(cell) for cell in cells] for cells in zip(*(column[1:] for column in shown), strict=True)]
-            caption = f"{heading} against each other, all else and the seed being equal; rank 1 is the best"
-            text += f"<h2>{heading}</h2>" + tag_table([column[0] for column in shown], rows, caption)
+    for ranking in rankings(results):
+        shown = rank_columns(ranking)
+        rows = [[escape(cell) for cell in cells] for cells in zip(*(column[1:] for column in shown), strict=True)]
+        heading = {"method": "Methods", "start": "Starts"}[ranking.axis]
+        equal = "the time that training takes" if ranking.budgets else "all else"
+        heading += " at equal time" * bool(ranking.budgets)
+        caption = (
+            f"{heading.partition(' ')[0]} against each other, {equal} and the seed being equal; rank 1 is the best"
+        )
+        text += f"<h2>{heading}</h2>" + tag_table([column[0] for column in shown], rows, caption)
     return text
 
 

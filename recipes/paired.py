@@ -2,14 +2,15 @@
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 from settings import CONTROL
 
 LEVEL = 0.95  # of every interval
+ALIKE = 0.1  # share by which times may differ that are called equal
 BETTER, SAME, WORSE, UNDECIDED, ONE_SEED = "better", "same", "worse", "undecided", "one seed"
 
 Record = dict[str, Any]
@@ -238,21 +239,71 @@ class Rank:
     chance: float | None
 
 
-def ranks(results: Record, axis: str) -> list[Rank]:
+@dataclass(frozen=True)
+class Ranking:
+    """The values of one axis of the grid ("method", "start") against each other, best first.
+
+    Attributes:
+        budgets: steps of each value, where they are compared at equal time; empty: at equal steps.
+    """
+
+    axis: str
+    ranks: list[Rank]
+    budgets: dict[str, int]
+
+    def named(self, value: str) -> str:
+        return f"{value} ({self.budgets[value]} steps)" if self.budgets else value
+
+
+def rankings(results: Record) -> list[Ranking]:
+    """Methods at equal steps and, where the grid has budgets for it, at equal time; starts."""
+    asked: list[tuple[str, dict[str, int]]] = [("method", {}), ("start", {})]
+    if budgets := equal_times(results):
+        asked.insert(1, ("method", budgets))
+    found = [Ranking(axis, ranks(results, axis, steps), steps) for axis, steps in asked]
+    return [ranking for ranking in found if ranking.ranks]
+
+
+def equal_times(results: Record) -> dict[str, int]:
+    """For each method the budget that takes as long as the slowest method's smallest one, to within ALIKE.
+
+    Time is that of a step, the median over all variants, starts and seeds, against the control's of the same seed and
+    budget. Empty where a method has no such budget or no time, and where all have the same.
+    """
+    ratios: dict[str, list[float]] = {}
+    for found in summarise(results):
+        if not found.kind.is_control:
+            ratios.setdefault(found.kind.method, []).extend(found.time)
+    if not ratios or not all(ratios.values()):
+        return {}
+    a_step = {method: median(times) for method, times in ratios.items()}
+    steps = sorted({cell.kind.steps for cell in grid_of(results)})
+    target = steps[0] * max(a_step.values())
+    budgets = {method: min(steps, key=lambda n: abs(n * time - target)) for method, time in a_step.items()}
+    alike = all(abs(budgets[method] * time / target - 1) <= ALIKE for method, time in a_step.items())
+    return budgets if alike and len(set(budgets.values())) > 1 else {}
+
+
+def ranks(results: Record, axis: str, budgets: Mapping[str, int] | None = None) -> list[Rank]:
     """The values of one axis of the grid ("method", "start") against each other, best first; none where there is one.
 
     Cells that agree in everything else and in the seed are ranked by the main figure at the end, equal ones sharing
     the mean of their ranks; a failed one comes last. Only comparisons in which all values are finished count.
+
+    Args:
+        budgets: steps of each value, for a comparison at other than equal steps.
     """
-    place = Kind._fields.index(axis)
+    place, budget = Kind._fields.index(axis), Kind._fields.index("steps")
     values = list(dict.fromkeys(cell.kind[place] for cell in grid_of(results) if not cell.kind.is_control))
     sign = -1 if results["higher_is_better"] else 1
+    apart = {place, budget} if budgets else {place}  # in which the cells of a comparison differ
     blocks: dict[Any, dict[str, float]] = {}
     for cell, record in read_cells(results).items():
-        if not cell.kind.is_control:
-            rest = (*cell.kind[:place], *cell.kind[place + 1 :], cell.seed)
+        value = cell.kind[place]
+        if not cell.kind.is_control and (not budgets or budgets.get(value) == cell.kind.steps):
+            rest = (*(field for i, field in enumerate(cell.kind) if i not in apart), cell.seed)
             end = math.inf if record.get("failed") else sign * record["end"][results["main"]]
-            blocks.setdefault(rest, {})[cell.kind[place]] = end
+            blocks.setdefault(rest, {})[value] = end
     complete = [block for block in blocks.values() if len(block) == len(values)]
     if len(values) < 2 or not complete:
         return []

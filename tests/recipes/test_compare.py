@@ -244,6 +244,37 @@ class TestSummary:
         results["higher_is_better"] = True
         assert [rank.value for rank in paired.ranks(results, "method")] == ["finetune", "distil"]
 
+    def test_ranks_at_equal_time(self):
+        """Twice the time a step: distil at 20 steps against finetune at 40, where it leads at equal steps only."""
+        methods, steps = ("finetune", "distil"), (20, 40)
+        results = planted({"dyt": 0.1, "rope": 0.2}, methods=methods, steps=steps, noise=0, seeds=3)
+        for name, stage in results["stages"].items():
+            if "distil" in name:
+                stage["end"]["loss"] -= 0.05
+                stage["step_seconds"] *= 2.05
+            if "-40-" in name:
+                stage["end"]["loss"] -= 0.08
+        equal_steps, equal_time = paired.rankings(results)
+        assert (equal_steps.budgets, equal_steps.ranks[0].value, equal_steps.ranks[0].count) == ({}, "distil", 12)
+        assert equal_time.budgets == {"finetune": 40, "distil": 20}
+        first, second = equal_time.ranks
+        assert (first.value, first.best, first.count, second.value) == ("finetune", 6, 6, "distil")
+        assert second.behind.mean == pytest.approx(0.03)
+        told = "Of finetune (40 steps), distil (20 steps), which take about the same time, finetune ranks first"
+        for report in (compare_report.compare_report(results), html_report.html_report(results)):
+            assert told in report
+            assert "method at equal time" in report
+            assert "distil (20 steps)" in report
+
+    @pytest.mark.parametrize(("times", "steps"), [(1.0, (20, 40)), (1.5, (20, 40)), (2.0, (20, 30)), (0.0, (20, 40))])
+    def test_no_budgets_of_equal_time(self, times, steps):
+        """Steps that take the same time, budgets that don't fit, and times that weren't measured."""
+        results = planted({"dyt": 0.1}, methods=("finetune", "distil"), steps=steps, seeds=3)
+        for name, stage in results["stages"].items():
+            if "distil" in name:
+                stage["step_seconds"] *= times
+        assert [(ranking.axis, ranking.budgets) for ranking in paired.rankings(results)] == [("method", {})]
+
     def test_equal_figures_share_their_rank(self):
         assert [paired.rank_of(x, [1.0, 1.0, 3.0]) for x in (1.0, 3.0)] == [1.5, 3.0]
 
