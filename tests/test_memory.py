@@ -17,7 +17,7 @@ def use():
     (a + 1).sum() + b.sum()
 use()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(3):
+for _ in range(6):
     use()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -31,8 +31,9 @@ def faults(how: str) -> int:
 
 
 def test_freed_memory_is_kept() -> None:
-    assert faults("keep") < 100
-    assert faults("leave") > 300, "by pages of 2 MiB; by those of 4 KiB it's 200,000"
+    left = faults("leave")
+    assert left > 500, "by pages of 2 MiB; by those of 4 KiB it's 400,000"
+    assert faults("keep") < left / 5, "where tensors lie may move late, and one of them then gets new pages once"
 
 
 def test_not_where_it_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
