@@ -45,14 +45,29 @@ class Stopped(Exception):  # noqa: N818
     """Stopped on request, with everything saved."""
 
 
+class Requests(list[float]):
+    """When it was asked to stop."""
+
+    at_once = False
+
+    @contextmanager
+    def obeyed_at_once(self) -> Iterator[None]:
+        """What lasts long and saves nothing is interrupted, not brought to its end."""
+        self.at_once = True
+        try:
+            yield
+        finally:
+            self.at_once = False
+
+
 @contextmanager
-def stop_requests() -> Iterator[list[float]]:
+def stop_requests() -> Iterator[Requests]:
     """Collects Ctrl-C and SIGTERM, so that a step is never cut in two; Ctrl-C two seconds later interrupts at once."""
-    received: list[float] = []
+    received = Requests()
 
     def note(number: int, frame: Any) -> None:
         received.append(time.monotonic())
-        if received[-1] - received[0] > 2:  # sooner, it is a launcher that passes the first one on
+        if received.at_once or received[-1] - received[0] > 2:  # sooner, a launcher passes the first one on
             raise KeyboardInterrupt
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -110,7 +125,7 @@ class Run:
         self.out = Path(config.output_dir)
         self.started = time.perf_counter()
         self.steps_taken = 0
-        self.requests: list[float] = []
+        self.requests = Requests()
         shard_on_cpu()
         try:
             self.accelerator = Accelerator(
@@ -156,7 +171,8 @@ class Run:
         c, objective = self.config, objective or Objective(self.task)
         set_seed(seed)  # what a patch draws doesn't depend on the stages before it
         self.mark = time.perf_counter()
-        model = build()
+        with self.requests.obeyed_at_once():
+            model = build()
         record, state = self.find_state(name)
         if c.gradient_checkpointing:
             if not model.supports_gradient_checkpointing:

@@ -1,12 +1,15 @@
 """heal.py, at a size of seconds: its figures, its stops and its refusals."""
 
 import json
+import os
+import signal
 
 import heal
 import pytest
 import report
 import run
 import settings
+import start
 import torch
 from accelerate import DistributedType
 from run import Run
@@ -116,6 +119,18 @@ class TestStopping:
         assert heal.main(tiny(tmp_path, text, "--method", "annealed+distil", "--resume")) == 0
         assert "swapped: done before" in capsys.readouterr().out
         assert figures(tmp_path) == figures(finished)
+
+    def test_ctrl_c_does_not_wait_for_a_repair(self, text, tmp_path, capsys, monkeypatch):
+        def interrupted(*args):
+            os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("went on")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(start, "patched", interrupted)
+            assert heal.main(tiny(tmp_path, text)) == 130
+        assert "to go on: python recipes/heal.py" in capsys.readouterr().err
+        assert heal.main(tiny(tmp_path, text, "--resume")) == 0
+        assert "baseline: done before" in capsys.readouterr().out
 
     def test_stopping_with_the_last_step(self, text, tmp_path, capsys):
         staged = ["--method", "staged", "--no_control"]
