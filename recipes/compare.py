@@ -138,11 +138,14 @@ GRID = {
 
 
 def cells_of(config: Any) -> list[Cell]:
-    """Seed after seed, each with its controls: what is finished of a stopped grid can be compared."""
+    """Seed after seed, each with its controls: what is finished of a stopped grid can be compared.
+
+    What begins alike comes together, so that it is repaired once.
+    """
     cells = []
-    for seed, steps in product(config.seeds, config.steps):
-        cells.append(Cell(Kind(CONTROL, "", control_method(config), steps), seed))
-        for variant, start, method in product(config.variants, config.starts, config.methods):
+    for seed in config.seeds:
+        cells += [Cell(Kind(CONTROL, "", control_method(config), steps), seed) for steps in config.steps]
+        for variant, start, steps, method in product(config.variants, config.starts, config.steps, config.methods):
             cells.append(Cell(Kind(variant, start, method, steps), seed))
     return cells
 
@@ -200,7 +203,8 @@ def train_cell(run: Run, baseline: Baseline, cell: Cell) -> None:
         method = Distil(run.task, baseline.copy, run.config) if name else Method(run.task, run.config)
 
     def build() -> Any:
-        return method.prepare(baseline.patched(variant, start, keep=len(run.config.methods) > 1))
+        several = len(run.config.methods) * len(run.config.steps) > 1
+        return method.prepare(baseline.patched(variant, start, keep=several))
 
     run.stage(cell.name, build, steps, seed=cell.seed, first=baseline.steps, objective=method)
 

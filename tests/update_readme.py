@@ -89,9 +89,17 @@ def compared(folder: str, caption: str) -> str:
 def methods() -> str:
     large = json.loads((RESULTS / "methods_100m/results.json").read_text())
     parameters, steps = large["stages"]["baseline-0"]["parameters"], large["stages"]["baseline-0"]["step"]
-    told = f"The same for another swap at {parameters / 1e6:.0f}M parameters, trained for {steps} steps, one seed:"
+    seeds = len(large["config"]["seeds"])
+    told = (
+        f"The same for another swap at {parameters / 1e6:.0f}M parameters, trained for {steps} steps, "
+        f"{seeds} {'seeds' if seeds > 1 else 'seed'}:"
+    )
+    lines = (RESULTS / "methods_time/results.md").read_text().splitlines()
+    (timed,) = [line.removeprefix("* ") for line in lines if "which take about the same time" in line]
+    full = "[The full report](recipes/results/methods_time/report.html)"
+    timed = f"At equal time instead of equal steps: {timed[0].lower()}{timed[1:]} {full}"
     caption = "Held-out perplexity by start and method"
-    return "\n\n".join([compared("methods", caption), told, compared("methods_100m", caption)])
+    return "\n\n".join([compared("methods", caption), timed, told, compared("methods_100m", caption)])
 
 
 def scratch() -> str:

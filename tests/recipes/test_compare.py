@@ -68,6 +68,9 @@ def test_a_repair_is_done_once_for_all_methods(text, tmp_path, monkeypatch):
     grid += ["--keep_dropout", "true"]
     assert compare.main(tiny(tmp_path / "all", text, *grid, "--methods", "finetune", "annealed", "distil")) == 0
     assert repairs == ["control", "dyt", "rms"]
+    repairs.clear()
+    assert compare.main(tiny(tmp_path / "budgets", text, *grid, "--steps", "2", "3")) == 0
+    assert repairs == ["control", "control", "dyt", "rms"]
     for method in ("finetune", "distil"):
         assert compare.main(tiny(tmp_path / method, text, *grid, "--methods", method)) == 0
         assert part_of(tmp_path / "all", tmp_path / method) == figures(tmp_path / method)
