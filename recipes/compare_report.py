@@ -278,9 +278,15 @@ def rank_sentence(ranking: Ranking, main: str) -> str:
     if ranking.budgets:
         among = f"{', '.join(map(ranking.named, ranking.budgets))}, which take about the same time"
     order = ", ".join(f"{rank.value} {rank.mean:.2f}" for rank in ranking.ranks)
+    if first.mean == second.mean:
+        best = f"{first.best} and {second.best} of {first.count}"
+        return f"Of {among}, {first.value} and {second.value} rank alike: best in {best} comparisons ({order})."
     text = f"Of {among}, {first.value} ranks first: best in {first.best} of {first.count} comparisons ({order})."
     told = "could be chance" if second.chance > 0.05 else "is more than chance"
-    gap = f", {signed(second.behind.mean)} {main} on average" if second.behind else ""
+    gap = ""
+    if second.behind:  # which rank and mean need not agree about
+        way = "higher" if second.behind.mean > 0 else "lower"
+        gap = f", whose mean {main} is {way} by {unsigned(second.behind.mean)}"
     return f"{text} Its lead over {second.value}{gap}, {told} (sign test, p = {second.chance:.2g})."
 
 

@@ -87,17 +87,23 @@ def compared(folder: str, caption: str) -> str:
 
 
 def methods() -> str:
+    sys.path.insert(0, str(ROOT / "recipes"))
+    import paired
+    from compare_report import rank_sentence
+
     large = json.loads((RESULTS / "methods_100m/results.json").read_text())
     parameters, steps = large["stages"]["baseline-0"]["parameters"], large["stages"]["baseline-0"]["step"]
     seeds = len(large["config"]["seeds"])
     told = (
-        f"The same for another swap at {parameters / 1e6:.0f}M parameters, trained for {steps} steps, "
+        f"Starts and methods for another swap at {parameters / 1e6:.0f}M parameters, trained for {steps} steps, "
         f"{seeds} {'seeds' if seeds > 1 else 'seed'}:"
     )
-    lines = (RESULTS / "methods_time/results.md").read_text().splitlines()
-    (timed,) = [line.removeprefix("* ") for line in lines if "which take about the same time" in line]
-    full = "[The full report](recipes/results/methods_time/report.html)"
-    timed = f"At equal time instead of equal steps: {timed[0].lower()}{timed[1:]} {full}"
+    grid, longer = (json.loads((RESULTS / name / "results.json").read_text()) for name in ("methods", "methods_time"))
+    budgets = paired.equal_times(longer, timed=grid)
+    ranking = paired.Ranking("method", paired.ranks(longer, "method", budgets), budgets)
+    timed = rank_sentence(ranking, longer["main"])
+    timed = f"By the times of these steps: {timed[0].lower()}{timed[1:]} `{longer['command']}` gives "
+    timed += "[the full report](recipes/results/methods_time/report.html)."
     caption = "Held-out perplexity by start and method"
     return "\n\n".join([compared("methods", caption), timed, told, compared("methods_100m", caption)])
 

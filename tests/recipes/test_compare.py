@@ -263,6 +263,11 @@ class TestSummary:
         first, second = equal_time.ranks
         assert (first.value, first.best, first.count, second.value) == ("finetune", 6, 6, "distil")
         assert second.behind.mean == pytest.approx(0.03)
+        untimed = copy.deepcopy(results)
+        for stage in untimed["stages"].values():
+            stage.pop("step_seconds", None)
+        assert paired.equal_times(untimed) == {}
+        assert paired.equal_times(untimed, timed=results) == equal_time.budgets
         told = "Of finetune (40 steps), distil (20 steps), which take about the same time, finetune ranks first"
         for report in (compare_report.compare_report(results), html_report.html_report(results)):
             assert told in report
@@ -277,6 +282,26 @@ class TestSummary:
             if "distil" in name:
                 stage["step_seconds"] *= times
         assert [(ranking.axis, ranking.budgets) for ranking in paired.rankings(results)] == [("method", {})]
+
+    @pytest.mark.parametrize(
+        ("distil", "told"),
+        [
+            ((-1, -1, -1), "distil ranks first: best in 3 of 3 comparisons (distil 1.00, finetune 2.00). Its lead over "
+             "finetune, whose mean loss is higher by 1.0000, could be chance (sign test, p = 0.25)."),
+            ((-1, -1, 4), "distil ranks first: best in 2 of 3 comparisons (distil 1.33, finetune 1.67). Its lead over "
+             "finetune, whose mean loss is lower by 0.6667, could be chance (sign test, p = 1)."),
+            ((-1, 0, 1), "finetune and distil rank alike: best in 2 and 2 of 3 comparisons (finetune 1.50, distil "
+             "1.50)."),
+        ],
+    )  # fmt: skip
+    def test_ranks_in_words(self, distil, told):
+        """Ranks and means may disagree."""
+        results = planted({"dyt": 0.1}, methods=("finetune", "distil"), seeds=3)
+        for seed, by in enumerate(distil):
+            plain, other = (results["stages"][f"dyt-auto-{m}-20-seed-{seed}"] for m in ("finetune", "distil"))
+            other["end"]["loss"] = plain["end"]["loss"] + by
+        (ranking,) = paired.rankings(results)
+        assert compare_report.rank_sentence(ranking, "loss") == f"Of the methods, {told}"
 
     def test_equal_figures_share_their_rank(self):
         assert [paired.rank_of(x, [1.0, 1.0, 3.0]) for x in (1.0, 3.0)] == [1.5, 3.0]
