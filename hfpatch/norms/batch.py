@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..registry import NORMS
 from ..scheme import require_number
 from .detect import NormFacts
-from .scheme import HALF, AffineNorm, Norm
+from .scheme import HALF, AffineNorm, Norm, affine
 
 
 class MaskedBatchNorm(AffineNorm):
@@ -48,7 +48,8 @@ class MaskedBatchNorm(AffineNorm):
     def forward(self, hidden_states: Tensor, keep: Tensor | None = None) -> Tensor:
         """The output; `keep` (B, T) is False where a position is padding."""
         x = hidden_states.movedim(1, -1) if self.facts.channels_first else hidden_states
-        return self.affine(self.normalise(x.float() if x.dtype in HALF else x, keep), x)
+        h = x.float() if x.dtype in HALF else x
+        return self.as_given(affine(self.normalise(h, keep), *self.gain_and_shift(h)), x)
 
     def normalise(self, h: Tensor, keep: Tensor | None = None) -> Tensor:
         if self.training:

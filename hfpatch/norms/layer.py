@@ -23,6 +23,12 @@ class LayerNorm(AffineNorm):
     def normalise(self, h: Tensor) -> Tensor:
         return F.layer_norm(h, self.normalised_shape(h), None, None, self.eps_for(h))
 
+    def normed(self, h: Tensor) -> Tensor:
+        shape, affine = self.normalised_shape(h), self.gain_and_shift(h)
+        if any(p is not None and (p.shape != shape or p.dtype != h.dtype) for p in affine):
+            return super().normed(h)
+        return F.layer_norm(h, shape, *affine, self.eps_for(h))  # one kernel
+
 
 @NORMS.register("layer")
 @dataclass(frozen=True)

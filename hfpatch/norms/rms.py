@@ -4,33 +4,123 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..errors import OptionError
 from ..registry import NORMS
 from ..scheme import require_number
 from .detect import NormFacts
-from .scheme import AffineNorm, Norm
+from .scheme import HALF, AffineNorm, Norm, affine
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class RMSNorm(AffineNorm):
     """y = x / sqrt(mean(x^2) + eps) * gain + shift over the last axis, eps inside the root.
 
     Unlike most RMSNorm classes it keeps a shift where the replaced LayerNorm had one. The arithmetic is float32 for
-    half-precision input. Arguments as in `AffineNorm`.
+    half-precision input. On a CPU, where nothing fuses torch's operations, it has a gradient of its own. Arguments as
+    in `AffineNorm`.
     """
 
     def normalise(self, h: Tensor) -> Tensor:
         shape = self.normalised_shape(h)
         if not h.is_cpu or torch.compiler.is_compiling():
             return F.rms_norm(h, shape, None, self.eps)
-        # F.rms_norm's own sum over an axis is slow where nothing fuses it
-        length = torch.linalg.vector_norm(h, dim=tuple(range(-len(shape), 0)), keepdim=True)
+        length = _length(h, shape)
         return h * torch.rsqrt(length.square() / shape.numel() + self.eps_for(h))
+
+    def normed(self, h: Tensor) -> Tensor:
+        shape = self.normalised_shape(h)
+        gain, shift = self.gain_and_shift(h)
+        gain, shift = _widened(gain, h), _widened(shift, h)
+        if not _is_eager(h, gain, shift, shape):
+            return super().normed(h)
+        eps = self.eps_for(h)
+        if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (h, gain, shift)):
+            return _EagerRMSNorm.apply(h, gain, shift, shape, eps)
+        normalised = h * _scale(h, shape, eps)
+        return affine(normalised, gain, shift, out=normalised)
+
+
+def _length(h: Tensor, shape: torch.Size) -> Tensor:
+    """The root of the sum of squares over the last axes, which have this shape."""
+    # F.rms_norm's own sum over an axis is slow where nothing fuses it
+    return torch.linalg.vector_norm(h, dim=tuple(range(-len(shape), 0)), keepdim=True)
+
+
+def _scale(h: Tensor, shape: torch.Size, eps: float) -> Tensor:
+    """1 / sqrt(mean(h^2) + eps)."""
+    length = _length(h, shape)
+    # where a token is decoded each number in a sum or a product costs more than the kernel
+    return torch.addcmul(_constant(eps, h.dtype), length, length, value=1 / shape.numel()).rsqrt_()
+
+
+@cache
+def _constant(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def _widened(parameter: Tensor | None, h: Tensor) -> Tensor | None:
+    return parameter.to(h.dtype) if parameter is not None and parameter.dtype in HALF else parameter
+
+
+def _is_eager(h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch.Size) -> bool:
+    """Whether they are plain tensors on a CPU, to normalise channel by channel, and only autograd looks at them."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+        return False
+    if forward_ad._current_level >= 0 or not h.is_cpu or type(h) not in _PLAIN:  # a level: inside `dual_level()`
+        return False
+    for tensor in (gain, shift):
+        if tensor is not None and (
+            not tensor.is_cpu or type(tensor) not in _PLAIN or tensor.dtype != h.dtype or tensor.shape != shape
+        ):
+            return False
+    return True
+
+
+class _EagerRMSNorm(torch.autograd.Function):
+    """h / sqrt(mean(h^2) + eps) * gain + shift, of which h and a number for each row are kept for the gradients.
+
+    With r = 1 / sqrt(mean(h^2) + eps) and g = dL/dy * gain, dL/dh = r (g - h r^2 mean(g h)). LayerNorm's kernel, told
+    that the mean of h is 0, computes r (g - mean(g) - h r^2 mean(g h)) in one go: r mean(g) is added.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch.Size, eps: float
+    ) -> Tensor:
+        scale = _scale(h, shape, eps)
+        ctx.save_for_backward(h, gain, shift, scale)
+        ctx.shape, ctx.eps = shape, eps
+        normalised = h * scale
+        return affine(normalised, gain, shift, out=normalised)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        h, gain, shift, scale = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # for second derivatives: the kernel knows LayerNorm's
+            y = affine(h * _scale(h, ctx.shape, ctx.eps), gain, shift)
+            inputs = [tensor for tensor, want in zip((h, gain, shift), wanted, strict=True) if want]
+            grads = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
+            return *(next(grads) if want else None for want in wanted), None, None
+        grad, n = grad.contiguous(), ctx.shape.numel()
+        d_h, d_gain, d_shift = torch.ops.aten.native_layer_norm_backward(
+            grad, h, ctx.shape, torch.zeros_like(scale), scale, gain, shift, wanted
+        )
+        if wanted[0]:
+            with torch.autocast("cpu", enabled=False):
+                rows = grad.view(-1, n)
+                total = rows.sum(-1) if gain is None else rows @ gain.flatten()
+            d_h.add_(total.view_as(scale).mul_(scale), alpha=1 / n)
+        return d_h, d_gain, d_shift, None, None
 
 
 class PartialRMSNorm(RMSNorm):
@@ -45,6 +135,8 @@ class PartialRMSNorm(RMSNorm):
     ):
         super().__init__(facts, kind, gain, shift)
         self.fraction = fraction
+
+    normed = AffineNorm.normed
 
     def normalise(self, h: Tensor) -> Tensor:
         axes = len(self.normalised_shape(h))

@@ -81,25 +81,27 @@ class AffineNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states.movedim(1, -1) if self.facts.channels_first else hidden_states
-        return self.affine(self.normalise(x.float() if x.dtype in HALF else x), x)
+        return self.as_given(self.normed(x.float() if x.dtype in HALF else x), x)
 
-    def affine(self, h: Tensor, x: Tensor) -> Tensor:
-        """Gain and shift on the normalised h, in the dtype of the input x and with its channels where they were.
+    def normed(self, h: Tensor) -> Tensor:
+        """h normalised, with gain and shift; in the dtype of h or of whichever of them is wider."""
+        return affine(self.normalise(h), *self.gain_and_shift(h))
+
+    def gain_and_shift(self, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What a normalised h is multiplied by, and what is added."""
+        gain, shift = getattr(self, self.names[0]), getattr(self, self.names[1])
+        if gain is not None and self.facts.offset:
+            gain = gain.to(h.dtype) + self.facts.offset
+        return gain, shift
+
+    def as_given(self, h: Tensor, x: Tensor) -> Tensor:
+        """h in the dtype of the input x and with its channels where they were.
 
         Where x is wider than parameters of half precision the output has their dtype, as T5's norms do: some hosts keep
         a few layers in float32, and what reads a norm is in the model's dtype.
         """
-        gain, shift = getattr(self, self.names[0]), getattr(self, self.names[1])
-        dtype = x.dtype if gain is None or gain.dtype not in HALF else gain.dtype
-        if gain is not None and self.facts.offset:
-            gain = gain.to(h.dtype) + self.facts.offset
-        if gain is not None and shift is not None:
-            h = torch.addcmul(shift, h, gain)  # one pass over h instead of two
-        elif gain is not None:
-            h = h * gain
-        elif shift is not None:
-            h = h + shift
-        h = h.to(dtype)
+        gain = getattr(self, self.names[0])
+        h = h.to(x.dtype if gain is None or gain.dtype not in HALF else gain.dtype)
         return h.movedim(-1, 1) if self.facts.channels_first else h
 
     def initial_values(self) -> dict[str, float]:
@@ -109,6 +111,15 @@ class AffineNorm(nn.Module):
     def extra_repr(self) -> str:
         d = self.facts.shape[0] if len(self.facts.shape) == 1 else self.facts.shape or "any size"
         return f"{d}, eps={self.eps}" + (", channels_first=True" if self.facts.channels_first else "")
+
+
+def affine(h: Tensor, gain: Tensor | None, shift: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """h * gain + shift, as far as there are both; in `out`, which may be h, if that is given."""
+    if gain is not None and shift is not None:
+        return torch.addcmul(shift, h, gain, out=out)  # one pass over h instead of two
+    if gain is not None:
+        return torch.mul(h, gain, out=out)
+    return h if shift is None else torch.add(h, shift, out=out)
 
 
 @dataclass(frozen=True)
