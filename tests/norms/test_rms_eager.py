@@ -12,6 +12,7 @@ from tiny_models import patch, tiny
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd.functional import hessian, jacobian
 from torch.func import grad, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -234,6 +235,8 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = 
     "jacrev": lambda f, x: jacrev(f)(x),
     "grad of grad": lambda f, x: grad(lambda x: grad(lambda x: f(x).square().sum())(x).square().sum())(x),
     "dual numbers": _dual,
+    "vectorised jacobian": lambda f, x: jacobian(f, x, vectorize=True),
+    "vectorised hessian": lambda f, x: hessian(lambda x: f(x).square().sum(), x, vectorize=True),
 }
 
 
