@@ -73,9 +73,9 @@ def _widened(parameter: Tensor | None, h: Tensor) -> Tensor | None:
 
 def _is_eager(h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch.Size) -> bool:
     """Whether they are plain tensors on a CPU, to normalise channel by channel, and only autograd looks at them."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _is_transformed():
         return False
-    if forward_ad._current_level >= 0 or not h.is_cpu or type(h) not in _PLAIN:  # a level: inside `dual_level()`
+    if not h.is_cpu or type(h) not in _PLAIN:
         return False
     for tensor in (gain, shift):
         if tensor is not None and (
@@ -83,6 +83,11 @@ def _is_eager(h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch
         ):
             return False
     return True
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func is at work, or forward-mode differentiation."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # -1 outside `dual_level()`
 
 
 class _EagerRMSNorm(torch.autograd.Function):
@@ -105,15 +110,17 @@ class _EagerRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         h, gain, shift, scale = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():  # for second derivatives: the kernel knows LayerNorm's
-            y = affine(h * _scale(h, ctx.shape, ctx.eps), gain, shift)
-            inputs = [tensor for tensor, want in zip((h, gain, shift), wanted, strict=True) if want]
-            grads = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
-            return *(next(grads) if want else None for want in wanted), None, None
-        grad, n = grad.contiguous(), ctx.shape.numel()
+        wanted, shape = ctx.needs_input_grad[:3], ctx.shape
+        if torch.is_grad_enabled() or _is_transformed():  # differentiated again: the kernel's derivatives are others
+            axes = tuple(range(-len(shape), 0))
+            scale = (h.square().mean(axes, keepdim=True) + ctx.eps).rsqrt()
+            g = grad if gain is None else grad * gain
+            d_h = scale * (g - h * scale.square() * (g * h).mean(axes, keepdim=True))
+            d_gain, d_shift = (x.reshape(-1, *shape).sum(0) for x in (grad * h * scale, grad))
+            return *(x if want else None for x, want in zip((d_h, d_gain, d_shift), wanted, strict=True)), None, None
+        grad, n = grad.contiguous(), shape.numel()
         d_h, d_gain, d_shift = torch.ops.aten.native_layer_norm_backward(
-            grad, h, ctx.shape, torch.zeros_like(scale), scale, gain, shift, wanted
+            grad, h, shape, torch.zeros_like(scale), scale, gain, shift, wanted
         )
         if wanted[0]:
             with torch.autocast("cpu", enabled=False):

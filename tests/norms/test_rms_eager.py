@@ -247,6 +247,24 @@ def test_transforms(name: str) -> None:
     torch.testing.assert_close(found, TRANSFORMS[name](lambda x: formula(module, x), x), rtol=1e-9, atol=1e-9)
 
 
+def test_transforms_of_a_backward_alone() -> None:
+    """The forward was before: it has taken its own gradient."""
+    module, x = norm(), sample(3, 2).requires_grad_()
+    y = module(x)
+    assert by_hand(y)
+
+    def backward(along: Tensor) -> Tensor:
+        return torch.autograd.grad(y, x, along, retain_graph=True)[0]
+
+    along, tangent = torch.ones_like(y), y.detach().cos()
+    wanted = torch.autograd.grad(formula(module, x), x, tangent)[0]  # it is linear
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(backward(forward_ad.make_dual(along, tangent))).tangent
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(jvp(backward, (along,), (tangent,))[1], wanted)
+    torch.testing.assert_close(vmap(backward)(torch.stack((along, tangent)))[1], wanted)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tracing() -> None:
     module, x = norm(), sample(3, 2)
