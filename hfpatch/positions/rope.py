@@ -93,7 +93,8 @@ class RotaryEmbedding(nn.Module):
         if not self.fused:  # the same products in rows twice as long take half the time
             if cos.shape[-1] < rotary_dim:  # made where they are fused
                 cos, sin = _in_rows(cos, sin)
-            turned = (turned * cos).addcmul_(turned.roll(rotary_dim // 2, -1), sin)
+            # addcmul_ would save a call, but rounds once where transformers' rotations, equal to the bit, round twice
+            turned = (turned * cos).add_(turned.roll(rotary_dim // 2, -1) * sin)
             return torch.cat((turned, *rest), dim=-1) if rest else turned
         if self.scheme.pairing == "half":
             cos, sin = cos[..., -rotary_dim // 2 :], sin[..., -rotary_dim // 2 :]  # may be in rows
