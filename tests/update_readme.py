@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import median
 
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ POSITIONS = ROOT / "tests/sweeps/positions.json"
 NATIVE_ROPE = ROOT / "tests/sweeps/native_rope.json"
 NATIVE_EXPORT = ROOT / "tests/sweeps/native_export.json"
 SPEED = RESULTS / "benchmark/results.md"
+PARTS = RESULTS / "parts/results.json"
 REPAIR = ROOT / "tests/sweeps/repair.md"
 
 
@@ -163,8 +165,27 @@ def speed() -> str:
     """The table of whole models; that of their parts is long."""
     blocks = SPEED.read_text().strip().split("\n\n")
     figure = "![Patched against unpatched, and norms' rates](recipes/results/benchmark/benchmark.png)"
-    parts = "Norms and rotations by themselves: [recipes/results/benchmark](recipes/results/benchmark/results.md)."
-    return "\n\n".join([*(b for b in blocks if not b.startswith(("| part", "*basis*"))), parts, figure])
+    return "\n\n".join([*(b for b in blocks if not b.startswith(("| part", "*basis*"))), parts(), figure])
+
+
+def parts() -> str:
+    """Where the table of norms and rotations is, and what it says of RMSNorm where nothing fuses it."""
+    measured = json.loads(PARTS.read_text())
+
+    def against_layernorm(subject: str) -> str:
+        found = []
+        for group in measured["groups"]:
+            if (group["case"], group["work"]) == ("norm", "forward and backward"):
+                seconds = {t["subject"]: t["seconds"] for t in group["timings"] if t["mode"] == "eager"}
+                found.append(median(a / b for a, b in zip(seconds[subject], seconds["LayerNorm"], strict=True)))
+        return f"{min(found):.2f} to {max(found):.2f}"
+
+    return (
+        "Norms and rotations by themselves: [recipes/results/parts](recipes/results/parts/results.md) "
+        f"(`{measured['command']}`). Eager on a CPU, where RMSNorm has a gradient of its own, its forward and backward "
+        f"take {against_layernorm('RMSNorm')} times LayerNorm's time; those of transformers' LlamaRMSNorm, "
+        f"{against_layernorm('LlamaRMSNorm')} times. The table above is from before it had one."
+    )
 
 
 def repair() -> str:
