@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from statistics import median
 
 from typer.testing import CliRunner
 
@@ -23,6 +22,8 @@ NATIVE_EXPORT = ROOT / "tests/sweeps/native_export.json"
 SPEED = RESULTS / "benchmark/results.md"
 PARTS = RESULTS / "parts/results.json"
 REPAIR = ROOT / "tests/sweeps/repair.md"
+
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/sweeps"), str(ROOT / "recipes")]
 
 
 def _cli(*args: str) -> str:
@@ -89,7 +90,6 @@ def compared(folder: str, caption: str) -> str:
 
 
 def methods() -> str:
-    sys.path.insert(0, str(ROOT / "recipes"))
     import paired
     from compare_report import rank_sentence
 
@@ -155,7 +155,6 @@ def native_rope() -> str:
 
 
 def native_export() -> str:
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/sweeps")]
     import native_export as sweep
 
     return sweep.compact(json.loads(NATIVE_EXPORT.read_text()))
@@ -170,15 +169,16 @@ def speed() -> str:
 
 def parts() -> str:
     """Where the table of norms and rotations is, and what it says of RMSNorm where nothing fuses it."""
+    from bench_micro import BACKWARD, BASIS
+    from bench_report import find
+    from timing import middle, ratios
+
     measured = json.loads(PARTS.read_text())
+    groups = [group for group in measured["groups"] if (group["case"], group["work"]) == ("norm", BACKWARD)]
 
     def against_layernorm(subject: str) -> str:
-        found = []
-        for group in measured["groups"]:
-            if (group["case"], group["work"]) == ("norm", "forward and backward"):
-                seconds = {t["subject"]: t["seconds"] for t in group["timings"] if t["mode"] == "eager"}
-                found.append(median(a / b for a, b in zip(seconds[subject], seconds["LayerNorm"], strict=True)))
-        return f"{min(found):.2f} to {max(found):.2f}"
+        found = [middle(ratios(*(find(group, name, "eager") for name in (subject, BASIS["norm"])))) for group in groups]
+        return "{:.2f} to {:.2f}".format(*(choose(found)[0] for choose in (min, max)))
 
     return (
         "Norms and rotations by themselves: [recipes/results/parts](recipes/results/parts/results.md) "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import OptionError
 from ..registry import NORMS
 from .detect import NormFacts
-from .scheme import AffineNorm, Norm
+from .scheme import AffineNorm, Norm, per_channel
 
 
 class LayerNorm(AffineNorm):
@@ -24,10 +24,10 @@ class LayerNorm(AffineNorm):
         return F.layer_norm(h, self.normalised_shape(h), None, None, self.eps_for(h))
 
     def normed(self, h: Tensor) -> Tensor:
-        shape, affine = self.normalised_shape(h), self.gain_and_shift(h)
-        if any(p is not None and (p.shape != shape or p.dtype != h.dtype) for p in affine):
+        shape, (gain, shift) = self.normalised_shape(h), self.gain_and_shift(h)
+        if not per_channel(h, shape, gain, shift):
             return super().normed(h)
-        return F.layer_norm(h, shape, *affine, self.eps_for(h))  # one kernel
+        return F.layer_norm(h, shape, gain, shift, self.eps_for(h))  # one kernel
 
 
 @NORMS.register("layer")

@@ -16,9 +16,7 @@ from ..errors import OptionError
 from ..registry import NORMS
 from ..scheme import require_number
 from .detect import NormFacts
-from .scheme import HALF, AffineNorm, Norm, affine
-
-_PLAIN = (Tensor, nn.Parameter)
+from .scheme import HALF, AffineNorm, Norm, affine, per_channel
 
 
 class RMSNorm(AffineNorm):
@@ -37,16 +35,16 @@ class RMSNorm(AffineNorm):
         return h * torch.rsqrt(length.square() / shape.numel() + self.eps_for(h))
 
     def normed(self, h: Tensor) -> Tensor:
-        shape = self.normalised_shape(h)
+        if _is_watched() or not _is_plain(h):
+            return super().normed(h)
+        shape, eps = self.normalised_shape(h), self.eps_for(h)
         gain, shift = self.gain_and_shift(h)
         gain, shift = _widened(gain, h), _widened(shift, h)
-        if not _is_eager(h, gain, shift, shape):
+        if not (_is_plain(gain) and _is_plain(shift) and per_channel(h, shape, gain, shift)):
             return super().normed(h)
-        eps = self.eps_for(h)
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (h, gain, shift)):
             return _EagerRMSNorm.apply(h, gain, shift, shape, eps)
-        normalised = h * _scale(h, shape, eps)
-        return affine(normalised, gain, shift, out=normalised)
+        return _scaled(h, _scale(h, shape, eps), gain, shift)
 
 
 def _length(h: Tensor, shape: torch.Size) -> Tensor:
@@ -71,18 +69,20 @@ def _widened(parameter: Tensor | None, h: Tensor) -> Tensor | None:
     return parameter.to(h.dtype) if parameter is not None and parameter.dtype in HALF else parameter
 
 
-def _is_eager(h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch.Size) -> bool:
-    """Whether they are plain tensors on a CPU, to normalise channel by channel, and only autograd looks at them."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _is_transformed():
-        return False
-    if not h.is_cpu or type(h) not in _PLAIN:
-        return False
-    for tensor in (gain, shift):
-        if tensor is not None and (
-            not tensor.is_cpu or type(tensor) not in _PLAIN or tensor.dtype != h.dtype or tensor.shape != shape
-        ):
-            return False
-    return True
+def _scaled(h: Tensor, scale: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
+    """h * scale * gain + shift in memory of its own, for autograd not to look at."""
+    normalised = h * scale
+    return affine(normalised, gain, shift, out=normalised)
+
+
+def _is_plain(tensor: Tensor | None) -> bool:
+    """Whether a tensor lies on a CPU and is of no class that does things in its own way."""
+    return tensor is None or (tensor.is_cpu and type(tensor) in (Tensor, nn.Parameter))
+
+
+def _is_watched() -> bool:
+    """Whether something other than autograd looks at what is done."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or _is_transformed()
 
 
 def _is_transformed() -> bool:
@@ -104,8 +104,7 @@ class _EagerRMSNorm(torch.autograd.Function):
         scale = _scale(h, shape, eps)
         ctx.save_for_backward(h, gain, shift, scale)
         ctx.shape, ctx.eps = shape, eps
-        normalised = h * scale
-        return affine(normalised, gain, shift, out=normalised)
+        return _scaled(h, scale, gain, shift)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -122,6 +122,13 @@ def affine(h: Tensor, gain: Tensor | None, shift: Tensor | None, out: Tensor | N
     return h if shift is None else torch.add(h, shift, out=out)
 
 
+def per_channel(h: Tensor, shape: torch.Size, gain: Tensor | None, shift: Tensor | None) -> bool:
+    """Whether they are as kernels take them: in the dtype of h, and of the shape that is normalised together."""
+    return (gain is None or (gain.shape == shape and gain.dtype == h.dtype)) and (
+        shift is None or (shift.shape == shape and shift.dtype == h.dtype)
+    )
+
+
 @dataclass(frozen=True)
 class Norm(Scheme):
     """A norm scheme. Its fields are its options; `build` makes the module that replaces one norm."""
