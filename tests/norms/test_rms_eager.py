@@ -116,6 +116,15 @@ def test_half_precision_and_wide_parameters() -> None:
             torch.testing.assert_close(a.grad.double(), b.grad, rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.parametrize(("gain", "shift"), [(True, False), (False, True)])
+def test_a_wider_gain_or_shift_takes_the_plain_way(gain: bool, shift: bool) -> None:
+    module, x = norm(gain, shift), sample(3, dtype=torch.float32).requires_grad_()
+    y = module(x)
+    assert y.requires_grad
+    assert not by_hand(y)
+    torch.testing.assert_close(y, formula(module, x).float())
+
+
 # What is kept, and what stays
 
 
