@@ -43,7 +43,7 @@ def show_ratio(timing: Timing | None, other: Timing | None) -> str:
 def models_table(groups: list[Group]) -> list[str]:
     headings = ["model, work", "subject", "eager", "/ unpatched", "compiled", "/ unpatched", "/ eager", "first call"]
     rows: list[list[str]] = []
-    on_gpu = any(t["peak_bytes"] is not None for group in groups for t in group["timings"])
+    counted = any(t["peak_bytes"] is not None for group in groups for t in group["timings"])
     for group in groups:
         plain = {mode: find(group, UNPATCHED, mode) for mode in MODES}
         for i, subject in enumerate(subjects(group)):
@@ -53,11 +53,11 @@ def models_table(groups: list[Group]) -> list[str]:
             row += [show_time(compiled), show_ratio(compiled, plain["compiled"])]
             row.append(f"{middle(ratios(compiled, eager))[0]:.2f}" if compiled and eager else "-")
             row.append(f"{compiled['first_seconds']:.0f} s, {graphs(compiled)}" if compiled else "-")
-            if on_gpu:
-                row.append(" / ".join(f"{t['peak_bytes'] / 2**30:.2f}" if t else "-" for t in (eager, compiled)))
+            if counted:
+                row.append(" / ".join(f"{t['peak_bytes'] / 2**20:,.0f}" if t else "-" for t in (eager, compiled)))
             rows.append(row)
     columns = [list(column) for column in zip(*rows, strict=True)]
-    return table([[name, *cells] for name, cells in zip([*headings, "peak GiB"], columns, strict=False)])
+    return table([[name, *cells] for name, cells in zip([*headings, "peak MiB"], columns, strict=False)])
 
 
 def graphs(timing: Timing) -> str:
@@ -105,6 +105,7 @@ def benchmark_report(results: dict[str, Any]) -> str:
             f"{'; '.join(shapes.values())}. {inputs}; {config['precision']}; decoding {config['new_tokens']} tokens "
             f"behind as many, with a static cache when compiled. Compiled is {regions}, for decoding the whole model.",
             "*/ unpatched*: of the same mode. *first call*: compilation included; *graphs*: of it and the warm-up. "
+            "*peak*: memory of tensors above what was held before, eager / compiled. "
             f"*{NATIVE}*: the stock model of transformers with equal weights. *control*: an unpatched copy: "
             "that its ratio isn't 1 is chance. The weights of all lie in the same memory while they are timed.",
             "",

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its profiler, which counts memory, would tell of every use
 
 import torch
 import transformers
@@ -57,7 +58,7 @@ class BenchmarkConfig:
     output_dir: str = field(default="runs/benchmark", metadata={"help": "where the results go"})
     parts: list[str] = field(default_factory=lambda: list(PARTS), metadata={"help": "models, micro; in this order"})
     modes: list[str] = field(default_factory=lambda: list(MODES), metadata={"help": "eager, compiled"})
-    repeats: int = field(default=9, metadata={"help": "samples of each subject, after two that warm it up"})
+    repeats: int = field(default=9, metadata={"help": "samples of each subject, after those that warm it up"})
     minutes: float = field(default=8.0, metadata={"help": "no measurement begins later; the report names what is left"})
     seed: int = field(default=0, metadata={"help": "of weights and tokens"})
     models: list[str] | None = field(

@@ -47,7 +47,7 @@ class Timing:
         seconds: of the work done once, sample after sample.
         first_seconds: of the first call, compilation included.
         graphs, breaks: that the first call and the warm-up made.
-        peak_bytes: of GPU memory above what was held before; None on a CPU, which doesn't count it.
+        peak_bytes: of the device's memory, above what was held before, of the work done once.
         failed: why there is nothing else.
     """
 
@@ -63,7 +63,7 @@ class Timing:
 
 
 def race(entrants: list[Entrant], repeats: int, device: torch.device) -> list[dict[str, Any]]:
-    """Time them in turn, `repeats` samples each after two runs that warm them up; one that fails is left out.
+    """Time them in turn, `repeats` samples each after runs that warm them up; one that fails is left out.
 
     Each round has an order of its own, and all models' weights lie in the same memory: decoding reads all of them for
     every token, and of two equal models one takes up to 5 % longer, by where in memory it lies.
@@ -102,12 +102,25 @@ def _first_runs(entrant: Entrant, timing: Timing, device: torch.device) -> float
         calls = compiled_calls(entrant.model)
         if not calls or not all(calls.values()):
             raise RuntimeError("its compiled code isn't called")
+    timing.peak_bytes = _peak_bytes(entrant.once, device)
+    return once
+
+
+def _peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
+    """The most memory that tensors take while it runs, above what is taken before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
-        _clock(entrant.once, device)
-        timing.peak_bytes = torch.cuda.max_memory_allocated() - held
-    return once
+        _clock(run, device)
+        return torch.cuda.max_memory_allocated() - held
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():  # in the order of time; freed bytes are negative
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
 
 
 Weights = dict[nn.Module, list[tuple[nn.Parameter, Tensor]]]  # of each model, and the values that they have

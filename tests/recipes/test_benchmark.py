@@ -45,6 +45,7 @@ def test_whole_models(tmp_path: Path) -> None:
         assert all(len(t["seconds"]) == 2 and t["failed"] is None for t in group["timings"])
     table = (tmp_path / "results.md").read_text()
     assert "gpt2: 1 layers of 64" in table
+    assert "peak MiB" in table
     assert "* llama-1b with rms: " in table, "what couldn't be patched is said, with its reason"
 
 
@@ -136,12 +137,20 @@ def test_one_that_fails_doesnt_stop_the_others() -> None:
     assert len(found[1]["seconds"]) == 3
 
 
+def test_peak_memory_is_what_is_held_at_once() -> None:
+    x = torch.ones(250_000)  # 1 MB
+    works = {"one after another": lambda: [x + 1 for _ in range(3)][-1], "freed": lambda: [(x + 1).sum() for _ in "ab"]}
+    works["in place"] = lambda: (x + 1).add_(1)
+    found = race([Entrant(name, "eager", work) for name, work in works.items()], 1, CPU)
+    assert [round(t["peak_bytes"] / 1e6, 2) for t in found] == [3, 1, 1]
+
+
 def test_samples_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "AT_LEAST", 0.0)
     order: list[str] = []
     race([Entrant(name, "eager", lambda name=name: order.append(name)) for name in "ab"], 3, CPU)
-    assert "".join(order[:6]) == "aaabbb"
-    rounds = ["".join(order[i : i + 2]) for i in range(6, 12, 2)]
+    assert "".join(order[:8]) == "aaaabbbb"
+    rounds = ["".join(order[i : i + 2]) for i in range(8, 14, 2)]
     assert all(sorted(names) == ["a", "b"] for names in rounds)
     assert len(set(rounds)) == 2  # who comes first changes
 
@@ -162,7 +171,7 @@ def test_weights_lie_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None
 
     race([Entrant(name, "eager", lambda name=name: work(name), model) for name, model in models.items()], 3, CPU)
     for name in models:
-        assert [as_given for _, as_given in turns[name]] == [True, False, False, True, True, True]
+        assert [as_given for _, as_given in turns[name]] == [True, False, False, False, True, True, True]
     assert turns["plain"][-1][0][:2] == turns["patched"][-1][0]
     assert len(set(turns["plain"][-1][0])) == 4
     for name, model in models.items():  # and then each has its own again
