@@ -264,7 +264,7 @@ class AttentionLens:
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         states = arguments[self.states]
-        tokens = _Tokens.of(_swapped(states, self.time))
+        tokens = _Tokens.of(states if self.time == 1 else _swapped(states, self.time))
         positions = arguments.get(self.position_ids) if self.position_ids else None
         bias: Any = module._modules.get(BIAS)
         attributes: dict[str, Any] = {}
@@ -284,6 +284,8 @@ class AttentionLens:
             def rotate(x: Tensor, at: Tensor | None = None) -> Tensor:
                 if at is not None:
                     return rotary.rotate(x, rotary(at))
+                if tokens.in_batches:
+                    return rotary.rotate(x, phases)
                 return tokens.as_given(rotary.rotate(tokens.in_line(x), phases))
 
             head_dim = channels_per_head(module, self.head_dim, self.projections)
@@ -384,7 +386,7 @@ class AttentionLens:
         positions = positions[None] if positions.dim() == 1 else positions
         if positions.shape[-1] != tokens.number:
             raise PositionError(
-                f"position_ids {tuple(positions.shape)} don't fit hidden states {tokens.shape} (B, T, d); "
+                f"position_ids {tuple(positions.shape)} don't fit hidden states {tuple(tokens.shape)} (B, T, d); "
                 "pass one position per token of this call."
             )
         return positions
@@ -393,16 +395,17 @@ class AttentionLens:
 class _Tokens(NamedTuple):
     """How hidden states lie: (T, d), (B, T, d), or (B, rows, columns, d), whose tokens count row after row."""
 
-    shape: tuple[int, ...]
+    shape: torch.Size
     device: torch.device
+    number: int  # T, or rows * columns
+    in_batches: bool  # (B, T, d)
 
     @classmethod
     def of(cls, states: Tensor) -> _Tokens:
-        return cls(tuple(states.shape), states.device)
-
-    @property
-    def number(self) -> int:
-        return math.prod(self.shape[1:-1]) if len(self.shape) > 2 else self.shape[0]
+        shape = states.shape
+        if len(shape) == 3:
+            return cls(shape, states.device, shape[1], True)
+        return cls(shape, states.device, math.prod(shape[1:-1]) if len(shape) > 2 else shape[0], False)
 
     @property
     def lie_on_a_grid(self) -> bool:
@@ -414,15 +417,11 @@ class _Tokens(NamedTuple):
         return torch.cartesian_prod(rows, columns)[None]
 
     def in_line(self, x: Tensor) -> Tensor:
-        """x (*leading, H, head_dim) as (B, T, H, head_dim)."""
-        if len(self.shape) == 3:
-            return x
+        """x (*leading, H, head_dim), not (B, T, H, head_dim), as the latter."""
         return x.flatten(1, -3) if len(self.shape) == 4 else x[None]
 
     def as_given(self, x: Tensor) -> Tensor:
         """The way back."""
-        if len(self.shape) == 3:
-            return x
         return x.unflatten(1, self.shape[1:-1]) if len(self.shape) == 4 else x[0]
 
 
@@ -436,9 +435,9 @@ def _phases(rotary: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
 
     On other devices they are always computed: a CUDA graph would replay what was left before it was captured.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not positions.is_cpu or has_hooks(rotary):
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or not positions.is_cpu or has_hooks(rotary):
         return rotary(positions)
-    key, left = getattr(rotary, "key", None), getattr(positions, PHASES, {})
+    left, key = getattr(positions, PHASES, {}), getattr(rotary, "key", None)
     if key in left and left[key][0] == positions._version:
         return left[key][1]
     phases = rotary(positions)

@@ -51,7 +51,7 @@ class _Told(StandIn):
                 f"hidden states {tuple(hidden_states.shape)} don't fit the attention mask's {tuple(self.keep.shape)} "
                 "positions (B, T), so padding can't be left out of a batch's statistics. Pass no mask, or another norm."
             )
-        return self.module(hidden_states, keep=self.keep)
+        return self.module(hidden_states, self.keep)
 
 
 def kept_positions(mask: Any) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..registry import NORMS
 from ..scheme import require_number
 from .detect import NormFacts
-from .scheme import HALF, AffineNorm, Norm, affine
+from .scheme import AffineNorm, Norm
 
 
 class MaskedBatchNorm(AffineNorm):
@@ -45,13 +45,8 @@ class MaskedBatchNorm(AffineNorm):
         self.register_buffer("running_var", torch.ones(width, device=like.device, dtype=like.dtype))
         self.register_buffer("num_batches_tracked", torch.tensor(0, device=like.device))
 
-    def forward(self, hidden_states: Tensor, keep: Tensor | None = None) -> Tensor:
-        """The output; `keep` (B, T) is False where a position is padding."""
-        x = hidden_states.movedim(1, -1) if self.facts.channels_first else hidden_states
-        h = x.float() if x.dtype in HALF else x
-        return self.as_given(affine(self.normalise(h, keep), *self.gain_and_shift(h)), x)
-
     def normalise(self, h: Tensor, keep: Tensor | None = None) -> Tensor:
+        """h normalised; `keep` (B, T) is False where a position is padding."""
         if self.training:
             mean, var = self._statistics(h, keep)
         else:

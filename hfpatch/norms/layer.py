@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import OptionError
 from ..registry import NORMS
 from .detect import NormFacts
-from .scheme import AffineNorm, Norm, per_channel
+from .scheme import AffineNorm, Norm, fits
 
 
 class LayerNorm(AffineNorm):
@@ -23,10 +23,10 @@ class LayerNorm(AffineNorm):
     def normalise(self, h: Tensor) -> Tensor:
         return F.layer_norm(h, self.normalised_shape(h), None, None, self.eps_for(h))
 
-    def normed(self, h: Tensor) -> Tensor:
-        shape, (gain, shift) = self.normalised_shape(h), self.gain_and_shift(h)
-        if not per_channel(h, shape, gain, shift):
-            return super().normed(h)
+    def normed(self, h: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
+        shape = self.normalised_shape(h)
+        if not (fits(gain, h, shape) and fits(shift, h, shape)):
+            return super().normed(h, gain, shift)
         return F.layer_norm(h, shape, gain, shift, self.eps_for(h))  # one kernel
 
 

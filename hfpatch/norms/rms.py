@@ -16,7 +16,7 @@ from ..errors import OptionError
 from ..registry import NORMS
 from ..scheme import require_number
 from .detect import NormFacts
-from .scheme import HALF, AffineNorm, Norm, affine, per_channel
+from .scheme import HALF, AffineNorm, Norm, affine, fits
 
 
 class RMSNorm(AffineNorm):
@@ -31,33 +31,34 @@ class RMSNorm(AffineNorm):
         shape = self.normalised_shape(h)
         if not h.is_cpu or torch.compiler.is_compiling():
             return F.rms_norm(h, shape, None, self.eps)
-        length = _length(h, shape)
+        # F.rms_norm's own sum over an axis is slow where nothing fuses it
+        length = torch.linalg.vector_norm(h, dim=tuple(range(-len(shape), 0)), keepdim=True)
         return h * torch.rsqrt(length.square() / shape.numel() + self.eps_for(h))
 
-    def normed(self, h: Tensor) -> Tensor:
-        if _is_watched() or not _is_plain(h):
-            return super().normed(h)
-        shape, eps = self.normalised_shape(h), self.eps_for(h)
-        gain, shift = self.gain_and_shift(h)
-        gain, shift = _widened(gain, h), _widened(shift, h)
-        if not (_is_plain(gain) and _is_plain(shift) and per_channel(h, shape, gain, shift)):
-            return super().normed(h)
-        if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (h, gain, shift)):
-            return _EagerRMSNorm.apply(h, gain, shift, shape, eps)
-        return _scaled(h, _scale(h, shape, eps), gain, shift)
+    def normed(self, h: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
+        if type(h) is Tensor and h.is_cpu and not _is_watched():
+            shape = self.normalised_shape(h)
+            if gain is not None and gain.dtype in HALF:
+                gain = gain.to(h.dtype)
+            if shift is not None and shift.dtype in HALF:
+                shift = shift.to(h.dtype)
+            if fits(gain, h, shape) and fits(shift, h, shape):
+                given = (h, gain, shift, shape, self.eps_for(h))
+                if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given[:3]):
+                    return _EagerRMSNorm.apply(*given)
+                return _computed(*given)[0]
+        return super().normed(h, gain, shift)
 
 
-def _length(h: Tensor, shape: torch.Size) -> Tensor:
-    """The root of the sum of squares over the last axes, which have this shape."""
-    # F.rms_norm's own sum over an axis is slow where nothing fuses it
-    return torch.linalg.vector_norm(h, dim=tuple(range(-len(shape), 0)), keepdim=True)
-
-
-def _scale(h: Tensor, shape: torch.Size, eps: float) -> Tensor:
-    """1 / sqrt(mean(h^2) + eps)."""
-    length = _length(h, shape)
-    # where a token is decoded each number in a sum or a product costs more than the kernel
-    return torch.addcmul(_constant(eps, h.dtype), length, length, value=1 / shape.numel()).rsqrt_()
+def _computed(
+    h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch.Size, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The norm, in as few calls as there can be, and 1 / sqrt(mean(h^2) + eps); autograd mustn't look at it."""
+    length = torch.linalg.vector_norm(h, dim=tuple(range(-len(shape), 0)), keepdim=True)
+    # a number in a sum or a product would cost more than the kernel where a token is decoded
+    scale = torch.addcmul(_constant(eps, h.dtype), length, length, value=1 / shape.numel()).rsqrt_()
+    normalised = h * scale
+    return affine(normalised, gain, shift, out=normalised), scale
 
 
 @cache
@@ -65,24 +66,9 @@ def _constant(value: float, dtype: torch.dtype) -> Tensor:
     return torch.tensor(value, dtype=dtype, device="cpu")
 
 
-def _widened(parameter: Tensor | None, h: Tensor) -> Tensor | None:
-    return parameter.to(h.dtype) if parameter is not None and parameter.dtype in HALF else parameter
-
-
-def _scaled(h: Tensor, scale: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
-    """h * scale * gain + shift in memory of its own, for autograd not to look at."""
-    normalised = h * scale
-    return affine(normalised, gain, shift, out=normalised)
-
-
-def _is_plain(tensor: Tensor | None) -> bool:
-    """Whether a tensor lies on a CPU and is of no class that does things in its own way."""
-    return tensor is None or (tensor.is_cpu and type(tensor) in (Tensor, nn.Parameter))
-
-
 def _is_watched() -> bool:
     """Whether something other than autograd looks at what is done."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or _is_transformed()
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or _is_transformed()
 
 
 def _is_transformed() -> bool:
@@ -101,10 +87,10 @@ class _EagerRMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch.Size, eps: float
     ) -> Tensor:
-        scale = _scale(h, shape, eps)
+        y, scale = _computed(h, gain, shift, shape, eps)
         ctx.save_for_backward(h, gain, shift, scale)
         ctx.shape, ctx.eps = shape, eps
-        return _scaled(h, scale, gain, shift)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

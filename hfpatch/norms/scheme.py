@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ class AffineNorm(nn.Module):
         """Values around the best ones, tried next."""
         return []
 
-    def normalise(self, h: Tensor) -> Tensor:
+    def normalise(self, h: Tensor, *more: Any) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define normalise(h).")
 
     def normalised_shape(self, h: Tensor) -> torch.Size:
@@ -77,32 +77,33 @@ class AffineNorm(nn.Module):
 
     def eps_for(self, h: Tensor) -> float:
         """eps, or where there is none the smallest step of h's dtype, as in torch's RMSNorm."""
-        return torch.finfo(h.dtype).eps if self.eps is None else self.eps
+        eps = self.facts.eps
+        return torch.finfo(h.dtype).eps if eps is None else eps
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        x = hidden_states.movedim(1, -1) if self.facts.channels_first else hidden_states
-        return self.as_given(self.normed(x.float() if x.dtype in HALF else x), x)
+    def forward(self, hidden_states: Tensor, *more: Any) -> Tensor:
+        """The norm of hidden states; `more` is what `normalise` takes besides.
 
-    def normed(self, h: Tensor) -> Tensor:
-        """h normalised, with gain and shift; in the dtype of h or of whichever of them is wider."""
-        return affine(self.normalise(h), *self.gain_and_shift(h))
-
-    def gain_and_shift(self, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What a normalised h is multiplied by, and what is added."""
-        gain, shift = getattr(self, self.names[0]), getattr(self, self.names[1])
-        if gain is not None and self.facts.offset:
-            gain = gain.to(h.dtype) + self.facts.offset
-        return gain, shift
-
-    def as_given(self, h: Tensor, x: Tensor) -> Tensor:
-        """h in the dtype of the input x and with its channels where they were.
-
-        Where x is wider than parameters of half precision the output has their dtype, as T5's norms do: some hosts keep
-        a few layers in float32, and what reads a norm is in the model's dtype.
+        Where the input is wider than parameters of half precision the output has their dtype, as T5's norms do: some
+        hosts keep a few layers in float32, and what reads a norm is in the model's dtype.
         """
-        gain = getattr(self, self.names[0])
-        h = h.to(x.dtype if gain is None or gain.dtype not in HALF else gain.dtype)
-        return h.movedim(-1, 1) if self.facts.channels_first else h
+        # few calls, here and in `normed`: where a token is decoded a dozen of them takes as long as the kernels
+        facts, stored, (gain_name, shift_name) = self.facts, self._parameters, self.names
+        gain = stored[gain_name] if gain_name in stored else getattr(self, gain_name)
+        shift = stored[shift_name] if shift_name in stored else getattr(self, shift_name)
+        x = hidden_states.movedim(1, -1) if facts.channels_first else hidden_states
+        dtype = x.dtype if gain is None or gain.dtype not in HALF else gain.dtype
+        if x.dtype in HALF:
+            x = x.float()
+        if facts.offset and gain is not None:
+            gain = gain.to(x.dtype) + facts.offset
+        y = self.normed(x, gain, shift, *more)
+        if y.dtype != dtype:
+            y = y.to(dtype)
+        return y.movedim(-1, 1) if facts.channels_first else y
+
+    def normed(self, h: Tensor, gain: Tensor | None, shift: Tensor | None, *more: Any) -> Tensor:
+        """h normalised, times gain, plus shift; in the dtype of h or of whichever of them is wider."""
+        return affine(self.normalise(h, *more), gain, shift)
 
     def initial_values(self) -> dict[str, float]:
         """The paper's starting value of each parameter, for training from scratch."""
@@ -122,10 +123,12 @@ def affine(h: Tensor, gain: Tensor | None, shift: Tensor | None, out: Tensor | N
     return h if shift is None else torch.add(h, shift, out=out)
 
 
-def per_channel(h: Tensor, shape: torch.Size, gain: Tensor | None, shift: Tensor | None) -> bool:
-    """Whether they are as kernels take them: in the dtype of h, and of the shape that is normalised together."""
-    return (gain is None or (gain.shape == shape and gain.dtype == h.dtype)) and (
-        shift is None or (shift.shape == shape and shift.dtype == h.dtype)
+def fits(parameter: Tensor | None, h: Tensor, shape: torch.Size) -> bool:
+    """Whether a kernel takes a gain or shift of h with it: one of h's dtype, of the shape that is normalised together,
+    and of no class that does things in its own way.
+    """
+    return parameter is None or (
+        type(parameter) in (nn.Parameter, Tensor) and parameter.dtype == h.dtype and parameter.shape == shape
     )
 
 

@@ -45,6 +45,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.scheme, self.head_dim, self.max_positions = scheme, head_dim, max_positions
         self.rotary_dim, self.axes = scheme.rotary_dim(head_dim), scheme.axes or 1  # axes: coordinates of a position
+        self.halves = scheme.pairing == "half"
         self.key = f"{scheme} {head_dim} {max_positions}"  # rotations with the same key are equal
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
 
@@ -62,21 +63,16 @@ class RotaryEmbedding(nn.Module):
         self.reset()
         return self
 
-    @property
-    def fused(self) -> bool:
-        """Whether the rotation's products are fused, or, pairs being neighbours, take no longer as they stand."""
-        return self.scheme.pairing != "half" or torch.compiler.is_compiling()
-
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each (B or 1, T, 1, rotary_dim / 2) in float32, of positions (B or 1, T).
 
         With several axes positions are (B or 1, T, axes). Where nothing fuses what follows and channels are paired by
-        halves, (cos, cos) and (-sin, sin), each (B or 1, T, 1, rotary_dim).
+        halves (neighbours take no longer as they stand), (cos, cos) and (-sin, sin), each (B or 1, T, 1, rotary_dim).
         """
         angles = positions[..., None].float() * self.frequencies_for(positions)
         angles = (angles if self.axes == 1 else angles.flatten(-2)).unsqueeze(-2)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-        return (cos, sin) if self.fused else _in_rows(cos, sin)
+        return _in_rows(cos, sin) if self.halves and not torch.compiler.is_compiling() else (cos, sin)
 
     def frequencies_for(self, positions: Tensor) -> Tensor:
         """The frequencies with which these positions are turned, on their device."""
@@ -90,13 +86,13 @@ class RotaryEmbedding(nn.Module):
         rotary_dim, width = self.rotary_dim, x.shape[-1]
         # split, chunk and unbind, since each slice's backward would fill a tensor of its own with zeros
         turned, *rest = (x,) if rotary_dim == width else x.split((rotary_dim, width - rotary_dim), dim=-1)
-        if not self.fused:  # the same products in rows twice as long take half the time
+        if self.halves and not torch.compiler.is_compiling():  # in rows twice as long the products take half the time
             if cos.shape[-1] < rotary_dim:  # made where they are fused
                 cos, sin = _in_rows(cos, sin)
             # addcmul_ would save a call, but rounds once where transformers' rotations, equal to the bit, round twice
             turned = (turned * cos).add_(turned.roll(rotary_dim // 2, -1) * sin)
             return torch.cat((turned, *rest), dim=-1) if rest else turned
-        if self.scheme.pairing == "half":
+        if self.halves:
             cos, sin = cos[..., -rotary_dim // 2 :], sin[..., -rotary_dim // 2 :]  # may be in rows
             x1, x2 = turned.chunk(2, dim=-1)
             return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, *rest), dim=-1)
