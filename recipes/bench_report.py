@@ -33,7 +33,7 @@ def show_time(timing: Timing | None) -> str:
 
 
 def show_ratio(timing: Timing | None, other: Timing | None) -> str:
-    """Median of the ratios of samples of the same round, and their quartiles."""
+    """Median of the ratios of samples of the same round, and its interval."""
     if timing is None or other is None or timing is other:
         return "-"
     median, low, high = middle(ratios(timing, other))
@@ -122,7 +122,10 @@ def benchmark_report(results: dict[str, Any]) -> str:
         ]
     lines += left_out(results["groups"])
     kept = " Freed memory is kept by the process, so that page faults aren't timed." * results.get("memory_kept", False)
-    lines += [f"Medians of {config['repeats']} samples taken in turn; quartiles in brackets.{kept}", machine(results)]
+    lines += [
+        f"Medians of {config['repeats']} samples taken in turn; in brackets the median's 95 % interval.{kept}",
+        machine(results),
+    ]
     return "\n".join([*lines, f"`{results['command']}`", ""])
 
 
@@ -144,7 +147,7 @@ def left_out(groups: list[Group]) -> list[str]:
 
 
 def draw_benchmark(results: dict[str, Any], path: Path) -> bool:
-    """Ratios to the unpatched model, eager and compiled, with quartiles; below, the share of a copy's rate of norms.
+    """Ratios to the unpatched model, eager and compiled, with intervals; below, the share of a copy's rate of norms.
 
     Returns:
         Whether there was anything to draw.

@@ -2,7 +2,8 @@
 
 Whole models (a training step, a forward, a cached decoding) and their parts (norms, norms of a sum, rotations) are
 timed subject after subject in turn, so that whatever else the machine does meets all of them. Figures are medians, and
-ratios of one run; of the parts, also the bytes moved a second against those of a plain copy in the same turns.
+ratios of one run; of the parts, also the bytes moved a second against those of a plain copy in the same turns. On a
+CPU nothing else should run: threads wait for one another as torch's own do, spinning, where other recipes let them sleep.
 
     python recipes/benchmark.py                          # small sizes on a CPU, full ones on a GPU; under 10 minutes
     python recipes/benchmark.py --parts models --models gpt2 bert --layers 12 --minutes 60   # at full size on a CPU
@@ -17,7 +18,6 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its profiler, which counts memory, would tell of every use
 
 import torch

@@ -184,6 +184,12 @@ def ratios(timing: dict[str, Any], other: dict[str, Any]) -> list[float]:
 
 
 def middle(values: list[float]) -> tuple[float, float, float]:
-    """Median, first and third quartile."""
-    median, low, high = map(float, np.quantile(values, (0.5, 0.25, 0.75)))
-    return median, low, high
+    """The median, and the ends of its 95 % interval, whatever the values' distribution (Conover 1999, section 3.2).
+
+    The range of values that are too few for one, less than six.
+    """
+    from scipy.stats import quantile_test
+
+    found = quantile_test(values).confidence_interval(0.95)
+    low, high = np.where(np.isnan(found), (min(values), max(values)), found)
+    return float(np.median(values)), float(low), float(high)

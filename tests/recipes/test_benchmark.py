@@ -7,6 +7,7 @@ from typing import Any
 import bench_micro
 import bench_models
 import benchmark
+import numpy as np
 import pytest
 import timing
 import torch
@@ -181,7 +182,14 @@ def test_weights_lie_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_ratio_is_that_of_runs_of_the_same_round() -> None:
     one, other = {"seconds": [2.0, 20.0, 3.0]}, {"seconds": [1.0, 10.0, 3.0]}  # the machine was slower in between
-    assert timing.middle(timing.ratios(one, other)) == (2.0, 1.5, 2.0)
+    assert timing.middle(timing.ratios(one, other)) == (2.0, 1.0, 2.0)
+
+
+def test_an_interval_holds_the_median_as_often_as_it_says() -> None:
+    draws = np.random.default_rng(0).lognormal(size=(400, 21))
+    held = [low <= 1 <= high for _, low, high in map(timing.middle, draws.tolist())]
+    assert 0.94 < np.mean(held) < 0.99, "whose true value is .973 for 21"
+    assert timing.middle([float(x) for x in range(21)]) == (10.0, 5.0, 15.0)
 
 
 def test_rate_against_a_copy() -> None:
