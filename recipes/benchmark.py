@@ -3,7 +3,7 @@
 Whole models (a training step, a forward, a cached decoding) and their parts (norms, norms of a sum, rotations) are
 timed subject after subject in turn, so that whatever else the machine does meets all of them. Figures are medians, and
 ratios of one run; of the parts, also the bytes moved a second against those of a plain copy in the same turns. On a
-CPU nothing else should run: threads wait for one another as torch's own do, spinning, where other recipes let them sleep.
+CPU nothing else should run: threads wait as torch's own do, spinning, where the other recipes let them sleep.
 
     python recipes/benchmark.py                          # small sizes on a CPU, full ones on a GPU; under 10 minutes
     python recipes/benchmark.py --parts models --models gpt2 bert --layers 12 --minutes 60   # at full size on a CPU
