@@ -36,7 +36,12 @@ def show_ratio(timing: Timing | None, other: Timing | None) -> str:
     """Median of the ratios of samples of the same round, and its interval."""
     if timing is None or other is None or timing is other:
         return "-"
-    median, low, high = middle(ratios(timing, other))
+    return show_middle(ratios(timing, other))
+
+
+def show_middle(values: list[float]) -> str:
+    """Median and its interval."""
+    median, low, high = middle(values)
     return f"{median:.3f} ({low:.3f}-{high:.3f})"
 
 
@@ -58,6 +63,28 @@ def models_table(groups: list[Group]) -> list[str]:
             rows.append(row)
     columns = [list(column) for column in zip(*rows, strict=True)]
     return table([[name, *cells] for name, cells in zip([*headings, "peak MiB"], columns, strict=False)])
+
+
+def places_table(groups: list[Group]) -> list[str]:
+    headings = ["model, work", "patch", "modules", "unpatched", "patched", "model, patched / unpatched"]
+    rows: list[list[str]] = []
+    for group in groups:
+        plain = find(group, UNPATCHED, "eager")
+        for i, (patch, count) in enumerate(group["modules"].items()):
+            row = [f"{group['case']}, {group['work']}" if i == 0 else "", patch, str(count)]
+            patched = find(group, patch, "eager")
+            if plain and patched:
+                old, new = (middle(timing["inside"][patch])[0] for timing in (plain, patched))
+                row += [f"{1e3 * old:.2f} ms", f"{1e3 * new:.2f} ms", show_middle(in_place(plain, patched, patch))]
+            rows.append(row + ["-"] * (len(headings) - len(row)))
+    return table([[name, *column] for name, column in zip(headings, map(list, zip(*rows, strict=True)), strict=True)])
+
+
+def in_place(plain: Timing, patched: Timing, patch: str) -> list[float]:
+    """Time of the whole model if only the replaced modules' own had changed, over the unpatched one's, by rounds."""
+    whole = middle(plain["seconds"])[0]
+    old, new = plain["inside"][patch], patched["inside"][patch]
+    return [1 + (b - a) / whole for a, b in zip(old, new, strict=True)]
 
 
 def graphs(timing: Timing) -> str:
@@ -91,23 +118,36 @@ def of_copy(timing: Timing, copied: Timing) -> float:
 def benchmark_report(results: dict[str, Any]) -> str:
     """The results as Markdown."""
     config = results["config"]
-    parts: dict[str, list[Group]] = {"models": [], "micro": []}
+    parts: dict[str, list[Group]] = {"models": [], "places": [], "micro": []}
     for group in results["groups"]:
         if group["timings"]:
             parts[group["part"]].append(group)
     lines: list[str] = []
+    sizes = {
+        g["case"]: f"{g['case']}: {g['layers']} layers of {g['width']}" for g in results["groups"] if "layers" in g
+    }
+    inputs = f"{config['batch_size']} x {config['block_size']} tokens, or images of 224 x 224; {config['precision']}"
+    work = f"{'; '.join(sizes.values())}. {inputs}; decoding {config['new_tokens']} tokens behind as many"
+    control = "*control*: an unpatched copy: that its ratio isn't 1 is chance. "
     if parts["models"]:
-        shapes = {g["case"]: f"{g['case']}: {g['layers']} layers of {g['width']}" for g in parts["models"]}
-        lines += [*models_table(parts["models"]), ""]
-        inputs = f"{config['batch_size']} x {config['block_size']} tokens, or images of 224 x 224"
         regions = "blocks" if config["regions"] == "blocks" else "the whole model"
         lines += [
-            f"{'; '.join(shapes.values())}. {inputs}; {config['precision']}; decoding {config['new_tokens']} tokens "
-            f"behind as many, with a static cache when compiled. Compiled is {regions}, for decoding the whole model.",
+            *models_table(parts["models"]),
+            "",
+            f"{work}, with a static cache when compiled. Compiled is {regions}, for decoding the whole model.",
             "*/ unpatched*: of the same mode. *first call*: compilation included; *graphs*: of it and the warm-up. "
             "*peak*: memory of tensors above what was held before, eager / compiled. "
-            f"*{NATIVE}*: the stock model of transformers with equal weights. *control*: an unpatched copy: "
-            "that its ratio isn't 1 is chance. The weights of all lie in the same memory while they are timed.",
+            f"*{NATIVE}*: the stock model of transformers with equal weights. {control}"
+            "The weights of all lie in the same memory while they are timed.",
+            "",
+        ]
+    if parts["places"]:
+        lines += [
+            *places_table(parts["places"]),
+            "",
+            f"{work}; eager. The modules that a patch replaced, timed where they stand in the model: *unpatched*, "
+            "*patched*: their time in all. The ratio is that of the whole model's time if nothing else of it changed. "
+            + control.strip(),
             "",
         ]
     if parts["micro"]:

@@ -1,9 +1,10 @@
 """What patched models cost, eager and compiled: against the unpatched ones, their stock siblings, and the hardware.
 
-Whole models (a training step, a forward, a cached decoding) and their parts (norms, norms of a sum, rotations) are
-timed subject after subject in turn, so that whatever else the machine does meets all of them. Figures are medians, and
-ratios of one run; of the parts, also the bytes moved a second against those of a plain copy in the same turns. On a
-CPU nothing else should run: threads wait as torch's own do, spinning, where the other recipes let them sleep.
+Whole models (a training step, a forward, a cached decoding), the replaced modules where they stand in them (on a CPU),
+and norms, norms of a sum and rotations by themselves are timed subject after subject in turn, so that whatever else the
+machine does meets all of them. Figures are medians, and ratios of one run; of what is timed by itself, also the bytes
+moved a second against those of a plain copy in the same turns. On a CPU nothing else should run: threads wait as
+torch's own do, spinning, where the other recipes let them sleep.
 
     python recipes/benchmark.py                          # small sizes on a CPU, full ones on a GPU; under 10 minutes
     python recipes/benchmark.py --parts models --models gpt2 bert --layers 12 --minutes 60   # at full size on a CPU
@@ -25,6 +26,7 @@ import transformers
 from accelerate import Accelerator
 from bench_micro import micro_groups
 from bench_models import MODELS, model_groups
+from bench_places import place_groups
 from bench_report import benchmark_report, draw_benchmark
 from data import RecipeError
 from report import hardware, versions
@@ -35,7 +37,7 @@ from tqdm.auto import tqdm
 
 from hfpatch.memory import keep_freed_memory
 
-PARTS = {"models": model_groups, "micro": micro_groups}
+PARTS = {"models": model_groups, "places": place_groups, "micro": micro_groups}
 # of a setting that isn't given: on a CPU, on a GPU
 BY_DEVICE = {
     "models": (["gpt2", "bert"], list(MODELS)),
@@ -56,7 +58,9 @@ class BenchmarkConfig:
     """Sizes that aren't given go by the device."""
 
     output_dir: str = field(default="runs/benchmark", metadata={"help": "where the results go"})
-    parts: list[str] = field(default_factory=lambda: list(PARTS), metadata={"help": "models, micro; in this order"})
+    parts: list[str] = field(
+        default_factory=lambda: list(PARTS), metadata={"help": f"{', '.join(PARTS)}; in this order"}
+    )
     modes: list[str] = field(default_factory=lambda: list(MODES), metadata={"help": "eager, compiled"})
     repeats: int = field(default=9, metadata={"help": "samples of each subject, after those that warm it up"})
     minutes: float = field(default=8.0, metadata={"help": "no measurement begins later; the report names what is left"})

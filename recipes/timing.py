@@ -30,6 +30,7 @@ class Entrant:
         once: does the work once.
         model: whose regions `once` runs: compiled ones by `compile_model`, or the same ones uncompiled.
         moved: bytes that the work has to read and write at least; None where that isn't the limit.
+        inside: seconds that parts of the work took, by name, to which it adds.
     """
 
     subject: str
@@ -37,6 +38,7 @@ class Entrant:
     once: Callable[[], Any]
     model: nn.Module | None = None
     moved: int | None = None
+    inside: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -45,6 +47,7 @@ class Timing:
 
     Attributes:
         seconds: of the work done once, sample after sample.
+        inside: of parts of it, by name.
         first_seconds: of the first call, compilation included.
         graphs, breaks: that the first call and the warm-up made.
         peak_bytes: of the device's memory, above what was held before, of the work done once.
@@ -55,6 +58,7 @@ class Timing:
     mode: str
     moved: int | None = None
     seconds: list[float] = field(default_factory=list)
+    inside: dict[str, list[float]] = field(default_factory=dict)
     first_seconds: float | None = None
     graphs: int = 0
     breaks: int = 0
@@ -87,7 +91,10 @@ def race(entrants: list[Entrant], repeats: int, device: torch.device) -> list[di
         for _ in range(repeats):
             for entrant, timing, times in order.sample(running, len(running)):
                 with _having_its_turn(entrant, weights):
+                    before = dict(entrant.inside)
                     timing.seconds.append(_clock(entrant.once, device, times))
+                for name, seconds in entrant.inside.items():
+                    timing.inside.setdefault(name, []).append((seconds - before[name]) / times)
     return [asdict(timing) for timing in timings]
 
 

@@ -1,0 +1,85 @@
+"""Replaced modules where they stand: their time inside a forward and a decoding, patched and unpatched.
+
+A few per cent of a model's time are less than what one run of it differs from the next; the same difference, of the
+modules alone that a patch replaces, stands out. What a patch does to the rest of the model isn't in it.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial, wraps
+from typing import Any
+
+import torch
+from bench_models import DECODING, FORWARD, MODELS, NATIVE, UNPATCHED, decoding, forward, made_and_compared
+from timing import Entrant, race
+from torch import nn
+
+Places = dict[str, list[str]]  # by patch, the paths of the modules that it replaced
+
+
+def replaced(plain: nn.Module, patched: nn.Module) -> list[str]:
+    """Paths of the modules whose class differs, without those that hold others of them."""
+    old = dict(plain.named_modules())
+    found = [path for path, module in patched.named_modules() if path in old and type(module) is not type(old[path])]
+    return [path for path in found if path and not any(other.startswith(f"{path}.") for other in found)]
+
+
+@contextmanager
+def clocked(model: nn.Module, places: Places) -> Iterator[dict[str, float]]:
+    """While it lasts, the seconds that the modules of each patch take are added up in what it yields."""
+    spent = dict.fromkeys(places, 0.0)
+    patches: dict[str, list[str]] = {}
+    for patch, paths in places.items():
+        for path in paths:
+            patches.setdefault(path, []).append(patch)
+
+    def timed(call: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+        @wraps(call)
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = call(*args, **kwargs)
+            passed = time.perf_counter() - began
+            for name in names:
+                spent[name] += passed
+            return result
+
+        return measured
+
+    modules = {path: model.get_submodule(path) for path in patches}
+    for path, module in modules.items():
+        module.forward = timed(module.forward, patches[path])
+    try:
+        yield spent
+    finally:
+        for module in modules.values():
+            del module.forward
+
+
+def place_groups(config: Any, device: torch.device) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
+    """What each model and work is, and what measures it; none on a GPU, which works behind the calls' backs."""
+    for name in config.models if device.type == "cpu" and "eager" in config.modes else []:
+        shape = MODELS[name]
+        group = {"part": "places", "case": name, "layers": config.layers or shape.layers}
+        group["width"] = config.width or shape.width
+        made = cache(partial(made_and_compared, shape, config, device))
+        for work in (FORWARD, DECODING):
+            if work != DECODING or shape.decodes:
+                yield group | {"work": work}, partial(measured, work, made, config, device)
+        made.cache_clear()
+
+
+def measured(work: str, made: Callable[[], Any], config: Any, device: torch.device) -> dict[str, Any]:
+    models, missing, given = made()
+    models = {name: model for name, model in models.items() if NATIVE not in name}
+    places = {name: replaced(models[UNPATCHED], model) for name, model in models.items() if name != UNPATCHED}
+    places["control"] = sorted({path for paths in places.values() for path in paths})  # which differ by chance alone
+    places = {name: places[name] for name in models if name != UNPATCHED}
+    entrants = []
+    with ExitStack() as stack:
+        for name, model in models.items():
+            once = forward(model, given, config) if work == FORWARD else decoding(model, given, config, static=False)
+            own = places if name == UNPATCHED else {name: places[name]}
+            entrants.append(Entrant(name, "eager", once, model, inside=stack.enter_context(clocked(model, own))))
+        timings = race(entrants, config.repeats, device)
+    return {"missing": missing, "modules": {name: len(paths) for name, paths in places.items()}, "timings": timings}
