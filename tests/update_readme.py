@@ -20,6 +20,7 @@ POSITIONS = ROOT / "tests/sweeps/positions.json"
 NATIVE_ROPE = ROOT / "tests/sweeps/native_rope.json"
 NATIVE_EXPORT = ROOT / "tests/sweeps/native_export.json"
 SPEED = RESULTS / "benchmark/results.md"
+PLACES = RESULTS / "places/results.md"
 PARTS = RESULTS / "parts/results.json"
 REPAIR = ROOT / "tests/sweeps/repair.md"
 
@@ -164,7 +165,14 @@ def speed() -> str:
     """The table of whole models; that of their parts is long."""
     blocks = SPEED.read_text().strip().split("\n\n")
     figure = "![Patched against unpatched, and norms' rates](recipes/results/benchmark/benchmark.png)"
-    return "\n\n".join([*(b for b in blocks if not b.startswith(("| part", "*basis*"))), parts(), figure])
+    whole = [block for block in blocks if not block.startswith(("| part", "*basis*"))]
+    places = [
+        "That was measured before RMSNorm had a gradient of its own and before norms and rotations took fewer calls, "
+        "with threads that sleep while they wait. What the replaced modules take where they stand in the model isn't "
+        "lost in the noise of the whole:",
+        *PLACES.read_text().strip().split("\n\n"),
+    ]
+    return "\n\n".join([*whole, figure, *places, parts()])
 
 
 def parts() -> str:
@@ -184,7 +192,7 @@ def parts() -> str:
         "Norms and rotations by themselves: [recipes/results/parts](recipes/results/parts/results.md) "
         f"(`{measured['command']}`). Eager on a CPU, where RMSNorm has a gradient of its own, its forward and backward "
         f"take {against_layernorm('RMSNorm')} times LayerNorm's time; those of transformers' LlamaRMSNorm, "
-        f"{against_layernorm('LlamaRMSNorm')} times. The table above is from before it had one."
+        f"{against_layernorm('LlamaRMSNorm')} times."
     )
 
 

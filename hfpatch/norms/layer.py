@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import OptionError
 from ..registry import NORMS
 from .detect import NormFacts
-from .scheme import AffineNorm, Norm, fits
+from .scheme import AffineNorm, Norm, per_channel
 
 
 class LayerNorm(AffineNorm):
@@ -25,7 +25,7 @@ class LayerNorm(AffineNorm):
 
     def normed(self, h: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
         shape = self.normalised_shape(h)
-        if not (fits(gain, h, shape) and fits(shift, h, shape)):
+        if not per_channel(h, shape, gain, shift):
             return super().normed(h, gain, shift)
         return F.layer_norm(h, shape, gain, shift, self.eps_for(h))  # one kernel
 

@@ -16,7 +16,7 @@ from ..errors import OptionError
 from ..registry import NORMS
 from ..scheme import require_number
 from .detect import NormFacts
-from .scheme import HALF, AffineNorm, Norm, affine, fits
+from .scheme import HALF, AffineNorm, Norm, affine, per_channel
 
 
 class RMSNorm(AffineNorm):
@@ -36,14 +36,17 @@ class RMSNorm(AffineNorm):
         return h * torch.rsqrt(length.square() / shape.numel() + self.eps_for(h))
 
     def normed(self, h: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
-        if type(h) is Tensor and h.is_cpu and not _is_watched():
-            shape = self.normalised_shape(h)
+        # few calls, as in `forward`, where nothing but autograd looks at what is done
+        watched = torch.compiler.is_compiling() or torch._C._is_tracing() or _is_transformed()
+        if type(h) is Tensor and h.is_cpu and not watched:
+            facts = self.facts
+            shape = h.shape[-len(facts.shape) :] if facts.shape else h.shape[-1:]
             if gain is not None and gain.dtype in HALF:
                 gain = gain.to(h.dtype)
             if shift is not None and shift.dtype in HALF:
                 shift = shift.to(h.dtype)
-            if fits(gain, h, shape) and fits(shift, h, shape):
-                given = (h, gain, shift, shape, self.eps_for(h))
+            if per_channel(h, shape, gain, shift):
+                given = (h, gain, shift, shape, facts.eps or self.eps_for(h))
                 if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given[:3]):
                     return _EagerRMSNorm.apply(*given)
                 return _computed(*given)[0]
@@ -64,11 +67,6 @@ def _computed(
 @cache
 def _constant(value: float, dtype: torch.dtype) -> Tensor:
     return torch.tensor(value, dtype=dtype, device="cpu")
-
-
-def _is_watched() -> bool:
-    """Whether something other than autograd looks at what is done."""
-    return torch.compiler.is_compiling() or torch._C._is_tracing() or _is_transformed()
 
 
 def _is_transformed() -> bool:

@@ -123,12 +123,13 @@ def affine(h: Tensor, gain: Tensor | None, shift: Tensor | None, out: Tensor | N
     return h if shift is None else torch.add(h, shift, out=out)
 
 
-def fits(parameter: Tensor | None, h: Tensor, shape: torch.Size) -> bool:
-    """Whether a kernel takes a gain or shift of h with it: one of h's dtype, of the shape that is normalised together,
-    and of no class that does things in its own way.
+def per_channel(h: Tensor, shape: torch.Size, gain: Tensor | None, shift: Tensor | None) -> bool:
+    """Whether a kernel takes them with h: in its dtype, of the shape that is normalised together, and of no class that
+    does things in its own way.
     """
-    return parameter is None or (
-        type(parameter) in (nn.Parameter, Tensor) and parameter.dtype == h.dtype and parameter.shape == shape
+    dtype, plain = h.dtype, (nn.Parameter, Tensor)
+    return (gain is None or (type(gain) in plain and gain.dtype == dtype and gain.shape == shape)) and (
+        shift is None or (type(shift) in plain and shift.dtype == dtype and shift.shape == shape)
     )
 
 

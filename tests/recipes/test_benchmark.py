@@ -1,24 +1,27 @@
 """The benchmark runs end to end; what it times is the same function, and its figures are those of its runs."""
 
+import copy
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import bench_micro
 import bench_models
+import bench_places
 import benchmark
 import numpy as np
 import pytest
 import timing
 import torch
-from bench_report import benchmark_report, of_copy
+from bench_report import benchmark_report, in_place, of_copy
 from timing import Entrant, race
 from torch import nn
 
-from hfpatch import compile_model, native_model
+from hfpatch import compile_model, native_model, patch_model
 
-MODELS = ["--parts", "models", "--layers", "1", "--width", "64", "--vocab_size", "50"]
-MODELS += ["--new_tokens", "2", "--block_size", "8"]
+SMALL = ["--layers", "1", "--width", "64", "--vocab_size", "50", "--new_tokens", "2", "--block_size", "8"]
+MODELS = ["--parts", "models", *SMALL]
 MICRO = ["--parts", "micro", "--widths", "64", "--megabytes", "0.1"]
 QUICK = ["--repeats", "2", "--modes", "eager"]
 CPU = torch.device("cpu")
@@ -48,6 +51,53 @@ def test_whole_models(tmp_path: Path) -> None:
     assert "gpt2: 1 layers of 64" in table
     assert "peak MiB" in table
     assert "* llama-1b with rms: " in table, "what couldn't be patched is said, with its reason"
+
+
+def test_places(tmp_path: Path) -> None:
+    flags = ["--parts", "places", *SMALL, "--models", "gpt2", "bert", "--patches", "control", "rms", "rope", "rms+rope"]
+    assert benchmark.main([*flags, *QUICK, "--output_dir", str(tmp_path)]) == 0
+    groups = json.loads((tmp_path / "results.json").read_text())["groups"]
+    works = [("gpt2", "forward"), ("gpt2", "decoding"), ("bert", "forward")]
+    assert [(group["case"], group["work"]) for group in groups] == works
+    for group in groups:
+        modules = group["modules"]
+        assert modules["control"] == modules["rms+rope"] == modules["rms"] + modules["rope"]
+        plain, *patched = group["timings"]
+        assert set(plain["inside"]) == set(modules), "the unpatched model is timed in every patch's places"
+        for found in patched:
+            assert list(found["inside"]) == [found["subject"]], "and a patched one in its own"
+        for found in group["timings"]:
+            for spent in found["inside"].values():
+                assert all(0 < part < whole for part, whole in zip(spent, found["seconds"], strict=True))
+    assert "| model, patched / unpatched |" in (tmp_path / "results.md").read_text()
+
+
+def test_what_a_patch_replaced() -> None:
+    plain = bench_models.MODELS["gpt2"].model(2, 64, 50, 8)
+    patched = patch_model(copy.deepcopy(plain), pos="rope")
+    expected = ["transformer.wpe", "transformer.h.0.attn", "transformer.h.1.attn"]
+    assert bench_places.replaced(plain, patched) == expected, "not what holds them, whose class differs too"
+    assert bench_places.replaced(plain, copy.deepcopy(plain)) == []
+
+
+def test_the_time_of_a_replaced_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(bench_places.time, "perf_counter", lambda: float(next(clock)))  # one second a call
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    places = {"rms": ["0"], "rope": ["1"], "control": ["0", "1"]}
+    with bench_places.clocked(model, places) as spent:
+        for _ in range(3):
+            model(torch.ones(1))
+        assert spent == {"rms": 3, "rope": 3, "control": 6}
+    model(torch.ones(1))
+    assert spent["rms"] == 3, "the modules are as they were"
+    assert "forward" not in vars(model[0])
+
+
+def test_a_model_of_which_only_the_replaced_modules_changed() -> None:
+    plain = {"seconds": [10.0, 11.0, 9.0], "inside": {"rms": [1.0, 2.0, 1.0], "rope": [3.0, 3.0, 3.0]}}
+    patched = {"seconds": [20.0, 10.0, 10.0], "inside": {"rms": [1.5, 2.5, 1.4]}}
+    assert in_place(plain, patched, "rms") == pytest.approx([1.05, 1.05, 1.04]), "of their rounds, and the median whole"
 
 
 def test_parts(tmp_path: Path) -> None:
