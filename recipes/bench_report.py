@@ -123,18 +123,14 @@ def benchmark_report(results: dict[str, Any]) -> str:
         if group["timings"]:
             parts[group["part"]].append(group)
     lines: list[str] = []
-    sizes = {
-        g["case"]: f"{g['case']}: {g['layers']} layers of {g['width']}" for g in results["groups"] if "layers" in g
-    }
-    inputs = f"{config['batch_size']} x {config['block_size']} tokens, or images of 224 x 224; {config['precision']}"
-    work = f"{'; '.join(sizes.values())}. {inputs}; decoding {config['new_tokens']} tokens behind as many"
     control = "*control*: an unpatched copy: that its ratio isn't 1 is chance. "
     if parts["models"]:
         regions = "blocks" if config["regions"] == "blocks" else "the whole model"
         lines += [
             *models_table(parts["models"]),
             "",
-            f"{work}, with a static cache when compiled. Compiled is {regions}, for decoding the whole model.",
+            f"{sizes(parts['models'], config)}, with a static cache when compiled. Compiled is {regions}, for decoding "
+            "the whole model.",
             "*/ unpatched*: of the same mode. *first call*: compilation included; *graphs*: of it and the warm-up. "
             "*peak*: memory of tensors above what was held before, eager / compiled. "
             f"*{NATIVE}*: the stock model of transformers with equal weights. {control}"
@@ -145,9 +141,9 @@ def benchmark_report(results: dict[str, Any]) -> str:
         lines += [
             *places_table(parts["places"]),
             "",
-            f"{work}; eager. The modules that a patch replaced, timed where they stand in the model: *unpatched*, "
-            "*patched*: their time in all. The ratio is that of the whole model's time if nothing else of it changed. "
-            + control.strip(),
+            f"{sizes(parts['places'], config)}; eager. The modules that a patch replaced, timed where they stand in "
+            "the model: *unpatched*, *patched*: their time in all. The ratio is that of the whole model's time if "
+            f"nothing else of it changed. {control.strip()}",
             "",
         ]
     if parts["micro"]:
@@ -167,6 +163,13 @@ def benchmark_report(results: dict[str, Any]) -> str:
         machine(results),
     ]
     return "\n".join([*lines, f"`{results['command']}`", ""])
+
+
+def sizes(groups: list[Group], config: dict[str, Any]) -> str:
+    """Of the models, and of what they are given."""
+    models = {g["case"]: f"{g['case']}: {g['layers']} layers of {g['width']}" for g in groups}
+    inputs = f"{config['batch_size']} x {config['block_size']} tokens, or images of 224 x 224; {config['precision']}"
+    return f"{'; '.join(models.values())}. {inputs}; decoding {config['new_tokens']} tokens behind as many"
 
 
 def left_out(groups: list[Group]) -> list[str]:
