@@ -37,8 +37,11 @@ class RMSNorm(AffineNorm):
 
     def normed(self, h: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
         # few calls, as in `forward`, where nothing but autograd looks at what is done
-        watched = torch.compiler.is_compiling() or torch._C._is_tracing() or _is_transformed()
-        if type(h) is Tensor and h.is_cpu and not watched:
+        if (
+            type(h) is Tensor
+            and h.is_cpu
+            and not (torch.compiler.is_compiling() or torch._C._is_tracing() or _is_transformed())
+        ):
             facts = self.facts
             shape = h.shape[-len(facts.shape) :] if facts.shape else h.shape[-1:]
             if gain is not None and gain.dtype in HALF:
