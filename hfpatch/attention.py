@@ -264,7 +264,7 @@ class AttentionLens:
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         states = arguments[self.states]
-        tokens = _Tokens.of(states if self.time == 1 else _swapped(states, self.time))
+        tokens = _Tokens.of(_swapped(states, self.time))
         positions = arguments.get(self.position_ids) if self.position_ids else None
         bias: Any = module._modules.get(BIAS)
         attributes: dict[str, Any] = {}
@@ -437,7 +437,7 @@ def _phases(rotary: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
     """
     if torch.compiler.is_compiling() or torch._C._is_tracing() or not positions.is_cpu or has_hooks(rotary):
         return rotary(positions)
-    left, key = getattr(positions, PHASES, {}), getattr(rotary, "key", None)
+    key, left = getattr(rotary, "key", None), getattr(positions, PHASES, {})
     if key in left and left[key][0] == positions._version:
         return left[key][1]
     phases = rotary(positions)

@@ -184,16 +184,25 @@ def entrants(
         yield from (Entrant(name, mode, once, model) for mode, once in runs.items())
 
 
-def model_groups(config: Any, device: torch.device) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
+Groups = Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]
+
+
+def model_groups(config: Any, device: torch.device) -> Groups:
+    return groups_of("models", (TRAINING, FORWARD, DECODING), measured, config, device)
+
+
+def groups_of(
+    part: str, works: tuple[str, ...], measure: Callable[..., dict[str, Any]], config: Any, device: torch.device
+) -> Groups:
     """What each model and work is, and what measures it; the first of a model makes its subjects."""
     for name in config.models:
         shape = MODELS[name]
-        group: dict[str, Any] = {"part": "models", "case": name}
+        group: dict[str, Any] = {"part": part, "case": name}
         group |= {"layers": config.layers or shape.layers, "width": config.width or shape.width}
         made = cache(partial(made_and_compared, shape, config, device))
-        for work in (TRAINING, FORWARD, DECODING):
+        for work in works:
             if work != DECODING or shape.decodes:
-                yield group | {"work": work}, partial(measured, work, made, config, device)
+                yield group | {"work": work}, partial(measure, work, made, config, device)
         made.cache_clear()
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -7,11 +7,11 @@ modules alone that a patch replaces, stands out. What a patch does to the rest o
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
-from bench_models import DECODING, FORWARD, MODELS, NATIVE, UNPATCHED, decoding, forward, made_and_compared
+from bench_models import DECODING, FORWARD, NATIVE, UNPATCHED, Groups, decoding, forward, groups_of
 from timing import Entrant, race
 from torch import nn
 
@@ -56,17 +56,10 @@ def clocked(model: nn.Module, places: Places) -> Iterator[dict[str, float]]:
             del module.forward
 
 
-def place_groups(config: Any, device: torch.device) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
-    """What each model and work is, and what measures it; none on a GPU, which works behind the calls' backs."""
-    for name in config.models if device.type == "cpu" and "eager" in config.modes else []:
-        shape = MODELS[name]
-        group = {"part": "places", "case": name, "layers": config.layers or shape.layers}
-        group["width"] = config.width or shape.width
-        made = cache(partial(made_and_compared, shape, config, device))
-        for work in (FORWARD, DECODING):
-            if work != DECODING or shape.decodes:
-                yield group | {"work": work}, partial(measured, work, made, config, device)
-        made.cache_clear()
+def place_groups(config: Any, device: torch.device) -> Groups:
+    """None on a GPU, which works behind the calls' backs."""
+    if device.type == "cpu" and "eager" in config.modes:
+        yield from groups_of("places", (FORWARD, DECODING), measured, config, device)
 
 
 def measured(work: str, made: Callable[[], Any], config: Any, device: torch.device) -> dict[str, Any]:

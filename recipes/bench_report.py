@@ -123,7 +123,7 @@ def benchmark_report(results: dict[str, Any]) -> str:
         if group["timings"]:
             parts[group["part"]].append(group)
     lines: list[str] = []
-    control = "*control*: an unpatched copy: that its ratio isn't 1 is chance. "
+    control = "*control*: an unpatched copy: that its ratio isn't 1 is chance."
     if parts["models"]:
         regions = "blocks" if config["regions"] == "blocks" else "the whole model"
         lines += [
@@ -133,7 +133,7 @@ def benchmark_report(results: dict[str, Any]) -> str:
             "the whole model.",
             "*/ unpatched*: of the same mode. *first call*: compilation included; *graphs*: of it and the warm-up. "
             "*peak*: memory of tensors above what was held before, eager / compiled. "
-            f"*{NATIVE}*: the stock model of transformers with equal weights. {control}"
+            f"*{NATIVE}*: the stock model of transformers with equal weights. {control} "
             "The weights of all lie in the same memory while they are timed.",
             "",
         ]
@@ -143,7 +143,7 @@ def benchmark_report(results: dict[str, Any]) -> str:
             "",
             f"{sizes(parts['places'], config)}; eager. The modules that a patch replaced, timed where they stand in "
             "the model: *unpatched*, *patched*: their time in all. The ratio is that of the whole model's time if "
-            f"nothing else of it changed. {control.strip()}",
+            f"nothing else of it changed. {control}",
             "",
         ]
     if parts["micro"]:

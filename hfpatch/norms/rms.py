@@ -42,14 +42,13 @@ class RMSNorm(AffineNorm):
             and h.is_cpu
             and not (torch.compiler.is_compiling() or torch._C._is_tracing() or _is_transformed())
         ):
-            facts = self.facts
-            shape = h.shape[-len(facts.shape) :] if facts.shape else h.shape[-1:]
+            shape = self.normalised_shape(h)
             if gain is not None and gain.dtype in HALF:
                 gain = gain.to(h.dtype)
             if shift is not None and shift.dtype in HALF:
                 shift = shift.to(h.dtype)
             if per_channel(h, shape, gain, shift):
-                given = (h, gain, shift, shape, facts.eps or self.eps_for(h))
+                given = (h, gain, shift, shape, self.eps_for(h))
                 if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given[:3]):
                     return _EagerRMSNorm.apply(*given)
                 return _computed(*given)[0]
