@@ -6,10 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .errors import PositionError
 from .view import TAKEN, Arguments
@@ -20,7 +21,48 @@ TAKE_A_BIAS = ("eager", "sdpa")  # attention implementations that add a float ma
 PHASES = "position_phases"  # keyword argument in which a stack's owner hands them down, see grid.py
 
 
-Rotate = Callable[..., Tensor]  # of x (B, T, H, head_dim), by its tokens' positions or by others (B or 1, T)
+Rotate = Callable[[Tensor], Tensor]  # of x (B, T, H, head_dim)
+
+
+class Rotation:
+    """Turns x (B, T, H, head_dim) by its tokens' phases.
+
+    Args:
+        rotary: the module that a scheme attached.
+        phases: what its forward made of the tokens' positions.
+
+    Attributes:
+        by_calls: whether the number of operations counts and not their sizes, as where one token is decoded eagerly.
+    """
+
+    def __init__(self, rotary: Any, phases: Any):
+        self.rotary, self.phases, self.by_calls = rotary, phases, False
+        self.turners: dict[Any, Rotate] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.rotary.rotate(x, self.phases)
+
+    def at(self, positions: Tensor) -> Rotation:
+        """The same at other positions (B or 1, T)."""
+        return Rotation(self.rotary, self.rotary(positions))
+
+    def first(self, y: Tensor, heads: int, turned: int) -> Tensor:
+        """One token's y (B, 1, heads * head_dim) with the first heads turned."""
+        kind = heads, turned, y.dtype
+        if kind not in self.turners:
+            self.turners[kind] = self.rotary.turner(self.phases, *kind)
+        return self.turners[kind](y)
+
+
+class RotationInLine(Rotation):
+    """Turns x (T, H, head_dim) or (B, rows, columns, H, head_dim)."""
+
+    def __init__(self, rotary: Any, phases: Any, tokens: _Tokens):
+        super().__init__(rotary, phases)
+        self.tokens = tokens
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.tokens.as_given(super().__call__(self.tokens.in_line(x)))
 
 
 class Rotated:
@@ -69,8 +111,8 @@ class Projections:
 
         return {name: Rotated(getattr(module, name), turn) for name in (self.query, self.key)}
 
-    def _turned(self, y: Tensor, head_dim: int, rotate: Rotate, at: Tensor | None = None) -> Tensor:
-        y = rotate(_swapped(y, self.time).unflatten(-1, (-1, head_dim)), at).flatten(-2)
+    def _turned(self, y: Tensor, head_dim: int, rotate: Rotate) -> Tensor:
+        y = rotate(_swapped(y, self.time).unflatten(-1, (-1, head_dim))).flatten(-2)
         return _swapped(y, self.time).contiguous()
 
     def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
@@ -95,7 +137,7 @@ class WindowProjections(Projections):
     global_key: str = "key_global"
     marks: str = "is_index_global_attn"
 
-    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Any) -> dict[str, Any]:
         attributes = super().rotated(module, arguments, head_dim, rotate)
 
         def turn_keys(y: Tensor) -> Tensor:
@@ -104,7 +146,7 @@ class WindowProjections(Projections):
         def turn_queries(y: Tensor) -> Tensor:
             marks = arguments[self.marks].long()
             slots = marks.sort(dim=1, descending=True, stable=True).indices[:, : y.shape[0]]  # marked ones, in order
-            return self._turned(y, head_dim, rotate, slots)
+            return self._turned(y, head_dim, rotate.at(slots))
 
         attributes[self.global_key] = Rotated(getattr(module, self.global_key), turn_keys)
         attributes[self.global_query] = Rotated(getattr(module, self.global_query), turn_queries)
@@ -122,6 +164,7 @@ class Fused:
         query_bias: Parameter (heads * head_dim,) that the attention adds to the queries itself.
     """
 
+    beside_keys: ClassVar[None] = None
     name: str
     by_head: bool = False
     shared: str | None = None
@@ -141,12 +184,14 @@ class Fused:
         """Attributes of the attention's view: the projection, whose queries and keys are turned."""
         shared = self.shared is not None and getattr(module, self.shared)
         bias = getattr(module, self.query_bias) if self.query_bias else None
+        first = rotate.first if isinstance(rotate, Rotation) and rotate.by_calls else None
 
         def turn_blocks(y: Tensor) -> Tensor:
             heads = y.shape[-1] // head_dim
             turned = heads - 1 if shared else 2 * (heads // 3)
-            # few calls, as each costs as much as the arithmetic where a token is decoded
-            qk, rest = torch.split_with_sizes(y.view(*y.shape[:-1], heads, head_dim), (turned, heads - turned), -2)
+            if first is not None:
+                return first(y, heads, turned)
+            qk, rest = y.view(*y.shape[:-1], heads, head_dim).split((turned, heads - turned), -2)
             return torch.cat((rotate(qk), rest), dim=-2).view(y.shape)
 
         def turn_heads(y: Tensor) -> Tensor:
@@ -263,41 +308,38 @@ class AttentionLens:
     position_ids: str | None = "position_ids"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        states = arguments[self.states]
-        tokens = _Tokens.of(_swapped(states, self.time))
-        positions = arguments.get(self.position_ids) if self.position_ids else None
-        bias: Any = module._modules.get(BIAS)
+        states, positions = arguments[self.states], arguments.get(self.position_ids)  # type: ignore[arg-type]
+        children, handed_down = module._modules, arguments.get(PHASES)
+        rotary: Any = children.get(ROTARY)
+        bias: Any = children.get(BIAS)
         attributes: dict[str, Any] = {}
         filled: Arguments = {}
         for name in self.biases:
             (attributes if hasattr(module, name) else filled)[name] = 0
-        rotary: Any = module._modules.get(ROTARY)
-        handed_down = arguments.get(PHASES)
-        phases = None if handed_down is None else self._handed_down(module, rotary, handed_down, tokens)
-        slots = None
-        if self.window is not None or bias is not None or (phases is None and positions is None):
-            slots = self._slots(module, tokens, arguments)
-        if rotary is not None:
-            if phases is None:
-                phases = self._own_phases(module, rotary, positions, slots, tokens)
-
-            def rotate(x: Tensor, at: Tensor | None = None) -> Tensor:
-                if at is not None:
-                    return rotary.rotate(x, rotary(at))
-                if tokens.in_batches:
-                    return rotary.rotate(x, phases)
-                return tokens.as_given(rotary.rotate(tokens.in_line(x), phases))
-
+        rotation = None
+        if rotary is not None and positions is not None and handed_down is None:
+            rotation = _left(rotary, positions, states, self.time)
+        if self.window is not None or bias is not None or (rotary is not None and rotation is None):
+            tokens = _Tokens.of(_swapped(states, self.time))
+            slots = phases = None
+            if handed_down is not None:
+                phases = self._handed_down(module, rotary, handed_down, tokens)
+            if self.window is not None or bias is not None or (phases is None and positions is None):
+                slots = self._slots(module, tokens, arguments)
+            if rotary is not None and rotation is None:
+                rotation = self._rotation(module, rotary, phases, positions, slots, tokens)
+            if self.window is not None:
+                assert slots is not None
+                attributes[self.window.buffer] = self.window.mask(module, slots)
+            if bias is not None:
+                assert slots is not None
+                assert self.mask is not None
+                filled[self.mask] = self._biased(module, bias, tokens, states.dtype, slots, arguments)
+        if rotation is not None:
             head_dim = channels_per_head(module, self.head_dim, self.projections)
-            attributes.update(self.projections.rotated(module, arguments, head_dim, rotate))
-            filled.update(self.projections.turned(arguments, rotate))
-        if self.window is not None:
-            assert slots is not None
-            attributes[self.window.buffer] = self.window.mask(module, slots)
-        if bias is not None:
-            assert slots is not None
-            assert self.mask is not None
-            filled[self.mask] = self._biased(module, bias, tokens, states.dtype, slots, arguments)
+            attributes.update(self.projections.rotated(module, arguments, head_dim, rotation))
+            if self.projections.beside_keys is not None:
+                filled.update(self.projections.turned(arguments, rotation))
         if handed_down is not None:
             filled[PHASES] = TAKEN
         return attributes, filled
@@ -354,19 +396,34 @@ class AttentionLens:
             )
         return rotary(positions) if phases is None or has_hooks(rotary) else phases
 
-    def _own_phases(
-        self, module: nn.Module, rotary: Any, positions: Tensor | None, slots: Tensor | None, tokens: _Tokens
-    ) -> Any:
-        """The phases that the attention makes itself, as nobody handed any down."""
-        axes = getattr(rotary, "axes", 1)
-        if axes == 2 and tokens.lie_on_a_grid:
-            return rotary(tokens.places())
-        if axes > 1:
-            raise PositionError(
-                f"{type(module).__name__} wasn't told where on the {axes}-axis grid its tokens lie: it was called "
-                "by another way than its model's forward. Use axes=1 for that."
-            )
-        return rotary(slots) if positions is None else _phases(rotary, self._checked(positions, tokens))
+    def _rotation(
+        self,
+        module: nn.Module,
+        rotary: Any,
+        phases: Any,
+        positions: Tensor | None,
+        slots: Tensor | None,
+        tokens: _Tokens,
+    ) -> Rotation:
+        """The rotation by phases that were handed down or, if there are none, by those that the attention makes."""
+        own = phases is None
+        if own:
+            axes = getattr(rotary, "axes", 1)
+            if axes == 2 and tokens.lie_on_a_grid:
+                phases = rotary(tokens.places())
+            elif axes > 1:
+                raise PositionError(
+                    f"{type(module).__name__} wasn't told where on the {axes}-axis grid its tokens lie: it was called "
+                    "by another way than its model's forward. Use axes=1 for that."
+                )
+            else:
+                phases = rotary(slots if positions is None else self._checked(positions, tokens))
+        if not tokens.in_batches:
+            return RotationInLine(rotary, phases, tokens)
+        rotation = Rotation(rotary, phases)
+        if own and positions is not None:
+            _leave(rotation, positions)
+        return rotation
 
     def _slots(self, module: nn.Module, tokens: _Tokens, arguments: Arguments) -> Tensor:
         slots = torch.arange(tokens.number, device=tokens.device)[None]
@@ -430,20 +487,29 @@ def _swapped(x: Tensor, time: int) -> Tensor:
     return x if time == 1 else x.transpose(1, time)
 
 
-def _phases(rotary: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of positions, which on a CPU the first layer leaves on their tensor for the others.
+def _leave(rotation: Rotation, positions: Tensor) -> None:
+    """Leave a rotation on the tensor of its positions, for the layers that follow.
 
-    On other devices they are always computed: a CUDA graph would replay what was left before it was captured.
+    On a CPU alone: elsewhere a CUDA graph would replay what was left before it was captured.
     """
-    if torch.compiler.is_compiling() or torch._C._is_tracing() or not positions.is_cpu or has_hooks(rotary):
-        return rotary(positions)
-    key, left = getattr(rotary, "key", None), getattr(positions, PHASES, {})
-    if key in left and left[key][0] == positions._version:
-        return left[key][1]
-    phases = rotary(positions)
-    if key is not None and not torch.is_inference_mode_enabled() and not positions.is_inference():
-        setattr(positions, PHASES, {**left, key: (positions._version, phases)})
-    return phases
+    rotary = rotation.rotary
+    key = getattr(rotary, "key", None)
+    if key is None or not positions.is_cpu or has_hooks(rotary) or torch.compiler.is_compiling():
+        return
+    if torch._C._is_tracing() or torch.is_inference_mode_enabled() or positions.is_inference():
+        return
+    rotation.by_calls = positions.shape[-1] == 1 and hasattr(rotary, "turner")
+    setattr(positions, PHASES, {**getattr(positions, PHASES, {}), key: (positions._version, rotation)})
+
+
+def _left(rotary: Any, positions: Tensor, states: Tensor, time: int) -> Rotation | None:
+    """The rotation that an earlier layer left on its positions, if it fits these states."""
+    if is_dynamo_compiling() or torch._C._is_tracing() or not hasattr(positions, PHASES):
+        return None
+    if has_hooks(rotary) or states.dim() != 3 or positions.shape[-1] != states.shape[time]:
+        return None
+    version, rotation = getattr(positions, PHASES).get(getattr(rotary, "key", None), (None, None))
+    return rotation if version == positions._version else None
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -99,7 +99,7 @@ def reordered_rows(layout: Any, module: nn.Module, head_dim: int, places: Tensor
         projections = {name: getattr(module, name) for name in every}
         turns = dict.fromkeys(every, lambda y: y.unflatten(-1, (-1, head_dim))[..., places].flatten(-2))
     else:
-        rotated = layout.rotated(module, {}, head_dim, lambda x, at=None: x[..., places])
+        rotated = layout.rotated(module, {}, head_dim, lambda x: x[..., places])
         rotated = {name: one for name, one in rotated.items() if isinstance(one, Rotated)}
         projections = {name: one.projection for name, one in rotated.items()}
         turns = {name: one.turn for name, one in rotated.items()}
@@ -147,7 +147,7 @@ class HostOrder:
         host = "half" if self.pairing == "interleaved" else "interleaved"
         places = order(self.rotary_dim, self.head_dim, host)
 
-        def put_back(x: Tensor, at: Tensor | None = None) -> Tensor:
+        def put_back(x: Tensor) -> Tensor:
             return x[..., places.to(x.device)]
 
         return self.layout.rotated(module, arguments, self.head_dim, put_back), {}

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .edits import Edits
 
@@ -50,6 +51,27 @@ class View:
         setattr(self._module, name, value)
 
 
+class LiveView(View):
+    """A view that shares the module's `__dict__`, so that reading from it takes no longer than reading from the module.
+
+    It can't replace what that dictionary holds, nor a method, and torch.compile doesn't follow it.
+    """
+
+    __slots__ = ("_attributes", "_module")
+
+    def __init__(self, module: nn.Module, attributes: dict[str, Any]):
+        put = object.__setattr__
+        put(self, "__dict__", module.__dict__)
+        put(self, "_module", module)
+        put(self, "_attributes", attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        for found in (self._attributes, self._modules):
+            if name in found:
+                return found[name]
+        return getattr(self._module, name)
+
+
 @dataclass(frozen=True)
 class Lenses:
     """Several lenses on one module, of which no two replace the same attribute."""
@@ -79,8 +101,8 @@ def with_lens(module: nn.Module, lens: Lens) -> Lens:
     return Lenses((*kept, lens)) if kept else lens
 
 
-def _view_class(host: type, named: type) -> type[View]:
-    """A View that owns the host's methods, so that helpers called in its forward see the view as well."""
+def _view_classes(host: type, named: type) -> tuple[type[View], type[View]]:
+    """A View and a LiveView that own the host's methods, so that helpers called in its forward see the view as well."""
     methods: dict[str, Any] = {}
     for base in reversed(host.__mro__):
         if base.__module__ == host.__module__:
@@ -91,13 +113,14 @@ def _view_class(host: type, named: type) -> type[View]:
             )
     # transformers finds a model's recorders by the text of its class, so the view keeps its name
     names = {"__module__": named.__module__, "__qualname__": named.__qualname__}
-    return type(named.__name__, (View,), {**methods, **names})
+    view, live = (type(named.__name__, (base,), {**methods, **names}) for base in (View, LiveView))
+    return view, live
 
 
 class InnerView(View):
     """A view of a child, to stand in the view of its parent: called like the child, whose hooks and own lens it keeps.
 
-    Unlike the classes that `_view_class` makes it finds the child's methods when they are asked for: torch.compile
+    Unlike the classes that `_view_classes` makes it finds the child's methods when they are asked for: torch.compile
     follows no class that is made in a forward.
     """
 
@@ -155,38 +178,51 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
 
     The view has the name of the host, or of the class `named` that is made of it.
     """
-    view = _view_class(host, named or host)
+    view, live = _view_classes(host, named or host)
     host_forward = host.forward
     signature = inspect.signature(host_forward)
     names = tuple(signature.parameters)[1:]
     # handed to a function that counts their parameters, which torch.compile can't do for a method of a view
     chunked = [name for name in vars(view) if name.endswith("_chunk")]
+    # of the view's class; a module may have one of its own where somebody replaced it
+    methods = [name for name, value in vars(view).items() if isinstance(value, FunctionType) and name != "forward"]
 
+    # few calls where a lens is: as many as that take as long as the kernels where a token is decoded
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        axis = self.__dict__.get(CENTRED)
-        if axis is not None:
-            return centred(seen(self, *args, **kwargs), axis)
-        if self.__dict__.get(SCALED) is not None:
-            output = seen(self, *args, **kwargs)
-            return output * getattr(self, SCALE).to(output.dtype)
-        return seen(self, *args, **kwargs)
-
-    def seen(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        lens = self.__dict__.get(LENS)
+        own = self.__dict__
+        lens = own.get(LENS)
         if lens is None:
-            return host_forward(self, *args, **kwargs)
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        attributes, filled = lens(self, arguments)
-        stand_in = view(self, attributes)
-        for name in chunked:
-            stand_in.__dict__[name] = functools.partial(getattr(view, name), stand_in)
-        if filled:
-            seen_there = {**arguments, **filled}
-            output = host_forward(stand_in, **{name: value for name, value in seen_there.items() if value is not TAKEN})
+            output = host_forward(self, *args, **kwargs)
         else:
-            output = host_forward(stand_in, *args, **kwargs)
-        finish = getattr(lens, "finish", None)
-        return output if finish is None else finish(output, arguments)
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            attributes, filled = lens(self, arguments)
+            stand_in: Any
+            if (
+                not is_dynamo_compiling()
+                and not chunked
+                and own.keys().isdisjoint(methods)
+                and own.keys().isdisjoint(attributes)
+                and attributes.keys().isdisjoint(methods)
+                and "_modules" in own
+            ):
+                stand_in = live(self, attributes)
+            else:
+                stand_in = view(self, attributes)
+                for name in chunked:
+                    stand_in.__dict__[name] = functools.partial(getattr(view, name), stand_in)
+            if filled:
+                given = {**arguments, **filled}
+                output = host_forward(stand_in, **{name: value for name, value in given.items() if value is not TAKEN})
+            else:
+                output = host_forward(stand_in, *args, **kwargs)
+            if hasattr(lens, "finish"):
+                output = lens.finish(output, arguments)
+        axis = own.get(CENTRED)
+        if axis is not None:
+            return centred(output, axis)
+        if own.get(SCALED) is not None:
+            return output * getattr(self, SCALE).to(output.dtype)
+        return output
 
     forward.__signature__ = signature  # type: ignore[attr-defined]  # callers inspect it for the arguments to pass
     return forward

@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import _C, Tensor, nn
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+from torch.linalg import vector_norm
 
 from ..errors import OptionError
 from ..registry import NORMS
@@ -32,48 +34,47 @@ class RMSNorm(AffineNorm):
         if not h.is_cpu or torch.compiler.is_compiling():
             return F.rms_norm(h, shape, None, self.eps)
         # F.rms_norm's own sum over an axis is slow where nothing fuses it
-        length = torch.linalg.vector_norm(h, dim=tuple(range(-len(shape), 0)), keepdim=True)
+        length = vector_norm(h, dim=tuple(range(-len(shape), 0)), keepdim=True)
         return h * torch.rsqrt(length.square() / shape.numel() + self.eps_for(h))
 
     def normed(self, h: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
         # few calls, as in `forward`, where nothing but autograd looks at what is done
-        if (
-            type(h) is Tensor
-            and h.is_cpu
-            and not (torch.compiler.is_compiling() or torch._C._is_tracing() or _is_transformed())
-        ):
-            shape = self.normalised_shape(h)
+        if type(h) is Tensor and h.is_cpu and not (is_dynamo_compiling() or _C._is_tracing() or _is_transformed()):
+            facts = self.facts
+            shape = h.shape[-len(facts.shape) or -1 :]
             if gain is not None and gain.dtype in HALF:
                 gain = gain.to(h.dtype)
             if shift is not None and shift.dtype in HALF:
                 shift = shift.to(h.dtype)
             if per_channel(h, shape, gain, shift):
-                given = (h, gain, shift, shape, self.eps_for(h))
-                if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given[:3]):
-                    return _EagerRMSNorm.apply(*given)
-                return _computed(*given)[0]
+                if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (h, gain, shift)):
+                    return _EagerRMSNorm.apply(h, gain, shift, shape, facts.eps)
+                return _computed(h, gain, shift, shape, facts.eps)[0]
         return super().normed(h, gain, shift)
 
 
 def _computed(
-    h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch.Size, eps: float
+    h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch.Size, eps: float | None
 ) -> tuple[Tensor, Tensor]:
     """The norm, in as few calls as there can be, and 1 / sqrt(mean(h^2) + eps); autograd mustn't look at it."""
-    length = torch.linalg.vector_norm(h, dim=tuple(range(-len(shape), 0)), keepdim=True)
+    axes, share, least = _constants(shape, eps, h.dtype)
+    length = vector_norm(h, dim=axes, keepdim=True)
     # a number in a sum or a product would cost more than the kernel where a token is decoded
-    scale = torch.addcmul(_constant(eps, h.dtype), length, length, value=1 / shape.numel()).rsqrt_()
+    scale = torch.addcmul(least, length, length, value=share).rsqrt_()
     normalised = h * scale
     return affine(normalised, gain, shift, out=normalised), scale
 
 
 @cache
-def _constant(value: float, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(value, dtype=dtype, device="cpu")
+def _constants(shape: torch.Size, eps: float | None, dtype: torch.dtype) -> tuple[tuple[int, ...], float, Tensor]:
+    """The axes of a shape, one over how many numbers it has, and eps or, where there is none, dtype's."""
+    eps = torch.finfo(dtype).eps if eps is None else eps
+    return tuple(range(-len(shape), 0)), 1 / shape.numel(), torch.tensor(eps, dtype=dtype, device="cpu")
 
 
 def _is_transformed() -> bool:
     """Whether a transform of torch.func is at work, or forward-mode differentiation."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # -1 outside `dual_level()`
+    return _C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # -1 outside `dual_level()`
 
 
 class _EagerRMSNorm(torch.autograd.Function):
@@ -85,7 +86,7 @@ class _EagerRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch.Size, eps: float
+        ctx: Any, h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch.Size, eps: float | None
     ) -> Tensor:
         y, scale = _computed(h, gain, shift, shape, eps)
         ctx.save_for_backward(h, gain, shift, scale)
@@ -98,7 +99,7 @@ class _EagerRMSNorm(torch.autograd.Function):
         wanted, shape = ctx.needs_input_grad[:3], ctx.shape
         if torch.is_grad_enabled() or _is_transformed():  # differentiated again: the kernel's derivatives are others
             axes = tuple(range(-len(shape), 0))
-            scale = (h.square().mean(axes, keepdim=True) + ctx.eps).rsqrt()
+            scale = (h.square().mean(axes, keepdim=True) + _constants(shape, ctx.eps, h.dtype)[2]).rsqrt()
             g = grad if gain is None else grad * gain
             d_h = scale * (g - h * scale.square() * (g * h).mean(axes, keepdim=True))
             d_gain, d_shift = (x.reshape(-1, *shape).sum(0) for x in (grad * h * scale, grad))

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -71,8 +73,11 @@ class RotaryEmbedding(nn.Module):
         """
         angles = positions[..., None].float() * self.frequencies_for(positions)
         angles = (angles if self.axes == 1 else angles.flatten(-2)).unsqueeze(-2)
-        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-        return _in_rows(cos, sin) if self.halves and not torch.compiler.is_compiling() else (cos, sin)
+        if self.halves and not torch.compiler.is_compiling():
+            angles = torch.cat((-angles, angles), dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        scaling = self.attention_scaling
+        return (cos, sin) if scaling == 1 else (cos * scaling, sin * scaling)
 
     def frequencies_for(self, positions: Tensor) -> Tensor:
         """The frequencies with which these positions are turned, on their device."""
@@ -86,7 +91,7 @@ class RotaryEmbedding(nn.Module):
         rotary_dim, width = self.rotary_dim, x.shape[-1]
         # split, chunk and unbind, since each slice's backward would fill a tensor of its own with zeros
         turned, *rest = (x,) if rotary_dim == width else x.split((rotary_dim, width - rotary_dim), dim=-1)
-        if self.halves and not torch.compiler.is_compiling():  # in rows twice as long the products take half the time
+        if self.halves and not is_dynamo_compiling():  # in rows twice as long the products take half the time
             if cos.shape[-1] < rotary_dim:  # made where they are fused
                 cos, sin = _in_rows(cos, sin)
             # addcmul_ would save a call, but rounds once where transformers' rotations, equal to the bit, round twice
@@ -99,6 +104,34 @@ class RotaryEmbedding(nn.Module):
         x1, x2 = turned.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
         return torch.cat((turned, *rest), dim=-1) if rest else turned
+
+    def turner(
+        self, phases: tuple[Tensor, Tensor], heads: int, turned: int, dtype: torch.dtype
+    ) -> Callable[[Tensor], Tensor]:
+        """A function of y (B, 1, heads * head_dim) that turns the first heads and leaves the others as they are.
+
+        It is for one token where nothing fuses operations: there each takes as long whatever it does, and these are
+        the fewest and fastest.
+
+        Args:
+            phases: of the one token.
+            heads, turned: number of heads, and of those that are turned.
+            dtype: of y.
+        """
+        shape, rest = (-1, -1, turned, -1), (0, 0, 0, heads - turned)
+        cos, sin = (x if x.dtype == dtype else x.to(dtype) for x in phases)
+        cos, sin = F.pad(cos.expand(shape), rest, value=1.0), F.pad(sin.expand(shape), rest)
+        if not self.halves or self.rotary_dim < self.head_dim:
+            shape = (-1, 1, heads, self.head_dim)
+            return lambda y: self.rotate(y.view(shape), (cos, sin)).view(y.shape)
+        cos, sin = cos.unflatten(-1, (2, -1)), sin.unflatten(-1, (2, -1))
+        pairs = -1, 1, heads, 2, self.head_dim // 2
+
+        def turn(y: Tensor) -> Tensor:
+            x = y.view(pairs)
+            return (x * cos).addcmul_(x.flip(-2), sin).view(y.shape)
+
+        return turn
 
     def extra_repr(self) -> str:
         return self.scheme.describe(self.head_dim)

@@ -205,7 +205,7 @@ def test_autocast_doesnt_narrow_the_backward() -> None:
 
 def test_training_after_inference_mode() -> None:
     """What is made once in inference mode may not be saved for a backward."""
-    rms._constant.cache_clear()
+    rms._constants.cache_clear()
     module, x = norm(), sample(3)
     with torch.inference_mode():
         module(x)
@@ -273,7 +273,7 @@ def test_tracing() -> None:
 
 
 def test_fake_tensors() -> None:
-    rms._constant.cache_clear()
+    rms._constants.cache_clear()
     with FakeTensorMode():
         y = norm(gain=False, shift=False)(torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True))
         y.sum().backward()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from tiny_models import inputs, patch, tiny
 
-from hfpatch.positions import RotaryEmbedding
+from hfpatch.attention import Rotation
+from hfpatch.positions import RoPE, RotaryEmbedding
 
 
 @pytest.fixture
@@ -82,3 +83,50 @@ def test_a_model_in_half_precision_takes_the_angles_of_before() -> None:
         found = model.bfloat16()(**given).logits
         expected = model(**{**given, "position_ids": given["position_ids"].clone()}).logits
     assert torch.equal(found, expected)
+
+
+# --- one token ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{}, {"partial": 0.5}, {"pairing": "interleaved"}, {"pairing": "interleaved", "partial": 0.5}]
+)
+def test_one_token_in_few_calls(options: dict[str, Any], dtype: torch.dtype) -> None:
+    rotary = RotaryEmbedding(RoPE(theta=100.0, **options).resolved(), 8, 64)
+    phases = rotary(torch.tensor([[3], [5], [0]]))  # rows with positions of their own
+    y = torch.randn(3, 1, 6 * 8, dtype=dtype, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    along = torch.randn(3, 1, 6 * 8, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    q, v = y.view(3, 1, 6, 8).split((4, 2), dim=-2)
+    wanted = torch.cat((rotary.rotate(q, phases), v), dim=-2).view(y.shape)
+    given = y.detach().clone()
+    found = rotary.turner(phases, 6, 4, dtype)(y)
+    assert found.dtype == dtype
+    assert torch.equal(y, given), "the projection's output is left alone"
+    assert torch.equal(found[..., 32:], y[..., 32:])
+    tolerance = {"rtol": 0, "atol": 4 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(found, wanted, **tolerance)
+    gradients = (torch.autograd.grad(out, y, along)[0] for out in (found, wanted))
+    torch.testing.assert_close(*gradients, **tolerance)
+
+
+def test_decoding_takes_the_few_calls_where_nothing_fuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+    turned = Rotation.first
+    monkeypatch.setattr(
+        Rotation, "first", lambda self, y, *args: shapes.append(tuple(y.shape)) or turned(self, y, *args)
+    )
+    model, given = made()
+    del given["position_ids"]
+    with torch.no_grad():
+        expected = model(**given).logits
+        assert not shapes
+        cache = model(input_ids=given["input_ids"][:, :-1], use_cache=True).past_key_values
+        last = model(input_ids=given["input_ids"][:, -1:], past_key_values=cache).logits
+        assert {shape[:2] for shape in shapes} == {(given["input_ids"].shape[0], 1)}
+        assert len(shapes) == model.config.n_layer
+        torch.testing.assert_close(last[:, 0], expected[:, -1], rtol=1e-4, atol=1e-4)
+        monkeypatch.setattr(Rotation, "first", lambda self, y, *args: y)
+        cache.crop(-1)
+        unturned = model(input_ids=given["input_ids"][:, -1:], past_key_values=cache).logits
+    assert (unturned[:, 0] - expected[:, -1]).abs().max() > 1e-3
