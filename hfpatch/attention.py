@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import _is_tracing
 from torch.compiler import is_dynamo_compiling
 
 from .errors import PositionError
@@ -29,28 +30,32 @@ class Rotation:
 
     Args:
         rotary: the module that a scheme attached.
-        phases: what its forward made of the tokens' positions.
+        positions: of the tokens (B or 1, T).
+        phases: what its forward makes of them, made when needed where it isn't given.
 
     Attributes:
         by_calls: whether the number of operations counts and not their sizes, as where one token is decoded eagerly.
     """
 
-    def __init__(self, rotary: Any, phases: Any):
-        self.rotary, self.phases, self.by_calls = rotary, phases, False
+    def __init__(self, rotary: Any, positions: Tensor | None, phases: Any = None):
+        self.rotary, self.positions, self.phases = rotary, positions, phases
+        self.by_calls = False
         self.turners: dict[Any, Rotate] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.phases is None:
+            self.phases = self.rotary(self.positions)
         return self.rotary.rotate(x, self.phases)
 
     def at(self, positions: Tensor) -> Rotation:
         """The same at other positions (B or 1, T)."""
-        return Rotation(self.rotary, self.rotary(positions))
+        return Rotation(self.rotary, positions)
 
     def first(self, y: Tensor, heads: int, turned: int) -> Tensor:
         """One token's y (B, 1, heads * head_dim) with the first heads turned."""
         kind = heads, turned, y.dtype
         if kind not in self.turners:
-            self.turners[kind] = self.rotary.turner(self.phases, *kind)
+            self.turners[kind] = self.rotary.turner(self.positions, *kind)
         return self.turners[kind](y)
 
 
@@ -58,7 +63,7 @@ class RotationInLine(Rotation):
     """Turns x (T, H, head_dim) or (B, rows, columns, H, head_dim)."""
 
     def __init__(self, rotary: Any, phases: Any, tokens: _Tokens):
-        super().__init__(rotary, phases)
+        super().__init__(rotary, None, phases)
         self.tokens = tokens
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -184,13 +189,13 @@ class Fused:
         """Attributes of the attention's view: the projection, whose queries and keys are turned."""
         shared = self.shared is not None and getattr(module, self.shared)
         bias = getattr(module, self.query_bias) if self.query_bias else None
-        first = rotate.first if isinstance(rotate, Rotation) and rotate.by_calls else None
+        few_calls = isinstance(rotate, Rotation) and rotate.by_calls
 
         def turn_blocks(y: Tensor) -> Tensor:
             heads = y.shape[-1] // head_dim
             turned = heads - 1 if shared else 2 * (heads // 3)
-            if first is not None:
-                return first(y, heads, turned)
+            if few_calls:
+                return rotate.first(y, heads, turned)  # type: ignore[attr-defined]
             qk, rest = y.view(*y.shape[:-1], heads, head_dim).split((turned, heads - turned), -2)
             return torch.cat((rotate(qk), rest), dim=-2).view(y.shape)
 
@@ -406,8 +411,7 @@ class AttentionLens:
         tokens: _Tokens,
     ) -> Rotation:
         """The rotation by phases that were handed down or, if there are none, by those that the attention makes."""
-        own = phases is None
-        if own:
+        if phases is None:
             axes = getattr(rotary, "axes", 1)
             if axes == 2 and tokens.lie_on_a_grid:
                 phases = rotary(tokens.places())
@@ -416,14 +420,14 @@ class AttentionLens:
                     f"{type(module).__name__} wasn't told where on the {axes}-axis grid its tokens lie: it was called "
                     "by another way than its model's forward. Use axes=1 for that."
                 )
+            elif positions is None:
+                phases = rotary(slots)
             else:
-                phases = rotary(slots if positions is None else self._checked(positions, tokens))
-        if not tokens.in_batches:
-            return RotationInLine(rotary, phases, tokens)
-        rotation = Rotation(rotary, phases)
-        if own and positions is not None:
-            _leave(rotation, positions)
-        return rotation
+                rotation = Rotation(rotary, self._checked(positions, tokens))
+                if tokens.in_batches and _left_on(positions, rotation):
+                    return rotation
+                phases = rotary(rotation.positions)
+        return Rotation(rotary, None, phases) if tokens.in_batches else RotationInLine(rotary, phases, tokens)
 
     def _slots(self, module: nn.Module, tokens: _Tokens, arguments: Arguments) -> Tensor:
         slots = torch.arange(tokens.number, device=tokens.device)[None]
@@ -487,29 +491,30 @@ def _swapped(x: Tensor, time: int) -> Tensor:
     return x if time == 1 else x.transpose(1, time)
 
 
-def _leave(rotation: Rotation, positions: Tensor) -> None:
-    """Leave a rotation on the tensor of its positions, for the layers that follow.
+def _left_on(positions: Tensor, rotation: Rotation) -> bool:
+    """Leave a rotation on the tensor of its positions, for the layers that follow, and say whether that's allowed.
 
     On a CPU alone: elsewhere a CUDA graph would replay what was left before it was captured.
     """
     rotary = rotation.rotary
     key = getattr(rotary, "key", None)
-    if key is None or not positions.is_cpu or has_hooks(rotary) or torch.compiler.is_compiling():
-        return
-    if torch._C._is_tracing() or torch.is_inference_mode_enabled() or positions.is_inference():
-        return
+    if torch.compiler.is_compiling() or _is_tracing() or key is None or has_hooks(rotary):
+        return False
+    if not positions.is_cpu or torch.is_inference_mode_enabled() or positions.is_inference():
+        return False
     rotation.by_calls = positions.shape[-1] == 1 and hasattr(rotary, "turner")
     setattr(positions, PHASES, {**getattr(positions, PHASES, {}), key: (positions._version, rotation)})
+    return True
 
 
 def _left(rotary: Any, positions: Tensor, states: Tensor, time: int) -> Rotation | None:
     """The rotation that an earlier layer left on its positions, if it fits these states."""
-    if is_dynamo_compiling() or torch._C._is_tracing() or not hasattr(positions, PHASES):
-        return None
-    if has_hooks(rotary) or states.dim() != 3 or positions.shape[-1] != states.shape[time]:
+    if is_dynamo_compiling() or _is_tracing() or not hasattr(positions, PHASES) or has_hooks(rotary):
         return None
     version, rotation = getattr(positions, PHASES).get(getattr(rotary, "key", None), (None, None))
-    return rotation if version == positions._version else None
+    shape = states.shape
+    fits = version == positions._version and len(shape) == 3 and rotation.positions.shape[1] == shape[time]
+    return rotation if fits else None
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from transformers import PreTrainedConfig
@@ -24,6 +23,7 @@ ORIGINAL = "original_max_position_embeddings"
 ADAPTIVE = ("dynamic", "longrope")  # scaling types whose frequencies go by the input's length
 FACTOR_BY_LENGTH = ("linear", "dynamic", "yarn", "longrope")  # whose factor is the new length over the old one
 PAPER: dict[str, Any] = {"theta": 10_000.0, "partial": 1.0, "pairing": "half", "axes": 1}
+SPREAD = "spread_over_heads"  # attribute of frequencies: them for each head of a projection
 THETA_OF_A_GRID = 100.0  # Heo et al. 2024 and DINOv3, as grids have few positions
 
 
@@ -105,33 +105,48 @@ class RotaryEmbedding(nn.Module):
         turned = torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
         return torch.cat((turned, *rest), dim=-1) if rest else turned
 
-    def turner(
-        self, phases: tuple[Tensor, Tensor], heads: int, turned: int, dtype: torch.dtype
-    ) -> Callable[[Tensor], Tensor]:
+    def turner(self, positions: Tensor, heads: int, turned: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """A function of y (B, 1, heads * head_dim) that turns the first heads and leaves the others as they are.
 
         It is for one token where nothing fuses operations: there each takes as long whatever it does, and these are
-        the fewest and fastest.
+        the fewest and fastest. So the others are turned as well, by frequencies of 0.
 
         Args:
-            phases: of the one token.
+            positions: (B or 1, 1).
             heads, turned: number of heads, and of those that are turned.
             dtype: of y.
         """
-        shape, rest = (-1, -1, turned, -1), (0, 0, 0, heads - turned)
-        cos, sin = (x if x.dtype == dtype else x.to(dtype) for x in phases)
-        cos, sin = F.pad(cos.expand(shape), rest, value=1.0), F.pad(sin.expand(shape), rest)
-        if not self.halves or self.rotary_dim < self.head_dim:
-            shape = (-1, 1, heads, self.head_dim)
-            return lambda y: self.rotate(y.view(shape), (cos, sin)).view(y.shape)
-        cos, sin = cos.unflatten(-1, (2, -1)), sin.unflatten(-1, (2, -1))
+        if not self.halves or self.axes > 1 or self.rotary_dim < self.head_dim or self.attention_scaling != 1:
+            phases, parts = self(positions), (turned, heads - turned)
+
+            def turn(y: Tensor) -> Tensor:
+                x, rest = y.view(-1, 1, heads, self.head_dim).split(parts, dim=-2)
+                return torch.cat((self.rotate(x, phases), rest), dim=-2).view(y.shape)
+
+            return turn
+        angles = positions.view(-1, 1, 1, 1, 1) * self._frequencies_of(heads, turned, positions)
+        cos, sin = angles.cos(), angles.sin()
+        if dtype != cos.dtype:
+            cos, sin = cos.to(dtype), sin.to(dtype)
         pairs = -1, 1, heads, 2, self.head_dim // 2
 
-        def turn(y: Tensor) -> Tensor:
+        def turn_all(y: Tensor) -> Tensor:
             x = y.view(pairs)
             return (x * cos).addcmul_(x.flip(-2), sin).view(y.shape)
 
-        return turn
+        return turn_all
+
+    def _frequencies_of(self, heads: int, turned: int, positions: Tensor) -> Tensor:
+        """Frequencies (heads, 2, head_dim / 2) by which each half is turned; kept with those they are made of."""
+        frequencies = self.frequencies_for(positions)
+        now = heads, turned, -1 if frequencies.is_inference() else frequencies._version
+        kept, spread = getattr(frequencies, SPREAD, (None, frequencies))
+        if kept != now:
+            still = torch.zeros(heads - turned, 2, frequencies.shape[0], device=frequencies.device)
+            signed = torch.stack((-frequencies, frequencies)).expand(turned, -1, -1)
+            spread = torch.cat((signed, still))
+            setattr(frequencies, SPREAD, (now, spread))
+        return spread
 
     def extra_repr(self) -> str:
         return self.scheme.describe(self.head_dim)

@@ -94,13 +94,14 @@ def test_a_model_in_half_precision_takes_the_angles_of_before() -> None:
 )
 def test_one_token_in_few_calls(options: dict[str, Any], dtype: torch.dtype) -> None:
     rotary = RotaryEmbedding(RoPE(theta=100.0, **options).resolved(), 8, 64)
-    phases = rotary(torch.tensor([[3], [5], [0]]))  # rows with positions of their own
+    positions = torch.tensor([[3], [5], [0]])  # rows with positions of their own
+    phases = rotary(positions)
     y = torch.randn(3, 1, 6 * 8, dtype=dtype, generator=torch.Generator().manual_seed(0)).requires_grad_()
     along = torch.randn(3, 1, 6 * 8, dtype=dtype, generator=torch.Generator().manual_seed(1))
     q, v = y.view(3, 1, 6, 8).split((4, 2), dim=-2)
     wanted = torch.cat((rotary.rotate(q, phases), v), dim=-2).view(y.shape)
     given = y.detach().clone()
-    found = rotary.turner(phases, 6, 4, dtype)(y)
+    found = rotary.turner(positions, 6, 4, dtype)(y)
     assert found.dtype == dtype
     assert torch.equal(y, given), "the projection's output is left alone"
     assert torch.equal(found[..., 32:], y[..., 32:])
