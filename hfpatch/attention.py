@@ -424,7 +424,7 @@ class AttentionLens:
                 phases = rotary(slots)
             else:
                 rotation = Rotation(rotary, self._checked(positions, tokens))
-                if tokens.in_batches and _left_on(positions, rotation):
+                if tokens.in_batches and _leave(positions, rotation):
                     return rotation
                 phases = rotary(rotation.positions)
         return Rotation(rotary, None, phases) if tokens.in_batches else RotationInLine(rotary, phases, tokens)
@@ -491,7 +491,7 @@ def _swapped(x: Tensor, time: int) -> Tensor:
     return x if time == 1 else x.transpose(1, time)
 
 
-def _left_on(positions: Tensor, rotation: Rotation) -> bool:
+def _leave(positions: Tensor, rotation: Rotation) -> bool:
     """Leave a rotation on the tensor of its positions, for the layers that follow, and say whether that's allowed.
 
     On a CPU alone: elsewhere a CUDA graph would replay what was left before it was captured.
@@ -502,7 +502,7 @@ def _left_on(positions: Tensor, rotation: Rotation) -> bool:
         return False
     if not positions.is_cpu or torch.is_inference_mode_enabled() or positions.is_inference():
         return False
-    rotation.by_calls = positions.shape[-1] == 1 and hasattr(rotary, "turner")
+    rotation.by_calls = positions.shape[-1] == 1 and getattr(rotary, "has_turner", False)
     setattr(positions, PHASES, {**getattr(positions, PHASES, {}), key: (positions._version, rotation)})
     return True
 

@@ -50,6 +50,8 @@ class RotaryEmbedding(nn.Module):
         self.halves = scheme.pairing == "half"
         self.key = f"{scheme} {head_dim} {max_positions}"  # rotations with the same key are equal
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
+        whole = self.rotary_dim == head_dim and self.axes == 1 and self.attention_scaling == 1
+        self.has_turner = self.halves and whole
 
     def _frequencies(self) -> Tensor:
         with torch.device("cpu"):  # whatever the default device is while a model loads
@@ -109,39 +111,31 @@ class RotaryEmbedding(nn.Module):
         """A function of y (B, 1, heads * head_dim) that turns the first heads and leaves the others as they are.
 
         It is for one token where nothing fuses operations: there each takes as long whatever it does, and these are
-        the fewest and fastest. So the others are turned as well, by frequencies of 0.
+        the fewest and fastest. So the others are turned as well, by frequencies of 0. Only where `has_turner`.
 
         Args:
             positions: (B or 1, 1).
             heads, turned: number of heads, and of those that are turned.
             dtype: of y.
         """
-        if not self.halves or self.axes > 1 or self.rotary_dim < self.head_dim or self.attention_scaling != 1:
-            phases, parts = self(positions), (turned, heads - turned)
-
-            def turn(y: Tensor) -> Tensor:
-                x, rest = y.view(-1, 1, heads, self.head_dim).split(parts, dim=-2)
-                return torch.cat((self.rotate(x, phases), rest), dim=-2).view(y.shape)
-
-            return turn
         angles = positions.view(-1, 1, 1, 1, 1) * self._frequencies_of(heads, turned, positions)
         cos, sin = angles.cos(), angles.sin()
         if dtype != cos.dtype:
             cos, sin = cos.to(dtype), sin.to(dtype)
         pairs = -1, 1, heads, 2, self.head_dim // 2
 
-        def turn_all(y: Tensor) -> Tensor:
+        def turn(y: Tensor) -> Tensor:
             x = y.view(pairs)
             return (x * cos).addcmul_(x.flip(-2), sin).view(y.shape)
 
-        return turn_all
+        return turn
 
     def _frequencies_of(self, heads: int, turned: int, positions: Tensor) -> Tensor:
         """Frequencies (heads, 2, head_dim / 2) by which each half is turned; kept with those they are made of."""
         frequencies = self.frequencies_for(positions)
-        now = heads, turned, -1 if frequencies.is_inference() else frequencies._version
+        now = heads, turned, None if frequencies.is_inference() else frequencies._version
         kept, spread = getattr(frequencies, SPREAD, (None, frequencies))
-        if kept != now:
+        if kept != now or frequencies.is_inference():
             still = torch.zeros(heads - turned, 2, frequencies.shape[0], device=frequencies.device)
             signed = torch.stack((-frequencies, frequencies)).expand(turned, -1, -1)
             spread = torch.cat((signed, still))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -89,11 +91,8 @@ def test_a_model_in_half_precision_takes_the_angles_of_before() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(
-    "options", [{}, {"partial": 0.5}, {"pairing": "interleaved"}, {"pairing": "interleaved", "partial": 0.5}]
-)
-def test_one_token_in_few_calls(options: dict[str, Any], dtype: torch.dtype) -> None:
-    rotary = RotaryEmbedding(RoPE(theta=100.0, **options).resolved(), 8, 64)
+def test_one_token_in_few_calls(dtype: torch.dtype) -> None:
+    rotary = RotaryEmbedding(RoPE(theta=100.0).resolved(), 8, 64)
     positions = torch.tensor([[3], [5], [0]])  # rows with positions of their own
     phases = rotary(positions)
     y = torch.randn(3, 1, 6 * 8, dtype=dtype, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -109,6 +108,15 @@ def test_one_token_in_few_calls(options: dict[str, Any], dtype: torch.dtype) -> 
     torch.testing.assert_close(found, wanted, **tolerance)
     gradients = (torch.autograd.grad(out, y, along)[0] for out in (found, wanted))
     torch.testing.assert_close(*gradients, **tolerance)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"partial": 0.5}, {"pairing": "interleaved"}, {"axes": 2}, {"scaling": {"rope_type": "yarn", "factor": 4.0}}],
+)
+def test_rotations_of_other_kinds_take_the_usual_way(options: dict[str, Any]) -> None:
+    assert RotaryEmbedding(RoPE().resolved(), 8, 64).has_turner
+    assert not RotaryEmbedding(RoPE(**options).resolved(), 8, 64).has_turner
 
 
 def test_decoding_takes_the_few_calls_where_nothing_fuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,3 +139,24 @@ def test_decoding_takes_the_few_calls_where_nothing_fuses_them(monkeypatch: pyte
         cache.crop(-1)
         unturned = model(input_ids=given["input_ids"][:, -1:], past_key_values=cache).logits
     assert (unturned[:, 0] - expected[:, -1]).abs().max() > 1e-3
+
+
+def test_frequencies_that_change_turn_one_token_otherwise() -> None:
+    """What is kept of them belongs to these frequencies, as they were."""
+    rotary = RotaryEmbedding(RoPE().resolved(), 8, 64)
+    position, y = torch.tensor([[3]]), torch.ones(1, 1, 3 * 8)
+
+    def turned() -> torch.Tensor:
+        found = rotary.turner(position, 3, 2, y.dtype)(y)
+        wanted = rotary.rotate(y.view(1, 1, 3, 8)[:, :, :2], rotary(position)).flatten(-2)
+        torch.testing.assert_close(found[..., :16], wanted, rtol=0, atol=1e-6)
+        return found
+
+    before = turned()
+    rotary.inv_freq.mul_(2)
+    assert (turned() - before).abs().max() > 0.1
+    rotary.reset()
+    assert torch.equal(turned(), before)
+    assert torch.equal(rotary.turner(position, 3, 1, y.dtype)(y)[..., 8:], y[..., 8:])
+    rotary = pickle.loads(pickle.dumps(copy.deepcopy(rotary)))
+    assert torch.equal(turned(), before)
