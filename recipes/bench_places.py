@@ -1,7 +1,8 @@
 """Replaced modules where they stand: their time inside a forward and a decoding, patched and unpatched.
 
 A few per cent of a model's time are less than what one run of it differs from the next; the same difference, of the
-modules alone that a patch replaces, stands out. What a patch does to the rest of the model isn't in it.
+modules alone that a patch replaces, stands out, the more so the shorter the turns are: a token each in decoding. What a
+patch does to the rest of the model isn't in it.
 """
 
 import time
@@ -11,10 +12,11 @@ from functools import wraps
 from typing import Any
 
 import torch
-from bench_models import DECODING, FORWARD, NATIVE, UNPATCHED, Groups, decoding, forward, groups_of
+from bench_models import DECODING, FORWARD, NATIVE, UNPATCHED, Groups, forward, groups_of
 from timing import Entrant, race
 from torch import nn
 
+TOKENS = 8  # that are decoded for each repeat
 Places = dict[str, list[str]]  # by patch, the paths of the modules that it replaced
 
 
@@ -62,6 +64,23 @@ def place_groups(config: Any, device: torch.device) -> Groups:
         yield from groups_of("places", (FORWARD, DECODING), measured, config, device)
 
 
+def one_token(model: Any, given: dict[str, Any], config: Any) -> Callable[[], Any]:
+    """A token more behind a prompt, until `new_tokens` have come: then the first again."""
+    model.eval().to(getattr(torch, config.precision))
+    prompt = given["input_ids"][:, : config.new_tokens]
+    with torch.no_grad():
+        cache = model(prompt, use_cache=True).past_key_values
+    full = prompt.shape[1] + config.new_tokens
+
+    @torch.no_grad()
+    def once() -> None:
+        if cache.get_seq_length() == full:
+            cache.crop(-config.new_tokens)
+        model(prompt[:, -1:], past_key_values=cache, use_cache=True)
+
+    return once
+
+
 def measured(work: str, made: Callable[[], Any], config: Any, device: torch.device) -> dict[str, Any]:
     models, missing, given = made()
     models = {name: model for name, model in models.items() if NATIVE not in name}
@@ -71,8 +90,8 @@ def measured(work: str, made: Callable[[], Any], config: Any, device: torch.devi
     entrants = []
     with ExitStack() as stack:
         for name, model in models.items():
-            once = forward(model, given, config) if work == FORWARD else decoding(model, given, config, static=False)
+            once = (forward if work == FORWARD else one_token)(model, given, config)
             own = places if name == UNPATCHED else {name: places[name]}
             entrants.append(Entrant(name, "eager", once, model, inside=stack.enter_context(clocked(model, own))))
-        timings = race(entrants, config.repeats, device)
+        timings = race(entrants, config.repeats * (1 if work == FORWARD else TOKENS), device)
     return {"missing": missing, "modules": {name: len(paths) for name, paths in places.items()}, "timings": timings}

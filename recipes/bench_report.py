@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from bench_micro import BASIS, COPY
 from bench_models import NATIVE, UNPATCHED
+from bench_places import TOKENS
 from report import COLOURS, machine, table
 from timing import MODES, middle, ratios
 
@@ -142,8 +143,9 @@ def benchmark_report(results: dict[str, Any]) -> str:
             *places_table(parts["places"]),
             "",
             f"{sizes(parts['places'], config)}; eager. The modules that a patch replaced, timed where they stand in "
-            "the model: *unpatched*, *patched*: their time in all. The ratio is that of the whole model's time if "
-            f"nothing else of it changed. {control}",
+            "the model: *unpatched*, *patched*: their time in all, in decoding for a token, after each of which it's "
+            f"the next model's turn ({TOKENS} for each sample of the rest). The ratio is that of the whole model's "
+            f"time if nothing else of it changed. {control}",
             "",
         ]
     if parts["micro"]:

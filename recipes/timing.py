@@ -70,7 +70,8 @@ def race(entrants: list[Entrant], repeats: int, device: torch.device) -> list[di
     """Time them in turn, `repeats` samples each after runs that warm them up; one that fails is left out.
 
     Each round has an order of its own, and all models' weights lie in the same memory: decoding reads all of them for
-    every token, and of two equal models one takes up to 5 % longer, by where in memory it lies.
+    every token, and of two equal models one takes up to 5 % longer, by where in memory it lies. Those that are equal
+    stay there from one model's turn to the next.
 
     Returns:
         For each a `Timing` as a dictionary, in the order given.
@@ -130,49 +131,80 @@ def _peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     return peak
 
 
-Weights = dict[nn.Module, list[tuple[nn.Parameter, Tensor]]]  # of each model, and the values that they have
+@dataclass
+class Weights:
+    """Parameters of models that lie in the same memory.
+
+    Attributes:
+        of: each model's parameters and the values that they have, the same tensor where they are equal.
+        laid: what lies in a place, by its address.
+    """
+
+    of: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = field(default_factory=dict)
+    laid: dict[int, Tensor] = field(default_factory=dict)
+
+    def lay(self, model: nn.Module) -> None:
+        """Put a model's values where its parameters lie, unless they lie there already."""
+        for parameter, values in self.of[model]:
+            if self.laid.get(parameter.data_ptr()) is not values:
+                parameter.data.copy_(values)
+                self.laid[parameter.data_ptr()] = values
+
+    def forget_changed(self, model: nn.Module, versions: list[int]) -> None:
+        """What was written to since then, as in a training step, isn't what was laid any more."""
+        for (parameter, _), version in zip(self.of[model], versions, strict=True):
+            if parameter._version != version:
+                self.laid.pop(parameter.data_ptr(), None)
 
 
 @contextmanager
 def _in_one_place(entrants: list[Entrant]) -> Iterator[Weights]:
     """While it lasts, the models' parameters share memory, the n-th of a shape with the n-th of that shape."""
     places: dict[Any, Tensor] = {}
-    weights: Weights = {}
+    known: dict[Any, list[Tensor]] = {}
+    weights, own = Weights(), []
     for model in dict.fromkeys(entrant.model for entrant in entrants if entrant.model is not None):
-        weights[model] = [(p, p.data) for p in model.parameters()]
         number: Counter[Any] = Counter()
-        for parameter, values in weights[model]:
+        weights.of[model] = []
+        for parameter in model.parameters():
+            values = parameter.data
+            own.append((parameter, values))
             shape = (values.shape, values.stride(), values.dtype, values.device)
             place = shape, number[shape]
+            number[shape] += 1
             if place not in places:
                 places[place] = torch.empty_like(values)
+            same = known.setdefault(place, [])
+            equal = next((other for other in same if torch.equal(other, values)), None)
+            if equal is None:
+                same.append(equal := values)
+            weights.of[model].append((parameter, equal))
             parameter.data = places[place]
-            number[shape] += 1
     try:
         yield weights
     finally:
-        for parameter, values in (pair for pairs in weights.values() for pair in pairs):
+        for parameter, values in own:
             parameter.data = values
 
 
 @contextmanager
 def _having_its_turn(entrant: Entrant, weights: Weights) -> Iterator[None]:
     """The model's values where its weights lie; its compiled regions for a compiled entrant, none for an eager one."""
-    if entrant.model is None:
+    model = entrant.model
+    if model is None:
         yield
         return
-    for parameter, values in weights[entrant.model]:
-        parameter.data.copy_(values)
-    if entrant.mode == "compiled":
-        yield
-        return
-    calls = {module: module._compiled_call_impl for module in entrant.model.modules()}
-    uncompile_model(entrant.model)
+    weights.lay(model)
+    versions = [parameter._version for parameter, _ in weights.of[model]]
+    calls = {module: module._compiled_call_impl for module in model.modules()}
+    if entrant.mode != "compiled":
+        uncompile_model(model)
     try:
         yield
     finally:
         for module, call in calls.items():
             module._compiled_call_impl = call
+        weights.forget_changed(model, versions)
 
 
 def _clock(run: Callable[[], Any], device: torch.device, times: int = 1) -> float:

@@ -217,8 +217,9 @@ def test_weights_lie_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None
         parameters = list(models[name].parameters())
         as_given = all(map(torch.equal, parameters, values[name]))
         turns[name].append(([p.data_ptr() for p in parameters], as_given))
-        for parameter in parameters:
-            parameter.data.add_(1)  # as training does
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(1)  # as training does
 
     race([Entrant(name, "eager", lambda name=name: work(name), model) for name, model in models.items()], 3, CPU)
     for name in models:
@@ -228,6 +229,20 @@ def test_weights_lie_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None
     for name, model in models.items():  # and then each has its own again
         assert [p.data_ptr() for p in model.parameters()] == own[name]
         assert all(map(torch.equal, model.parameters(), values[name]))
+
+
+def test_equal_weights_stay_where_they_lie() -> None:
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    patched = copy.deepcopy(plain)
+    nn.init.zeros_(patched[1].bias)
+    entrants = [Entrant(name, "eager", lambda: None, model) for name, model in (("a", plain), ("b", patched))]
+    with timing._in_one_place(entrants) as weights:
+        for entrant in entrants:
+            with timing._having_its_turn(entrant, weights):
+                laid = dict(weights.laid)
+        weights.lay(plain)
+        changed = [address for address, values in weights.laid.items() if laid[address] is not values]
+        assert changed == [plain[1].bias.data_ptr()]
 
 
 def test_a_ratio_is_that_of_runs_of_the_same_round() -> None:
