@@ -47,6 +47,9 @@ class Rotation:
             self.phases = self.rotary(self.positions)
         return self.rotary.rotate(x, self.phases)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "turners": {}}  # which can't be pickled, as the tensor that a rotation is left on can
+
     def at(self, positions: Tensor) -> Rotation:
         """The same at other positions (B or 1, T)."""
         return Rotation(self.rotary, positions)
@@ -423,10 +426,11 @@ class AttentionLens:
             elif positions is None:
                 phases = rotary(slots)
             else:
-                rotation = Rotation(rotary, self._checked(positions, tokens))
-                if tokens.in_batches and _leave(positions, rotation):
+                checked = self._checked(positions, tokens)
+                rotation = _leave(rotary, checked, positions) if tokens.in_batches else None
+                if rotation is not None:
                     return rotation
-                phases = rotary(rotation.positions)
+                phases = rotary(checked)
         return Rotation(rotary, None, phases) if tokens.in_batches else RotationInLine(rotary, phases, tokens)
 
     def _slots(self, module: nn.Module, tokens: _Tokens, arguments: Arguments) -> Tensor:
@@ -491,20 +495,21 @@ def _swapped(x: Tensor, time: int) -> Tensor:
     return x if time == 1 else x.transpose(1, time)
 
 
-def _leave(positions: Tensor, rotation: Rotation) -> bool:
-    """Leave a rotation on the tensor of its positions, for the layers that follow, and say whether that's allowed.
+def _leave(rotary: Any, positions: Tensor, given: Tensor) -> Rotation | None:
+    """A rotation by positions (B or 1, T) that is left on the tensor they were given as, for the layers that follow.
 
-    On a CPU alone: elsewhere a CUDA graph would replay what was left before it was captured.
+    None where nothing may be left: on a CPU alone, since elsewhere a CUDA graph would replay what was left before it
+    was captured.
     """
-    rotary = rotation.rotary
     key = getattr(rotary, "key", None)
     if torch.compiler.is_compiling() or _is_tracing() or key is None or has_hooks(rotary):
-        return False
-    if not positions.is_cpu or torch.is_inference_mode_enabled() or positions.is_inference():
-        return False
-    rotation.by_calls = positions.shape[-1] == 1 and getattr(rotary, "has_turner", False)
-    setattr(positions, PHASES, {**getattr(positions, PHASES, {}), key: (positions._version, rotation)})
-    return True
+        return None
+    if not given.is_cpu or torch.is_inference_mode_enabled() or given.is_inference():
+        return None
+    rotation = Rotation(rotary, positions.detach())  # another tensor, else each would hold the other
+    rotation.by_calls = positions.shape[1] == 1 and getattr(rotary, "has_turner", False)
+    setattr(given, PHASES, {**getattr(given, PHASES, {}), key: (given._version, rotation)})
+    return rotation
 
 
 def _left(rotary: Any, positions: Tensor, states: Tensor, time: int) -> Rotation | None:

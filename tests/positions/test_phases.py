@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import inputs, patch, tiny
 
-from hfpatch.attention import Rotation
+from hfpatch.attention import PHASES, Rotation
 from hfpatch.positions import RoPE, RotaryEmbedding
 
 
@@ -65,6 +67,24 @@ def test_rotations_that_differ_dont_share(calls: list[int]) -> None:
         alone = model(**{**given, "position_ids": given["position_ids"].clone()}).logits
     assert len(calls) == 2
     assert torch.equal(shared, alone)
+
+
+@pytest.mark.parametrize("number", [1, 9])
+def test_what_is_left_on_positions_goes_with_them(number: int) -> None:
+    model, given = made()
+    positions = torch.arange(number)[None]
+    with torch.no_grad():
+        expected = model(given["input_ids"][:, :number], position_ids=positions).logits
+        for copied in (copy.deepcopy(positions), pickle.loads(pickle.dumps(positions))):
+            assert torch.equal(model(given["input_ids"][:, :number], position_ids=copied).logits, expected)
+    left = [weakref.ref(rotation) for _, rotation in getattr(positions, PHASES).values()]
+    assert left
+    gc.disable()
+    try:
+        del positions
+        assert [one() for one in left] == [None], "without the garbage collector, which may be off"
+    finally:
+        gc.enable()
 
 
 def test_inference_mode_leaves_nothing_that_training_cant_use() -> None:
