@@ -103,11 +103,14 @@ def _unrotated(attention: nn.Module) -> Iterator[None]:
     if rotary is None:
         yield
         return
+    key = rotary.__dict__.pop("key", None)  # without it the rotation is shared with no other layer
     rotary.__dict__["rotate"] = lambda x, phases: x
     try:
         yield
     finally:
         del rotary.__dict__["rotate"]
+        if key is not None:
+            rotary.__dict__["key"] = key
 
 
 def reached(model: nn.Module, inputs: Mapping[str, Any], found: FoundStack) -> bool:

@@ -13,7 +13,7 @@ from .positions import Position
 from .tried_bias import why_no_bias
 from .view import host_class
 
-_NUMBER_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_NUMBER_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")
 
 
 def bias_for(name: str, module: nn.Module, lens: AttentionLens, scheme: Position) -> nn.Module | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ class Sliced:
         slices: how many.
     """
 
+    beside_keys: ClassVar[None] = None
     name: str
     slices: int
 
