@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -172,7 +172,6 @@ class Fused:
         query_bias: Parameter (heads * head_dim,) that the attention adds to the queries itself.
     """
 
-    beside_keys: ClassVar[None] = None
     name: str
     by_head: bool = False
     shared: str | None = None
@@ -215,10 +214,6 @@ class Fused:
         if bias is not None:  # is added above, where it turns with the queries
             attributes[self.query_bias] = torch.zeros_like(bias)  # type: ignore[index]
         return attributes
-
-    def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
-        """Arguments of the attention that turn as well: none."""
-        return {}
 
 
 def channels_per_head(module: nn.Module, attribute: str, projections: Projections | Fused) -> int:
@@ -346,7 +341,7 @@ class AttentionLens:
         if rotation is not None:
             head_dim = channels_per_head(module, self.head_dim, self.projections)
             attributes.update(self.projections.rotated(module, arguments, head_dim, rotation))
-            if self.projections.beside_keys is not None:
+            if isinstance(self.projections, Projections):
                 filled.update(self.projections.turned(arguments, rotation))
         if handed_down is not None:
             filled[PHASES] = TAKEN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ class Sliced:
         slices: how many.
     """
 
-    beside_keys: ClassVar[None] = None
     name: str
     slices: int
 
@@ -33,10 +32,6 @@ class Sliced:
     def query_width(self, module: nn.Module) -> int:
         """heads * head_dim."""
         return getattr(module, self.name).weight.shape[0] // 3
-
-    def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
-        """Arguments of the attention that turn as well: none."""
-        return {}
 
     def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
         def turned(x: Tensor) -> Tensor:
