@@ -42,34 +42,37 @@ class RMSNorm(AffineNorm):
         if type(h) is Tensor and h.is_cpu and not (is_dynamo_compiling() or _C._is_tracing() or _is_transformed()):
             facts = self.facts
             shape = h.shape[-len(facts.shape) or -1 :]
-            if gain is not None and gain.dtype in HALF:
-                gain = gain.to(h.dtype)
-            if shift is not None and shift.dtype in HALF:
-                shift = shift.to(h.dtype)
-            if per_channel(h, shape, gain, shift):
-                if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (h, gain, shift)):
-                    return _EagerRMSNorm.apply(h, gain, shift, shape, facts.eps)
-                return _computed(h, gain, shift, shape, facts.eps)[0]
+            if not per_channel(h, shape, gain, shift):
+                gain, shift = (x.to(h.dtype) if x is not None and x.dtype in HALF else x for x in (gain, shift))
+                if not per_channel(h, shape, gain, shift):
+                    return super().normed(h, gain, shift)
+            eps = self.eps_for(h) if facts.eps is None else facts.eps
+            if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (h, gain, shift)):
+                return _EagerRMSNorm.apply(h, gain, shift, shape, eps)
+            return _computed(h, gain, shift, shape, eps)[0]
         return super().normed(h, gain, shift)
 
 
 def _computed(
-    h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch.Size, eps: float | None
+    h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch.Size, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The norm, in as few calls as there can be, and 1 / sqrt(mean(h^2) + eps); autograd mustn't look at it."""
-    axes, share, least = _constants(shape, eps, h.dtype)
-    length = vector_norm(h, dim=axes, keepdim=True)
+    """The norm of n numbers, in as few calls as there can be, and sqrt(|h|^2 + n eps); autograd mustn't look at it."""
+    axes, root, least, factor = _constants(shape, eps, h.dtype)
     # a number in a sum or a product would cost more than the kernel where a token is decoded
-    scale = torch.addcmul(least, length, length, value=share).rsqrt_()
-    normalised = h * scale
-    return affine(normalised, gain, shift, out=normalised), scale
+    length = vector_norm(h, 2, axes, True).hypot_(least)
+    if gain is None or shift is None:
+        normalised = h * root.div(length)
+        return affine(normalised, gain, shift, out=normalised), length
+    normalised = h.div(length)
+    return torch.addcmul(shift, normalised, gain, value=factor, out=normalised), length
 
 
 @cache
-def _constants(shape: torch.Size, eps: float | None, dtype: torch.dtype) -> tuple[tuple[int, ...], float, Tensor]:
-    """The axes of a shape, one over how many numbers it has, and eps or, where there is none, dtype's."""
-    eps = torch.finfo(dtype).eps if eps is None else eps
-    return tuple(range(-len(shape), 0)), 1 / shape.numel(), torch.tensor(eps, dtype=dtype, device="cpu")
+def _constants(shape: torch.Size, eps: float, dtype: torch.dtype) -> tuple[tuple[int, ...], Tensor, Tensor, float]:
+    """The axes of a shape of n numbers, sqrt(n), sqrt(n eps), and sqrt(n) as a float."""
+    factor = math.sqrt(shape.numel())
+    root, least = (torch.tensor(x, dtype=dtype, device="cpu") for x in (factor, factor * math.sqrt(eps)))
+    return tuple(range(-len(shape), 0)), root, least, factor
 
 
 def _is_transformed() -> bool:
@@ -86,25 +89,25 @@ class _EagerRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch.Size, eps: float | None
+        ctx: Any, h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch.Size, eps: float
     ) -> Tensor:
-        y, scale = _computed(h, gain, shift, shape, eps)
-        ctx.save_for_backward(h, gain, shift, scale)
+        y, length = _computed(h, gain, shift, shape, eps)
+        ctx.save_for_backward(h, gain, shift, length)
         ctx.shape, ctx.eps = shape, eps
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        h, gain, shift, scale = ctx.saved_tensors
-        wanted, shape = ctx.needs_input_grad[:3], ctx.shape
+        h, gain, shift, length = ctx.saved_tensors
+        wanted, shape, n = ctx.needs_input_grad[:3], ctx.shape, ctx.shape.numel()
         if torch.is_grad_enabled() or _is_transformed():  # differentiated again: the kernel's derivatives are others
             axes = tuple(range(-len(shape), 0))
-            scale = (h.square().mean(axes, keepdim=True) + _constants(shape, ctx.eps, h.dtype)[2]).rsqrt()
+            scale = (h.square().mean(axes, keepdim=True) + ctx.eps).rsqrt()
             g = grad if gain is None else grad * gain
             d_h = scale * (g - h * scale.square() * (g * h).mean(axes, keepdim=True))
             d_gain, d_shift = (x.reshape(-1, *shape).sum(0) for x in (grad * h * scale, grad))
             return *(x if want else None for x, want in zip((d_h, d_gain, d_shift), wanted, strict=True)), None, None
-        grad, n = grad.contiguous(), shape.numel()
+        grad, scale = grad.contiguous(), torch.div(_constants(shape, ctx.eps, h.dtype)[1], length)
         d_h, d_gain, d_shift = torch.ops.aten.native_layer_norm_backward(
             grad, h, shape, torch.zeros_like(scale), scale, gain, shift, wanted
         )

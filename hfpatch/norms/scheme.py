@@ -13,6 +13,7 @@ from ..scheme import Scheme
 from .detect import NormFacts
 
 HALF = (torch.float16, torch.bfloat16)
+PLAIN = (nn.Parameter, Tensor)  # classes that do nothing in a way of their own
 
 
 class AffineNorm(nn.Module):
@@ -124,12 +125,10 @@ def affine(h: Tensor, gain: Tensor | None, shift: Tensor | None, out: Tensor | N
 
 
 def per_channel(h: Tensor, shape: torch.Size, gain: Tensor | None, shift: Tensor | None) -> bool:
-    """Whether a kernel takes them with h: in its dtype, of the shape that is normalised together, and of no class that
-    does things in its own way.
-    """
-    dtype, plain = h.dtype, (nn.Parameter, Tensor)
-    return (gain is None or (type(gain) in plain and gain.dtype == dtype and gain.shape == shape)) and (
-        shift is None or (type(shift) in plain and shift.dtype == dtype and shift.shape == shape)
+    """Whether a kernel takes them with h: in its dtype, of the shape that is normalised together, and plain."""
+    dtype = h.dtype
+    return (gain is None or (type(gain) in PLAIN and gain.dtype is dtype and gain.shape == shape)) and (
+        shift is None or (type(shift) in PLAIN and shift.dtype is dtype and shift.shape == shape)
     )
 
 
