@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from daily import todays
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel
 
@@ -43,10 +43,7 @@ OTHERS = [
 
 
 def sample(size: int = 6) -> list[str]:
-    """The next families in line, other ones every day."""
-    names = [name for name in OTHERS if name in set(zoo.model_types())]
-    start = datetime.date.today().toordinal() * size
-    return [names[(start + place) % len(names)] for place in range(size)]
+    return todays([name for name in OTHERS if name in set(zoo.model_types())], size)
 
 
 def proposed(model_type: str) -> Proposal:

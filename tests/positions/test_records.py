@@ -6,20 +6,13 @@ every class that owns a table; the rest on a sample of them that moves on day by
 
 from __future__ import annotations
 
-import datetime
-
 import proof
 import pytest
+from daily import todays
 from proof import DIFFERENT, EXACT, HOMES, SAME, STACKS
 
 OWNERS = proof.here()
 SAMPLE = 10
-
-
-def sample(names: list[str], size: int = SAMPLE) -> list[str]:
-    """The next names in line, other ones every day."""
-    start = datetime.date.today().toordinal() * size
-    return [names[(start + place) % len(names)] for place in range(min(size, len(names)))]
 
 
 @pytest.mark.parametrize("owner", sorted(OWNERS, key=lambda owner: HOMES[owner]))
@@ -34,7 +27,7 @@ def test_only_differences_of_positions_count(owner: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "owner", sample([owner for owner in OWNERS if not STACKS[owner].causal and owner not in proof.ORDERED])
+    "owner", todays([owner for owner in OWNERS if not STACKS[owner].causal and owner not in proof.ORDERED], SAMPLE)
 )
 def test_without_positions_an_encoder_is_blind_to_order(owner: str) -> None:
     """Nothing else tells it where a token stands: no second table, no relative bias was left in."""
@@ -45,13 +38,13 @@ def test_without_positions_an_encoder_is_blind_to_order(owner: str) -> None:
     assert proof.blind(owner, "rope") >= DIFFERENT
 
 
-@pytest.mark.parametrize("owner", sample(OWNERS))
+@pytest.mark.parametrize("owner", todays(OWNERS, SAMPLE))
 def test_text_of_four_times_the_old_length(owner: str) -> None:
     if proof.longer(owner) is None:
         pytest.skip("the stack has no text")
 
 
-@pytest.mark.parametrize("model_type", sample(sorted({HOMES[owner] for owner in OWNERS})))
+@pytest.mark.parametrize("model_type", todays(sorted({HOMES[owner] for owner in OWNERS}), SAMPLE))
 def test_saved_and_loaded(model_type: str) -> None:
     assert proof.saved(model_type) == 0
 
@@ -59,7 +52,7 @@ def test_saved_and_loaded(model_type: str) -> None:
 GENERATING = [name for name in sorted({HOMES[owner] for owner in OWNERS}) if proof.decodes(name)]
 
 
-@pytest.mark.parametrize("model_type", sample(GENERATING))
+@pytest.mark.parametrize("model_type", todays(GENERATING, SAMPLE))
 def test_decoding_with_a_cache_equals_decoding_without(model_type: str) -> None:
     change = proof.cached(model_type)
     assert change is not None

@@ -6,7 +6,6 @@ All classes take about a minute a scheme (pytest -m sweep); by default a sample 
 from __future__ import annotations
 
 import copy
-import datetime
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from daily import todays
 from torch import Tensor, nn
 
 from hfpatch import NotPreservedWarning, UnsupportedError, patch_model, plan_patch
@@ -46,11 +46,6 @@ REASONS = (
     "its rows are computed",
     "reads a copy of its config",
 )
-
-
-def sample() -> list[str]:
-    start = datetime.date.today().toordinal() * SAMPLE
-    return [TYPES[(start + place) % len(TYPES)] for place in range(SAMPLE)]
 
 
 def outputs(model: nn.Module, inputs: dict[str, Any], found: Any = None, change: Any = None) -> dict[str, Tensor]:
@@ -134,7 +129,7 @@ def learned(model_type: str) -> bool:
 SCHEMES: dict[str, Callable[[str], bool]] = {"alibi": alibi, "sinusoidal": sinusoidal, "learned": learned}
 
 
-@pytest.mark.parametrize("model_type", sample())
+@pytest.mark.parametrize("model_type", todays(TYPES, SAMPLE))
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_served_or_refused_with_its_reason(scheme: str, model_type: str) -> None:
     SCHEMES[scheme](model_type)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import json
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ import exact
 import pytest
 import transformers
 import zoo
+from daily import todays
 
 from hfpatch import patch_model
 from hfpatch.convert.centring import Axis, Centring
@@ -26,12 +26,11 @@ def _report() -> dict:
 
 
 def _sample() -> list[str]:
-    """The next types in line among the quick ones that the committed report calls converted, other ones every day."""
+    """Quick ones that the committed report calls converted."""
     quick = [one for one in _report()["types"] if one["status"] in ("exact", "in part") and one["seconds"] < 3]
     good = [one["model_type"] for one in quick if one["model_type"] in zoo.model_types()]
     good = [model_type for model_type in good if model_type not in FIXED]
-    start = datetime.date.today().toordinal() * SAMPLE
-    return [good[(start + place) % len(good)] for place in range(min(SAMPLE, len(good)))]
+    return todays(good, SAMPLE)
 
 
 @pytest.mark.parametrize("model_type", FIXED)

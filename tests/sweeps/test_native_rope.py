@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 import transformers
 import zoo
+from daily import todays
 
 pytestmark = pytest.mark.filterwarnings("ignore::hfpatch.NotPreservedWarning")
 FIXED = ["llama", "phi", "gpt_neox"]
@@ -19,10 +19,8 @@ REPORT = json.loads(native_rope.REPORT.read_text())
 
 
 def _sample() -> list[str]:
-    """The next types in line, other ones every day."""
     types = [one for one, row in REPORT["types"].items() if "same" in row and one in zoo.model_types()]
-    start = datetime.date.today().toordinal() * SAMPLE
-    return [types[(start + place) % len(types)] for place in range(SAMPLE)]
+    return todays(types, SAMPLE)
 
 
 @pytest.mark.parametrize("model_type", [*FIXED, *_sample()])

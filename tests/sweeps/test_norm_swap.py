@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 
 import norm_swap
@@ -10,6 +9,7 @@ import pytest
 import torch
 import transformers
 import zoo
+from daily import todays
 
 FIXED = ["albert", "bloom", "cohere", "convnext", "deberta", "mpt", "nemotron", "olmo"]
 FIXED += ["llama4", "moonshine_streaming", "squeezebert"]  # a head's own config, a norm without a name, (B, C, T) norms
@@ -18,13 +18,12 @@ REPORT = norm_swap.HERE / "norm_swap.json"
 
 
 def _sample() -> list[str]:
-    """The next types in line among those that the committed report says convert, other ones every day."""
+    """Types that the committed report says convert."""
     types = json.loads(REPORT.read_text())["types"]
     here = set(zoo.model_types())
     good = [one["model_type"] for one in types if one["status"] == "ok" and one["model_type"] in here]
     good = [model_type for model_type in good if model_type not in FIXED]
-    start = datetime.date.today().toordinal() * SAMPLE
-    return [good[(start + place) % len(good)] for place in range(min(SAMPLE, len(good)))]
+    return todays(good, SAMPLE)
 
 
 @pytest.mark.parametrize("model_type", [*FIXED, *_sample()])
