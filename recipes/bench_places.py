@@ -1,4 +1,4 @@
-"""Replaced modules where they stand: their time inside a forward and a decoding, patched and unpatched.
+"""Replaced modules where they stand: their time in a training step, a forward, a decoding, unpatched and patched.
 
 A few per cent of a model's time are less than what one run of it differs from the next; the same difference, of the
 modules alone that a patch replaces, stands out, the more so the shorter the turns are: a token each in decoding. What a
@@ -12,9 +12,9 @@ from functools import wraps
 from typing import Any
 
 import torch
-from bench_models import DECODING, FORWARD, NATIVE, UNPATCHED, Groups, forward, groups_of
+from bench_models import DECODING, FORWARD, NATIVE, TRAINING, UNPATCHED, Groups, forward, groups_of, training_step
 from timing import Entrant, race
-from torch import nn
+from torch import Tensor, nn
 
 TOKENS = 8  # that are decoded for each repeat
 Places = dict[str, list[str]]  # by patch, the paths of the modules that it replaced
@@ -27,9 +27,34 @@ def replaced(plain: nn.Module, patched: nn.Module) -> list[str]:
     return [path for path in found if path and not any(other.startswith(f"{path}.") for other in found)]
 
 
+class _Passed(torch.autograd.Function):
+    """Tensors as they are; `then` is called when the gradients of all of them are known."""
+
+    @staticmethod
+    def forward(ctx: Any, then: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.then = then
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.then()
+        return None, *grads
+
+
+def passed(then: Callable[[], None], values: list[Any]) -> list[Any]:
+    """The values, of which those that have gradients tell when these are known."""
+    at = [i for i, x in enumerate(values) if isinstance(x, Tensor) and x.requires_grad]
+    found = dict(zip(at, _Passed.apply(then, *(values[i] for i in at)), strict=True)) if at else {}
+    return [found.get(i, x) for i, x in enumerate(values)]
+
+
 @contextmanager
 def clocked(model: nn.Module, places: Places) -> Iterator[dict[str, float]]:
-    """While it lasts, the seconds that the modules of each patch take are added up in what it yields."""
+    """While it lasts, the seconds that the modules of each patch take are added up in what it yields.
+
+    A backward lasts from the gradients of what a module returned to those of what it was given; that of an embedding
+    of whole numbers, which have none, isn't counted.
+    """
     spent = dict.fromkeys(places, 0.0)
     patches: dict[str, list[str]] = {}
     for patch, paths in places.items():
@@ -39,12 +64,26 @@ def clocked(model: nn.Module, places: Places) -> Iterator[dict[str, float]]:
     def timed(call: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
         @wraps(call)
         def measured(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            result = call(*args, **kwargs)
-            passed = time.perf_counter() - began
-            for name in names:
-                spent[name] += passed
-            return result
+            began = [0.0]
+
+            def begin() -> None:
+                began[0] = time.perf_counter()
+
+            def end() -> None:
+                seconds = time.perf_counter() - began[0]
+                for name in names:
+                    spent[name] += seconds
+
+            if not torch.is_grad_enabled():
+                begin()
+                result = call(*args, **kwargs)
+                end()
+                return result
+            given = passed(end, [*args, *kwargs.values()])
+            begin()
+            result = call(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+            end()
+            return tuple(passed(begin, list(result))) if isinstance(result, tuple) else passed(begin, [result])[0]
 
         return measured
 
@@ -61,7 +100,7 @@ def clocked(model: nn.Module, places: Places) -> Iterator[dict[str, float]]:
 def place_groups(config: Any, device: torch.device) -> Groups:
     """None on a GPU, which works behind the calls' backs."""
     if device.type == "cpu" and "eager" in config.modes:
-        yield from groups_of("places", (FORWARD, DECODING), measured, config, device)
+        yield from groups_of("places", (TRAINING, FORWARD, DECODING), measured, config, device)
 
 
 def one_token(model: Any, given: dict[str, Any], config: Any) -> Callable[[], Any]:
@@ -90,8 +129,11 @@ def measured(work: str, made: Callable[[], Any], config: Any, device: torch.devi
     entrants = []
     with ExitStack() as stack:
         for name, model in models.items():
-            once = (forward if work == FORWARD else one_token)(model, given, config)
+            if work == TRAINING:
+                once = training_step(model, given, config, device)
+            else:
+                once = (forward if work == FORWARD else one_token)(model, given, config)
             own = places if name == UNPATCHED else {name: places[name]}
             entrants.append(Entrant(name, "eager", once, model, inside=stack.enter_context(clocked(model, own))))
-        timings = race(entrants, config.repeats * (1 if work == FORWARD else TOKENS), device)
+        timings = race(entrants, config.repeats * (TOKENS if work == DECODING else 1), device)
     return {"missing": missing, "modules": {name: len(paths) for name, paths in places.items()}, "timings": timings}

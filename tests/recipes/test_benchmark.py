@@ -57,8 +57,8 @@ def test_places(tmp_path: Path) -> None:
     flags = ["--parts", "places", *SMALL, "--models", "gpt2", "bert", "--patches", "control", "rms", "rope", "rms+rope"]
     assert benchmark.main([*flags, *QUICK, "--output_dir", str(tmp_path)]) == 0
     groups = json.loads((tmp_path / "results.json").read_text())["groups"]
-    works = [("gpt2", "forward"), ("gpt2", "decoding"), ("bert", "forward")]
-    assert [(group["case"], group["work"]) for group in groups] == works
+    works = {"gpt2": ["training step", "forward", "decoding"], "bert": ["training step", "forward"]}
+    assert [(group["case"], group["work"]) for group in groups] == [(m, work) for m in works for work in works[m]]
     for group in groups:
         modules = group["modules"]
         assert modules["control"] == modules["rms+rope"] == modules["rms"] + modules["rope"]
@@ -92,6 +92,48 @@ def test_the_time_of_a_replaced_module(monkeypatch: pytest.MonkeyPatch) -> None:
     model(torch.ones(1))
     assert spent["rms"] == 3, "the modules are as they were"
     assert "forward" not in vars(model[0])
+
+
+def test_the_time_of_a_replaced_module_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the gradient of what it returns to that of what it's given, all of what it's given."""
+
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor, *, scale: torch.Tensor, mask: None = None) -> tuple[torch.Tensor, None]:
+            return wait(wait(x) * scale), None
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.norm, self.table = Attention(), nn.Linear(1, 1), nn.Embedding(2, 1)
+
+        def forward(self, ids: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            x = wait(self.table(ids))
+            return wait(self.norm(x + self.attention(x, scale=wait(scale), mask=None)[0])).sum()
+
+    class Wait(torch.autograd.Function):
+        """Takes a second forward and a hundred backward."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            now[0] += 1
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            now[0] += 100
+            return grad
+
+    now, wait = [0.0], Wait.apply
+    monkeypatch.setattr(bench_places.time, "perf_counter", lambda: now[0])
+    model, scale = Model(), torch.ones(1, requires_grad=True)
+    model(torch.tensor([1]), scale).backward()
+    expected = [p.grad.clone() for p in (*model.parameters(), scale)]
+    for parameter in (*model.parameters(), scale):
+        parameter.grad = None
+    with bench_places.clocked(model, {"rope": ["attention"], "rms": ["norm"], "nope": ["table"]}) as spent:
+        model(torch.tensor([1]), scale).backward()
+    assert spent == {"rope": 202, "rms": 0, "nope": 0}
+    assert all(torch.equal(p.grad, g) for p, g in zip((*model.parameters(), scale), expected, strict=True))
 
 
 def test_a_model_of_which_only_the_replaced_modules_changed() -> None:
