@@ -144,8 +144,8 @@ def benchmark_report(results: dict[str, Any]) -> str:
             "",
             f"{sizes(parts['places'], config)}; eager. The modules that a patch replaced, timed where they stand in "
             "the model: *unpatched*, *patched*: their time in all, in a training step forward and backward, in "
-            f"decoding for a token, after each of which it's the next model's turn ({TOKENS} for each sample of the rest). The "
-            f"ratio is that of the whole model's time if nothing else of it changed. {control}",
+            f"decoding for a token, after each of which it's the next model's turn ({TOKENS} for each sample of the "
+            f"rest). The ratio is that of the whole model's time if nothing else of it changed. {control}",
             "",
         ]
     if parts["micro"]:
