@@ -47,9 +47,9 @@ def show_middle(values: list[float]) -> str:
 
 
 def models_table(groups: list[Group]) -> list[str]:
+    """Without columns in which nothing was measured."""
     headings = ["model, work", "subject", "eager", "/ unpatched", "compiled", "/ unpatched", "/ eager", "first call"]
     rows: list[list[str]] = []
-    counted = any(t["peak_bytes"] is not None for group in groups for t in group["timings"])
     for group in groups:
         plain = {mode: find(group, UNPATCHED, mode) for mode in MODES}
         for i, subject in enumerate(subjects(group)):
@@ -59,11 +59,11 @@ def models_table(groups: list[Group]) -> list[str]:
             row += [show_time(compiled), show_ratio(compiled, plain["compiled"])]
             row.append(f"{middle(ratios(compiled, eager))[0]:.2f}" if compiled and eager else "-")
             row.append(f"{compiled['first_seconds']:.0f} s, {graphs(compiled)}" if compiled else "-")
-            if counted:
-                row.append(" / ".join(f"{t['peak_bytes'] / 2**20:,.0f}" if t else "-" for t in (eager, compiled)))
-            rows.append(row)
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    return table([[name, *cells] for name, cells in zip([*headings, "peak MiB"], columns, strict=False)])
+            peaks = [None if t is None else t["peak_bytes"] for t in (eager, compiled)]
+            told = " / ".join("-" if peak is None else f"{peak / 2**20:,.0f}" for peak in peaks)
+            rows.append([*row, told if any(peaks) else "-"])
+    columns = zip([*headings, "peak MiB"], *rows, strict=True)
+    return table([[*column] for column in columns if {*column[1:]} != {"-"}])
 
 
 def places_table(groups: list[Group]) -> list[str]:
