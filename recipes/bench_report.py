@@ -50,6 +50,7 @@ def models_table(groups: list[Group]) -> list[str]:
     """Without columns in which nothing was measured."""
     headings = ["model, work", "subject", "eager", "/ unpatched", "compiled", "/ unpatched", "/ eager", "first call"]
     rows: list[list[str]] = []
+    modes = [mode for mode in MODES if any(t["mode"] == mode for group in groups for t in group["timings"])]
     for group in groups:
         plain = {mode: find(group, UNPATCHED, mode) for mode in MODES}
         for i, subject in enumerate(subjects(group)):
@@ -59,7 +60,7 @@ def models_table(groups: list[Group]) -> list[str]:
             row += [show_time(compiled), show_ratio(compiled, plain["compiled"])]
             row.append(f"{middle(ratios(compiled, eager))[0]:.2f}" if compiled and eager else "-")
             row.append(f"{compiled['first_seconds']:.0f} s, {graphs(compiled)}" if compiled else "-")
-            peaks = [None if t is None else t["peak_bytes"] for t in (eager, compiled)]
+            peaks = [None if (t := find(group, subject, mode)) is None else t["peak_bytes"] for mode in modes]
             told = " / ".join("-" if peak is None else f"{peak / 2**20:,.0f}" for peak in peaks)
             rows.append([*row, told if any(peaks) else "-"])
     columns = zip([*headings, "peak MiB"], *rows, strict=True)
