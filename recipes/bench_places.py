@@ -64,21 +64,17 @@ def clocked(model: nn.Module, places: Places) -> Iterator[dict[str, float]]:
     def timed(call: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
         @wraps(call)
         def measured(*args: Any, **kwargs: Any) -> Any:
-            began = [0.0]
+            began = 0.0
 
             def begin() -> None:
-                began[0] = time.perf_counter()
+                nonlocal began
+                began = time.perf_counter()
 
             def end() -> None:
-                seconds = time.perf_counter() - began[0]
+                seconds = time.perf_counter() - began
                 for name in names:
                     spent[name] += seconds
 
-            if not torch.is_grad_enabled():
-                begin()
-                result = call(*args, **kwargs)
-                end()
-                return result
             given = passed(end, [*args, *kwargs.values()])
             begin()
             result = call(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))

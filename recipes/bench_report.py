@@ -54,15 +54,16 @@ def models_table(groups: list[Group]) -> list[str]:
     for group in groups:
         plain = {mode: find(group, UNPATCHED, mode) for mode in MODES}
         for i, subject in enumerate(subjects(group)):
-            eager, compiled = (find(group, subject, mode) for mode in MODES)
+            timings = {mode: find(group, subject, mode) for mode in MODES}
+            eager, compiled = timings.values()
             row = [f"{group['case']}, {group['work']}" if i == 0 else "", subject]
             row += [show_time(eager), show_ratio(eager, plain["eager"])]
             row += [show_time(compiled), show_ratio(compiled, plain["compiled"])]
             row.append(f"{middle(ratios(compiled, eager))[0]:.2f}" if compiled and eager else "-")
             row.append(f"{compiled['first_seconds']:.0f} s, {graphs(compiled)}" if compiled else "-")
-            peaks = [None if (t := find(group, subject, mode)) is None else t["peak_bytes"] for mode in modes]
+            peaks = [None if (t := timings[mode]) is None else t["peak_bytes"] for mode in modes]
             told = " / ".join("-" if peak is None else f"{peak / 2**20:,.0f}" for peak in peaks)
-            rows.append([*row, told if any(peaks) else "-"])
+            rows.append([*row, told if {*peaks} != {None} else "-"])
     columns = zip([*headings, "peak MiB"], *rows, strict=True)
     return table([[*column] for column in columns if {*column[1:]} != {"-"}])
 
