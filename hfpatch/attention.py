@@ -19,6 +19,7 @@ from .view import TAKEN, Arguments
 ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an attention
 BIAS = "score_bias"  # and of the one whose output is added to its scores
 TAKE_A_BIAS = ("eager", "sdpa")  # attention implementations that add a float mask (B or 1, H, T, S) to the scores
+NUMBER_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")  # attributes that say it
 PHASES = "position_phases"  # keyword argument in which a stack's owner hands them down, see grid.py
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .attention import NUMBER_OF_HEADS
 from .branches import Block, Branch, Call, Probe, observe_blocks
 from .convert.centring import pattern_of
 from .errors import UnsupportedError
@@ -155,7 +156,7 @@ def heads_of(block: nn.Module, projection: nn.Module, where: str) -> int:
     """
     for parent in block.modules():
         if any(child is projection for child in parent.children()):
-            for key in ("num_heads", "num_attention_heads", "n_heads", "n_head"):
+            for key in NUMBER_OF_HEADS:
                 for holder in (parent, getattr(parent, "config", None)):
                     if isinstance(getattr(holder, key, None), int):
                         return getattr(holder, key)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .architectures import Architecture, Stack
-from .attention import Fused, Projections, Window
+from .attention import NUMBER_OF_HEADS, Fused, Projections, Window
 from .convert.twin import twin
 from .edits import Edits
 from .errors import UnsupportedError
@@ -38,7 +38,7 @@ from .swap_positions import plan_positions
 from .view import host_class
 
 _HEAD_DIMS = ("head_dim", "attention_head_size", "dim_per_head", "d_kv", "head_size")
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "heads")
+_HEADS = (*NUMBER_OF_HEADS, "heads")
 _NAMES = (("query", "key"), ("q_proj", "k_proj"), ("q_lin", "k_lin"), ("q", "k"))
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "layer_state", "cache")
 _LAYERS = ("layer_idx", "layer_id", "layer_index")

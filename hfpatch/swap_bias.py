@@ -7,13 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from .attention import TAKE_A_BIAS, AttentionLens, attention_implementation, no_bias
+from .attention import NUMBER_OF_HEADS, TAKE_A_BIAS, AttentionLens, attention_implementation, no_bias
 from .errors import UnsupportedError
 from .positions import Position
 from .tried_bias import why_no_bias
 from .view import host_class
-
-_NUMBER_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")
 
 
 def bias_for(name: str, module: nn.Module, lens: AttentionLens, scheme: Position) -> nn.Module | None:
@@ -54,7 +52,7 @@ def require_bias(attentions: dict[str, nn.Module], lens: AttentionLens, scheme: 
 
 def _num_heads(name: str, module: nn.Module) -> int:
     for holder in (module, getattr(module, "config", None)):
-        for attribute in _NUMBER_OF_HEADS:
+        for attribute in NUMBER_OF_HEADS:
             number = getattr(holder, attribute, None)
             if isinstance(number, int):
                 return number
