@@ -497,8 +497,10 @@ def _leave(rotary: Any, positions: Tensor, given: Tensor) -> Rotation | None:
     None where nothing may be left: on a CPU alone, since elsewhere a CUDA graph would replay what was left before it
     was captured.
     """
+    if torch.compiler.is_compiling() or _is_tracing():
+        return None
     key = getattr(rotary, "key", None)
-    if torch.compiler.is_compiling() or _is_tracing() or key is None or has_hooks(rotary):
+    if key is None or has_hooks(rotary):
         return None
     if not given.is_cpu or torch.is_inference_mode_enabled() or given.is_inference():
         return None

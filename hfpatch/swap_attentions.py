@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import transformers
@@ -91,7 +92,9 @@ def attention_change(
     return Change(row, apply)
 
 
+@functools.cache
 def _lens(stack: Stack) -> AttentionLens:
+    """The lens of a stack's attentions, one for all: torch.compile checks once what it reads of it."""
     return AttentionLens(
         *(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window, stack.mask),
         states=stack.states,

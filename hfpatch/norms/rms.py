@@ -38,15 +38,18 @@ class RMSNorm(AffineNorm):
         return h * torch.rsqrt(length.square() / shape.numel() + self.eps_for(h))
 
     def normed(self, h: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
+        if is_dynamo_compiling():
+            axes, eps, *_ = self.arithmetic
+            return affine(F.rms_norm(h, h.shape[-axes:], None, eps), gain, shift)
         # few calls, as in `forward`, where nothing but autograd looks at what is done
-        if type(h) is Tensor and h.is_cpu and not (is_dynamo_compiling() or _C._is_tracing() or _is_transformed()):
-            facts = self.facts
-            shape = h.shape[-len(facts.shape) or -1 :]
+        if type(h) is Tensor and h.is_cpu and not (_C._is_tracing() or _is_transformed()):
+            axes, eps, *_ = self.arithmetic
+            shape = h.shape[-axes:]
             if not per_channel(h, shape, gain, shift):
                 gain, shift = (x.to(h.dtype) if x is not None and x.dtype in HALF else x for x in (gain, shift))
                 if not per_channel(h, shape, gain, shift):
                     return super().normed(h, gain, shift)
-            eps = self.eps_for(h) if facts.eps is None else facts.eps
+            eps = self.eps_for(h) if eps is None else eps
             if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (h, gain, shift)):
                 return _EagerRMSNorm.apply(h, gain, shift, shape, eps)
             return _computed(h, gain, shift, shape, eps)[0]

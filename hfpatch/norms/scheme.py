@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ..registry import NORMS
 from ..scheme import Scheme
@@ -44,6 +45,8 @@ class AffineNorm(nn.Module):
             gain_name if gain is not None else None,
             shift_name if shift is not None else None,
         )
+        # what a forward reads of them, in one tuple: compiled code checks each attribute that it reads in every call
+        self.arithmetic = (max(1, len(facts.shape)), facts.eps, facts.offset, facts.channels_first)
         self.register_parameter(gain_name, gain)
         self.register_parameter(shift_name, shift)
 
@@ -74,11 +77,11 @@ class AffineNorm(nn.Module):
 
     def normalised_shape(self, h: Tensor) -> torch.Size:
         """The trailing shape of h that is normalised together."""
-        return h.shape[-max(1, len(self.facts.shape)) :]
+        return h.shape[-self.arithmetic[0] :]
 
     def eps_for(self, h: Tensor) -> float:
         """eps, or where there is none the smallest step of h's dtype, as in torch's RMSNorm."""
-        eps = self.facts.eps
+        eps = self.arithmetic[1]
         return torch.finfo(h.dtype).eps if eps is None else eps
 
     def forward(self, hidden_states: Tensor, *more: Any) -> Tensor:
@@ -88,19 +91,22 @@ class AffineNorm(nn.Module):
         hosts keep a few layers in float32, and what reads a norm is in the model's dtype.
         """
         # few calls, here and in `normed`: where a token is decoded a dozen of them takes as long as the kernels
-        facts, stored, (gain_name, shift_name) = self.facts, self._parameters, self.names
-        gain = stored[gain_name] if gain_name in stored else getattr(self, gain_name)
-        shift = stored[shift_name] if shift_name in stored else getattr(self, shift_name)
-        x = hidden_states.movedim(1, -1) if facts.channels_first else hidden_states
+        (_, _, offset, channels_first), (gain_name, shift_name), stored = self.arithmetic, self.names, self._parameters
+        if is_dynamo_compiling():
+            gain, shift = getattr(self, gain_name), getattr(self, shift_name)
+        else:
+            gain = stored[gain_name] if gain_name in stored else getattr(self, gain_name)
+            shift = stored[shift_name] if shift_name in stored else getattr(self, shift_name)
+        x = hidden_states.movedim(1, -1) if channels_first else hidden_states
         dtype = x.dtype if gain is None or gain.dtype not in HALF else gain.dtype
         if x.dtype in HALF:
             x = x.float()
-        if facts.offset and gain is not None:
-            gain = gain.to(x.dtype) + facts.offset
+        if offset and gain is not None:
+            gain = gain.to(x.dtype) + offset
         y = self.normed(x, gain, shift, *more)
         if y.dtype != dtype:
             y = y.to(dtype)
-        return y.movedim(-1, 1) if facts.channels_first else y
+        return y.movedim(-1, 1) if channels_first else y
 
     def normed(self, h: Tensor, gain: Tensor | None, shift: Tensor | None, *more: Any) -> Tensor:
         """h normalised, times gain, plus shift; in the dtype of h or of whichever of them is wider."""
