@@ -199,13 +199,21 @@ class Fused:
             turned = heads - 1 if shared else 2 * (heads // 3)
             if few_calls:
                 return rotate.first(y, heads, turned)  # type: ignore[attr-defined]
-            qk, rest = y.view(*y.shape[:-1], heads, head_dim).split((turned, heads - turned), -2)
+            x = y.view(*y.shape[:-1], heads, head_dim)
+            if is_dynamo_compiling():  # what is chosen fuses with the rotation, where what is joined would be a copy
+                is_turned = torch.arange(heads, device=y.device)[:, None] < turned
+                return torch.where(is_turned, rotate(x), x).view(y.shape)
+            qk, rest = x.split((turned, heads - turned), -2)
             return torch.cat((rotate(qk), rest), dim=-2).view(y.shape)
 
         def turn_heads(y: Tensor) -> Tensor:
             heads = y.unflatten(-1, (-1, 3, head_dim))
             if bias is not None:
                 heads = heads + nn.functional.pad(bias.view(-1, 1, head_dim), (0, 0, 0, 2))
+            if is_dynamo_compiling():
+                x = heads.flatten(-3, -2)
+                is_turned = torch.arange(x.shape[-2], device=y.device)[:, None] % 3 < 2
+                return torch.where(is_turned, rotate(x), x).flatten(-2)
             qk, value = heads.split((2, 1), dim=-2)
             qk = rotate(qk.flatten(-3, -2)).unflatten(-2, (-1, 2))
             return torch.cat((qk, value), dim=-2).flatten(-3)

@@ -68,16 +68,20 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (B or 1, T, 1, rotary_dim / 2) in float32, of positions (B or 1, T).
+        """(cos, cos) and (-sin, sin), each (B or 1, T, 1, rotary_dim) in float32, of positions (B or 1, T).
 
-        With several axes positions are (B or 1, T, axes). Where nothing fuses what follows and channels are paired by
-        halves (neighbours take no longer as they stand), (cos, cos) and (-sin, sin), each (B or 1, T, 1, rotary_dim).
+        With several axes positions are (B or 1, T, axes). Where neighbours are paired cos and sin alone, each (B or 1,
+        T, 1, rotary_dim / 2).
         """
         angles = positions[..., None].float() * self.frequencies_for(positions)
         angles = (angles if self.axes == 1 else angles.flatten(-2)).unsqueeze(-2)
-        if self.halves and not torch.compiler.is_compiling():
+        compiled = torch.compiler.is_compiling()
+        if self.halves and not compiled:
             angles = torch.cat((-angles, angles), dim=-1)
         cos, sin = angles.cos(), angles.sin()
+        if compiled:  # inductor puts what is joined in memory; else each head would compute it again
+            parts = (cos, cos, -sin, sin) if self.halves else (cos, sin)
+            cos, sin = torch.cat(parts, dim=-1).chunk(2, dim=-1)
         scaling = self.attention_scaling
         return (cos, sin) if scaling == 1 else (cos * scaling, sin * scaling)
 
@@ -93,16 +97,14 @@ class RotaryEmbedding(nn.Module):
         rotary_dim, width = self.rotary_dim, x.shape[-1]
         # split, chunk and unbind, since each slice's backward would fill a tensor of its own with zeros
         turned, *rest = (x,) if rotary_dim == width else x.split((rotary_dim, width - rotary_dim), dim=-1)
-        if self.halves and not is_dynamo_compiling():  # in rows twice as long the products take half the time
-            if cos.shape[-1] < rotary_dim:  # made where they are fused
-                cos, sin = _in_rows(cos, sin)
+        if self.halves and is_dynamo_compiling():  # nothing but products and a sum, which fuse with what is around them
+            x, cos, sin = (part.unflatten(-1, (2, -1)) for part in (turned, cos, sin))
+            turned = (x * cos + x.flip(-2) * sin).flatten(-2)
+            return torch.cat((turned, *rest), dim=-1) if rest else turned
+        if self.halves:  # in rows twice as long as x1 and x2 the products take half the time
             # addcmul_ would save a call, but rounds once where transformers' rotations, equal to the bit, round twice
             turned = (turned * cos).add_(turned.roll(rotary_dim // 2, -1) * sin)
             return torch.cat((turned, *rest), dim=-1) if rest else turned
-        if self.halves:
-            cos, sin = cos[..., -rotary_dim // 2 :], sin[..., -rotary_dim // 2 :]  # may be in rows
-            x1, x2 = turned.chunk(2, dim=-1)
-            return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, *rest), dim=-1)
         x1, x2 = turned.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
         return torch.cat((turned, *rest), dim=-1) if rest else turned
@@ -144,11 +146,6 @@ class RotaryEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return self.scheme.describe(self.head_dim)
-
-
-def _in_rows(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """What x and x with its halves swapped are multiplied by."""
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 class AdaptiveRotaryEmbedding(RotaryEmbedding):
