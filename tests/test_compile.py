@@ -19,6 +19,7 @@ from torch import nn
 
 from hfpatch import OptionError, UnsupportedError, WrappedModelError, compile_model, compiled_calls, uncompile_model
 from hfpatch.compile import repeated_blocks
+from hfpatch.view import LENS
 
 SCHEMES = [
     {},
@@ -224,6 +225,42 @@ def test_silently_uncompiled_is_an_error():
     assert compiled_calls(model) == {}
     compile_model(model, backend="eager", example_inputs=given | {"use_cache": False})
     assert set(compiled_calls(model).values()) == {1}
+
+
+def checked(model):
+    """What compiled code makes sure of before each forward: of which objects."""
+    found = []
+
+    def keep(entries):
+        found.extend(str(entry.orig_guard.name) for entry in entries)
+        return [True] * len(entries)
+
+    compiled = torch.compile(model, backend="eager", fullgraph=True, options={"guard_filter_fn": keep})
+    with torch.no_grad():
+        compiled(**inputs(model) | without_cache(model))
+    return found
+
+
+def inside(names, part):
+    """What is checked in one part, by its name there."""
+    return {name.partition(part)[2] for name in names if part in name}
+
+
+def test_compiled_code_checks_no_more_of_a_norm_than_before():
+    """Where a token is decoded these checks take longer than the norm itself."""
+    model = deeper("gpt2")
+    after = checked(patch(copy.deepcopy(model), norm="rms"))
+    before, after = (inside(names, "._modules['1']._modules['ln_1']") for names in (checked(model), after))
+    assert {".eps", "._parameters['weight']"} <= before
+    assert "._parameters['weight']" in after
+    assert len(after) <= len(before)
+
+
+def test_compiled_code_checks_one_lens_for_all_attentions():
+    names = checked(patch(deeper("gpt2"), pos="rope"))
+    first, *others = (inside(names, f"['{layer}']._modules['attn'].__dict__['{LENS}']") for layer in range(3))
+    assert len(first) > 5
+    assert others == [{""}] * 2, "that it is the first one's"
 
 
 class TestInPlace:
