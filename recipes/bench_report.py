@@ -135,7 +135,7 @@ def benchmark_report(results: dict[str, Any]) -> str:
             f"{sizes(parts['models'], config)}, with a static cache when compiled. Compiled is {regions}, for decoding "
             "the whole model.",
             "*/ unpatched*: of the same mode. *first call*: compilation included; *graphs*: of it and the warm-up. "
-            "*peak*: memory of tensors above what was held before, eager / compiled. "
+            f"*peak*: memory of tensors above what was held before, {' / '.join(config['modes'])}. "
             f"*{NATIVE}*: the stock model of transformers with equal weights. {control} "
             "The weights of all lie in the same memory while they are timed.",
             "",

@@ -162,17 +162,14 @@ def native_export() -> str:
 
 
 def speed() -> str:
-    """The table of whole models; that of their parts is long."""
-    blocks = SPEED.read_text().strip().split("\n\n")
-    figure = "![Patched against unpatched, and norms' rates](recipes/results/benchmark/benchmark.png)"
-    whole = [block for block in blocks if not block.startswith(("| part", "*basis*"))]
-    places = [
-        "That was measured before RMSNorm had a gradient of its own and before norms and rotations took fewer calls, "
-        "with threads that sleep while they wait. What the replaced modules take where they stand in the model isn't "
-        "lost in the noise of the whole:",
-        *PLACES.read_text().strip().split("\n\n"),
-    ]
-    return "\n\n".join([*whole, figure, *places, parts()])
+    """The tables of whole models and of replaced modules; that of norms and rotations by themselves is long."""
+    figure = "![Compiled, patched against unpatched](recipes/results/benchmark/benchmark.png)"
+    places = (
+        "Eager, what the replaced modules take where they stand in the model, which isn't lost in the noise of the "
+        "whole (in a compiled one nothing stands by itself):"
+    )
+    whole, replaced = (path.read_text().strip() for path in (SPEED, PLACES))
+    return "\n\n".join([whole, figure, places, replaced, parts()])
 
 
 def parts() -> str:

@@ -192,8 +192,8 @@ def test_modules_are_those_of_patched_models_and_agree_with_their_references() -
     rotate = bench_micro.subjects("rotary", 128, CPU)
     angles = torch.randn(1, 16, 32)
     q, k = (torch.randn(2, 16, 2, 64) for _ in range(2))
-    ours = rotate["RoPE"]()(q, k, angles[:, :, None].cos(), angles[:, :, None].sin())
-    both = torch.cat((angles, angles), -1)
+    both, signed = torch.cat((angles, angles), -1), torch.cat((-angles, angles), -1)
+    ours = rotate["RoPE"]()(q, k, both[:, :, None].cos(), signed[:, :, None].sin())
     theirs = rotate["transformers"]()(q.transpose(1, 2), k.transpose(1, 2), both.cos(), both.sin())
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b.transpose(1, 2))
