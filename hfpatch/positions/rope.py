@@ -79,7 +79,7 @@ class RotaryEmbedding(nn.Module):
         if self.halves and not compiled:
             angles = torch.cat((-angles, angles), dim=-1)
         cos, sin = angles.cos(), angles.sin()
-        if compiled:  # inductor puts what is joined in memory; else each head would compute it again
+        if compiled:  # inductor puts what is joined in memory; else every head would compute it anew
             parts = (cos, cos, -sin, sin) if self.halves else (cos, sin)
             cos, sin = torch.cat(parts, dim=-1).chunk(2, dim=-1)
         scaling = self.attention_scaling
@@ -95,18 +95,17 @@ class RotaryEmbedding(nn.Module):
         if cos.dtype != x.dtype:
             cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         rotary_dim, width = self.rotary_dim, x.shape[-1]
-        # split, chunk and unbind, since each slice's backward would fill a tensor of its own with zeros
+        # split and unbind, since each slice's backward would fill a tensor of its own with zeros
         turned, *rest = (x,) if rotary_dim == width else x.split((rotary_dim, width - rotary_dim), dim=-1)
         if self.halves and is_dynamo_compiling():  # nothing but products and a sum, which fuse with what is around them
-            x, cos, sin = (part.unflatten(-1, (2, -1)) for part in (turned, cos, sin))
-            turned = (x * cos + x.flip(-2) * sin).flatten(-2)
-            return torch.cat((turned, *rest), dim=-1) if rest else turned
-        if self.halves:  # in rows twice as long as x1 and x2 the products take half the time
+            halves, cos, sin = (part.unflatten(-1, (2, -1)) for part in (turned, cos, sin))
+            turned = (halves * cos + halves.flip(-2) * sin).flatten(-2)
+        elif self.halves:  # in rows twice as long as x1 and x2 the products take half the time
             # addcmul_ would save a call, but rounds once where transformers' rotations, equal to the bit, round twice
             turned = (turned * cos).add_(turned.roll(rotary_dim // 2, -1) * sin)
-            return torch.cat((turned, *rest), dim=-1) if rest else turned
-        x1, x2 = turned.unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
+        else:
+            x1, x2 = turned.unflatten(-1, (-1, 2)).unbind(-1)
+            turned = torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
         return torch.cat((turned, *rest), dim=-1) if rest else turned
 
     def turner(self, positions: Tensor, heads: int, turned: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -76,7 +76,8 @@ class Position(Scheme):
         """The module attached to each attention, None where q and k stay as they are.
 
         It needs `forward(positions)`, which takes `(B or 1, T)` integer positions and returns whatever
-        `rotate(x, phases)` wants to turn x `(B, T, H, head_dim)` into its positioned self.
+        `rotate(x, phases)` wants to turn x `(B, T, H, head_dim)` into its positioned self, each head like the others:
+        H may count queries and keys, and when compiled values, which stay as they are.
 
         Args:
             head_dim: channels per head.

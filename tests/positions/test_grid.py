@@ -136,6 +136,7 @@ def test_equals_dinov3_in_its_coordinates() -> None:
 @pytest.mark.parametrize("head_dim", [8, 16])
 def test_phases_serve_eager_and_compiled_code(scheme: RoPE, head_dim: int) -> None:
     """Whichever of them made the phases: the owner of compiled blocks may be eager, and the other way round."""
+    torch._dynamo.reset()  # each case makes graphs of its own, of which a process takes eight
     torch.manual_seed(0)
     rotary = RotaryEmbedding(scheme, head_dim, 0)
     where = places(3, 4)[None] if scheme.axes == 2 else torch.arange(12)[None]
