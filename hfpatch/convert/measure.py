@@ -32,13 +32,16 @@ class Float64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _NARROWING:
             return args[0].double()
-        if any(type(value) is torch.dtype and value in _NARROW for value in args):
-            args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
+        kwargs = kwargs or {}
+        for value in args:  # no generator: this runs for every operation
+            if type(value) is torch.dtype and value in _NARROW:
+                args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
+                break
         if kwargs and _is_narrow(kwargs.get("dtype")):
             kwargs = {**kwargs, "dtype": torch.float64}
-        elif func in _FACTORIES and (kwargs or {}).get("dtype") is None and _is_float(args):
-            kwargs = {**(kwargs or {}), "dtype": torch.float64}  # the least float64 doesn't fit into the default dtype
-        result = func(*args, **(kwargs or {}))
+        elif func in _FACTORIES and kwargs.get("dtype") is None and _is_float(args):
+            kwargs = {**kwargs, "dtype": torch.float64}  # the least float64 doesn't fit into the default dtype
+        result = func(*args, **kwargs)
         return result.double() if type(result) is Tensor and result.dtype in _NARROW else result
 
 
@@ -133,7 +136,7 @@ def _mean_of_input(seen: Forward, name: str, facts: NormFacts) -> Any:
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
         x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if x is not None and x.numel():
-            rms = float(x.square().mean().sqrt())
+            rms = float(torch.linalg.vector_norm(x)) / x.numel() ** 0.5
             seen.means.setdefault(name, []).append(Seen(seen.place(), x.mean(axes), rms))
 
     return hook

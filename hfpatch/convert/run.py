@@ -49,7 +49,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
             model.__dict__["forward"] = outer[_AUTOCAST]
         has_autocast = torch.amp.is_autocast_available(device.type)
         exact = torch.autocast(device.type, enabled=False) if has_autocast else nullcontext()
-        with torch.no_grad(), exact, torch.random.fork_rng(devices=devices), _default(device):
+        with torch.no_grad(), exact, torch.random.fork_rng(devices=devices), default_device(device):
             yield
     finally:
         model.__dict__.update(outer)
@@ -80,7 +80,7 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _default(device: torch.device) -> AbstractContextManager[Any]:
+def default_device(device: torch.device) -> AbstractContextManager[Any]:
     """Makes new tensors there; nothing where they are anyway, since torch's context slows every operation."""
     return nullcontext() if torch.get_default_device() == device else device
 

@@ -15,6 +15,7 @@ from .centring import pattern_of
 from .inputs import example_inputs as make_example_inputs
 from .measure import observe
 from .randomness import own_randomness, randomise
+from .run import default_device
 from .shrink import shallow, shrunk
 
 _SPREAD = 2.0  # of a matrix, times the root of its smaller side: products keep the scale of their input or widen it
@@ -40,7 +41,7 @@ def twin(
     wanted, failures = _Build.of(model), []
     for what, make in _candidates(model, example_inputs is None):
         try:
-            with own_randomness(seed), torch.device("cpu"), torch.no_grad():
+            with own_randomness(seed), default_device(torch.device("cpu")), torch.no_grad():
                 small = make().to(torch.float64).eval().requires_grad_(False)
                 if hasattr(small, "set_experts_implementation"):
                     small.set_experts_implementation("eager")  # the grouped product takes no float64

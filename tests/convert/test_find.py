@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tiny_models import changes, fingerprint, patch, tiny
 from torch import nn
 
 from hfpatch import UnsupportedError
+from hfpatch.convert import find
 from hfpatch.convert.centring import Axis, Centring
 from hfpatch.convert.find import carry_out, find_centring, search
 from hfpatch.convert.measure import observe, relative_error
@@ -244,6 +246,52 @@ class TestPower:
         before, found = observe(small, given), find_centring(tiny("gpt2"))
         fewer = Centring(folds=found.folds[:left_out] + found.folds[left_out + 1 :], exact=found.exact)
         assert relative_error(before, observe(carry_out(small, fewer), given)) > 1e-4
+
+
+class TestFoundBefore:
+    """What was found is measured again, not searched again."""
+
+    @pytest.fixture(autouse=True)
+    def forwards(self, monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+        """Every forward through a small model, in order; nothing has been found."""
+        monkeypatch.setattr(find, "_FOUND", {})
+        seen: list[nn.Module] = []
+        monkeypatch.setattr(find, "observe", lambda model, *rest: seen.append(model) or observe(model, *rest))
+        return seen
+
+    def test_two_forwards_for_dozens(self, forwards: list[nn.Module]) -> None:
+        first = find_centring(tiny("gpt2"))
+        searched = len(forwards)
+        assert find_centring(tiny("gpt2", n_layer=5)) == first
+        assert searched > 40
+        assert len(forwards) - searched == 2
+
+    @pytest.mark.parametrize("again", [{"activation_function": "relu"}, {"layer_norm_epsilon": 1e-3}, {}])
+    def test_another_function_is_searched(self, again: dict[str, Any], forwards: list[nn.Module]) -> None:
+        find_centring(tiny("gpt2"))
+        searched = len(forwards)
+        head = "AutoModel" if again else "AutoModelForCausalLM"
+        find_centring(tiny("gpt2", head, **again))
+        assert len(forwards) - searched > 40
+
+    def test_another_forward_of_the_same_modules_is_searched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert find_centring(tiny("gpt2")).exact
+        block = type(tiny("gpt2").h[0])
+        forward = block.forward
+        monkeypatch.setattr(block, "forward", lambda self, x, *a, **k: forward(self, x + 1e-3 * x**2, *a, **k))
+        assert not find_centring(tiny("gpt2")).exact
+
+    def test_what_no_longer_holds_is_searched(self) -> None:
+        right = find_centring(tiny("gpt2"))
+        ((key, _),) = find._FOUND.items()
+        find._FOUND[key] = replace(right, folds=right.folds[1:])
+        assert find_centring(tiny("gpt2")) == right
+
+    def test_the_oldest_is_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(find, "_MOST_FOUND", 2)
+        for family in ("gpt2", "opt", "gpt2", "bloom"):
+            find_centring(tiny(family))
+        assert [found.__name__ for found, _ in find._FOUND] == ["GPT2Model", "BloomModel"]
 
 
 class TestNeighbours:

@@ -102,24 +102,6 @@ def silent(model: Any, *args: Any, **kwargs: Any) -> Any:
         return patch_model(model, *args, **kwargs)
 
 
-_FOUND: dict[Any, Centring] = {}
-
-
-def search(model: Any, given: Any = None) -> Centring:
-    """One for every class and config will do here; the search itself is tested in test_find.py."""
-    if given is not None:
-        return find_centring(model, given)
-    key = type(model), model.config.to_json_string(use_diff=False)
-    if key not in _FOUND:
-        _FOUND[key] = find_centring(model)
-    return _FOUND[key]
-
-
-@pytest.fixture(autouse=True)
-def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfpatch.conversion.find_centring", search)
-
-
 # The function stays
 
 
@@ -512,7 +494,7 @@ WRONG: dict[str, tuple[str, Callable[[Centring], Centring]]] = {
 @pytest.fixture
 def wrongly(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
     def set_wrong(change: Callable[[Centring], Centring]) -> None:
-        monkeypatch.setattr("hfpatch.conversion.find_centring", lambda *a: change(search(*a)))
+        monkeypatch.setattr("hfpatch.conversion.find_centring", lambda *a: change(find_centring(*a)))
 
     return set_wrong
 
@@ -568,7 +550,7 @@ def test_inputs_of_ones_own() -> None:
 
 
 def test_inputs_that_the_model_doesnt_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = search(tiny("gpt2", LM))
+    found = find_centring(tiny("gpt2", LM))
     bad = {"input_ids": torch.full((1, 3), 97)}  # one beyond the vocabulary
     with pytest.raises(UnsupportedError, match=r"no small model like this GPT2LMHeadModel could be made and run"):
         plan_patch(tiny("gpt2", LM), norm="rms", init="exact", example_inputs=bad)
