@@ -1,5 +1,6 @@
 """One thread, no network, no progress bars."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -13,6 +14,12 @@ from transformers.utils import logging
 torch.set_num_threads(1)
 logging.set_verbosity_error()
 logging.disable_progress_bar()
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: accelerate collects garbage after every stage, and needn't look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
