@@ -45,11 +45,12 @@ def digest(model: nn.Module, dtype: torch.dtype) -> str:
     for tensor in _stored(model):
         samples.setdefault((tensor.dtype, tensor.device), []).append(sample(tensor))
     for (own, _), pieces in samples.items():
-        hashed.update(_bytes(torch.cat(pieces).to(dtype if own.is_floating_point else own)))
+        hashed.update(bytes_of(torch.cat(pieces).to(dtype if own.is_floating_point else own)))
     return hashed.hexdigest()
 
 
-def _bytes(flat: Tensor) -> memoryview:
+def bytes_of(flat: Tensor) -> memoryview:
+    """What a flat tensor holds, for a digest."""
     return flat.cpu().view(torch.uint8).numpy().data
 
 
@@ -107,7 +108,7 @@ def _facts(name: str, module: nn.Module) -> tuple[Any, ...]:
         if (key[0] != "_" or key.startswith(_OURS)) and isinstance(value, _SCALARS) and not key.endswith(_NUMBERING)
     )
     computed = tuple(
-        bytes(_bytes(sample(buffer)))
+        bytes(bytes_of(sample(buffer)))
         for key in sorted(module._non_persistent_buffers_set)
         if (buffer := module._buffers.get(key)) is not None
     )

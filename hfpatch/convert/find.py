@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..excerpt import bytes_of
 from ..norms import RMS, NormFacts, describe
 from .centring import Axis, Centring, centre_, pattern_of
 from .measure import Forward, added, added_to_outputs, moved, observe, relative_error
@@ -135,7 +136,7 @@ class _Search:
         values = [*self.base.outputs.items(), *((f"{name} {one.place}", one.value) for name, one in seen)]
         for name, value in values:
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(bytes_of(value.contiguous().flatten()))
         return digest.hexdigest()
 
     def width(self, norm: str) -> int:

@@ -33,11 +33,9 @@ class Float64(TorchFunctionMode):
         if func in _NARROWING:
             return args[0].double()
         kwargs = kwargs or {}
-        for value in args:  # no generator: this runs for every operation
-            if type(value) is torch.dtype and value in _NARROW:
-                args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
-                break
-        if kwargs and _is_narrow(kwargs.get("dtype")):
+        if any(map(_is_narrow, args)):
+            args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
+        if _is_narrow(kwargs.get("dtype")):
             kwargs = {**kwargs, "dtype": torch.float64}
         elif func in _FACTORIES and kwargs.get("dtype") is None and _is_float(args):
             kwargs = {**kwargs, "dtype": torch.float64}  # the least float64 doesn't fit into the default dtype

@@ -7,6 +7,7 @@ One thread, CPU seconds, medians of five.
 
 from __future__ import annotations
 
+import functools
 import platform
 import time
 import warnings
@@ -57,7 +58,7 @@ def rows() -> list[tuple[str, str, float]]:
     models |= {f"GPT-2, {n} layers of 64": lambda n=n: gpt2(n_layer=n, **wide) for n in (12, 24, 48, 96)}
     found = []
     for name, make in models.items():
-        plan = lambda m: plan_patch(m, **EXACT)  # noqa: E731
+        plan = functools.partial(plan_patch, **EXACT)
         found.append((name, 'plan, norm="rms", pos="rope"', seconds(make, plan)))
         found.append((name, "plan, another model of this architecture", seconds(make, plan, again=True)))
         found.append((name, 'patch, the same with init="copy"', seconds(make, lambda m: patch_model(m, **COPY))))
