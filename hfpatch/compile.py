@@ -20,7 +20,8 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
-from .errors import OptionError, UnsupportedError, first_line
+from .errors import OptionError
+from .runtime.errors import UnsupportedError, first_line
 
 M = TypeVar("M", bound=nn.Module)
 

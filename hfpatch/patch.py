@@ -12,25 +12,27 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .checkpoint import patched_model_class, registered_config_class
+from .checkpoint.classes import patched_model_class, registered_config_class
 from .compile import compile_model, require_blocks
-from .convert.maps import require_fit
-from .convert.repair import repair, shadow
-from .convert.repair_report import RepairReport
-from .convert.sample import sample_batches
-from .convert.walk import tried_batches
-from .edits import Edits
+from .core.optimizer import check_optimizer, swap_parameters
+from .core.scheme import KEY
+from .core.transaction import Edits
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
-from .mlps import MLP, GatedLinear
-from .native_rope import TOLD, tell_config
-from .norms import AffineNorm, Norm
-from .optimizer import check_optimizer, swap_parameters
-from .placement import Placement
 from .plan import Plan, checked_request, make_plan, plan_patch, require_bare
-from .positions import Position
-from .record import KEY
-from .swap_grids import IMAGE_SIZE
-from .view import host_class
+from .repairs.attention_maps import require_fit
+from .repairs.block_replay import tried_batches
+from .repairs.repair import repair, shadow
+from .repairs.report import RepairReport
+from .repairs.sample import sample_batches
+from .runtime.gated import GatedLinear
+from .runtime.lens import host_class
+from .runtime.norms import AffineNorm
+from .schemes.mlps import MLP
+from .schemes.norms import Norm
+from .schemes.placements import Placement
+from .schemes.positions import Position
+from .swap.image_tables import IMAGE_SIZE
+from .swap.native_rope import TOLD, tell_config
 
 M = TypeVar("M", bound=PreTrainedModel)
 WAY_BACK = "_hfpatch_way_back"

@@ -9,25 +9,27 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from .conversion import Conversion
-from .derived import Derived
-from .errors import NothingToPatchError, OptionError, UnsupportedError, WrappedModelError
-from .from_scratch import settle_start
-from .lengths import config_lengths, derived_from, settle_positions
-from .mlps import MLP
-from .norms import Norm
-from .placement import Placement
-from .positions import Position
-from .record import INITS, KEY, KINDS, Part, Record
-from .rows import SO_ALREADY, Change, Row, grouped, table
-from .select import Names, as_globs, require_matches
-from .swap_batch import plan_batch_norms, settle_batch
-from .swap_branches import plan_branch_norms, settle_norm
-from .swap_mlps import plan_mlps
-from .swap_norms import plan_norms
-from .swap_placement import plan_placement, settle_placement
-from .swap_positions import plan_positions
-from .view import host_class
+from .checkpoint.record import INITS, KINDS, Part, Record
+from .core.globs import Names, as_globs, require_matches
+from .core.plan_table import SO_ALREADY, Change, Row, grouped, table
+from .core.scheme import KEY
+from .errors import NothingToPatchError, OptionError, WrappedModelError
+from .exact.request import Conversion
+from .runtime.errors import UnsupportedError
+from .runtime.lens import host_class
+from .schemes.mlps import MLP
+from .schemes.norms import Norm
+from .schemes.placements import Placement
+from .schemes.positions import Position
+from .swap.batch import plan_batch_norms, settle_batch
+from .swap.branches import plan_branch_norms, settle_norm
+from .swap.config_diff import Derived
+from .swap.config_lengths import config_lengths, derived_from, settle_positions
+from .swap.from_scratch import settle_start
+from .swap.mlps import plan_mlps
+from .swap.norms import plan_norms
+from .swap.placement import plan_placement, settle_placement
+from .swap.positions import plan_positions
 
 
 def _settle_norms(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Part:

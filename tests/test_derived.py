@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from hfpatch.checkpoint.classes.classes import patched_model_class
 
-from hfpatch import UnsupportedError, plan_patch
-from hfpatch.checkpoint import patched_model_class
-from hfpatch.derived import Derived, derive
-from hfpatch.edits import Edits
+from hfpatch.core.transaction import Edits
+from hfpatch.plan import plan_patch
 from hfpatch.proof import floating_tensors
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.swap.config_diff import Derived, derive
 
 sys.path.insert(0, str(Path(__file__).parent / "positions"))
 import proof

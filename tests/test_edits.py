@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import changes, fingerprint
 from torch import nn
 
-from hfpatch.edits import Edits
+from hfpatch.core.transaction import Edits
 
 
 class Child(nn.Linear):

@@ -34,23 +34,16 @@ from tiny_models import (
 from torch import nn
 from transformers import EncoderDecoderModel, GPT2LMHeadModel, GPT2Model, VisionTextDualEncoderModel
 
-from hfpatch import (
-    NORMS,
-    RMS,
-    DyT,
-    NotPreservedWarning,
-    NotReversibleError,
-    OptionError,
-    RoPE,
-    WrappedModelError,
-    patch_model,
-    plan_patch,
-    unpatch_model,
-)
-from hfpatch.convert.find import find_centring
-from hfpatch.edits import Edits
-from hfpatch.norms import AffineNorm
-from hfpatch.positions import RotaryEmbedding
+from hfpatch.core.registry import NORMS
+from hfpatch.core.transaction import Edits
+from hfpatch.errors import NotPreservedWarning, NotReversibleError, OptionError, WrappedModelError
+from hfpatch.exact.search import find_centring
+from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.norms import AffineNorm
+from hfpatch.runtime.rotary import RotaryEmbedding
+from hfpatch.schemes.norms import RMS, DyT
+from hfpatch.schemes.rope import RoPE
 
 BOTH = {"norm": "dyt", "pos": "rope"}
 every_family = pytest.mark.parametrize("family", RECORDED)
@@ -495,7 +488,7 @@ def test_a_failure_at_any_step_restores_everything(
     """Each change is logged by one call; the model is the same objects and bits whichever of them fails."""
     model = tiny(family)
     found = find_centring(model)
-    monkeypatch.setattr("hfpatch.conversion.find_centring", lambda *a: found)
+    monkeypatch.setattr("hfpatch.exact.search.find_centring", lambda *a: found)
     optimizer = trained(model)
     model.train()
     before = fingerprint(model, optimizer)
@@ -534,13 +527,13 @@ def test_a_failure_after_a_change_restores_everything(name: str, monkeypatch: py
 @pytest.mark.parametrize(
     ("target", "error"),
     [
-        ("hfpatch.patch.patched_model_class", StopHereError),
-        ("hfpatch.patch.registered_config_class", KeyboardInterrupt),
+        ("hfpatch.checkpoint.classes.patched_model_class", StopHereError),
+        ("hfpatch.checkpoint.classes.registered_config_class", KeyboardInterrupt),
         ("hfpatch.patch.copy.deepcopy", MemoryError),
-        ("hfpatch.norms.rms.RMSNorm.__init__", ValueError),
-        ("hfpatch.record.Record.to_json", StopHereError),
-        ("hfpatch.limits.ConstantPositions.__init__", StopHereError),
-        ("hfpatch.view.lensed_class", SystemExit),
+        ("hfpatch.runtime.norms.RMSNorm.__init__", ValueError),
+        ("hfpatch.checkpoint.record.Record.to_json", StopHereError),
+        ("hfpatch.runtime.constants.ConstantPositions.__init__", StopHereError),
+        ("hfpatch.runtime.lens.lensed_class", SystemExit),
     ],
 )
 def test_a_failure_in_what_a_step_calls(target: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfpatch import rewrite as rewriting
-from hfpatch.edits import Edits
-from hfpatch.rewrite import Rewrite
+from hfpatch.core import rewrite as rewriting
+from hfpatch.core.rewrite import Rewrite
+from hfpatch.core.transaction import Edits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 KINDS = ["centre", "add", "multiply", "ones"]

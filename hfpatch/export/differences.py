@@ -15,19 +15,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..checkpoint import MISCOUNTED, OPENED, replay
-from ..convert.centring import pattern_of
-from ..errors import UnsupportedError
-from ..limits import mean_rows
-from ..mlps import GatedActivation, GatedLinear
-from ..native_rope import SETTINGS_AT
-from ..norms import AffineNorm, describe
-from ..positions import Learned
-from ..record import KEY, Record
-from ..relative import REMOVED
-from ..stacks import REMOVED_ROWS
-from ..tables import ComputedPositions, computed, resized
-from ..view import CENTRED, LENS, SCALE, SCALED, host_class
+from ..checkpoint.classes import MISCOUNTED, OPENED, replay
+from ..checkpoint.record import Record
+from ..core.scheme import KEY
+from ..exact.centring import pattern_of
+from ..runtime.constants import mean_rows
+from ..runtime.errors import UnsupportedError
+from ..runtime.gated import GatedActivation, GatedLinear
+from ..runtime.lens import CENTRED, LENS, SCALE, SCALED, host_class
+from ..runtime.norms import AffineNorm
+from ..runtime.tables import ComputedPositions, computed, resized
+from ..schemes.learned import Learned
+from ..sites.biases import REMOVED
+from ..sites.norms import describe
+from ..sites.stacks import REMOVED_ROWS
+from ..swap.native_rope import SETTINGS_AT
 from .runtime import name_inside
 from .spelling import Call, Named, Speller
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..convert.check import FACTOR, Reference
-from ..convert.inputs import Inputs, example_inputs
-from ..convert.randomness import own_randomness
-from ..convert.run import fitting, outputs_of, quiet
+from ..exact.check import FACTOR, Reference
+from ..measure.inputs import Inputs, example_inputs
+from ..measure.quiet_forward import fitting, outputs_of, quiet
+from ..measure.randomness import own_randomness
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}  # relative to an output's spread
 LENGTHS = (1, 6, 23)

@@ -21,13 +21,14 @@ import transformers
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
-from ..checkpoint import REMOTE, auto_classes, patched_model_class
-from ..errors import UnsupportedError
-from ..generation import is_unlimited
-from ..norms import AffineNorm
-from ..record import KEY, KINDS
-from ..tables import ComputedPositions, computed
-from ..view import SCALED, host_class
+from ..checkpoint.classes import REMOTE, auto_classes, patched_model_class
+from ..checkpoint.generation import is_unlimited
+from ..checkpoint.record import KINDS
+from ..core.scheme import KEY
+from ..runtime.errors import UnsupportedError
+from ..runtime.lens import SCALED, host_class
+from ..runtime.norms import AffineNorm
+from ..runtime.tables import ComputedPositions, computed
 from . import runtime
 from .differences import Differences, grouped, replayed, sketch
 from .runtime import AROUND

@@ -16,13 +16,13 @@ import torch
 import transformers
 from torch import nn
 
-from ..fingerprint import ENTRY as FINGERPRINT
-from ..generation import without_old_length
-from ..guard import ENTRY as GUARDED
-from ..guard import SENTENCE
-from ..norms import AffineNorm
-from ..scheme import KEY
-from ..view import CENTRED, LENS, SCALE, SCALED, Lens, host_class, lensed_class, lensed_forward
+from ..checkpoint.fingerprint import ENTRY as FINGERPRINT
+from ..core.scheme import KEY
+from ..runtime.generation import without_old_length
+from ..runtime.lens import CENTRED, LENS, SCALE, SCALED, Lens, host_class, lensed_class, lensed_forward
+from ..runtime.norms import AffineNorm
+from ..runtime.refuse_host import ENTRY as GUARDED
+from ..runtime.refuse_host import SENTENCE
 
 AROUND = "<model>"  # what a model with a head is called itself
 

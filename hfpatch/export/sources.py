@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import UnsupportedError
-from ..scheme import Scheme
+from ..core.scheme import Scheme
+from ..runtime.errors import UnsupportedError
 from .spelling import WIDTH
 
 Key = tuple[str, str]  # a module's full name, and a name that is defined there

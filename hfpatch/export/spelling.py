@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import UnsupportedError
+from ..runtime.errors import UnsupportedError
 
 WIDTH = 120
 _MISSING: Any = object()

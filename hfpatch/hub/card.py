@@ -14,8 +14,9 @@ import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import CONFIG_MAPPING
 
+from ..checkpoint.record import KINDS
+from ..core.scheme import KEY
 from ..errors import OptionError
-from ..record import KEY, KINDS
 from .folder import Folder
 from .section import Facts, parts_of, section
 

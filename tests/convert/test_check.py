@@ -10,8 +10,8 @@ import torch
 from tiny_models import changes, fingerprint, inputs, norms_of, patch, tiny
 from torch import Tensor, nn
 
-from hfpatch.convert.check import Reference, Verdict, mean_ratios
-from hfpatch.convert.run import fitting, outputs_of, quiet
+from hfpatch.exact.check import Reference, Verdict, mean_ratios
+from hfpatch.measure.quiet_forward import fitting, outputs_of, quiet
 
 LM = "AutoModelForCausalLM"
 NAN = float("nan")

@@ -7,9 +7,9 @@ import torch
 from tiny_models import inputs, norms_of, tiny
 from torch import nn
 
-from hfpatch.convert.check import mean_ratios
-from hfpatch.convert.compensate import compensate, find_pairs
-from hfpatch.edits import Edits
+from hfpatch.core.transaction import Edits
+from hfpatch.exact.check import mean_ratios
+from hfpatch.exact.compensate import compensate, find_pairs
 
 LAYER = "encoder.layer.{}"
 

@@ -5,9 +5,9 @@ import torch
 from tiny_models import tiny
 from torch import nn
 
-from hfpatch.convert.inputs import example_inputs
-from hfpatch.convert.measure import Float64, Forward, added, added_to_outputs, moved, observe, relative_error
-from hfpatch.norms import describe
+from hfpatch.exact.float64 import Float64, Forward, added, added_to_outputs, moved, observe, relative_error
+from hfpatch.measure.inputs import example_inputs
+from hfpatch.sites.norms import describe
 
 
 class TestFloat64:

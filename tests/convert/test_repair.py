@@ -20,17 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import hfpatch
-from hfpatch import (
-    NotPreservedWarning,
-    OptionError,
-    WrappedModelError,
-    patch_model,
-    repair,
-    repair_report,
-    unpatch_model,
-)
-from hfpatch.convert import repair as engine
-from hfpatch.edits import Edits
+from hfpatch.core.transaction import Edits
+from hfpatch.errors import NotPreservedWarning, OptionError, WrappedModelError
+from hfpatch.patch import patch_model, repair_report, unpatch_model
+from hfpatch.repairs import repair as engine
+from hfpatch.repairs.repair import repair
 
 LM = "AutoModelForCausalLM"
 ONE_LAYER = {"encoder_layers": 1, "decoder_layers": 1, "num_hidden_layers": 1}
@@ -666,7 +660,7 @@ def test_fresh_parameters_are_not_fitted() -> None:
 
 
 def test_an_exact_patch_draws_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfpatch.patch.sample_batches", lambda *_: pytest.fail("nothing has to be repaired"))
+    monkeypatch.setattr("hfpatch.repairs.sample.sample_batches", lambda *_: pytest.fail("nothing has to be repaired"))
     model = patch_model(tiny("gpt2", LM), norm="rms", calibration="self")
     assert repair_report(model) is None
 

@@ -11,8 +11,10 @@ from tiny_models import PAD, changes, fingerprint, patch, tiny
 from torch import Tensor
 
 import hfpatch.patch
-from hfpatch import OptionError, repair_report, sample_batches
-from hfpatch.edits import Edits
+from hfpatch.core.transaction import Edits
+from hfpatch.errors import OptionError
+from hfpatch.patch import repair_report
+from hfpatch.repairs.sample import sample_batches
 
 LM, SEQ2SEQ = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
 Batch = dict[str, Tensor]

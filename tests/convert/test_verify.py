@@ -19,20 +19,15 @@ from tiny_models import PAD, VOCABULARY, B, D, T, changes, fingerprint, inputs, 
 from torch import Tensor, nn
 
 import hfpatch
-from hfpatch import (
-    CheckpointError,
-    MissingPackageError,
-    OptionError,
-    Report,
-    UnsupportedError,
-    WrappedModelError,
-    patch_model,
-    verify,
-)
-from hfpatch.convert import deviation
-from hfpatch.convert.comparison import Comparison, _channels_last
-from hfpatch.convert.deviation import AgreementSum, CosineSum, ErrorSum, output_errors
-from hfpatch.convert.subject import Subject
+from hfpatch.errors import MissingPackageError, OptionError, WrappedModelError
+from hfpatch.patch import patch_model
+from hfpatch.runtime.errors import CheckpointError, UnsupportedError
+from hfpatch.verification import deviation
+from hfpatch.verification.comparison import Comparison, _channels_last
+from hfpatch.verification.deviation import AgreementSum, CosineSum, ErrorSum, output_errors
+from hfpatch.verification.dtype_copy import Subject
+from hfpatch.verification.report import Report
+from hfpatch.verification.verify import verify
 
 Make = Callable[..., tuple[Any, Any]]
 

@@ -10,11 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hfpatch import RMS
-from hfpatch.convert.centring import Axis, Centring
-from hfpatch.convert.fold import centre
-from hfpatch.edits import Edits
-from hfpatch.norms import AffineNorm, describe
+from hfpatch.core.transaction import Edits
+from hfpatch.exact.centring import Axis, Centring
+from hfpatch.exact.fold import centre
+from hfpatch.runtime.norms import AffineNorm
+from hfpatch.schemes.norms import RMS
+from hfpatch.sites.norms import describe
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -16,13 +16,17 @@ from typing import Any
 import pytest
 import torch
 from daily import todays
+from hfpatch.checkpoint.classes.classes import patched_model_class
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from hfpatch import NORMS, POSITIONS, CheckpointError, NotPreservedWarning, patch_model
-from hfpatch.attention import ROTARY, AttentionLens, Fused, Projections, Rotated
-from hfpatch.checkpoint import patched_model_class
-from hfpatch.positions import Position, RotaryEmbedding
+from hfpatch.core.registry import NORMS, POSITIONS
+from hfpatch.errors import NotPreservedWarning
+from hfpatch.patch import patch_model
+from hfpatch.runtime.attention import ROTARY, AttentionLens, Fused, Projections, Rotated
+from hfpatch.runtime.errors import CheckpointError
+from hfpatch.runtime.rotary import RotaryEmbedding
+from hfpatch.schemes.positions import Position
 
 sys.path.insert(0, str(Path(__file__).parent))
 from families import FAMILIES, inputs, logits, make

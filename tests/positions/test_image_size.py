@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hfpatch.checkpoint.classes.classes import patched_model_class
 from torch import Tensor
 
-from hfpatch import Learned, NothingToPatchError, OptionError, UnsupportedError, plan_patch, unpatch_model
-from hfpatch.checkpoint import patched_model_class
-from hfpatch.positions.learned import GRID_METHODS
+from hfpatch.core.scheme import KEY
+from hfpatch.errors import NothingToPatchError, OptionError
+from hfpatch.patch import unpatch_model
+from hfpatch.plan import plan_patch
 from hfpatch.proof import floating_tensors
-from hfpatch.scheme import KEY
-from hfpatch.view import host_class
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.lens import host_class
+from hfpatch.schemes.learned import GRID_METHODS, Learned
 
 sys.path.insert(0, str(Path(__file__).parent))
 import proof

@@ -8,19 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from hfpatch.checkpoint.classes.classes import patched_model_class
 from torch import nn
 
-from hfpatch import (
-    ARCHITECTURES,
-    Learned,
-    NothingToPatchError,
-    OptionError,
-    UnsupportedError,
-    plan_patch,
-    unpatch_model,
-)
-from hfpatch.checkpoint import patched_model_class
-from hfpatch.positions.learned import METHODS
+from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.errors import NothingToPatchError, OptionError
+from hfpatch.patch import unpatch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.schemes.learned import METHODS, Learned
 
 sys.path.insert(0, str(Path(__file__).parent))
 import zoo

@@ -1,0 +1,444 @@
+"""Patched classes: what a model and its config become, how they are saved, and how a checkpoint is opened again.
+
+In memory a patched model keeps its host's class names and `model_type`, since PEFT, pipelines and tokenizers go by
+them. On disk `model_type` is "hfpatch": a process that hasn't imported hfpatch fails instead of loading half a model.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from ..core.registry import ARCHITECTURES
+from ..core.scheme import KEY
+from ..core.transaction import Edits
+from ..plan import PLANNERS
+from ..runtime.attention import BIAS, ROTARY
+from ..runtime.constants import refill
+from ..runtime.errors import CheckpointError, UnsupportedError
+from ..runtime.generation import without_old_length
+from ..runtime.lens import SCALE, SCALED, host_class, lensed_forward, once_per_class
+from ..runtime.norms import AffineNorm
+from ..runtime.refuse_host import guarded, released
+from ..runtime.tables import ComputedPositions
+from .files import broken_file, is_plain_name, require_sound_files
+from .fingerprint import ENTRY as FINGERPRINT
+from .fingerprint import Fingerprint, is_weighty, settings_of
+from .generation import is_unlimited
+from .record import Record
+
+REMOTE = "modeling_hfpatch"  # the module that opens an exported checkpoint where hfpatch isn't there
+_OF_LOADING = {"return_unused_kwargs", "revision", "subfolder", "cache_dir", "token", "local_files_only"}  # no settings
+_BEING_BUILT: ContextVar[Any] = ContextVar("being_built", default=None)  # the config of the patched model around
+_FILLS: set[Any] = {nn.init.normal_, nn.init.uniform_, nn.init.constant_, nn.init.kaiming_uniform_}
+_FILLS |= {Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_}
+_SET_BY_MODELS = "_attn_implementation_internal"  # a setting that every model's __init__ writes to its config
+OPENED = "_hfpatch_opened"  # of a config from disk: its fingerprint and a digest of its settings; of a model: the first
+MISCOUNTED = "_hfpatch_miscounted"  # of a model whose patch came out otherwise than its record says
+
+
+class WithoutValues(TorchFunctionMode):
+    """While it is open, tensors on meta aren't filled: that does nothing, and is a third of what building costs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FILLS:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
+class HfpatchConfig(PreTrainedConfig):
+    """Stands for `"model_type": "hfpatch"` in the Auto classes; it only finds the config class of the host."""
+
+    model_type = KEY
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """The host's config, patched.
+
+        Raises:
+            CheckpointError: the patch record is missing, malformed, newer, or of a family that is unknown here.
+        """
+        where = _where(config_dict)
+        stored = config_dict.get(KEY)
+        base = stored.get("base_model_type") if isinstance(stored, dict) else None
+        if not isinstance(base, str) or base not in CONFIG_MAPPING:
+            base = _read(config_dict, where)[1].base_model_type  # says what is wrong, if that is more than the name
+        try:
+            host = CONFIG_MAPPING[base]
+        except KeyError as error:
+            raise CheckpointError(
+                f"{where} patches a {base!r} model, which transformers {transformers.__version__} doesn't know. "
+                "If it comes from a package of its own, import that first; else install the transformers version that "
+                "the checkpoint was made with."
+            ) from error
+        return registered_config_class(host).from_dict(config_dict, **kwargs)
+
+
+def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
+    """A config without the classes of the file that an export wrote: hfpatch itself opens such a checkpoint."""
+    auto_map = stored.get("auto_map") or {}
+    others = {auto: ref for auto, ref in auto_map.items() if not str(ref).rpartition("--")[2].startswith(f"{REMOTE}.")}
+    kept = {name: value for name, value in stored.items() if name != "auto_map"}
+    return {**kept, "auto_map": others} if others else kept
+
+
+def _where(config_dict: dict[str, Any]) -> Any:
+    """What to call a checkpoint in an error."""
+    return config_dict.get("_name_or_path") or "this checkpoint's config.json"
+
+
+def _read(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Record, Fingerprint | None]:
+    """What a patched config.json says: the settings with the record as it is in memory, the record, the fingerprint.
+
+    Raises:
+        CheckpointError: as in `HfpatchConfig.from_dict`.
+    """
+    weights = config_dict.get("transformers_weights")
+    if weights is not None and not is_plain_name(weights):
+        raise CheckpointError(f"{where} names {weights!r:.80} as its weights, not a safetensors file of its folder.")
+    try:
+        settings = without_remote_code(released(config_dict, where))
+        stored, fingerprint = settings.get(KEY), None
+        if isinstance(stored, dict) and FINGERPRINT in stored:
+            fingerprint = Fingerprint.from_json(stored[FINGERPRINT], where)
+            settings[KEY] = {name: value for name, value in stored.items() if name != FINGERPRINT}
+        return settings, Record.from_json(settings.get(KEY), where), fingerprint
+    except RecursionError as error:
+        raise CheckpointError(f"{where}: its patch record is nested too deeply.") from error
+
+
+def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """The config class of patched models of one family, with every Auto class that knows the host's told of it."""
+    patched = patched_config_class(host)
+    _register(host, patched)
+    return patched
+
+
+@once_per_class
+def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """The config class of patched models of one family."""
+
+    def to_json_string(self: PreTrainedConfig, use_diff: bool = True) -> str:
+        stored = json.loads(host.to_json_string(self, use_diff=use_diff))
+        stored["model_type"] = KEY
+        return json.dumps(guarded(self, stored), indent=2, sort_keys=True) + "\n"
+
+    def from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        if KEY not in config_dict and config_dict.get("model_type") == host.model_type:
+            raise CheckpointError(
+                f"the config of an unpatched {host.model_type} model was to be opened as that of a patched one. An "
+                "adapter remembers its base by the name that it was opened under, and would come back on the unpatched "
+                "one: save the patched base (save_pretrained), open that, and put the adapter on it."
+            )
+        settings, _, fingerprint = _read(config_dict, _where(config_dict))
+        settings["model_type"] = host.model_type
+        unchanged = fingerprint is None or not any(map(is_weighty, set(kwargs) - _OF_LOADING))
+        as_saved = None if unchanged else host.from_dict.__func__(cls, copy.deepcopy(settings))
+        found = host.from_dict.__func__(cls, settings, **kwargs)
+        if fingerprint is not None:
+            config = found[0] if isinstance(found, tuple) else found
+            config.__dict__[OPENED] = fingerprint, settings_of(config if as_saved is None else as_saved)
+        return found
+
+    def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
+        return {name: value for name, value in host.to_dict(self).items() if name != OPENED}
+
+    def __setattr__(self: PreTrainedConfig, name: str, value: Any) -> None:
+        if name == _SET_BY_MODELS and _BEING_BUILT.get() is None:
+            _refuse_host(sys._getframe(1))
+        host.__setattr__(self, name, value)  # type: ignore[call-arg]
+
+    def __repr__(self: PreTrainedConfig) -> str:  # transformers makes it whenever it opens a config
+        return f"{host.__name__} {host.to_json_string(self)}"
+
+    body = {
+        "__setattr__": __setattr__,
+        "__repr__": __repr__,
+        "to_dict": to_dict,
+        "to_json_string": to_json_string,
+        "from_dict": classmethod(from_dict),
+        "__reduce_ex__": _reduce,
+        **_named_like(host),
+        "__module__": __name__,  # the Auto classes take no registration of a config that lives in transformers
+    }
+    return type(host.__name__, (host,), body)
+
+
+def _refuse_host(caller: FrameType) -> None:
+    """Refuse that a host's own class builds itself from a patched config: it would build the unpatched model.
+
+    No other moment of that building comes by here: `PreTrainedModel.__init__` notes the implementation of its
+    attention in the config that it was given.
+
+    Args:
+        caller: the frame that does so.
+
+    Raises:
+        UnsupportedError: it is such a model's `__init__`.
+    """
+    builder = caller.f_locals.get("self")
+    if caller.f_code.co_name == "__init__" and isinstance(builder, PreTrainedModel):
+        name = type(builder).__name__
+        raise UnsupportedError(
+            f"{name}(config) with the config of a patched model would build the unpatched one. Build it by from_config "
+            f"of an Auto class, or give {name} a config of its own."
+        )
+
+
+@once_per_class
+def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class of patched models of one host class: built like the host, then patched as the config's record says."""
+
+    def __init__(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        fingerprint, settings = config.__dict__.pop(OPENED, (None, None))
+        as_saved = fingerprint is not None and settings_of(config) == settings
+        around = _BEING_BUILT.set(config)
+        try:
+            with WithoutValues() if torch.get_default_device().type == "meta" else nullcontext():
+                host.__init__(self, config, *args, **kwargs)
+        finally:
+            _BEING_BUILT.reset(around)
+        if _BEING_BUILT.get() is not config:  # else a head that makes its body by AutoModel.from_config, and is patched
+            replay(self)
+        if as_saved:
+            self.__dict__[OPENED] = fingerprint
+
+    def initialize_weights(self: PreTrainedModel) -> None:
+        host.initialize_weights(self)
+        _initialize_ours(self)
+
+    def from_pretrained(
+        cls: type[PreTrainedModel], name: Any, *args: Any, check_fingerprint: bool = True, **kwargs: Any
+    ) -> Any:
+        informed = kwargs.pop("output_loading_info", False)
+        if kwargs.get("use_safetensors") is None and kwargs.get("gguf_file") is None and name is not None:
+            kwargs["use_safetensors"] = True
+            cache = {option: kwargs.get(option) for option in ("cache_dir", "revision")}
+            require_sound_files(name, kwargs.get("subfolder") or "", kwargs.get("variant"), **cache)
+        try:
+            loaded = host.from_pretrained.__func__(cls, name, *args, output_loading_info=True, **kwargs)
+        except SafetensorError as error:
+            reason = broken_file(name, kwargs.get("subfolder") or "") or error
+            raise CheckpointError(f"{name}: its weights can't be read: {reason}") from error
+        model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
+        _require_same_counts(model, name)
+        fingerprint = model.__dict__.pop(OPENED, None)
+        if fingerprint is not None and check_fingerprint and _is_of(kwargs.get("config"), name):
+            _require_same_function(model, fingerprint, info, name)
+        return loaded if informed else model
+
+    def save_pretrained(
+        self: PreTrainedModel,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        record = getattr(self.config, KEY)
+        own_weights = is_main_process and state_dict is None
+        fingerprint = Fingerprint.of(self) if own_weights else None
+        if fingerprint is not None:
+            setattr(self.config, KEY, {**record, FINGERPRINT: fingerprint.to_json()})
+        try:
+            host.save_pretrained(self, save_directory, is_main_process, state_dict, *args, **kwargs)
+        finally:
+            setattr(self.config, KEY, record)
+
+    body = {
+        "__init__": __init__,
+        "initialize_weights": initialize_weights,
+        "from_pretrained": classmethod(from_pretrained),
+        "save_pretrained": save_pretrained,
+        "__reduce_ex__": _reduce,
+        "config_class": patched_config_class(host_class(host.config_class)),
+        **_named_like(host),
+        **without_old_length(host, is_unlimited),
+    }
+    if _needs_lens(host):
+        body["forward"] = lensed_forward(host)
+    return type(host.__name__, (host,), body)
+
+
+def _needs_lens(host: type) -> bool:
+    """Whether a model of this class, standing alone, is itself what a limit is lifted from, or hands positions down."""
+    stacks = [stack for record in ARCHITECTURES.values() for stack in record.stacks]
+    own = [stack for stack in stacks if any(stack.owner == base.__name__ for base in host.__mro__)]
+    return any(stack.grid is not None or any(not path for path, _ in stack.limits) for stack in own)
+
+
+def _named_like(host: type) -> dict[str, Any]:
+    """transformers and its friends go by a class's name and module; a patched class keeps both."""
+    return {
+        "__module__": host.__module__,
+        "__qualname__": host.__qualname__,
+        "__doc__": host.__doc__,
+        "hfpatch_host": host,
+    }
+
+
+def _reduce(self: Any, protocol: Any) -> tuple:
+    return _rebuild, (host_class(type(self)),), self.__dict__
+
+
+def _rebuild(host: type) -> Any:
+    patched = patched_model_class(host) if issubclass(host, nn.Module) else patched_config_class(host)
+    return patched.__new__(patched)
+
+
+def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> None:
+    """Let every Auto class that knows the host's config build the patched model of the same head.
+
+    All of them at once: an unregistered one would go by the config's name and build the unpatched model.
+    """
+    for auto in auto_classes():
+        registered = auto._model_mapping._extra_content
+        known = host in registered or _is_stock(auto, host)  # type: ignore[arg-type]
+        if patched in registered or not known:
+            continue
+        models = auto._model_mapping[host]
+        several = isinstance(models, tuple | list)
+        opened = tuple(_opened_as(model, host) for model in models) if several else _opened_as(models, host)
+        auto._model_mapping.register(patched, opened, exist_ok=True)
+        if auto._model_mapping[patched] is not opened:
+            raise CheckpointError(
+                f"{auto.__name__} of transformers {transformers.__version__} took no registration of a patched "
+                f"{host.__name__} and would build the unpatched model. Please report this version."
+            )
+
+
+@functools.cache
+def _is_stock(auto: Any, host: type[PreTrainedConfig]) -> bool:
+    """Whether transformers itself has a model for this config in an Auto class."""
+    try:
+        return auto._model_mapping.get(host, None) is not None
+    except ValueError:  # it names a class there that it doesn't have
+        return False
+
+
+def _opened_as(model: Any, config: type[PreTrainedConfig]) -> Any:
+    """The patched class, or what refuses: a class for a part of the model has no record of the patch of the whole."""
+    return patched_model_class(model) if model.config_class is config else _PartOfPatched(model)
+
+
+class _PartOfPatched:
+    """Stands in an Auto class where transformers would open only one part (the text model, say) of a patched whole."""
+
+    def __init__(self, model: type):
+        self.__name__ = model.__name__
+
+    def from_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        raise CheckpointError(
+            f"{self.__name__} would open only a part of this checkpoint, and the patch is recorded for the whole. "
+            "Load it with the Auto class that it was saved from."
+        )
+
+    _from_config = from_pretrained
+
+
+def auto_classes() -> Iterator[Any]:
+    """Every Auto class of transformers that opens models."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+    for value in vars(modeling_auto).values():
+        if isinstance(value, type) and issubclass(value, _BaseAutoModelClass):
+            auto: Any = value
+            if auto._model_mapping is not None:
+                yield auto
+
+
+def replay(model: PreTrainedModel) -> None:
+    """Patch a freshly built model of the host's class as its config's record says.
+
+    Raises:
+        CheckpointError: the config carries no usable record.
+        PatchError: a part doesn't apply to this model.
+    """
+    record = Record.from_json(getattr(model.config, KEY, None), type(model).__name__)
+    same_head = type(model).__name__ in (model.config.architectures or [])
+    for kind, planner in PLANNERS.items():
+        for part in getattr(record, kind):
+            planned = planner(model, part, strict=same_head)
+            changes = [change for change in planned if change.apply and change.replayed]
+            for change in changes:
+                change.apply(Edits())  # type: ignore[misc]
+            if len(changes) != part.modules:
+                record = record.recounted(kind, part, len(changes))
+                if same_head:
+                    counts = f"{part.modules} modules when it was saved, and {len(changes)}"
+                    model.__dict__[MISCOUNTED] = f"{kind}={part.scheme.name!r} changed {counts}"
+    setattr(model.config, KEY, record.to_json())
+    if model.all_tied_weights_keys.keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
+        # what the host ties goes by other names now (zamba2's norms)
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def _require_same_counts(model: PreTrainedModel, name: Any) -> None:
+    """Refuse a checkpoint whose patch, replayed on the class that it was saved from, touches other modules than then.
+
+    Building from a config of another depth is fine; loading weights into it is not.
+    """
+    miscounted = model.__dict__.pop(MISCOUNTED, None)
+    if miscounted:
+        raise CheckpointError(
+            f"{name}: {miscounted} when it is opened here. Open it without overriding its settings, and with the "
+            "versions of hfpatch and transformers that it was made with."
+        )
+
+
+def _is_of(config: Any, name: Any) -> bool:
+    """Whether the config with which a checkpoint is opened is its own, as far as can be told."""
+    return not isinstance(config, PreTrainedConfig) or config.name_or_path in ("", str(name))
+
+
+def _require_same_function(model: PreTrainedModel, fingerprint: Fingerprint, info: dict[str, Any], name: str) -> None:
+    """Refuse a model whose outputs aren't those that were recorded; weights of another shape aren't the checkpoint's.
+
+    Raises:
+        CheckpointError: they aren't.
+    """
+    other = [key for key, *_ in info.get("mismatched_keys", ())]
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+    if not any(key.startswith(prefix) for key in other):
+        fingerprint.require(model, name, strict=not other, missing=info.get("missing_keys", ()))
+
+
+def _initialize_ours(model: nn.Module) -> None:
+    """Values of what hfpatch put in and no checkpoint filled; transformers calls this after loading."""
+    for module in model.modules():
+        made: list[Any] = [module._modules.get(name) for name in (ROTARY, BIAS)]
+        if isinstance(module, ComputedPositions):
+            made.append(module)
+        for one in made:
+            if hasattr(one, "reset"):
+                one.reset()
+        refill(module)
+        values = module.initial_values() if isinstance(module, AffineNorm) else {}
+        if SCALED in module.__dict__:
+            values[SCALE] = module.__dict__[SCALED]
+        if values:
+            for name, parameter in module.named_parameters(recurse=False):
+                if name in values and not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
+                    with torch.no_grad():
+                        parameter.fill_(values[name])
+
+
+AutoConfig.register(KEY, HfpatchConfig, exist_ok=True)

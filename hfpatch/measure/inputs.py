@@ -1,0 +1,195 @@
+"""Inputs that a model's forward takes, made from its signature and its configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ..runtime.errors import UnsupportedError
+from .randomness import own_randomness
+from .shrink import BATCH, IMAGE_SIZE, TOKENS, parts_of
+
+
+def example_inputs(model: nn.Module, seed: int = 0) -> dict[str, Any]:
+    """Random inputs for one forward of a transformers model: text, images, sound, or several of them.
+
+    Args:
+        model: isn't run; its device doesn't matter, the inputs are on the CPU.
+        seed: equal seeds give equal inputs; torch's global generator is left as it was.
+
+    Returns:
+        Keyword arguments of `model.forward`, float ones in float32.
+
+    Raises:
+        UnsupportedError: the forward requires something that no general rule makes.
+    """
+    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        raise UnsupportedError(f"{type(model).__name__} has no transformers config. Pass example_inputs={{...}}.")
+    try:
+        with own_randomness(seed), torch.device("cpu"):
+            inputs = make_inputs(model, {})
+            return _for_head(model, inputs)
+    except (ValueError, TypeError) as error:
+        raise UnsupportedError(
+            f"no inputs could be made for {type(model).__name__}: {error}. Pass example_inputs={{...}}, the keyword "
+            "arguments of one forward."
+        ) from error
+
+
+def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs changed as some heads want them: several choices, or an end-of-sequence token to read the answer from."""
+    name, ids = type(model).__name__, inputs.get("input_ids")
+    if not isinstance(ids, Tensor):
+        return inputs
+    if name.endswith(("MultipleChoice", "DoubleHeadsModel")):
+        return {
+            key: value.unsqueeze(1).repeat(1, 2, 1) if isinstance(value, Tensor) and value.dim() == 2 else value
+            for key, value in inputs.items()
+        }
+    if "SequenceClassification" not in name:
+        return inputs
+    find = Inputs(model.config).find
+    end = find("eos_token_id")
+    end = end[0] if isinstance(end, list) else end
+    if isinstance(end, int):
+        ids[..., -1] = end
+    if find("pad_token_id") is None:  # the last token of several texts can't be told from padding then
+        return {key: value[:1] if isinstance(value, Tensor) else value for key, value in inputs.items()}
+    return inputs
+
+
+def make_inputs(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs for one forward: what it requires, text where it takes text, and what `given` asks for.
+
+    Args:
+        model: its forward's signature and its config are read.
+        given: by name `...` for the usual input of that name, None to leave one out, a function of the `Inputs` that
+            makes them, or a value.
+
+    Raises:
+        ValueError: an input isn't known by its name.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    required = {
+        name
+        for name, one in parameters.items()
+        if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+    }
+    asked = {name for name in ("input_ids", "attention_mask", "decoder_input_ids") if name in parameters}
+    if "input_ids" not in parameters:
+        asked -= {"attention_mask"}
+    main: Any = getattr(model, "main_input_name", None)
+    if not asked and not required and main in parameters:
+        asked.add(main)
+    config: Any = model.config
+    images = any(
+        vars(part).keys() & {"image_token_id", "image_token_index", "boi_token_id"} for part in parts_of(config)
+    )
+    if {"input_ids", "pixel_values"} <= parameters.keys() and not images:
+        asked.add("pixel_values")  # two towers; a language model with images reads text alone
+    if "decoder_input_ids" in asked and "input_ids" not in parameters:
+        asked.add(main)
+    if "encoder_hidden_states" in parameters and getattr(config, "add_cross_attention", False):
+        asked.add("encoder_hidden_states")
+    make = Inputs(config)
+    names = (required | asked | set(given)) - {n for n, how in given.items() if how is None}
+    return {name: make(name, given.get(name, ...)) for name in sorted(names)}
+
+
+class Inputs:
+    """Makes one input by its name, or by the description an override gives."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config = config
+
+    def __call__(self, name: str, how: Any) -> Any:
+        if how is not ...:
+            return how(self) if callable(how) else how
+        if not hasattr(self, name):
+            raise ValueError(f"no input known by the name {name!r}")
+        return getattr(self, name)()
+
+    def find(self, *names: str, default: Any = None) -> Any:
+        """The first of these attributes that a part of the configuration has."""
+        for name in names:
+            for part in parts_of(self.config):
+                if (value := getattr(part, name, None)) is not None:
+                    return value
+        return default
+
+    def ids(self, *shape: int, below: int = 100) -> Tensor:
+        special = {
+            v for part in parts_of(self.config) for k, v in vars(part).items() if "token_id" in k and type(v) is int
+        }
+        below = min(below, self.find("vocab_size", default=below))
+        allowed = torch.tensor([one for one in range(3, below) if one not in special] or [0])
+        return allowed[torch.randint(len(allowed), shape)]
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape) + 0.1
+
+    def side(self) -> tuple[int, int]:
+        size = self.find("image_size", "img_size", default=IMAGE_SIZE)
+        if isinstance(size, dict):
+            size = (size["height"], size["width"])
+        return tuple(size) if isinstance(size, list | tuple) else (size, size)
+
+    def channels(self) -> int:
+        found = self.find("num_channels", "in_chans", "in_channels", default=3)
+        return found if isinstance(found, int) else 3
+
+    # Text
+
+    def input_ids(self) -> Tensor:
+        return self.ids(BATCH, TOKENS)
+
+    decoder_input_ids = input_ids
+
+    def attention_mask(self) -> Tensor:
+        return torch.ones(BATCH, TOKENS, dtype=torch.long)
+
+    def inputs_embeds(self) -> Tensor:
+        return self.normal(BATCH, TOKENS, self.find("hidden_size", "d_model"))
+
+    encoder_hidden_states = inputs_embeds
+
+    # Images and videos
+
+    def pixel_values(self) -> Tensor:
+        if self.find("tubelet_size") or self.find("attention_type") == "divided_space_time":
+            return self.pixel_values_videos()
+        return self.normal(BATCH, self.channels(), *self.side())
+
+    def pixel_values_videos(self) -> Tensor:
+        return self.normal(BATCH, self.find("num_frames", "frames_per_clip", default=4), self.channels(), *self.side())
+
+    def hidden_states(self) -> Tensor:
+        patch, frames = self.find("patch_size"), self.find("temporal_patch_size", default=1)
+        if not isinstance(patch, int):
+            return self.inputs_embeds()
+        return self.normal(16, self.channels() * frames * patch**2)
+
+    def grid_thw(self) -> Tensor:
+        return torch.tensor([[1, 4, 4]])
+
+    # Audio
+
+    def input_features(self) -> Tensor:
+        bins = self.find("input_feat_per_channel")
+        if bins:  # frames first
+            return self.normal(BATCH, 64, bins * self.find("input_channels", default=1))
+        mels = self.find("num_mel_bins", "feature_size", "n_mels", default=80)
+        positions = self.find("max_source_positions")
+        return self.normal(BATCH, mels, 2 * positions) if positions else self.normal(BATCH, 64, mels)
+
+    def input_values(self) -> Tensor:
+        length, bins = self.find("max_length"), self.find("num_mel_bins")
+        if length and bins and self.find("frequency_stride"):  # spectrograms
+            return self.normal(BATCH, length, bins)
+        channels = self.find("audio_channels")
+        return self.normal(BATCH, channels, 4000) if channels else self.normal(BATCH, 4000)

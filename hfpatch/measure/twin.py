@@ -1,0 +1,149 @@
+"""A small model that is built like a given one, on which what holds for its architecture can be measured quickly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ..exact.centring import pattern_of
+from ..exact.float64 import observe
+from ..runtime.errors import UnsupportedError
+from .inputs import example_inputs as make_example_inputs
+from .quiet_forward import default_device
+from .randomness import own_randomness, randomise
+from .shrink import shallow, shrunk
+
+_SPREAD = 2.0  # of a matrix, times the root of its smaller side: products keep the scale of their input or widen it
+
+
+def twin(
+    model: nn.Module, example_inputs: Mapping[str, Any] | None = None, seed: int = 0
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A small model of the same class with random weights, in float64 on the CPU, and inputs for its forward.
+
+    The first of these that runs and is built of the same modules and Parameters, tied in the same way (their names
+    with `*` for every number): the config with few narrow layers, with few layers, and a copy of the model itself.
+
+    Args:
+        model: isn't changed; may be on any device, and on "meta" where one of the small ones will do.
+        example_inputs: keyword arguments of one forward, for models that none can be made for. They fit the model's own
+            widths, so the narrow one isn't tried.
+        seed: of weights and inputs; all global generators are left as they were.
+
+    Raises:
+        UnsupportedError: none of them runs, or is built like the model.
+    """
+    wanted, failures = _Build.of(model), []
+    for what, make in _candidates(model, example_inputs is None):
+        try:
+            with own_randomness(seed), default_device(torch.device("cpu")), torch.no_grad():
+                small = make().to(torch.float64).eval().requires_grad_(False)
+                if hasattr(small, "set_experts_implementation"):
+                    small.set_experts_implementation("eager")  # the grouped product takes no float64
+                _draw(small, seed)
+                given = make_example_inputs(small, seed) if example_inputs is None else dict(example_inputs)
+                inputs = {name: _in_double(value) for name, value in given.items()}
+                reason = wanted.differs(_Build.of(small)) or _unusable(small, inputs)
+        except Exception as error:  # whatever a config that its class never saw leads to
+            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]:.160}"
+        if reason is None:
+            return small, inputs
+        failures.append(f"{what}: {reason}")
+    raise UnsupportedError(
+        f"no small model like this {type(model).__name__} could be made and run ({'; '.join(failures)}). "
+        "Pass example_inputs={...}, the keyword arguments of one forward, with the model's weights loaded."
+    )
+
+
+def _candidates(model: nn.Module, narrow: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    config, build = getattr(model, "config", None), type(model)
+    if isinstance(config, PreTrainedConfig):
+        if narrow:
+            yield "made small", lambda: build(shrunk(config))
+        yield "with few layers", lambda: build(shallow(config))
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        yield "itself", _refuse_meta
+    else:
+        yield "itself", lambda: copy.deepcopy(model).to("cpu")
+
+
+def _refuse_meta() -> nn.Module:
+    raise UnsupportedError("its weights are on the meta device")
+
+
+class _Build:
+    """What a model is built of, whatever its sizes: classes by name, Parameters by name, and which are tied."""
+
+    def __init__(self, modules: set[tuple[str, str]], parameters: set[str], ties: set[frozenset[str]]):
+        self.modules, self.parameters, self.ties = modules, parameters, ties
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Build:
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        modules = {
+            (pattern_of(name), f"{type(m).__module__}.{type(m).__qualname__}") for name, m in model.named_modules()
+        }
+        parameters = {pattern_of(name) for shared in names.values() for name in shared}
+        ties = {frozenset(map(pattern_of, shared)) for shared in names.values() if len(shared) > 1}
+        return cls(modules, parameters, ties)
+
+    def differs(self, other: _Build) -> str | None:
+        """In what, for a message; None where both are built alike."""
+        for what, own, its in (
+            ("modules", {name for name, _ in self.modules}, {name for name, _ in other.modules}),
+            ("classes", self.modules, other.modules),
+            ("parameters", self.parameters, other.parameters),
+            ("tied parameters", self.ties, other.ties),
+        ):
+            if own != its:
+                odd = sorted(map(str, own ^ its))
+                return f"its {what} differ, as in {odd[0]}"
+        return None
+
+
+def _draw(model: nn.Module, seed: int) -> None:
+    """Weights of a wide spread, whose means over any axis aren't zero."""
+    generator = torch.Generator().manual_seed(seed)
+    randomise(model, generator)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.numel() == 1 and parameter.is_floating_point() and float(parameter) == 0.0:
+                parameter.fill_(0.5)  # a gate that starts closed would hide what it gates
+            if parameter.dim() > 1 and parameter.numel() > 1 and parameter.is_floating_point():
+                spread = float(parameter.std())
+                least = _SPREAD / min(parameter.shape[-2:]) ** 0.5
+                if 0 < spread < least and not isinstance(module, nn.modules.conv._ConvNd):
+                    parameter.mul_(least / spread)
+                if isinstance(module, nn.Embedding) or not _is_layer(module):
+                    parameter.add_(0.3 * float(parameter.std()))
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules") or type(module).__name__ == "Conv1D"
+
+
+def _in_double(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        return value.double() if value.is_floating_point() else value.clone()
+    if isinstance(value, Mapping):
+        return {key: _in_double(one) for key, one in value.items()}
+    return type(value)(_in_double(one) for one in value) if type(value) in (list, tuple) else value
+
+
+def _unusable(model: nn.Module, inputs: dict[str, Any]) -> str | None:
+    """Why the forward shows nothing; None where it does."""
+    seen = observe(model, inputs)
+    if not seen.outputs:
+        return "it returns no floats"
+    for name, value in seen.outputs.items():
+        if value.isnan().any():
+            return f"its {name} isn't a number"
+    return None

@@ -1,0 +1,251 @@
+"""From an MLP scheme and a model to the MLPs that become gated and those that stay, each with its reason."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..checkpoint.record import Part
+from ..core.globs import Names
+from ..core.plan_table import Change, Row, refuse_private_forward
+from ..core.transaction import Edits
+from ..errors import NothingToPatchError
+from ..runtime.errors import UnsupportedError
+from ..runtime.gated import GatedActivation, GatedLinear
+from ..schemes.mlps import FARTHEST, MLP, Activation, Start
+from ..sites.mlp_flow import bare_copy
+from ..sites.mlps import MLPSite, find_mlps, mixtures
+
+
+def plan_mlps(model: nn.Module, part: Part, strict: bool = True) -> list[Change]:
+    """What `part` does to each of the model's MLPs; nothing is changed yet.
+
+    Args:
+        model: any module tree.
+        part: an MLP scheme, settled, with its globs.
+        strict: raise where there is no MLP; replaying a record on another head doesn't.
+
+    Raises:
+        NothingToPatchError: the model has no MLP of the form projection, activation, projection.
+        UnsupportedError: the start is to keep the function, and the activation is too far from the gate's, or the width
+            isn't the replaced one's, or V has no bias; or `init="exact"` where the start isn't.
+        WrappedModelError: one of an MLP's modules carries a forward of its own, put there by another library.
+    """
+    scheme = part.scheme
+    assert isinstance(scheme, MLP)
+    names, sites = Names.of(model), find_mlps(model)
+    named = _named_in_heads(sites, part, names)
+    changes = [_change(model, site, scheme, part, _reason_to_keep(site, part, names, named)) for site in sites]
+    changes += [
+        Change(Row("mlp", "keep", name, type(model.get_submodule(name)).__name__, reason="a mixture of routed experts"))
+        for name in mixtures(model)
+    ]
+    if strict and not changes:
+        raise NothingToPatchError(
+            f"{type(model).__name__} has no MLP that can be seen through (a projection, an activation that its module "
+            f"holds, a projection back to the same width), so mlp={scheme.name!r} has nothing to replace."
+        )
+    return changes
+
+
+def _names(site: MLPSite) -> tuple[str, ...]:
+    return (site.name, site.owner) if site.owner else (site.name,)
+
+
+def _named_in_heads(sites: list[MLPSite], part: Part, names: Names) -> set[int]:
+    """MLPs of heads that a glob in `only` means, since it matches no other."""
+    meant: set[int] = set()
+    for glob in part.only:
+        matched = [site for site in sites if names.matches(glob, _names(site))]
+        if all(names.in_head(site.name) for site in matched):
+            meant |= {id(site) for site in matched}
+    return meant
+
+
+def _reason_to_keep(site: MLPSite, part: Part, names: Names, named: set[int]) -> str | None:
+    if site.reason:
+        return site.reason
+    reason = names.reason_to_keep(_names(site), part.only, part.keep)
+    if reason is None and names.in_head(site.name) and id(site) not in named:
+        return "MLP of a head: name it in only= to change it"
+    return reason
+
+
+def _change(model: nn.Module, site: MLPSite, scheme: MLP, part: Part, reason: str | None) -> Change:
+    d, d_ff = site.sizes
+    row = Row("mlp", "keep", site.name, _text(site), reason=reason, aliases=_names(site)[1:])
+    if reason is not None:
+        return Change(row)
+    for place in (site.first, site.activation, site.last if part.init == "reset" else None):
+        if place is not None and isinstance(getattr(*place), nn.Module):
+            refuse_private_forward(site.name, getattr(*place))
+    row.action, row.becomes = "replace", f"{scheme.label}({d}, {scheme.width(d_ff)})"
+    if part.init == "reset":
+        _require_resizable(site, scheme)
+        row.loss = "parameters start afresh"
+        return Change(row, lambda edits: _start_afresh(edits, model, site, scheme))
+    start = _require_start(site, scheme, part.init)
+    if not start.exact:
+        row.loss = _approximation(site, scheme, start)
+    return Change(row, lambda edits: _start_as_it_was(edits, site, scheme, start))
+
+
+def _text(site: MLPSite) -> str:
+    d, d_ff = site.sizes
+    if site.kind is not None:
+        return f"{site.kind} MLP({d}, {d_ff})"
+    return f"MLP({d}, {d_ff}), {_activation_name(site.act)}"
+
+
+def _activation_name(activation: Activation) -> str:
+    return getattr(activation, "__name__", type(activation).__name__)
+
+
+def _approximation(site: MLPSite, scheme: MLP, start: Start) -> str:
+    gate, k = _activation_name(scheme.activation(site.act)), start.scale
+    stand_in = f"{gate}(x)" if k == 1 else f"{gate}({k:g} x) / {k:g}"
+    return f"{stand_in} stands for {_activation_name(site.act)}(x), off by at most {start.error:.4f}"
+
+
+def _require_start(site: MLPSite, scheme: MLP, init: str) -> Start:
+    """The start as the function that is there.
+
+    Raises:
+        UnsupportedError: there is none, or none that `init` allows.
+    """
+    d_ff, anew = site.sizes[1], "Use init='reset' for fresh weights"
+    if scheme.width(d_ff) != d_ff or scheme.bias is False:
+        wanted = "bias=False" if scheme.bias is False else f"d_ff={scheme.width(d_ff)}"
+        raise UnsupportedError(
+            f"{site.name}: a gated MLP that starts as the trained one needs all of its {d_ff} hidden channels and a "
+            f"bias, not {wanted}. {anew}, or leave that option out."
+        )
+    start = scheme.start(site.act)
+    if not start.error <= FARTHEST:  # it may be nan
+        raise UnsupportedError(
+            f"{site.name}: mlp={scheme.name!r} can't start as this MLP, whose activation "
+            f"{_activation_name(site.act)} is nowhere near the gate's (off by {start.error:.3g}). "
+            f"{anew}, or keep={site.name!r}."
+        )
+    if init == "exact" and not start.exact:
+        raise UnsupportedError(
+            f"{site.name}: mlp={scheme.name!r} isn't exact here: {_approximation(site, scheme, start)}. "
+            "Use init='auto' to accept that."
+        )
+    return start
+
+
+def _require_resizable(site: MLPSite, scheme: MLP) -> None:
+    """Refuse another width where something between the activation and the last projection has the old one.
+
+    Raises:
+        UnsupportedError: names it.
+    """
+    assert site.activation is not None
+    owner, d_ff = site.activation[0], site.sizes[1]
+    if site.direct or scheme.width(d_ff) == d_ff:
+        return
+    own = [site.first[0]._modules[site.first[1]], site.last and site.last[0]._modules[site.last[1]]]
+    for name, module in owner.named_modules():
+        if module not in own and any(d_ff in p.shape for p in module.parameters(recurse=False)):
+            raise UnsupportedError(
+                f"{site.name}: {name} stands behind the activation and has its {d_ff} channels, so d_ff can't become "
+                f"{scheme.width(d_ff)}. Use ratio=1."
+            )
+
+
+def _start_as_it_was(edits: Edits, site: MLPSite, scheme: MLP, start: Start) -> None:
+    """W = k W1 with its bias k b1 (the same Parameters where k is 1), V = 0 with a bias of 1 / k."""
+    first: nn.Module = getattr(*site.first)
+    gated = GatedLinear(scheme.name, bare_copy(first), bare_copy(first))
+    for name, old in first._parameters.items():
+        if old is not None and start.scale != 1.0:
+            edits.set_parameter(gated.gate, name, _like(old, old.detach() * start.scale))
+    weight = first._parameters["weight"]
+    assert weight is not None
+    bias = torch.full((site.sizes[1],), 1.0 / start.scale, dtype=weight.dtype, device=weight.device)
+    edits.set_parameter(gated.up, "weight", _like(weight, torch.zeros_like(weight)))
+    edits.set_parameter(gated.up, "bias", _like(weight, bias))
+    edits.set_module(*site.first, gated)
+    _gate_activation(edits, site, scheme)
+
+
+def _start_afresh(edits: Edits, model: nn.Module, site: MLPSite, scheme: MLP) -> None:
+    """All three projections new, initialised as the host does it."""
+    assert site.last is not None
+    d, width = site.sizes[0], scheme.width(site.sizes[1])
+    first, old_last = getattr(*site.first), getattr(*site.last)
+    biases = [module.bias is not None and scheme.bias is not False for module in (first, old_last)]
+    gate = _new_projection(first, d, width, biases[0])
+    up = _new_projection(first, d, width, biases[0] if scheme.bias is None else scheme.bias)
+    gated, last = GatedLinear(scheme.name, gate, up), _new_projection(old_last, width, d, biases[1])
+    edits.set_module(*site.first, gated)
+    edits.set_module(*site.last, last)
+    _gate_activation(edits, site, scheme)
+    if not first.weight.is_meta:
+        _initialise(model, site, gated, last)
+    for new, old in ((gate, first), (up, first), (last, old_last)):
+        _log_parameters(edits, new, old)
+
+
+def _gate_activation(edits: Edits, site: MLPSite, scheme: MLP) -> None:
+    assert site.activation is not None
+    owner, name = site.activation
+    replaced: Activation = getattr(owner, name)
+    if isinstance(replaced, nn.Module):
+        replaced = bare_copy(replaced)  # its hooks go to the one that takes its place
+    new = GatedActivation(scheme.activation(replaced), replaced)
+    if name in owner._modules:
+        edits.set_module(owner, name, new)
+    else:
+        edits.set_attribute(owner, name, new)
+
+
+def _like(old: nn.Parameter, value: Tensor) -> nn.Parameter:
+    return nn.Parameter(value.to(old.device, old.dtype), requires_grad=old.requires_grad)
+
+
+def _new_projection(like: nn.Module, d_in: int, d_out: int, bias: bool) -> nn.Module:
+    """Of the replaced one's class (Conv1D can't do without a bias), on the CPU or meta until it is initialised."""
+    with torch.device("meta" if like.weight.is_meta else "cpu"):
+        return Conv1D(d_out, d_in) if isinstance(like, Conv1D) and bias else nn.Linear(d_in, d_out, bias)
+
+
+def _initialise(model: nn.Module, site: MLPSite, gated: GatedLinear, last: nn.Module) -> None:
+    """The host's own rules: those for a projection, and those for a module that holds nothing but this MLP.
+
+    Twice, since such a rule writes to the first projection, as which the gate poses: V keeps the first draw.
+    """
+    host = _host_of(model, site.name)
+    if host is None:
+        return
+    ours = {id(parameter) for module in (gated, last) for parameter in module.parameters()}
+    places = (site.first, site.activation, site.last)
+    around = {id(place[0]): place[0] for place in places if place is not None}
+    holders = [m for m in around.values() if all(id(parameter) in ours for parameter in m.parameters())]
+    with torch.no_grad():
+        for again in (False, True):
+            for module in (gated.gate, last, *holders):
+                host._init_weights(module)
+            if not again:
+                host._init_weights(gated.up)
+                gated.up.weight.copy_(gated.gate.weight)  # type: ignore[operator,arg-type]
+
+
+def _host_of(model: nn.Module, name: str) -> PreTrainedModel | None:
+    """The innermost transformers model that a module belongs to."""
+    pieces = name.split(".")
+    inside = [model.get_submodule(".".join(pieces[:depth])) for depth in range(len(pieces))]
+    return next((module for module in reversed(inside) if isinstance(module, PreTrainedModel)), None)
+
+
+def _log_parameters(edits: Edits, new: nn.Module, old: nn.Module) -> None:
+    """Enter new Parameters, with the old ones' dtype and device, as replacements of those: optimizers go by that."""
+    weight: nn.Parameter = old.weight  # type: ignore[assignment]
+    for name, parameter in list(new._parameters.items()):
+        if parameter is not None:
+            replaced = old._parameters.get(name)
+            new._parameters[name] = replaced
+            edits.set_parameter(new, name, _like(weight if replaced is None else replaced, parameter.detach()))

@@ -1,0 +1,1 @@
+"""`verify`: a patched model compared with its original on given batches."""

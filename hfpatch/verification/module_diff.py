@@ -1,0 +1,157 @@
+"""What a patch did to each module, read off the two models themselves rather than off the request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..checkpoint.record import Record
+from ..core.plan_table import Row
+from ..core.scheme import KEY
+from ..plan import PLANNERS
+from ..runtime.attention import BIAS, ROTARY, AttentionLens
+from ..runtime.constants import ConstantPositions, NoPositions
+from ..runtime.errors import PatchError
+from ..runtime.length_lenses import MEAN_ROW, NOTHING, LengthLimit
+from ..runtime.lens import CENTRED, LENS, host_class
+from ..runtime.norms import NormFacts
+from ..sites.norms import describe, looks_like_norm
+from .report import ModuleRow
+
+Facts = dict[nn.Module, NormFacts | None]
+
+
+def compare_modules(model: PreTrainedModel, reference: PreTrainedModel) -> list[ModuleRow]:
+    """A row for every module that isn't what it is in `reference`, and for every norm and position that was kept."""
+    ours, theirs = dict(model.named_modules()), dict(reference.named_modules())
+    planned = _planned(model, reference)
+    facts = {module: describe(module) for tree in (ours, theirs) for module in tree.values()}
+    rows: list[ModuleRow] = []
+    replaced: list[str] = []
+    for name, old in theirs.items():
+        if any(name.startswith(f"{parent}.") for parent in replaced):
+            continue
+        row = _row(name or type(old).__name__, old, ours.get(name), planned.get(name), facts)
+        if row is not None:
+            rows.append(row)
+            if row.state == "converted":
+                replaced.append(name)
+    rows += _tables_that_were_parameters(model, reference, planned)
+    rows += _added(ours, theirs, replaced, facts)
+    return rows
+
+
+def _planned(model: PreTrainedModel, reference: PreTrainedModel) -> dict[str, Row]:
+    """What the model's own record says of each module: the reasons why some are kept."""
+    stored = getattr(model.config, KEY, None)
+    if not stored:
+        return {}
+    record = Record.from_json(stored)
+    found: dict[str, Row] = {}
+    for kind, planner in PLANNERS.items():
+        for part in getattr(record, kind):
+            try:
+                changes = planner(reference, part, strict=False)
+            except PatchError:  # the reference is of another make than what was patched: no reasons to be had
+                continue
+            for change in changes:
+                row = change.row
+                if row.action == "replace" or found.get(row.module, row).action == "keep":
+                    found[row.module] = row
+    return found
+
+
+def _row(name: str, old: nn.Module, new: nn.Module | None, planned: Row | None, facts: Facts) -> ModuleRow | None:
+    was, now = _text(old, facts), "removed" if new is None else _text(new, facts)
+    if new is None or host_class(type(new)) is not host_class(type(old)) or facts[new] != facts[old]:
+        return ModuleRow(name, was, now, "converted", planned.reason if planned else None, _runtime(new))
+    runtime = _runtime(new) if _runtime(new) != _runtime(old) else None
+    change, note = _change(old, new)
+    if runtime:
+        return ModuleRow(name, was, now, "runtime", note, runtime, change)
+    is_norm = facts[old] is not None or looks_like_norm(old)
+    if is_norm or (planned is not None and planned.action == "keep"):
+        reason = "; ".join(filter(None, (planned.reason if planned else None, note)))
+        return ModuleRow(name, was, now, "kept", reason or None, None, change)
+    if change:
+        return ModuleRow(name, was, now, "weights", note, None, change)
+    return None
+
+
+def _runtime(module: nn.Module | None) -> str | None:
+    """What a module does in every forward that its own class doesn't."""
+    if module is None:
+        return None
+    notes = [getattr(module, "hfpatch_note", None)]
+    lens = module.__dict__.get(LENS)
+    for one in getattr(lens, "lenses", (lens,)):
+        if isinstance(one, AttentionLens) and BIAS in module._modules:
+            notes.append(f"scores biased: {module._modules[BIAS].extra_repr()}")  # type: ignore[union-attr]
+        elif isinstance(one, AttentionLens) and ROTARY in module._modules:
+            notes.append(f"queries and keys rotated: {module._modules[ROTARY].extra_repr()}")  # type: ignore[union-attr]
+        elif isinstance(one, AttentionLens | LengthLimit):
+            notes.append("inputs of any length")
+        elif one is not None:
+            notes.append(getattr(one, "hfpatch_note", f"seen through {type(one).__name__}"))
+    if module.__dict__.get(CENTRED) is not None:
+        notes.append("centred in every forward")
+    told = [str(note) for note in notes if note]
+    generated = "hfpatch_host" in vars(type(module)) and not isinstance(module, PreTrainedModel)
+    return "; ".join(told) or ("runs a forward made by hfpatch" if generated else None)
+
+
+def _change(old: nn.Module, new: nn.Module) -> tuple[float, str | None]:
+    """rms of the difference of the module's own Parameters, relative to the old ones'; and names that don't match."""
+    ours, theirs = (dict(m.named_parameters(recurse=False)) for m in (new, old))
+    names = [f"{name} added" for name in ours.keys() - theirs.keys()]
+    names += [f"{name} removed" for name in theirs.keys() - ours.keys()]
+    largest = 0.0
+    for name in ours.keys() & theirs.keys():
+        a, b = ours[name].detach(), theirs[name].detach()
+        b = b.to(a.device, a.dtype)  # another dtype alone is no change
+        if a.shape != b.shape:
+            names.append(f"{name} is {tuple(a.shape)}, was {tuple(b.shape)}")
+        elif not a.equal(b):
+            scale = float(b.double().square().mean().sqrt())
+            error = float((a.double() - b.double()).square().mean().sqrt())
+            largest = max(largest, error / scale if scale else math.inf)
+    return (math.inf if names else largest), ", ".join(sorted(names)) or None
+
+
+def _tables_that_were_parameters(
+    model: nn.Module, reference: nn.Module, planned: dict[str, Row]
+) -> Iterator[ModuleRow]:
+    kept = dict(model.named_parameters())
+    for name, parameter in reference.named_parameters():
+        if name in planned and planned[name].kind == "position":
+            gone = name not in kept or kept[name].shape != parameter.shape
+            now = MEAN_ROW if gone else planned[name].now
+            reason = planned[name].reason
+            text = f"Parameter{tuple(parameter.shape)}"
+            yield ModuleRow(name, text, now if gone else text, "converted" if gone else "kept", reason)
+
+
+def _added(
+    ours: dict[str, nn.Module], theirs: dict[str, nn.Module], replaced: list[str], facts: Facts
+) -> Iterator[ModuleRow]:
+    for name, module in ours.items():
+        parent, _, attribute = name.rpartition(".")
+        inside = any(name.startswith(f"{one}.") for one in replaced)
+        if name not in theirs and parent in theirs and not inside and attribute not in (ROTARY, BIAS):
+            yield ModuleRow(name, "none", _text(module, facts), "converted", None, _runtime(module))
+
+
+def _text(module: nn.Module, facts: Facts) -> str:
+    norm = facts[module]
+    if norm is not None:
+        return module._get_name() + (f"({', '.join(map(str, norm.shape))})" if norm.shape else "")
+    if isinstance(module, ConstantPositions):
+        return MEAN_ROW
+    if isinstance(module, NoPositions):
+        return NOTHING
+    if isinstance(module, nn.Embedding):
+        return f"{module._get_name()}({module.num_embeddings}, {module.embedding_dim})"
+    return module._get_name()

@@ -1,0 +1,155 @@
+"""What a change of a model did, measured: each output and each layer against the original in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from ..checkpoint.classes import patched_model_class
+from ..checkpoint.record import Record
+from ..core.scheme import KEY
+from ..errors import OptionError, WrappedModelError
+from ..measure.batches import RANDOM, Batch, as_batches, count_examples, count_tokens
+from ..plan import require_bare
+from ..runtime.errors import CheckpointError, UnsupportedError
+from ..runtime.lens import host_class
+from .comparison import DTYPES, Comparison
+from .dtype_copy import Subject, isolated
+from .module_diff import compare_modules
+from .report import Report
+
+
+def verify(
+    model: PreTrainedModel,
+    reference: PreTrainedModel | str | PathLike[str],
+    batches: Iterable[Batch | Tensor] | Batch | Tensor | None = None,
+    *,
+    dtypes: Iterable[str | torch.dtype] = ("float32", "bfloat16"),
+) -> Report:
+    """Compare a patched model with its original: modules, outputs by dtype, and the stream layer by layer.
+
+    The truth t is the original in float64. Against it stand the original in each of `dtypes` (what the dtype costs) and
+    the model in float64 and each of `dtypes` (what the change costs): max|y - t| / rms(t) and rms(y - t) / rms(t) for
+    every output; for logits also top-1 agreement, KL(t || y) = sum p_t (log p_t - log p_y) in nats, and perplexity
+    where the inputs give targets (of a causal model the next token, of others the batch's `labels`); for vectors their
+    cosines, one by one and mean-pooled. Positions whose attention mask is 0 don't count.
+
+    Both models run in copies in eval mode, with the same random numbers: they stay as they are, and so do the random
+    streams. Besides the two models, memory holds the original's copy in float64 and one copy of one model at a time
+    (12 to 16 bytes a parameter in all), and the outputs of one batch; of a large model compare a few short batches, or
+    load both on the CPU. Forward hooks are copied with the models and run.
+
+    Args:
+        model: a transformers model, patched or not, in any dtype and on any device that has float64.
+        reference: the original, as an object or as what `from_pretrained` takes. patch_model works in place, so an
+            original in memory is a copy made before.
+        batches: dicts of inputs, or tensors of the model's main input (input_ids (B, T), pixel_values (B, C, H, W));
+            one of them or several. An encoder-decoder that is given input_ids alone reads them, shifted by one, in its
+            decoder too. None makes random inputs from the config: enough to see whether two models are the same
+            function, but agreement and perplexity then say nothing of real text.
+        dtypes: names of torch dtypes besides float64.
+
+    Returns:
+        The report: print it, `save` it, `plot` it.
+
+    Raises:
+        WrappedModelError: one of the two is no bare transformers model.
+        OptionError: both are one object, a dtype is unknown, or the batches are empty or not the model's inputs.
+        CheckpointError: the reference's folder doesn't hold this model's weights.
+        UnsupportedError: a model has no weights, is quantized, can't be copied or run (a dtype that the reference
+            itself doesn't run in is left out, with a note), or the two return tensors of other names or shapes.
+    """
+    wanted = _dtypes(dtypes)
+    _require_runnable("model", model)
+    if isinstance(reference, str | PathLike):
+        reference = _load(reference, model)
+    _require_runnable("reference", reference)
+    if model is reference:
+        raise OptionError(
+            "model and reference are the same object: patch_model works in place. Pass the original's name or folder, "
+            "or a copy.deepcopy made before the patch."
+        )
+    inputs, how = as_batches(batches, model)
+    comparison = Comparison(Subject("model", model), Subject("reference", reference), inputs)
+    if how == RANDOM:
+        comparison.notes.append("random inputs: agreement, divergence and perplexity say nothing of real data.")
+    comparison.measure(wanted)
+    return Report(
+        model=_titled(model),
+        reference=_titled(reference),
+        inputs=how,
+        examples=sum(count_examples(batch) for batch in inputs),
+        tokens=sum(count_tokens(batch) for batch in inputs),
+        modules=compare_modules(model, reference),
+        outputs=[row for name in comparison.names for row in comparison.output_rows(name)],
+        layers=comparison.layer_rows(),
+        notes=comparison.notes,
+    )
+
+
+def _dtypes(dtypes: Iterable[str | torch.dtype]) -> list[str]:
+    listed = [dtypes] if isinstance(dtypes, str | torch.dtype) else list(dtypes)
+    names = [str(dtype).removeprefix("torch.") for dtype in listed]
+    for name in names:
+        if name not in DTYPES:
+            raise OptionError(f"dtypes must be among {', '.join(DTYPES)}, not {name!r:.80}.")
+    return [name for name in dict.fromkeys(names) if name != "float64"]
+
+
+def _require_runnable(role: str, model: Any) -> None:
+    kind = type(model).__name__
+    try:
+        require_bare(model)
+    except WrappedModelError as error:
+        raise WrappedModelError(
+            f"the {role} is {kind}, which isn't (only) a bare transformers model. verify takes the one inside: "
+            "model._orig_mod of torch.compile, model.module of DDP, model.merge_and_unload() of PEFT; "
+            "accelerate.hooks.remove_hook_from_module takes off hooks."
+        ) from error
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise UnsupportedError(f"the {role} ({kind}) has no weights: it is on the meta device. Load it first.")
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
+        raise UnsupportedError(f"the {role} ({kind}) is quantized, so it has no float64 truth. Load it in full first.")
+
+
+def _load(name: str | PathLike[str], model: PreTrainedModel) -> PreTrainedModel:
+    """The reference, as the model's own class and on its device.
+
+    Raises:
+        CheckpointError: it is of another family, or weights are missing, so that the truth would be partly random.
+    """
+    host: Any = host_class(type(model))
+    with isolated(model):
+        config = AutoConfig.from_pretrained(name)
+        if config.model_type != model.config.model_type:
+            raise CheckpointError(
+                f"{name} is a {config.model_type} model, and {host.__name__} a {model.config.model_type}."
+            )
+        cls = patched_model_class(host) if getattr(config, KEY, None) else host
+        loaded, info = cls.from_pretrained(name, config=config, dtype="auto", output_loading_info=True)
+    missing = sorted(map(str, info["missing_keys"]))
+    if missing:
+        raise CheckpointError(
+            f"{name} lacks {len(missing)} weights of {host.__name__} ({', '.join(missing[:3])}, ...), which would be "
+            "random. Load both with the class that the original was saved as."
+        )
+    return loaded.to(model.device)
+
+
+def _titled(model: PreTrainedModel) -> str:
+    stored = getattr(model.config, KEY, None)
+    if not stored:
+        return type(model).__name__
+    parts = Record.from_json(stored).to_json()
+    schemes = (
+        f"{kind}={part['scheme']['name']}"
+        for kind, listed in parts.items()
+        if isinstance(listed, list)
+        for part in listed
+    )
+    return f"{type(model).__name__} ({', '.join(schemes)})"
