@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .checkpoint.record import Part
 from .core.registry import ARCHITECTURES
-from .core.transaction import Edits
+from .core.transaction import Transaction
 from .measure.twin import twin
 from .proof import DIFFERENT, SAME, Proof, decodes_alike, floating_tensors, outputs, prove
 from .runtime.attention import NUMBER_OF_HEADS, Fused, Projections, Window
 from .runtime.errors import UnsupportedError
 from .runtime.length_lenses import AnyImageSize, AnyRow, AnyTextLength, ZeroArguments
 from .runtime.lens import host_class
+from .schemes.request import Part
 from .schemes.rope import RoPE
 from .sites.records.record import Architecture, Stack
 from .sites.stacks import find_stacks
@@ -585,7 +585,7 @@ def _patched(small: nn.Module) -> Any:
     parent = nn.ModuleDict({"model": copy.deepcopy(small)})
     for change in plan_positions(parent, Part(RoPE(), (), (), "auto")):
         if change.apply is not None:
-            change.apply(Edits())
+            change.apply(Transaction())
     return parent["model"]
 
 

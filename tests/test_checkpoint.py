@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 import zoo
-from hfpatch.checkpoint.classes.classes import HfpatchConfig, WithoutValues
+from hfpatch.checkpoint.classes import HfpatchConfig, WithoutValues
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     CONFIGS,

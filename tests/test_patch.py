@@ -35,7 +35,7 @@ from torch import nn
 from transformers import EncoderDecoderModel, GPT2LMHeadModel, GPT2Model, VisionTextDualEncoderModel
 
 from hfpatch.core.registry import NORMS
-from hfpatch.core.transaction import Edits
+from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NotPreservedWarning, NotReversibleError, OptionError, WrappedModelError
 from hfpatch.exact.search import find_centring
 from hfpatch.patch import patch_model, unpatch_model
@@ -435,7 +435,7 @@ def test_back_to_an_earlier_scheme_is_another_patch(tmp_path: Path) -> None:
 # All or nothing
 
 
-_ORIGINAL_RECORD = Edits._record
+_ORIGINAL_RECORD = Transaction._record
 
 
 class StopHereError(Exception):
@@ -492,15 +492,15 @@ def test_a_failure_at_any_step_restores_everything(
     optimizer = trained(model)
     model.train()
     before = fingerprint(model, optimizer)
-    counted = failing_at(monkeypatch, Edits, "_record", lambda call: None)
+    counted = failing_at(monkeypatch, Transaction, "_record", lambda call: None)
     rehearsal = copy.deepcopy(model)
     patch(rehearsal, **request_, optimizer=trained(rehearsal))
     steps = counted[0]
     assert steps > 15
     for step in range(1, steps + 1):
         with monkeypatch.context() as context:
-            context.setattr(Edits, "_record", _ORIGINAL_RECORD)
-            failing_at(context, Edits, "_record", lambda call, step=step: moment if call == step else None)
+            context.setattr(Transaction, "_record", _ORIGINAL_RECORD)
+            failing_at(context, Transaction, "_record", lambda call, step=step: moment if call == step else None)
             with pytest.raises(StopHereError):
                 patch(model, **request_, optimizer=optimizer, reversible=True)
         assert not changes(before, fingerprint(model, optimizer)), f"step {step} of {steps}"
@@ -512,7 +512,7 @@ def test_a_failure_after_a_change_restores_everything(name: str, monkeypatch: py
     optimizer = trained(model)
     before = fingerprint(model, optimizer)
     for step in itertools.count(1):
-        count = failing_at(monkeypatch, Edits, name, lambda call, step=step: "after" if call == step else None)
+        count = failing_at(monkeypatch, Transaction, name, lambda call, step=step: "after" if call == step else None)
         try:
             patch(copy.deepcopy(model) if step > 40 else model, **BOTH, optimizer=optimizer)
         except StopHereError:
@@ -577,7 +577,7 @@ def test_a_third_party_scheme_that_fails_midway() -> None:
 def test_a_failing_second_patch_restores_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch(tiny("gpt2"), norm="rms", reversible=True)
     before = fingerprint(model)
-    failing_at(monkeypatch, Edits, "_record", lambda call: "after" if call == 9 else None)
+    failing_at(monkeypatch, Transaction, "_record", lambda call: "after" if call == 9 else None)
     with pytest.raises(StopHereError):
         patch(model, **BOTH, reversible=True)
     monkeypatch.undo()

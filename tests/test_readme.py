@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hfpatch.checkpoint.classes.classes import patched_model_class
+from hfpatch.checkpoint.classes import patched_model_class
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from hfpatch.core.registry import ARCHITECTURES, NORMS

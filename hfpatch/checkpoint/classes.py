@@ -1,19 +1,15 @@
-"""Patched classes: what a model and its config become, how they are saved, and how a checkpoint is opened again.
+"""The classes of patched models and configs, and their registration with the Auto classes: saving and opening.
 
-In memory a patched model keeps its host's class names and `model_type`, since PEFT, pipelines and tokenizers go by
-them. On disk `model_type` is "hfpatch": a process that hasn't imported hfpatch fails instead of loading half a model.
+What they have in common with those of an exported file, how they are built, read and written, is in runtime/classes.py.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import json
-import sys
+import types
 from collections.abc import Iterator
 from contextlib import nullcontext
-from contextvars import ContextVar
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,32 +19,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..core.registry import ARCHITECTURES
-from ..core.scheme import KEY
-from ..core.transaction import Edits
-from ..plan import PLANNERS
-from ..runtime.attention import BIAS, ROTARY
-from ..runtime.constants import refill
-from ..runtime.errors import CheckpointError, UnsupportedError
-from ..runtime.generation import without_old_length
-from ..runtime.lens import SCALE, SCALED, host_class, lensed_forward, once_per_class
-from ..runtime.norms import AffineNorm
-from ..runtime.refuse_host import guarded, released
-from ..runtime.tables import ComputedPositions
+from ..runtime.classes import PatchedConfig, PatchedModel, patch_built
+from ..runtime.edits import parse_edits
+from ..runtime.errors import CheckpointError
+from ..runtime.lens import LENS, host_class, once_per_class
+from ..runtime.record import FINGERPRINT, KEY, checked
+from ..runtime.refuse_host import ENTRY as GUARDED
 from .files import broken_file, is_plain_name, require_sound_files
-from .fingerprint import ENTRY as FINGERPRINT
 from .fingerprint import Fingerprint, is_weighty, settings_of
-from .generation import is_unlimited
-from .record import Record
 
 REMOTE = "modeling_hfpatch"  # the module that opens an exported checkpoint where hfpatch isn't there
 _OF_LOADING = {"return_unused_kwargs", "revision", "subfolder", "cache_dir", "token", "local_files_only"}  # no settings
-_BEING_BUILT: ContextVar[Any] = ContextVar("being_built", default=None)  # the config of the patched model around
 _FILLS: set[Any] = {nn.init.normal_, nn.init.uniform_, nn.init.constant_, nn.init.kaiming_uniform_}
 _FILLS |= {Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_}
-_SET_BY_MODELS = "_attn_implementation_internal"  # a setting that every model's __init__ writes to its config
 OPENED = "_hfpatch_opened"  # of a config from disk: its fingerprint and a digest of its settings; of a model: the first
-MISCOUNTED = "_hfpatch_miscounted"  # of a model whose patch came out otherwise than its record says
 
 
 class WithoutValues(TorchFunctionMode):
@@ -79,7 +63,7 @@ class HfpatchConfig(PreTrainedConfig):
         stored = config_dict.get(KEY)
         base = stored.get("base_model_type") if isinstance(stored, dict) else None
         if not isinstance(base, str) or base not in CONFIG_MAPPING:
-            base = _read(config_dict, where)[1].base_model_type  # says what is wrong, if that is more than the name
+            base = checked(stored, where)  # says what is wrong, if that is more than the name
         try:
             host = CONFIG_MAPPING[base]
         except KeyError as error:
@@ -104,8 +88,8 @@ def _where(config_dict: dict[str, Any]) -> Any:
     return config_dict.get("_name_or_path") or "this checkpoint's config.json"
 
 
-def _read(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Record, Fingerprint | None]:
-    """What a patched config.json says: the settings with the record as it is in memory, the record, the fingerprint.
+def _checked(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Fingerprint | None]:
+    """A patched config.json without the file that an export wrote, and the fingerprint in its record.
 
     Raises:
         CheckpointError: as in `HfpatchConfig.from_dict`.
@@ -114,12 +98,15 @@ def _read(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Reco
     if weights is not None and not is_plain_name(weights):
         raise CheckpointError(f"{where} names {weights!r:.80} as its weights, not a safetensors file of its folder.")
     try:
-        settings = without_remote_code(released(config_dict, where))
+        settings = without_remote_code(config_dict)
         stored, fingerprint = settings.get(KEY), None
         if isinstance(stored, dict) and FINGERPRINT in stored:
             fingerprint = Fingerprint.from_json(stored[FINGERPRINT], where)
-            settings[KEY] = {name: value for name, value in stored.items() if name != FINGERPRINT}
-        return settings, Record.from_json(settings.get(KEY), where), fingerprint
+        if isinstance(stored, dict):
+            stored = {name: value for name, value in stored.items() if name != GUARDED}
+        checked(stored, where)
+        parse_edits(stored["edits"], where)  # type: ignore[index]
+        return settings, fingerprint
     except RecursionError as error:
         raise CheckpointError(f"{where}: its patch record is nested too deeply.") from error
 
@@ -135,23 +122,18 @@ def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConf
 def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """The config class of patched models of one family."""
 
-    def to_json_string(self: PreTrainedConfig, use_diff: bool = True) -> str:
-        stored = json.loads(host.to_json_string(self, use_diff=use_diff))
-        stored["model_type"] = KEY
-        return json.dumps(guarded(self, stored), indent=2, sort_keys=True) + "\n"
-
     def from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        where = _where(config_dict)
         if KEY not in config_dict and config_dict.get("model_type") == host.model_type:
             raise CheckpointError(
                 f"the config of an unpatched {host.model_type} model was to be opened as that of a patched one. An "
                 "adapter remembers its base by the name that it was opened under, and would come back on the unpatched "
                 "one: save the patched base (save_pretrained), open that, and put the adapter on it."
             )
-        settings, _, fingerprint = _read(config_dict, _where(config_dict))
-        settings["model_type"] = host.model_type
+        settings, fingerprint = _checked(config_dict, where)
         unchanged = fingerprint is None or not any(map(is_weighty, set(kwargs) - _OF_LOADING))
-        as_saved = None if unchanged else host.from_dict.__func__(cls, copy.deepcopy(settings))
-        found = host.from_dict.__func__(cls, settings, **kwargs)
+        as_saved = None if unchanged else PatchedConfig.from_dict.__func__(cls, copy.deepcopy(settings))
+        found = PatchedConfig.from_dict.__func__(cls, settings, **kwargs)
         if fingerprint is not None:
             config = found[0] if isinstance(found, tuple) else found
             config.__dict__[OPENED] = fingerprint, settings_of(config if as_saved is None else as_saved)
@@ -160,69 +142,40 @@ def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]
     def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
         return {name: value for name, value in host.to_dict(self).items() if name != OPENED}
 
-    def __setattr__(self: PreTrainedConfig, name: str, value: Any) -> None:
-        if name == _SET_BY_MODELS and _BEING_BUILT.get() is None:
-            _refuse_host(sys._getframe(1))
-        host.__setattr__(self, name, value)  # type: ignore[call-arg]
-
     def __repr__(self: PreTrainedConfig) -> str:  # transformers makes it whenever it opens a config
         return f"{host.__name__} {host.to_json_string(self)}"
 
     body = {
-        "__setattr__": __setattr__,
         "__repr__": __repr__,
         "to_dict": to_dict,
-        "to_json_string": to_json_string,
         "from_dict": classmethod(from_dict),
+        "get_config_dict": classmethod(host.get_config_dict.__func__),
         "__reduce_ex__": _reduce,
         **_named_like(host),
         "__module__": __name__,  # the Auto classes take no registration of a config that lives in transformers
     }
-    return type(host.__name__, (host,), body)
+    return type(host.__name__, (PatchedConfig, host), body)
 
 
-def _refuse_host(caller: FrameType) -> None:
-    """Refuse that a host's own class builds itself from a patched config: it would build the unpatched model.
-
-    No other moment of that building comes by here: `PreTrainedModel.__init__` notes the implementation of its
-    attention in the config that it was given.
+@functools.cache
+def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> type[PreTrainedModel]:
+    """The class of patched models of one host class: built like the host, then patched as the config's record says.
 
     Args:
-        caller: the frame that does so.
-
-    Raises:
-        UnsupportedError: it is such a model's `__init__`.
+        host: a transformers model class.
+        lensed: whether the model has a lens on itself, so that its own forward sees something else.
     """
-    builder = caller.f_locals.get("self")
-    if caller.f_code.co_name == "__init__" and isinstance(builder, PreTrainedModel):
-        name = type(builder).__name__
-        raise UnsupportedError(
-            f"{name}(config) with the config of a patched model would build the unpatched one. Build it by from_config "
-            f"of an Auto class, or give {name} a config of its own."
-        )
-
-
-@once_per_class
-def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The class of patched models of one host class: built like the host, then patched as the config's record says."""
 
     def __init__(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         fingerprint, settings = config.__dict__.pop(OPENED, (None, None))
         as_saved = fingerprint is not None and settings_of(config) == settings
-        around = _BEING_BUILT.set(config)
-        try:
-            with WithoutValues() if torch.get_default_device().type == "meta" else nullcontext():
-                host.__init__(self, config, *args, **kwargs)
-        finally:
-            _BEING_BUILT.reset(around)
-        if _BEING_BUILT.get() is not config:  # else a head that makes its body by AutoModel.from_config, and is patched
-            replay(self)
+        with WithoutValues() if torch.get_default_device().type == "meta" else nullcontext():
+            host.__init__(self, config, *args, **kwargs)
+        patch_built(self)
+        if LENS in vars(self):
+            self.__class__ = patched_model_class(host, lensed=True)
         if as_saved:
             self.__dict__[OPENED] = fingerprint
-
-    def initialize_weights(self: PreTrainedModel) -> None:
-        host.initialize_weights(self)
-        _initialize_ours(self)
 
     def from_pretrained(
         cls: type[PreTrainedModel], name: Any, *args: Any, check_fingerprint: bool = True, **kwargs: Any
@@ -238,7 +191,6 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
             reason = broken_file(name, kwargs.get("subfolder") or "") or error
             raise CheckpointError(f"{name}: its weights can't be read: {reason}") from error
         model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
-        _require_same_counts(model, name)
         fingerprint = model.__dict__.pop(OPENED, None)
         if fingerprint is not None and check_fingerprint and _is_of(kwargs.get("config"), name):
             _require_same_function(model, fingerprint, info, name)
@@ -264,24 +216,14 @@ def patched_model_class(host: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     body = {
         "__init__": __init__,
-        "initialize_weights": initialize_weights,
         "from_pretrained": classmethod(from_pretrained),
         "save_pretrained": save_pretrained,
         "__reduce_ex__": _reduce,
         "config_class": patched_config_class(host_class(host.config_class)),
+        "hfpatch_lensed": lensed,
         **_named_like(host),
-        **without_old_length(host, is_unlimited),
     }
-    if _needs_lens(host):
-        body["forward"] = lensed_forward(host)
-    return type(host.__name__, (host,), body)
-
-
-def _needs_lens(host: type) -> bool:
-    """Whether a model of this class, standing alone, is itself what a limit is lifted from, or hands positions down."""
-    stacks = [stack for record in ARCHITECTURES.values() for stack in record.stacks]
-    own = [stack for stack in stacks if any(stack.owner == base.__name__ for base in host.__mro__)]
-    return any(stack.grid is not None or any(not path for path, _ in stack.limits) for stack in own)
+    return types.new_class(host.__name__, (PatchedModel, host), {"lensed": lensed}, lambda own: own.update(body))
 
 
 def _named_like(host: type) -> dict[str, Any]:
@@ -295,11 +237,11 @@ def _named_like(host: type) -> dict[str, Any]:
 
 
 def _reduce(self: Any, protocol: Any) -> tuple:
-    return _rebuild, (host_class(type(self)),), self.__dict__
+    return _rebuild, (host_class(type(self)), getattr(self, "hfpatch_lensed", False)), self.__dict__
 
 
-def _rebuild(host: type) -> Any:
-    patched = patched_model_class(host) if issubclass(host, nn.Module) else patched_config_class(host)
+def _rebuild(host: type, lensed: bool = False) -> Any:
+    patched = patched_model_class(host, lensed) if issubclass(host, nn.Module) else patched_config_class(host)
     return patched.__new__(patched)
 
 
@@ -365,45 +307,6 @@ def auto_classes() -> Iterator[Any]:
                 yield auto
 
 
-def replay(model: PreTrainedModel) -> None:
-    """Patch a freshly built model of the host's class as its config's record says.
-
-    Raises:
-        CheckpointError: the config carries no usable record.
-        PatchError: a part doesn't apply to this model.
-    """
-    record = Record.from_json(getattr(model.config, KEY, None), type(model).__name__)
-    same_head = type(model).__name__ in (model.config.architectures or [])
-    for kind, planner in PLANNERS.items():
-        for part in getattr(record, kind):
-            planned = planner(model, part, strict=same_head)
-            changes = [change for change in planned if change.apply and change.replayed]
-            for change in changes:
-                change.apply(Edits())  # type: ignore[misc]
-            if len(changes) != part.modules:
-                record = record.recounted(kind, part, len(changes))
-                if same_head:
-                    counts = f"{part.modules} modules when it was saved, and {len(changes)}"
-                    model.__dict__[MISCOUNTED] = f"{kind}={part.scheme.name!r} changed {counts}"
-    setattr(model.config, KEY, record.to_json())
-    if model.all_tied_weights_keys.keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
-        # what the host ties goes by other names now (zamba2's norms)
-        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
-
-
-def _require_same_counts(model: PreTrainedModel, name: Any) -> None:
-    """Refuse a checkpoint whose patch, replayed on the class that it was saved from, touches other modules than then.
-
-    Building from a config of another depth is fine; loading weights into it is not.
-    """
-    miscounted = model.__dict__.pop(MISCOUNTED, None)
-    if miscounted:
-        raise CheckpointError(
-            f"{name}: {miscounted} when it is opened here. Open it without overriding its settings, and with the "
-            "versions of hfpatch and transformers that it was made with."
-        )
-
-
 def _is_of(config: Any, name: Any) -> bool:
     """Whether the config with which a checkpoint is opened is its own, as far as can be told."""
     return not isinstance(config, PreTrainedConfig) or config.name_or_path in ("", str(name))
@@ -419,26 +322,6 @@ def _require_same_function(model: PreTrainedModel, fingerprint: Fingerprint, inf
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     if not any(key.startswith(prefix) for key in other):
         fingerprint.require(model, name, strict=not other, missing=info.get("missing_keys", ()))
-
-
-def _initialize_ours(model: nn.Module) -> None:
-    """Values of what hfpatch put in and no checkpoint filled; transformers calls this after loading."""
-    for module in model.modules():
-        made: list[Any] = [module._modules.get(name) for name in (ROTARY, BIAS)]
-        if isinstance(module, ComputedPositions):
-            made.append(module)
-        for one in made:
-            if hasattr(one, "reset"):
-                one.reset()
-        refill(module)
-        values = module.initial_values() if isinstance(module, AffineNorm) else {}
-        if SCALED in module.__dict__:
-            values[SCALE] = module.__dict__[SCALED]
-        if values:
-            for name, parameter in module.named_parameters(recurse=False):
-                if name in values and not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
-                    with torch.no_grad():
-                        parameter.fill_(values[name])
 
 
 AutoConfig.register(KEY, HfpatchConfig, exist_ok=True)

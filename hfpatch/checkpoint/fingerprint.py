@@ -30,14 +30,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_enabled
 
-from ..core.scheme import KEY
 from ..exact.check import shake
 from ..measure.inputs import example_inputs
 from ..measure.quiet_forward import device_of, fitting, outputs_of, quiet
 from ..runtime.errors import CheckpointError, UnsupportedError
+from ..runtime.record import KEY
 from .weight_digest import cut_down, digest, parameters_of
 
-ENTRY = "fingerprint"  # of the record on disk
 FACTOR = 5.0  # how many times as far as noise moves the sums they may be off
 BLUNT = 0.4  # where that is more than this, by the output's size, nothing can be told; unrelated outputs are off by 2
 _DRAWS = {"float32": 1, "float16": 1, "bfloat16": 2}  # of noise in the last bit, from fine to coarse

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
-from ..checkpoint.record import Part, Record
-from ..core.scheme import KEY
-from ..core.transaction import Edits
+from ..core.transaction import Transaction
 from ..errors import NothingToPatchError, OptionError, VerificationError
 from ..exact.check import Reference
 from ..measure.inputs import example_inputs as made_inputs
 from ..measure.quiet_forward import fitting
 from ..patch import WAY_BACK, WayBack, give_own_config
 from ..plan import Plan, require_bare
-from ..runtime.attention import ROTARY, AttentionLens
+from ..runtime.apply import apply, condensed
+from ..runtime.attention import ROTARY, AttentionLens, order
 from ..runtime.constants import Given
 from ..runtime.errors import UnsupportedError
-from ..runtime.lens import host_class, lens_of
+from ..runtime.lens import LENS, host_class, lens_of
 from ..runtime.rotary import RotaryEmbedding
+from ..schemes.request import Part, Record
 from ..schemes.rope import PAIRINGS, RoPE
-from ..sites.pairing import order, output_channels, reordered_rows, rotating_attentions
+from ..sites.pairing import output_channels, reordered_rows, rotating_attentions
 from ..swap.native_rope import find_rotations, pairing_of, rotary_dim_of
 from ..swap.own_rotations import find_own_rotations, own_attentions
 from ..swap.positions import plan_positions
@@ -85,15 +85,15 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
     attentions, names = _found(model, to)
     part = Part(RoPE(pairing=to), only=names)
-    changes = [change for change in plan_positions(model, part) if change.apply is not None]
+    changes = [change for change in plan_positions(model, part) if change.changes]
     given = made_inputs(model) if example_inputs is None else example_inputs
     reference = Reference(model, fitting(model, given), [])
-    edits = Edits()
+    edits = Transaction()
     try:
         for attention in attentions:
             _reorder(edits, attention, to)
-        for change in changes:
-            change.apply(edits)  # type: ignore[misc]
+        found = condensed((edit for change in changes for edit in change.edits), model)
+        apply(found, model, edits)
         verdict = reference.check(model)
         if not verdict.holds:
             raise VerificationError(
@@ -101,11 +101,9 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
                 f"{verdict.error:.1e} where rounding explains {verdict.tolerance:.1e}. It is as it was.",
                 str(verdict),
             )
-        record = getattr(model.config, KEY, None)
-        told = Record.from_json(record) if record else Record(model.config.model_type)
-        plan = Plan(type(model).__name__, _recorded(told, part, len(changes)))
+        plan = Plan(type(model).__name__, _recorded(Record.of(model.config), part).with_edits(found))
         give_own_config(model, plan, edits)
-        edits.set_class(model, patched_model_class(host_class(type(model))))
+        edits.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
     except BaseException:
         edits.undo()
         raise
@@ -115,16 +113,15 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
     return model
 
 
-def _recorded(record: Record, part: Part, modules: int) -> Record:
+def _recorded(record: Record, part: Part) -> Record:
     """The record with this conversion; one that it takes back, or repeats, needs no part of its own."""
-    part = Part(part.scheme, part.only, part.keep, part.init, modules=modules)
     last = record.pos[-1] if record.pos else None
     if (
         last is not None
         and last.scheme in (RoPE(pairing="half"), RoPE(pairing="interleaved"))
         and last.only == part.only
     ):
-        record = Record(record.base_model_type, record.norm, record.pos[:-1], record.mlp, record.placement)
+        record = replace(record, pos=record.pos[:-1])
     return record.plus("pos", part)
 
 
@@ -140,14 +137,14 @@ def _found(model: nn.Module, to: str) -> tuple[list[_Attention], tuple[str, ...]
         lens = lens_of(module, AttentionLens)
         if not isinstance(rotary, RotaryEmbedding) or lens is None:
             continue
-        if rotary.scheme.pairing == to:
+        if rotary.pairing == to:
             already += 1
             continue
         layout = lens.projections
         bias = getattr(lens.projections, "query_bias", None)
         biases = () if bias is None else (bias,)
         dim = rotary.head_dim
-        found.append(_Attention(name, module, layout, dim, rotary.scheme.rotary_dim(dim), biases=biases))
+        found.append(_Attention(name, module, layout, dim, rotary.rotary_dim, biases=biases))
         names.append(name)
     for owner, name, own in find_own_rotations(model):
         for path, (module, itself) in own_attentions(owner, name, own).items():
@@ -185,7 +182,7 @@ def _found(model: nn.Module, to: str) -> tuple[list[_Attention], tuple[str, ...]
     return found, tuple(names)
 
 
-def _reorder(edits: Edits, attention: _Attention, to: str) -> None:
+def _reorder(edits: Transaction, attention: _Attention, to: str) -> None:
     """Put rows, biases and gains into the other order."""
     places = order(attention.rotary_dim, attention.head_dim, to)
     for name, rows in reordered_rows(attention.layout, attention.module, attention.head_dim, places).items():
@@ -209,7 +206,7 @@ def _reorder(edits: Edits, attention: _Attention, to: str) -> None:
                 _reorder_heads(edits, attention, module, parameter, places)
 
 
-def _reorder_heads(edits: Edits, attention: _Attention, module: nn.Module, name: str, places: Tensor) -> None:
+def _reorder_heads(edits: Transaction, attention: _Attention, module: nn.Module, name: str, places: Tensor) -> None:
     """Put a Parameter of one or all heads into the other order; one number for all channels stays."""
     parameter = module._parameters[name]
     if parameter is None or parameter.numel() == 1:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import OptionError
-from .transaction import Edits
+from .transaction import Transaction
 
 Replaced = nn.Module | nn.Parameter | None
 
@@ -30,7 +30,7 @@ def swap_parameters(
     optimizer: Any,
     before: list[nn.Parameter],
     replaced: list[tuple[Replaced, Replaced]],
-    edits: Edits,
+    edits: Transaction,
 ) -> None:
     """Take the Parameters that left the model out of the optimizer (with their state) and let the new ones in.
 
@@ -48,7 +48,7 @@ def swap_parameters(
     old = {id(parameter) for parameter in before}
     home = {id(parameter): i for i, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
     default = next(home[key] for key in [*map(id, before), *present] if key in home)
-    neighbours = {id(p): _own(gone) + _own(new) for gone, new in replaced for p in _own(new)}
+    neighbours = {id(p): _all(gone) + _all(new) for gone, new in replaced for p in _all(new)}
     for module in model.modules():
         for parameter in _own(module):
             neighbours.setdefault(id(parameter), _own(module))
@@ -61,6 +61,10 @@ def swap_parameters(
         _regroup(optimizer, group, old, present, joining.get(i, []), edits)
 
 
+def _all(value: Replaced) -> list[nn.Parameter]:
+    return list(value.parameters()) if isinstance(value, nn.Module) else _own(value)
+
+
 def _own(value: Replaced) -> list[nn.Parameter]:
     if isinstance(value, nn.Parameter):
         return [value]
@@ -68,7 +72,7 @@ def _own(value: Replaced) -> list[nn.Parameter]:
 
 
 def _regroup(
-    optimizer: Any, group: dict, old: set[int], present: dict[int, str], joining: list[nn.Parameter], edits: Edits
+    optimizer: Any, group: dict, old: set[int], present: dict[int, str], joining: list[nn.Parameter], edits: Transaction
 ) -> None:
     names = group.get("param_names", [None] * len(group["params"]))
     kept = []

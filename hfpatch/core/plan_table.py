@@ -11,7 +11,8 @@ from typing import Protocol, TypeVar
 from torch import nn
 
 from ..errors import WrappedModelError
-from .transaction import Edits
+from ..runtime.edits import Edit
+from .transaction import Transaction
 
 SO_ALREADY = "is so already"  # reason of a row that a request would change into what it is
 
@@ -51,14 +52,22 @@ class Row:
 
 @dataclass
 class Change:
-    """A row and how it is carried out; `apply` is None where the module is kept.
+    """A row and how it is carried out.
 
-    `replayed` is False for what is in the weights, and so not done again when a checkpoint is opened.
+    Attributes:
+        row: for the plan; its action says whether anything changes.
+        edits: what changes in the model's structure, each of one place, by its name in the model.
+        values: then, what changes in Parameters' values. It is in the weights, and no checkpoint records it.
     """
 
     row: Row
-    apply: Callable[[Edits], None] | None = None
-    replayed: bool = True
+    edits: tuple[Edit, ...] = ()
+    values: Callable[[Transaction], None] | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether the module isn't kept."""
+        return self.row.action == "replace"
 
 
 def refuse_private_forward(name: str, module: nn.Module) -> None:

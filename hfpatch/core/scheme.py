@@ -13,7 +13,6 @@ from ..errors import OptionError
 from ..runtime.errors import PatchError
 from .registry import Registry
 
-KEY = "hfpatch"  # of the config, in memory and on disk: the patch record; also the model_type on disk
 S = TypeVar("S", bound="Scheme")
 
 
@@ -31,6 +30,13 @@ class Scheme:
     def to_json(self) -> dict[str, Any]:
         """`{"name": ..., option: value, ...}` with every option, so that a later change of defaults changes nothing."""
         return {"name": self.name, **asdict(self)}
+
+    def __str__(self) -> str:
+        """What `resolve` reads: the name, and every option that isn't at its default."""
+        own = [(one.name, getattr(self, one.name), one.default) for one in fields(self)]
+        options = [(name, value) for name, value, default in own if value != default]
+        text = ",".join(f"{name}={value if _is_word(value) else json.dumps(value)}" for name, value in options)
+        return f"{self.name}:{text}" if text else self.name
 
     def settled(self: S, init: str) -> S:
         """The scheme with every option that hangs on how new parameters start; what a checkpoint records."""
@@ -87,6 +93,14 @@ def construct(registry: Registry, name: str, options: Mapping[str, Any]) -> Any:
         raise
     except (TypeError, ValueError) as error:
         raise OptionError(f"{registry.kind} {name!r} can't be made from {dict(options)!r}: {error}") from error
+
+
+def _is_word(value: Any) -> bool:
+    """Whether a string stands for itself in options; others are JSON."""
+    return isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", value) is not None and value not in _JSON
+
+
+_JSON = ("true", "false", "null", "NaN", "Infinity")
 
 
 def _parse_options(text: str, options: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _HOOKS = (
 _MISSING: Any = object()
 
 
-class Edits:
+class Transaction:
     """Changes made so far, newest last; `undo` takes them back in reverse order, exactly.
 
     Nothing that a patch does to a model may bypass these methods. The log holds what was replaced, so it pickles and
@@ -116,7 +116,7 @@ class Edits:
                 pairs.append((old[0] if old else None, target.get(key)))
         return pairs
 
-    def then(self, later: Edits) -> Edits:
+    def then(self, later: Transaction) -> Transaction:
         """This log continued by a later one; undoing it takes back both."""
         self._log += later._log
         return self

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.transaction import Edits
+from ..core.transaction import Transaction
 from ..measure.quiet_forward import outputs_of, quiet
 from ..sites.norms import describe
 from .check import mean_ratios
@@ -66,7 +66,7 @@ def _last(order: list[str], name: str) -> int:
 
 
 def compensate(
-    model: nn.Module, given: Mapping[str, Any], pairs: list[Pair], edits: Edits
+    model: nn.Module, given: Mapping[str, Any], pairs: list[Pair], edits: Transaction
 ) -> dict[str, tuple[float, float]]:
     """Subtract the mean of the earlier norm's shift from the writer's bias, and keep that only where it helps.
 
@@ -97,7 +97,7 @@ def _mean_shift(norm: nn.Module) -> float:
     return 0.0 if shift is None else float(shift.detach().double().mean())
 
 
-def _add(writer: nn.Module, value: float, edits: Edits) -> None:
+def _add(writer: nn.Module, value: float, edits: Transaction) -> None:
     bias = writer._parameters["bias"]
     assert bias is not None
     if value:

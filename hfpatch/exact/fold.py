@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core.plan_table import refuse_private_forward
-from ..core.transaction import Edits
+from ..core.transaction import Transaction
 from ..errors import OptionError
+from ..runtime.apply import apply, condensed
+from ..runtime.edits import CENTRE_SLOT, Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.lens import CENTRED, host_class, lensed_class
+from ..runtime.lens import CENTRED
 from .centring import Centring, pattern_of
 
 MODES = ("fold", "parametrize")
@@ -26,15 +28,15 @@ class Step:
     Attributes:
         name: of the module, or of the Parameter where its module holds more than its own.
         now, becomes: as a plan prints them.
-        runtime: whether it must be done again when a checkpoint is opened; the rest is in the weights.
-        apply: does it.
+        edits: what is centred in every forward.
+        values: what changes in the weights.
     """
 
     name: str
     now: str
     becomes: str
-    runtime: bool
-    apply: Callable[[Edits], None]
+    edits: tuple[Edit, ...] = ()
+    values: Callable[[Transaction], None] | None = None
 
 
 def runtime(centring: Centring, mode: str) -> tuple[tuple[str, int], ...]:
@@ -42,7 +44,7 @@ def runtime(centring: Centring, mode: str) -> tuple[tuple[str, int], ...]:
     return centring.parametrized if mode == "parametrize" else centring.outputs
 
 
-def centre(model: nn.Module, centring: Centring, edits: Edits, mode: str = "fold") -> None:
+def centre(model: nn.Module, centring: Centring, edits: Transaction, mode: str = "fold") -> None:
     """Make everything that writes to the residual stream zero-mean over its channels.
 
     mode="fold" subtracts the means from the weights themselves, in float64, in place and on the same Parameters; a
@@ -62,7 +64,9 @@ def centre(model: nn.Module, centring: Centring, edits: Edits, mode: str = "fold
         WrappedModelError: a module to centre in every forward carries a forward of its own.
     """
     for step in steps(model, centring, mode):
-        step.apply(edits)
+        apply(condensed(step.edits, model), model, edits)
+        if step.values is not None:
+            step.values(edits)
 
 
 def steps(model: nn.Module, centring: Centring, mode: str) -> list[Step]:
@@ -117,16 +121,16 @@ def _folding(model: nn.Module, centring: Centring) -> list[Step]:
     rows: dict[tuple[str, str], list[_Place]] = {}
     for place in _places(model, set(axes)):
         rows.setdefault(place.label(), []).append(place)
-    return [Step(name, now, "centred", False, _folder(places, axes)) for (name, now), places in rows.items()]
+    return [Step(name, now, "centred", values=_folder(places, axes)) for (name, now), places in rows.items()]
 
 
-def _folder(places: list[_Place], axes: dict[str, int]) -> Callable[[Edits], None]:
-    def apply(edits: Edits) -> None:
+def _folder(places: list[_Place], axes: dict[str, int]) -> Callable[[Transaction], None]:
+    def values(edits: Transaction) -> None:
         for place in places:
             if not place.value.is_meta:
                 edits.rewrite(place.module, place.attribute, "centre", axis=axes[pattern_of(place.name)])
 
-    return apply
+    return values
 
 
 def _absorbing(model: nn.Module, centring: Centring) -> list[Step]:
@@ -138,7 +142,7 @@ def _absorbing(model: nn.Module, centring: Centring) -> list[Step]:
                 places = _places(model, {axis.pattern})
                 writers += [(place, axis.axis) for place in places if _same_layer(scale.name, place.name)]
         name, now = scale.label()
-        found.append(Step(name, now, "absorbed", False, _absorber(scale, writers)))
+        found.append(Step(name, now, "absorbed", values=_absorber(scale, writers)))
     return found
 
 
@@ -148,8 +152,8 @@ def _same_layer(scale: str, writer: str) -> bool:
     return theirs[: len(numbers)] == numbers
 
 
-def _absorber(scale: _Place, writers: list[tuple[_Place, int]]) -> Callable[[Edits], None]:
-    def apply(edits: Edits) -> None:
+def _absorber(scale: _Place, writers: list[tuple[_Place, int]]) -> Callable[[Transaction], None]:
+    def values(edits: Transaction) -> None:
         if scale.value.is_meta:
             return
         factor = scale.value.detach().double().clone()
@@ -158,46 +162,32 @@ def _absorber(scale: _Place, writers: list[tuple[_Place, int]]) -> Callable[[Edi
             edits.rewrite(place.module, place.attribute, "multiply", factor.reshape(shape))
         edits.rewrite(scale.module, scale.attribute, "ones", factor)
 
-    return apply
+    return values
 
 
-def centring_outputs(
-    model: nn.Module, modules: tuple[tuple[str, int], ...], forms: Callable[[str], tuple[str, ...]] | None = None
-) -> list[Step]:
+def centring_outputs(model: nn.Module, modules: tuple[tuple[str, int], ...]) -> list[Step]:
     """Steps that centre the outputs of modules in every forward.
 
     Args:
         model: the model.
         modules: (pattern of names, axis).
-        forms: from a module's name here to all the names it may have in the patterns, see `Names.forms`.
 
     Raises:
         WrappedModelError: a module carries a forward of its own, put there by another library.
     """
     axes, found, seen = dict(modules), [], set()
     for name, module in model.named_modules(remove_duplicate=False):
-        forms_here = forms(name) if forms else (name,)
-        axis = next((axes[pattern_of(form)] for form in forms_here if pattern_of(form) in axes), None)
+        axis = axes.get(pattern_of(name))
         if not name or axis is None or id(module) in seen or module.__dict__.get(CENTRED) == axis:
             continue
         seen.add(id(module))
         refuse_private_forward(name, module)
-        found.append(
-            Step(name, module._get_name(), "centred in every forward", True, _output_centrer(model, name, axis))
-        )
+        edit = Edit.of(f"{name}.{CENTRE_SLOT}", axis)
+        found.append(Step(name, module._get_name(), "centred in every forward", (edit,)))
     return found
 
 
-def _output_centrer(model: nn.Module, name: str, axis: int) -> Callable[[Edits], None]:
-    def apply(edits: Edits) -> None:
-        module = model.get_submodule(name)  # may be a norm that has been replaced by now
-        edits.set_attribute(module, CENTRED, axis)
-        edits.set_class(module, lensed_class(host_class(type(module))))
-
-    return apply
-
-
-def fold_shift(norm_shift: Tensor, reader: nn.Module, inputs_axis: int, edits: Edits) -> None:
+def fold_shift(norm_shift: Tensor, reader: nn.Module, inputs_axis: int, edits: Transaction) -> None:
     """c + W b in place of c: a linear layer takes up the shift b of the norm that it reads.
 
     Args:

@@ -11,19 +11,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoint.record import Part, Record
-from ..core.scheme import KEY
-from ..core.transaction import Edits
+from ..core.transaction import Transaction
 from ..errors import OptionError, VerificationError, WrappedModelError
 from ..measure.inputs import example_inputs
 from ..measure.quiet_forward import fitting, outputs_of, quiet
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class
+from ..runtime.record import KEY
 from ..schemes.norms import Norm
+from ..schemes.request import Part, Record
 from .centring import Centring, pattern_of
 from .check import Reference, Verdict
 from .compensate import compensate, find_pairs
-from .fold import Step, runtime, steps
+from .fold import Step, steps
 from .readers import find_readers
 from .search import find_centring
 
@@ -97,7 +97,7 @@ class Conversion:
     @property
     def waits_for_weights(self) -> bool:
         """Whether weights that nobody has loaded yet will have to be those of a patched model."""
-        return self.on_meta and any(not step.runtime for step in self.steps())
+        return self.on_meta and any(step.values for step in self.steps())
 
     @property
     def centres(self) -> bool:
@@ -153,9 +153,8 @@ class Conversion:
         Raises:
             UnsupportedError: one put in norms that see the stream's mean.
         """
-        record = getattr(self.model.config, KEY, None)
         centred = False
-        for part in Record.from_json(record).norm if record else ():
+        for part in Record.of(self.model.config).norm:
             assert isinstance(part.scheme, Norm)
             if part.scheme.centring and part.init in ("auto", "exact"):
                 centred = True
@@ -167,9 +166,8 @@ class Conversion:
 
     def _unpatched(self) -> PreTrainedModel:
         """The model, or a model of its host's class without weights: what is there is found on LayerNorms."""
-        host, stored = host_class(type(self.model)), getattr(self.model.config, KEY, None)
-        record = Record.from_json(stored) if stored else None
-        if record is None or not (record.norm or record.placement):
+        host, record = host_class(type(self.model)), Record.of(self.model.config)
+        if not (record.norm or record.placement):
             return self.model
         config = copy.deepcopy(self.model.config)
         object.__setattr__(config, "__class__", host_class(type(config)))
@@ -218,15 +216,8 @@ class Conversion:
         return [name for name, readers in self.readers.items() if not isinstance(readers, str)]
 
     def recorded(self) -> Part:
-        """The request with all that opening a checkpoint must know."""
-        moved, replaced = self.moved_shifts(), [*self.exact, *self.approximate]
-        return replace(
-            self.part,
-            init=self.part.init if self.centres else "copy",
-            centred=runtime(self.centring, self.mode) if self.centres else (),
-            left=told_apart(self.left, replaced),
-            biasless=told_apart(moved, [name for name in replaced if name not in moved]),
-        )
+        """The request as it is carried out."""
+        return replace(self.part, init=self.part.init if self.centres else "copy")
 
     # On the real model
 
@@ -267,7 +258,7 @@ class Conversion:
                 f"checked on the model itself it isn't exact: {verdict}",
             )
 
-    def compensate(self, edits: Edits) -> None:
+    def compensate(self, edits: Transaction) -> None:
         """Where a norm follows a norm: take the constant part of its input's mean away."""
         norms = self._compensated()
         if not norms or self.on_meta:
@@ -283,9 +274,3 @@ class Conversion:
         stream = {*self.centring.exact, *self.centring.approximate}
         norms_of_stream = [name for name, _ in self.model.named_modules() if pattern_of(name) in stream]
         compensate(self.model, given, find_pairs(self.model, given, norms, norms_of_stream, writers), edits)
-
-
-def told_apart(names: list[str], others: list[str]) -> tuple[str, ...]:
-    """Patterns of names; the names themselves where their pattern is also that of one of the others."""
-    taken = set(map(pattern_of, others))
-    return tuple(dict.fromkeys(name if pattern_of(name) in taken else pattern_of(name) for name in names))

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.attention import order
 from ..schemes.positions import ALiBi
 from ..schemes.rope import RoPE
-from ..sites.pairing import order
 
 CLOSE = 1e-11  # eps of norms that differ by less are alike
 

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.scheme import KEY
-from ..runtime.attention import BIAS, ROTARY
+from ..runtime.attention import BIAS, ROTARY, order
 from ..runtime.constants import ConstantPositions, Given, Unrotated
 from ..runtime.errors import UnsupportedError
 from ..runtime.gated import GatedLinear
 from ..runtime.lens import SCALED, host_class, lens_of
 from ..runtime.norms import AffineNorm
+from ..runtime.record import KEY
 from ..runtime.tables import ComputedPositions
 from ..sites.biases import find_biases
 from ..sites.norms import describe
-from ..sites.pairing import Rotating, order, reordered_rows, rotating_attentions
+from ..sites.pairing import Rotating, reordered_rows, rotating_attentions
 from ..sites.stacks import find_stacks, max_positions
 from ..swap.native_rope import find_rotations, rotary_dim_of
 from .anatomy import CLOSE

@@ -14,9 +14,9 @@ import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import CONFIG_MAPPING
 
-from ..checkpoint.record import KINDS
-from ..core.scheme import KEY
 from ..errors import OptionError
+from ..runtime.record import KEY
+from ..schemes.request import KINDS
 from .folder import Folder
 from .section import Facts, parts_of, section
 

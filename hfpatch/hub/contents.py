@@ -11,12 +11,12 @@ import transformers
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
-from ..core.scheme import KEY
 from ..errors import OptionError
 from ..export import FORMS, export_model
 from ..export.modeling import FILE
 from ..plan import require_bare
 from ..runtime.errors import CheckpointError, first_line
+from ..runtime.record import KEY
 from .folder import CARD, Folder, read_folder, travelling
 
 _VOCABULARIES = ("tokenizer", "vocab", "spiece")

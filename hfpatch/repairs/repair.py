@@ -34,11 +34,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..core.progress import tell
-from ..core.scheme import KEY
-from ..core.transaction import Edits
+from ..core.transaction import Transaction
 from ..errors import OptionError, WrappedModelError
 from ..measure.quiet_forward import device_of, give_back_memory, is_library_hook, quiet
 from ..runtime.norms import AffineNorm
+from ..runtime.record import KEY
 from ..sites.norms import describe
 from .attention_maps import Example, eager, fit_maps, map_of, require_fit, wide
 from .block_replay import Batches, Segment, Walk, first_tensor, require_batches, segments_of
@@ -61,7 +61,7 @@ def repair(
     model: PreTrainedModel,
     reference: PreTrainedModel,
     calibration: Iterable[Any] | str,
-    edits: Edits | None = None,
+    edits: Transaction | None = None,
     fit: str = "qk",
 ) -> RepairReport:
     """Fit a patched model back to the original, in place. No labels, no training, no gradients.
@@ -90,7 +90,7 @@ def repair(
     """
     require_fit(fit)
     _require_weights(model, reference)
-    edits = Edits() if edits is None else edits
+    edits = Transaction() if edits is None else edits
     mark, kind = len(edits), model.device.type
     drawn = isinstance(calibration, str) and calibration == "self"
     calibration = sample_batches(reference) if drawn else require_batches(calibration, model)
@@ -140,7 +140,13 @@ def shadow(model: PreTrainedModel, writes: bool = False) -> PreTrainedModel:
 
 class _Repairer:
     def __init__(
-        self, model: PreTrainedModel, reference: PreTrainedModel, batches: Batches, folder: Path, edits: Edits, fit: str
+        self,
+        model: PreTrainedModel,
+        reference: PreTrainedModel,
+        batches: Batches,
+        folder: Path,
+        edits: Transaction,
+        fit: str,
     ):
         self.batches, self.edits, self.fit = batches, edits, fit
         self.new, self.old = Walk(model, batches, folder / "new"), Walk(reference, batches, folder / "old")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-
-from ..schemes.positions import ALiBi
 
 
 class LinearBias(nn.Module):
@@ -16,19 +15,19 @@ class LinearBias(nn.Module):
     Slopes live in a non-persistent float32 buffer: a state dict has no key for them, half precision leaves them alone.
 
     Args:
-        scheme: the options.
         num_heads: heads of the attention.
+        max_bias: the largest slope's exponent over all heads.
     """
 
     slopes: Tensor
 
-    def __init__(self, scheme: ALiBi, num_heads: int):
+    def __init__(self, num_heads: int, max_bias: float = 8.0):
         super().__init__()
-        self.scheme, self.num_heads = scheme, num_heads
+        self.num_heads, self.max_bias = num_heads, max_bias
         self.register_buffer("slopes", self._slopes(), persistent=False)
 
     def _slopes(self) -> Tensor:
-        return torch.tensor(self.scheme.slopes(self.num_heads), dtype=torch.float32, device="cpu")
+        return torch.tensor(slopes_of(self.num_heads, self.max_bias), dtype=torch.float32, device="cpu")
 
     def reset(self) -> None:
         """Fill the buffer again, on the device where it is; loading and moving a model need it."""
@@ -45,4 +44,14 @@ class LinearBias(nn.Module):
         return -self.slopes.to(distances.device)[:, None, None] * distances
 
     def extra_repr(self) -> str:
-        return self.scheme.describe(0)
+        return f"max_bias={self.max_bias:g}"
+
+
+def slopes_of(num_heads: int, max_bias: float) -> list[float]:
+    """m_h = 2^(-max_bias h / n) of every head h = 1..n; for n no power of two, every other one of the next as well."""
+    power = 2 ** int(math.log2(num_heads))
+
+    def geometric(n: int) -> list[float]:
+        return [2.0 ** (-max_bias * (h + 1) / n) for h in range(n)]
+
+    return geometric(power) + geometric(2 * power)[0::2][: num_heads - power]

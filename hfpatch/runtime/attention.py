@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch._C import _is_tracing
 from torch.compiler import is_dynamo_compiling
 
-from ..sites.pairing import order
 from .errors import PositionError
 from .lens import TAKEN, Arguments
 
@@ -641,6 +640,13 @@ LAYOUTS: dict[str, Any] = {
     "Phi4MultimodalAttention": SharedFused("qkv_proj"),
     "ModernBertAttention": Fused("Wqkv"),
 }
+
+
+def order(rotary_dim: int, head_dim: int, to: str) -> Tensor:
+    """Which channel of a head comes to each place when it goes from the other pairing to `to`; (head_dim,)."""
+    first = torch.arange(rotary_dim)
+    turned = first.view(2, -1).T if to == "interleaved" else first.view(-1, 2).T
+    return torch.cat((turned.flatten(), torch.arange(rotary_dim, head_dim)))
 
 
 @dataclass(frozen=True)

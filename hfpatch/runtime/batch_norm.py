@@ -19,6 +19,8 @@ class MaskedBatchNorm(AffineNorm):
         momentum: weight of the newest batch in the running averages. The rest as in `AffineNorm`.
     """
 
+    kind = "batch"
+
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
@@ -26,13 +28,12 @@ class MaskedBatchNorm(AffineNorm):
     def __init__(
         self,
         facts: NormFacts,
-        kind: str,
         gain: nn.Parameter | None,
         shift: nn.Parameter | None,
         momentum: float,
         like: Tensor,
     ):
-        super().__init__(facts, kind, gain, shift)
+        super().__init__(facts, gain, shift)
         self.momentum = momentum
         (width,) = facts.shape
         self.register_buffer("running_mean", torch.zeros(width, device=like.device, dtype=like.dtype))

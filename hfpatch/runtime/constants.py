@@ -1,17 +1,19 @@
-"""What a removed table leaves behind: a constant, its mean row, and lenses that lift the old length's limits."""
+"""Modules and lenses in the place of removed positions: a table's mean row, zero biases, no rotation."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..swap.native_rope import SETTINGS_AT
 from .errors import PositionError
 from .lens import Arguments, host_class
+from .rotary import ORIGINAL
 
+SETTINGS_AT = "_hfpatch_rope_settings_at"  # of a rebuilt rotation: the path in the model's config of what it reads
 NO_ROW = "_hfpatch_no_row"  # of a module whose buffer of positions counts for nothing: training starts from zero
 
 
@@ -35,6 +37,20 @@ class ConstantPositions(nn.Module):
         self.num_embeddings, self.embedding_dim = table.shape  # some hosts still ask for them
         self.padding_idx, self.by_token, self.more = padding_idx, by_token, more
         self.constant = constant_of(table, mean_row(table, first))
+
+    @classmethod
+    def replacing(
+        cls,
+        old: nn.Module | None,
+        parent: nn.Module,
+        first: int = 0,
+        padding_idx: int | None = None,
+        by_token: bool = False,
+        more: int = 0,
+    ) -> ConstantPositions:
+        """What takes the place of a table."""
+        assert old is not None
+        return cls(rows_of(old), first, padding_idx, by_token, more)
 
     @property
     def weight(self) -> Tensor:
@@ -95,6 +111,86 @@ def mean_rows(table: Tensor) -> Tensor:
     return table.detach().double().mean(axes, keepdim=True).to(table.dtype)
 
 
+def rows_of(table: nn.Module | Tensor) -> Tensor:
+    """The rows (..., rows, width) of a table; sinusoidal ones keep them in a buffer."""
+    if isinstance(table, Tensor):
+        return table
+    stored = [value for value in (*table.parameters(), *table.buffers()) if value.dim() >= 2]
+    width: Any = getattr(table, "embed_dim", None)
+    return stored[0] if stored else torch.zeros(1, width)  # computed in the table's forward
+
+
+def MeanRow(table: Tensor) -> Tensor:  # noqa: N802  # a component, called like the others
+    """The mean row in the place of a table that its host adds as it is: a Parameter for a Parameter."""
+    row = mean_rows(table)
+    return constant_of(table, row) if isinstance(table, nn.Parameter) else row
+
+
+def ZeroRow(table: Tensor) -> Tensor:  # noqa: N802
+    """Likewise zeros: what training from scratch starts from."""
+    return MeanRow(table).detach().zero_() if not isinstance(table, nn.Parameter) else MeanRow(table)
+
+
+def Rows(table: Tensor, *shape: int) -> nn.Parameter:  # noqa: N802
+    """A Parameter for a table of another size, its values to be filled."""
+    return nn.Parameter(table.detach().new_empty(shape), requires_grad=table.requires_grad)
+
+
+class HostRotary(nn.Module):
+    """Makes a host's rotary module again from other settings; never stands in a model itself."""
+
+    @classmethod
+    def replacing(
+        cls,
+        old: nn.Module | None,
+        parent: nn.Module,
+        settings: dict[str, Any],
+        at: tuple[str, ...] | None = (),
+        layer_type: str | None = None,
+        note: str = "",
+    ) -> nn.Module:
+        """Another instance of the host's class with these settings, in the same place, dtype and mode.
+
+        Args:
+            old, parent: the module, and what it stands in.
+            settings: transformers' `rope_parameters`.
+            at: the attributes of the model's config that lead to the part it reads; None where there is none.
+            layer_type: the type of layer that they are for, None where all are alike.
+            note: what a report says of it.
+        """
+        assert old is not None
+        present = next(value for name, value in old._buffers.items() if name.endswith("inv_freq") and value is not None)
+        new = with_settings(old, settings, layer_type, "meta" if present.is_meta else "cpu")
+        if not present.is_meta:
+            new.to(present.device, present.dtype)
+        new.training = old.training
+        new._parameters.update(old._parameters)
+        for name, buffer in old._buffers.items():
+            if name in new._buffers and name not in old._non_persistent_buffers_set and not name.endswith("inv_freq"):
+                new._buffers[name] = buffer
+        vars(new)[SETTINGS_AT] = at
+        if note:
+            vars(new)["hfpatch_note"] = note
+        return new
+
+
+def with_settings(
+    rotary: nn.Module, settings: dict[str, Any], layer_type: str | None, device: str = "cpu"
+) -> nn.Module:
+    """A host's rotary module with other settings, fresh."""
+    config: Any = copy.deepcopy(rotary.config)
+    if not isinstance(getattr(config, "rope_parameters", None), dict):  # it reads nothing but theta
+        config.rope_theta = settings["rope_theta"]
+    elif layer_type is None:
+        config.rope_parameters = copy.deepcopy(settings)
+    else:
+        config.rope_parameters = {**config.rope_parameters, layer_type: copy.deepcopy(settings)}
+    if ORIGINAL in settings and getattr(config, ORIGINAL, None) is not None:
+        setattr(config, ORIGINAL, settings[ORIGINAL])  # which transformers prefers to the settings' own
+    with torch.device(device):
+        return host_class(type(rotary))(config)
+
+
 @dataclass(frozen=True)
 class Given:
     """A lens on an attention that gets other arguments than it is handed: "zeros" stands for zeros like those."""
@@ -120,6 +216,12 @@ class NoBias(nn.Module):
     def __init__(self, num_embeddings: int, embedding_dim: int):
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+
+    @classmethod
+    def replacing(cls, old: nn.Module | None, parent: nn.Module) -> NoBias:
+        """What takes the place of a table of biases."""
+        assert isinstance(old, nn.Embedding)
+        return cls(old.num_embeddings, old.embedding_dim)
 
     @property
     def weight(self) -> Tensor:
@@ -156,8 +258,6 @@ class Unrotated:
 
 def refill(module: nn.Module) -> None:
     """Fill a rebuilt rotation's buffers again, where they are: loading leaves them empty."""
-    if SETTINGS_AT not in module.__dict__:
-        return
     with torch.device("cpu"):
         fresh = host_class(type(module))(module.config)
     for name in module._non_persistent_buffers_set:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ..swap.config_lengths import LENGTH
+LENGTH = "max_position_embeddings"  # the config attribute that `generate()` goes by
 
 Unlimited = Callable[[Any], bool]
 

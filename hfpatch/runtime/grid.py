@@ -9,6 +9,7 @@ forwards of different sizes may wait for one backward, and torch.compile sees pl
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -218,6 +219,10 @@ class GridLens:
     children: tuple[str, ...] = ()
     hfpatch_note: ClassVar[str] = "hands positions down"
 
+    def bound(self, owner: nn.Module) -> GridLens:
+        """The lens with the names that its patterns stand for in an owner; `*` is a number."""
+        return GridLens(self.grid, named(owner, self.attentions), named(owner, self.children))
+
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         filled = self.grid.filled(module, arguments)
         arguments = {**arguments, **filled}
@@ -249,6 +254,10 @@ class Relay:
 
     children: tuple[str, ...]
     hfpatch_note: ClassVar[str] = "hands positions down"
+
+    def bound(self, owner: nn.Module) -> Relay:
+        """The lens with the names that its patterns stand for in an owner; `*` is a number."""
+        return Relay(named(owner, self.children))
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         phases = arguments.get(PHASES)
@@ -285,6 +294,15 @@ def handing_down(module: nn.Module, children: tuple[str, ...], phases: dict[str,
     for name, elements in in_lists.items():
         attributes[name] = ListView(module.get_submodule(name), elements)  # type: ignore[arg-type]
     return attributes
+
+
+def named(owner: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of an owner's modules that patterns stand for."""
+    found: list[str] = []
+    for pattern in patterns:
+        matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+        found += [name for name, _ in owner.named_modules() if matches(name)] if "*" in pattern else [pattern]
+    return tuple(found)
 
 
 def relays(owner: nn.Module, attentions: tuple[str, ...]) -> dict[str, tuple[str, ...]]:

@@ -19,9 +19,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.transaction import Edits
 from .errors import UnsupportedError
-from .lens import Arguments, InnerView, ListView, lens_of, look_through
+from .lens import Arguments, InnerView, ListView
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,10 @@ class Gains:
     """
 
     gains: tuple[tuple[str, int, float], ...]
+
+    def over(self, present: Gains) -> Gains:
+        """Both."""
+        return Gains((*present.gains, *self.gains))
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         children = {child: {c: gain for n, c, gain in self.gains if n == child} for child, _, _ in self.gains}
@@ -91,6 +94,11 @@ class Joins:
     """The lens on a block: r and g of its branches."""
 
     joins: tuple[Join, ...]
+
+    def over(self, present: Joins) -> Joins:
+        """Both; a later join of the same branch takes the place."""
+        mine = {(one.outlet, one.call) for one in self.joins}
+        return Joins((*(one for one in present.joins if (one.outlet, one.call) not in mine), *self.joins))
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         streams: dict[int, Tensor] = {}  # of this one forward
@@ -228,16 +236,3 @@ def views(module: nn.Module, tree: dict[str, Any]) -> dict[str, Any]:
             value = view(child, views(child, value))
         attributes[name] = value
     return attributes
-
-
-def add_gain(edits: Edits, parent: nn.Module, child: str, call: int, gain: float) -> None:
-    """Multiply what a child returns in its parent's forward."""
-    present = lens_of(parent, Gains)
-    look_through(edits, parent, Gains((*(present.gains if present else ()), (child, call, gain))))
-
-
-def add_join(edits: Edits, block: nn.Module, join: Join) -> None:
-    """Let a branch of a block meet its stream another way; a later join of the same branch takes the place."""
-    present = lens_of(block, Joins)
-    others = [one for one in (present.joins if present else ()) if (one.outlet, one.call) != (join.outlet, join.call)]
-    look_through(edits, block, Joins((*others, join)))

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..core.transaction import Edits
-
 LENS = "_hfpatch_lens"  # attribute of a module that holds its lens
 
 
@@ -106,8 +104,11 @@ def lens_of(module: nn.Module, kind: type) -> Any:
 
 
 def with_lens(module: nn.Module, lens: Lens) -> Lens:
-    """What the module's lens is once this one is added; one of the same kind gives way to it."""
+    """What the module's lens is once this one is added; one of the same kind gives way to it, or is joined to it."""
     present = module.__dict__.get(LENS)
+    same = lens_of(module, type(lens))
+    if same is not None and hasattr(lens, "over"):
+        lens = lens.over(same)
     kept = tuple(o for o in getattr(present, "lenses", (present,)) if o is not None and type(o) is not type(lens))
     return Lenses((*kept, lens)) if kept else lens
 
@@ -267,15 +268,6 @@ def _rebuild(host: type[nn.Module]) -> nn.Module:
 def host_class(cls: type) -> type:
     """The class behind one that hfpatch generated (here or in checkpoint.py), or the class itself."""
     return getattr(cls, "hfpatch_host", cls)
-
-
-def look_through(edits: Edits, module: nn.Module, lens: Lens, model: nn.Module | None = None) -> None:
-    """Give a module a lens; one of the same kind that it has gives way. `model` itself gets its class elsewhere, see
-    checkpoint.py.
-    """
-    edits.set_attribute(module, LENS, with_lens(module, lens))
-    if module is not model:
-        edits.set_class(module, lensed_class(host_class(type(module))))
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -1,14 +1,9 @@
-"""What a norm module computes, found by running it rather than by its name.
-
-transformers holds some thirty LayerNorm classes: subclasses of `nn.LayerNorm` with another gain (Nemotron's 1 + w),
-modules without parameters (OLMo), per-head gains (Cohere), channels-first ones (ConvNeXt). Each is read by feeding a
-copy of it chosen inputs; a module whose answers no LayerNorm or RMSNorm could give is left alone.
-"""
+"""Norm modules: RMSNorm, LayerNorm, DynamicTanh, DynamicErf, with the Parameters of the norm that they replace."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -48,6 +43,19 @@ class NormFacts:
         return gain, shift
 
 
+OWN = "own"  # stands for the name that a norm has for its gain or shift
+
+
+def parameter_names(norm: nn.Module | None) -> tuple[str | None, str | None]:
+    """The names of a norm's gain and shift as far as they are usual; "weight" and "bias" where there is no norm."""
+    if norm is None:
+        return "weight", "bias"
+    if isinstance(norm, AffineNorm):
+        return norm.facts.gain, norm.facts.shift
+    usual = AffineNorm.names
+    return tuple(name if norm._parameters.get(name) is not None else None for name in usual)  # type: ignore[return-value]
+
+
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -63,18 +71,21 @@ class AffineNorm(nn.Module):
 
     Args:
         facts: what the replaced norm computed.
-        kind: the registered name of the scheme, which `facts.kind` of this module will say.
         gain, shift: the replaced norm's Parameters (the same objects), or None.
+        like: a tensor whose dtype and device new Parameters take.
     """
 
+    kind: ClassVar[str] = ""  # the registered name of the scheme that puts it
     names: ClassVar[tuple[str, str]] = ("weight", "bias")
     scalars: ClassVar[tuple[str, ...]] = ()  # names of learned scalars that `normalise` reads, found by search
 
-    def __init__(self, facts: NormFacts, kind: str, gain: nn.Parameter | None, shift: nn.Parameter | None):
+    def __init__(
+        self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor | None = None
+    ):
         super().__init__()
         gain_name, shift_name = self.names
         self.facts = NormFacts(
-            kind,
+            self.kind,
             facts.shape,
             facts.eps,
             facts.channels_first,
@@ -86,6 +97,51 @@ class AffineNorm(nn.Module):
         self.arithmetic = (max(1, len(facts.shape)), facts.eps, facts.offset, facts.channels_first)
         self.register_parameter(gain_name, gain)
         self.register_parameter(shift_name, shift)
+
+    @classmethod
+    def replacing(
+        cls,
+        old: nn.Module | None,
+        parent: nn.Module,
+        *,
+        eps: float | None,
+        shape: tuple[int, ...] | None = None,
+        channels_first: bool = False,
+        offset: float = 0.0,
+        gain: str | None = OWN,
+        shift: str | None = OWN,
+        kind: str | None = None,
+        **options: Any,
+    ) -> AffineNorm:
+        """The norm in the place of another, whose Parameters it takes; in the place of none it starts with fresh ones.
+
+        Args:
+            old, parent: what stands there, and the module around it.
+            eps, channels_first, offset: as in `NormFacts`.
+            shape: likewise; by default that of the gain.
+            gain, shift: names of the other norm's Parameters (by default those that it has under the usual names), None
+                for none.
+            kind: the registered name of the scheme, where that isn't the class's usual one.
+            options: of the class itself.
+        """
+        names = [own if name == OWN else name for name, own in zip((gain, shift), parameter_names(old), strict=True)]
+        like = next((p for p in (old or parent).parameters(recurse=old is None)), None)
+        like = next(parent.parameters(), torch.zeros(())) if like is None else like
+        taken: list[Any] = [None if name is None else getattr(old, name, None) for name in names]
+        if old is None:
+            size = torch.full(shape or (), 0.0, dtype=like.dtype, device=like.device)
+            taken = [None if name is None else nn.Parameter(size.clone()) for name in names]
+        if shape is None:
+            shape = next(tuple(one.shape) for one in taken if one is not None)
+        facts = NormFacts(cls.kind, shape, eps, channels_first, offset)
+        new = cls(facts, *taken, **options, like=next((one for one in taken if one is not None), like))
+        new.facts = replace(new.facts, kind=kind or cls.kind)
+        if old is None:
+            values = new.initial_values()
+            with torch.no_grad():
+                for name, parameter in new.named_parameters():
+                    parameter.fill_(values[name])
+        return new
 
     @property
     def eps(self) -> float | None:
@@ -181,6 +237,8 @@ class LayerNorm(AffineNorm):
     Arguments as in `AffineNorm`.
     """
 
+    kind = "layer"
+
     def normalise(self, h: Tensor) -> Tensor:
         return F.layer_norm(h, self.normalised_shape(h), None, None, self.eps_for(h))
 
@@ -198,6 +256,8 @@ class RMSNorm(AffineNorm):
     half-precision input. On a CPU, where nothing fuses torch's operations, it has a gradient of its own. Arguments as
     in `AffineNorm`.
     """
+
+    kind = "rms"
 
     def normalise(self, h: Tensor) -> Tensor:
         shape = self.normalised_shape(h)
@@ -299,10 +359,17 @@ class PartialRMSNorm(RMSNorm):
         fraction: in (0, 1). The rest as in `AffineNorm`.
     """
 
+    kind = "prms"
+
     def __init__(
-        self, facts: NormFacts, kind: str, gain: nn.Parameter | None, shift: nn.Parameter | None, fraction: float
+        self,
+        facts: NormFacts,
+        gain: nn.Parameter | None,
+        shift: nn.Parameter | None,
+        fraction: float,
+        like: Tensor | None = None,
     ):
-        super().__init__(facts, kind, gain, shift)
+        super().__init__(facts, gain, shift)
         self.fraction = fraction
 
     normed = AffineNorm.normed
@@ -335,19 +402,20 @@ class DynamicTanh(AffineNorm):
         like: a tensor whose dtype and device alpha takes. The rest as in `AffineNorm`.
     """
 
+    kind = "dyt"
+
     names = ("gain", "shift")
     scalars: ClassVar[tuple[str, ...]] = ("alpha",)
 
     def __init__(
         self,
         facts: NormFacts,
-        kind: str,
         gain: nn.Parameter | None,
         shift: nn.Parameter | None,
         alpha: float,
         like: Tensor,
     ):
-        super().__init__(facts, kind, gain, shift)
+        super().__init__(facts, gain, shift)
         self.alpha0 = alpha
         self.alpha = self.new_scalar(alpha, like)
 
@@ -376,19 +444,20 @@ class DynamicTanh(AffineNorm):
 class DynamicErf(DynamicTanh):
     """y = gain * erf(alpha x + s) + shift, alpha and s learned. Arguments as in `DynamicTanh`; s starts at `s`."""
 
+    kind = "derf"
+
     scalars = ("alpha", "s")
 
     def __init__(
         self,
         facts: NormFacts,
-        kind: str,
         gain: nn.Parameter | None,
         shift: nn.Parameter | None,
         alpha: float,
         s: float,
         like: Tensor,
     ):
-        super().__init__(facts, kind, gain, shift, alpha, like)
+        super().__init__(facts, gain, shift, alpha, like)
         self.s0 = s
         self.s = self.new_scalar(s, like)
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.transaction import Edits
 from .errors import PositionError
 from .joins import StandIn, put, views
-from .lens import Arguments, lens_of, look_through
+from .lens import Arguments
 
 MASK = "attention_mask"  # the argument's name, in blocks and models
 
@@ -26,6 +25,10 @@ class Padded:
     """
 
     norms: tuple[str, ...]
+
+    def over(self, present: Padded) -> Padded:
+        """Both."""
+        return Padded((*present.norms, *self.norms))
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         keep = kept_positions(arguments.get(MASK))
@@ -80,9 +83,3 @@ def kept_positions(mask: Any) -> Tensor | None:
 def takes_mask(module: nn.Module) -> bool:
     """Whether a module's forward is given an attention mask."""
     return MASK in inspect.signature(type(module).forward).parameters
-
-
-def tell_of_padding(edits: Edits, module: nn.Module, norm: str) -> None:
-    """Let a norm inside a module be told of padding."""
-    present = lens_of(module, Padded)
-    look_through(edits, module, Padded((*(present.norms if present else ()), norm)))

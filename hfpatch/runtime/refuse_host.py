@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..core.scheme import KEY
 from .errors import CheckpointError
+from .record import KEY
 
 ENTRY = "guarded"  # of the record on disk: dotted name of a setting -> its value
 SENTENCE = (

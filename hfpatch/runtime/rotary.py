@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
-
-from ..schemes.rope import RoPE
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 ORIGINAL = "original_max_position_embeddings"
 
@@ -28,27 +29,45 @@ class RotaryEmbedding(nn.Module):
     touch them.
 
     Args:
-        scheme: the options.
         head_dim: channels per head.
-        max_positions: length that the scaling rules start from.
+        theta: base of the frequencies.
+        partial: fraction of the channels that is turned.
+        pairing: "half" turns channel i with i + d/2, "interleaved" 2i with 2i + 1.
+        axes: coordinates of a position.
+        scaling: transformers' `rope_parameters` without theta, None for none.
+        length: positions that the scaling rules start from.
     """
 
     inv_freq: Tensor
 
-    def __init__(self, scheme: RoPE, head_dim: int, max_positions: int):
+    def __init__(
+        self,
+        head_dim: int,
+        theta: float = 10_000.0,
+        partial: float = 1.0,
+        pairing: str = "half",
+        axes: int = 1,
+        scaling: dict[str, Any] | None = None,
+        length: int = 0,
+    ):
         super().__init__()
-        self.scheme, self.head_dim, self.max_positions = scheme, head_dim, max_positions
-        self.rotary_dim, self.axes = scheme.rotary_dim(head_dim), scheme.axes or 1  # axes: coordinates of a position
-        self.halves = scheme.pairing == "half"
-        self.key = f"{scheme} {head_dim} {max_positions}"  # rotations with the same key are equal
+        self.head_dim, self.theta, self.partial, self.axes = head_dim, theta, partial, axes
+        self.pairing, self.scaling, self.length = pairing, scaling, length
+        self.rotary_dim = rotary_dim(head_dim, partial, axes)
+        self.halves = pairing == "half"
+        self.key = str((head_dim, theta, partial, pairing, axes, scaling, length))  # equal for equal rotations
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
         whole = self.rotary_dim == head_dim and self.axes == 1 and self.attention_scaling == 1
         self.has_turner = self.halves and whole
 
     def _frequencies(self) -> Tensor:
-        with torch.device("cpu"):  # whatever the default device is while a model loads
-            frequencies, self.attention_scaling = self.scheme.frequencies(self.head_dim, self.max_positions)
+        frequencies, self.attention_scaling = self._scaled_frequencies()
         return frequencies
+
+    def _scaled_frequencies(self, length: int | None = None) -> tuple[Tensor, float]:
+        own = self.head_dim, self.theta, self.partial, self.axes, self.scaling, self.length
+        with torch.device("cpu"):  # whatever the default device is while a model loads
+            return frequencies_of(*own, of_input=length)
 
     def reset(self) -> None:
         """Fill the buffer again, on the device where it is; loading and moving a model need it."""
@@ -136,7 +155,7 @@ class RotaryEmbedding(nn.Module):
         return spread
 
     def extra_repr(self) -> str:
-        return self.scheme.describe(self.head_dim)
+        return described(self.head_dim, self.theta, self.partial, self.pairing, self.axes, self.scaling)
 
 
 class AdaptiveRotaryEmbedding(RotaryEmbedding):
@@ -149,28 +168,77 @@ class AdaptiveRotaryEmbedding(RotaryEmbedding):
 
     long_freq: Tensor
 
-    def __init__(self, scheme: RoPE, head_dim: int, max_positions: int):
-        super().__init__(scheme, head_dim, max_positions)
-        assert scheme.scaling is not None
-        self.original = scheme.scaling.get(ORIGINAL, max_positions)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        assert self.scaling is not None
+        self.original = self.scaling.get(ORIGINAL, self.length)
         self.register_buffer("long_freq", self._long_frequencies(), persistent=False)
 
     def _long_frequencies(self) -> Tensor:
-        with torch.device("cpu"):
-            return self.scheme.frequencies(self.head_dim, self.max_positions, length=self.original + 1)[0]
+        return self._scaled_frequencies(self.original + 1)[0]
 
     def reset(self) -> None:
         super().reset()
         self.long_freq = self._long_frequencies().to(self.long_freq.device)
 
     def frequencies_for(self, positions: Tensor) -> Tensor:
-        length, scheme = positions.max() + 1, self.scheme
-        assert scheme.scaling is not None
-        assert scheme.theta is not None
-        if scheme.scaling["rope_type"] == "longrope":
+        length = positions.max() + 1
+        assert self.scaling is not None
+        if self.scaling["rope_type"] == "longrope":
             long, short = self.long_freq.to(positions.device), self.inv_freq.to(positions.device)
             return torch.where(length > self.original, long, short)
-        factor, dim = scheme.scaling["factor"], scheme.rotary_dim(self.head_dim)
+        factor, dim = self.scaling["factor"], self.rotary_dim
         stretch = factor * length.clamp(min=self.original).float() / self.original - (factor - 1)
         exponents = torch.arange(0, dim, 2, device=positions.device).float() / dim
-        return 1.0 / (scheme.theta * stretch ** (dim / (dim - 2))) ** exponents
+        return 1.0 / (self.theta * stretch ** (dim / (dim - 2))) ** exponents
+
+
+def rotary_dim(head_dim: int, partial: float, axes: int) -> int:
+    """How many channels of a head are turned; with several axes as many as split evenly into pairs for each."""
+    channels = int(head_dim * partial + 1e-6)
+    return channels if axes == 1 else channels - channels % (2 * axes)
+
+
+def frequencies_of(
+    head_dim: int,
+    theta: float,
+    partial: float,
+    axes: int,
+    scaling: dict[str, Any] | None,
+    length: int,
+    of_input: int | None = None,
+) -> tuple[Tensor, float]:
+    """Frequencies of one axis (pairs / axes,) in float32 on the default device, and the factor on cos and sin.
+
+    Args:
+        head_dim, theta, partial, axes, scaling, length: as in `RotaryEmbedding`.
+        of_input: length of the input, for rules that go by it.
+    """
+    turned = rotary_dim(head_dim, partial, axes)
+    if scaling is None or scaling["rope_type"] == "default":
+        dim = turned // axes
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(dtype=torch.float) / dim
+        return 1.0 / theta**exponents, 1.0
+    config = PreTrainedConfig()
+    config.hidden_size, config.num_attention_heads, config.head_dim = head_dim, 1, head_dim
+    longer = 1.0 if scaling["rope_type"] == "dynamic" else scaling.get("factor", 1.0)
+    config.max_position_embeddings = int(length * longer)
+    config.rope_parameters = {
+        ORIGINAL: length,
+        **scaling,
+        "rope_theta": theta,
+        "partial_rotary_factor": (turned + 0.5) / head_dim,  # is truncated there
+    }
+    frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, None, seq_len=of_input)
+    return frequencies.float(), float(factor)
+
+
+def described(
+    head_dim: int, theta: float, partial: float, pairing: str, axes: int, scaling: dict[str, Any] | None
+) -> str:
+    """A rotation in a line, for plans and reprs."""
+    turned = rotary_dim(head_dim, partial, axes)
+    dims = "" if turned == head_dim else f", {turned} of {head_dim} channels"
+    dims += "" if axes == 1 else f", {axes} axes"
+    kind = scaling["rope_type"] if scaling else "default"
+    return f"RoPE(theta={theta:g}{dims}, {pairing}{'' if kind == 'default' else f', {kind}'})"

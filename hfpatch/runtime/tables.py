@@ -4,14 +4,42 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..schemes.learned import Learned
-from ..schemes.positions import Position
 from .lens import CENTRED, LENS, View, host_class, once_per_class
+
+
+@dataclass(frozen=True)
+class Sinusoids:
+    """PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos(pos / base^(2i/d)), times a scale.
+
+    Vaswani et al. 2017, arXiv:1706.03762, section 3.5; layouts as in `schemes.positions.Sinusoidal`.
+    """
+
+    base: float = 10_000.0
+    layout: str = "interleaved"
+    scale: float = 1.0
+
+    def rows(self, positions: Tensor, width: int) -> Tensor:
+        """PE at integer positions (...), as (..., width) in float32."""
+        sines = (width + 1) // 2
+        steps = torch.arange(sines, device=positions.device, dtype=torch.float32)
+        denominator = max(width // 2 - 1, 1) if self.layout == "tensor2tensor" else width / 2
+        angles = positions[..., None].float() * self.base ** (-steps / denominator)
+        sin, cos = angles.sin(), angles.cos()
+        if self.layout == "interleaved":
+            rows = torch.stack((sin, cos), dim=-1).flatten(-2)[..., :width]
+        else:
+            rows = torch.cat((sin, cos[..., : width // 2]), dim=-1)
+        return self.scale * rows
+
+    def __str__(self) -> str:
+        scale = "" if self.scale == 1 else f", scale={self.scale:g}"
+        return f"Sinusoidal(base={self.base:g}, {self.layout}{scale})"
 
 
 class ComputedPositions(nn.Embedding):
@@ -21,17 +49,23 @@ class ComputedPositions(nn.Embedding):
     or dtype; a forward computes its own. Rows before the first position (reserved ones, padding) are zeros.
 
     Attributes:
-        scheme: whose `rows` is the rule.
+        rule: with `rows(positions, width)`, such as `Sinusoids`.
         first: the row of position 0.
     """
 
-    scheme: Position
+    rule: Any
     first: int
+
+    @classmethod
+    def replacing(cls, old: nn.Module | None, parent: nn.Module, rule: Any, first: int) -> ComputedPositions:
+        """What takes the place of a table."""
+        assert isinstance(old, nn.Embedding)
+        return computed(old, rule, first)
 
     @property
     def hfpatch_note(self) -> str:
         """What a report says of it."""
-        return f"rows computed: {self.scheme.describe(0)}"
+        return f"rows computed: {self.rule}"
 
     def reset(self) -> None:
         """Fill the buffer again, on the device where it is; loading and moving a model need it."""
@@ -46,15 +80,14 @@ class ComputedPositions(nn.Embedding):
     def rows(self, indices: Tensor) -> Tensor:
         """The rows (..., d) at integer indices (...), in the table's dtype."""
         positions = indices - self.first
-        rows = self.scheme.rows(positions, self.embedding_dim)
-        assert rows is not None
+        rows = self.rule.rows(positions, self.embedding_dim)
         return rows.masked_fill((positions < 0)[..., None], 0.0).to(self.weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         return self.rows(input)
 
     def extra_repr(self) -> str:
-        return f"{self.scheme.describe(0)}, {self.embedding_dim}"
+        return f"{self.rule}, {self.embedding_dim}"
 
 
 class RowsByIndex:
@@ -104,24 +137,14 @@ def _rebuild(host: type[nn.Embedding]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def computed(table: nn.Embedding, scheme: Position, first: int) -> ComputedPositions:
+def computed(table: nn.Embedding, rule: Any, first: int) -> ComputedPositions:
     """What takes the place of a table when its rows are to be computed; settings of the host's class are kept."""
     cls = computed_class(host_class(type(table)))
     new = cls.__new__(cls)
     nn.Module.__init__(new)
     own = {name: value for name, value in vars(table).items() if name not in vars(new) and name not in (LENS, CENTRED)}
-    vars(new).update(own, scheme=scheme, first=first)
+    vars(new).update(own, rule=rule, first=first)
     new.register_buffer("weight", table.weight.detach(), persistent=False)
     if not table.weight.is_meta:
         new.reset()
     return new
-
-
-def resized(table: nn.Embedding, scheme: Learned, first: int) -> nn.Parameter:
-    """A table's weight with another number of positions after its first, reserved rows."""
-    weight = table.weight.detach()
-    if weight.is_meta:
-        rows = weight.new_empty(first + (scheme.max_positions or len(weight) - first), weight.shape[-1])
-    else:
-        rows = torch.cat((weight[:first], scheme.resized(weight[first:])))
-    return nn.Parameter(rows, requires_grad=table.weight.requires_grad)

@@ -1,11 +1,12 @@
-"""What all norm schemes share: how one is described, and the affine tail y = h * (offset + gain) + shift."""
+"""Norm schemes: LayerNorm, RMSNorm, DyT, Derf, DeepNorm, BatchNorm, their options and what they keep of a norm."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -13,21 +14,81 @@ from ..core.registry import NORMS
 from ..core.scheme import Scheme, require_number
 from ..errors import OptionError
 from ..runtime.batch_norm import MaskedBatchNorm
+from ..runtime.edits import Call, register_component
 from ..runtime.errors import UnsupportedError
-from ..runtime.norms import AffineNorm, DynamicErf, DynamicTanh, LayerNorm, NormFacts, PartialRMSNorm, RMSNorm
+from ..runtime.norms import (
+    AffineNorm,
+    DynamicErf,
+    DynamicTanh,
+    LayerNorm,
+    NormFacts,
+    PartialRMSNorm,
+    RMSNorm,
+    parameter_names,
+)
 
 
 @dataclass(frozen=True)
 class Norm(Scheme):
-    """A norm scheme. Its fields are its options; `build` makes the module that replaces one norm."""
+    """A norm scheme. Its fields are its options, those of its module among them.
+
+    Attributes:
+        component: the class of the module that takes a norm's place; its constructor's further arguments are fields of
+            the scheme.
+    """
 
     registry: ClassVar = NORMS
-    label: ClassVar[str] = "norm"  # the class name of the module that `build` returns, as plans print it
-    needs_padding: ClassVar[bool] = (
-        False  # whether it must be told of padding, and serves no causal stack (swap_batch.py)
-    )
+    component: ClassVar[type[AffineNorm]]
+    needs_padding: ClassVar[bool] = False  # whether it must be told of padding, and serves no causal stack
     why_left: ClassVar[str] = "not exact"  # why norms that a record leaves out stay
-    branchwise: ClassVar[bool] = False  # whether it changes how residual branches meet their stream (swap_branches.py)
+    branchwise: ClassVar[bool] = False  # whether it changes how residual branches meet their stream (swap/branches.py)
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if "component" in cls.__dict__:
+            register_component(cls.component)
+
+    @property
+    def label(self) -> str:
+        """What plans call the module."""
+        return self.component.__name__
+
+    def module_class(self) -> type[AffineNorm]:
+        """The class of the module for these options."""
+        return self.component
+
+    def module_options(self) -> dict[str, Any]:
+        """Arguments of that class besides what every norm has: the scheme's fields of the same names."""
+        taken = inspect.signature(self.module_class()).parameters
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name in taken}
+
+    def kept(self, facts: NormFacts) -> NormFacts:
+        """The facts of a norm as far as the module takes them over."""
+        return facts
+
+    def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
+        """The call of the component that makes the module.
+
+        Args:
+            facts: what the replaced norm computes.
+            old: that norm; None for a norm where none was.
+        """
+        facts, own = self.kept(facts), parameter_names(old)
+        given: dict[str, Any] = {"eps": facts.eps}
+        sizes = [getattr(old, name).shape for name in (facts.gain, facts.shift) if name] if old is not None else []
+        if not sizes or tuple(sizes[0]) != facts.shape:
+            given["shape"] = facts.shape
+        if facts.channels_first:
+            given["channels_first"] = True
+        if facts.offset:
+            given["offset"] = facts.offset
+        for argument, usual in zip(("gain", "shift"), own, strict=True):
+            if getattr(facts, argument) != usual:
+                given[argument] = getattr(facts, argument)
+        kind = self.module_class().kind
+        if kind not in (self.name, "prms"):
+            given["kind"] = self.name
+        return Call.of(self.module_class(), **given, **self.module_options())
 
     def build(
         self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor
@@ -39,7 +100,9 @@ class Norm(Scheme):
             gain, shift: its Parameters; the new module holds these same objects.
             like: a tensor whose dtype and device new parameters take.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define build(...).")
+        facts = self.kept(facts)
+        gain, shift = (one if name else None for one, name in ((gain, facts.gain), (shift, facts.shift)))
+        return self.module_class()(facts, gain, shift, **self.module_options(), like=like)
 
     def reason_to_keep(self, facts: NormFacts) -> str | None:
         """Why a norm that matches the request stays as it is; None to replace it."""
@@ -90,15 +153,14 @@ class Layer(Norm):
     """
 
     bias: bool = True
-    label: ClassVar[str] = "LayerNorm"
+    component: ClassVar[type[AffineNorm]] = LayerNorm
 
     def __post_init__(self) -> None:
         if not isinstance(self.bias, bool):
             raise OptionError(f"Layer: bias must be True or False, not {self.bias!r}.")
 
-    def build(self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor) -> LayerNorm:
-        facts = replace(facts, shift=facts.shift if self.bias else None)
-        return LayerNorm(facts, self.name, gain, shift if self.bias else None)
+    def kept(self, facts: NormFacts) -> NormFacts:
+        return replace(facts, shift=facts.shift if self.bias else None)
 
     def reason_to_keep(self, facts: NormFacts) -> str | None:
         return None
@@ -135,7 +197,7 @@ class RMS(Norm):
     mode: str = "fold"
     fold_bias: bool = False
     fraction: float = 1.0
-    label: ClassVar[str] = "RMSNorm"
+    component: ClassVar[type[AffineNorm]] = RMSNorm
 
     def __post_init__(self) -> None:
         if self.mode not in ("fold", "parametrize"):
@@ -152,10 +214,8 @@ class RMS(Norm):
     def centring(self) -> str | None:
         return self.mode if self.fraction == 1 else None
 
-    def build(self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor) -> RMSNorm:
-        if self.fraction < 1:
-            return PartialRMSNorm(facts, "prms", gain, shift, self.fraction)
-        return RMSNorm(facts, self.name, gain, shift)
+    def module_class(self) -> type[AffineNorm]:
+        return PartialRMSNorm if self.fraction < 1 else RMSNorm
 
     def reason_to_keep(self, facts: NormFacts) -> str | None:
         return super().reason_to_keep(facts) if self.fraction == 1 else None
@@ -216,7 +276,7 @@ class DyT(Norm):
     """
 
     alpha: float | str = 0.5
-    label: ClassVar[str] = "DynamicTanh"
+    component: ClassVar[type[AffineNorm]] = DynamicTanh
 
     def __post_init__(self) -> None:
         if isinstance(self.alpha, str) and self.alpha != "llm":
@@ -234,12 +294,10 @@ class DyT(Norm):
         alpha = llm_alpha(width, attention)
         return replace(self, alpha=alpha), f"alpha0 = {alpha:.4g}" + (", norm of an attention" if attention else "")
 
-    def build(
-        self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor
-    ) -> DynamicTanh:
+    def module_options(self) -> dict[str, Any]:
         if isinstance(self.alpha, str):
-            raise UnsupportedError(f"DyT(alpha={self.alpha!r}) starts each norm of a model in its own way: build at().")
-        return DynamicTanh(facts, self.name, gain, shift, self.alpha, like)
+            raise UnsupportedError(f"DyT(alpha={self.alpha!r}) starts each norm of a model in its own way: ask at().")
+        return super().module_options()
 
     def loss(self, facts: NormFacts) -> str | None:
         return "the scale of its input isn't removed; on trained weights DyT needs repair (calibration=) or training"
@@ -262,16 +320,11 @@ class Derf(Norm):
 
     alpha: float = 0.5
     s: float = 0.0
-    label: ClassVar[str] = "DynamicErf"
+    component: ClassVar[type[AffineNorm]] = DynamicErf
 
     def __post_init__(self) -> None:
         require_number("Derf", "alpha", self.alpha, above=0.0)
         require_number("Derf", "s", self.s, above=float("-inf"))
-
-    def build(
-        self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor
-    ) -> DynamicErf:
-        return DynamicErf(facts, self.name, gain, shift, self.alpha, self.s, like)
 
     def loss(self, facts: NormFacts) -> str | None:
         return "the scale of its input isn't removed; on trained weights Derf needs repair (calibration=) or training"
@@ -360,17 +413,12 @@ class BatchNorm(Norm):
     """
 
     momentum: float = 0.1
-    label: ClassVar[str] = "BatchNorm"
+    component: ClassVar[type[AffineNorm]] = MaskedBatchNorm
     needs_padding: ClassVar[bool] = True
     why_left: ClassVar[str] = "a causal stack, or out of a padding mask's reach"
 
     def __post_init__(self) -> None:
         require_number("BatchNorm", "momentum", self.momentum, above=0.0, at_most=1.0)
-
-    def build(
-        self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor
-    ) -> MaskedBatchNorm:
-        return MaskedBatchNorm(facts, self.name, gain, shift, self.momentum, like)
 
     def reason_to_keep(self, facts: NormFacts) -> str | None:
         if len(facts.shape) != 1:

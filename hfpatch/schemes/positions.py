@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from ..core.registry import POSITIONS
 from ..core.scheme import Scheme, require_number
 from ..errors import OptionError
-from ..runtime.alibi import LinearBias
+from ..runtime.alibi import LinearBias, slopes_of
+from ..runtime.edits import Call
+from ..runtime.tables import Sinusoids
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Position(Scheme):
             OptionError: the options don't fit this head.
         """
 
-    def build(self, head_dim: int, max_positions: int) -> nn.Module | None:
-        """The module attached to each attention, None where q and k stay as they are.
+    def rotation(self, head_dim: int, max_positions: int) -> Call | None:
+        """The module attached to each attention, as the call of a component; None where q and k stay as they are.
 
         It needs `forward(positions)`, which takes `(B or 1, T)` integer positions and returns whatever
         `rotate(x, phases)` wants to turn x `(B, T, H, head_dim)` into its positioned self, each head like the others:
@@ -88,8 +88,8 @@ class Position(Scheme):
         """
         return None
 
-    def build_bias(self, num_heads: int) -> nn.Module | None:
-        """The module whose output is added to the attention scores, None where nothing is.
+    def score_bias(self, num_heads: int) -> Call | None:
+        """The module whose output is added to the attention scores, likewise; None where nothing is.
 
         It needs `forward(queries, keys)`, which takes integer positions `(B or 1, T)` and `(S,)` and returns
         `(B or 1, H, T, S)` in float32.
@@ -99,9 +99,22 @@ class Position(Scheme):
         """
         return None
 
-    def rows(self, positions: Tensor, width: int) -> Tensor | None:
-        """What a table would hold at integer positions (...): (..., width) in float32; None without such a rule."""
+    def rule(self) -> Any:
+        """What computes a table's rows at any position: a component with `rows(positions, width)`; None without one.
+
+        `rows` takes integer positions (...) and returns (..., width) in float32; `str` of it is for plans.
+        """
         return None
+
+    def build(self, head_dim: int, max_positions: int) -> nn.Module | None:
+        """The module that `rotation` calls for."""
+        call = self.rotation(head_dim, max_positions)
+        return None if call is None else call.make()
+
+    def build_bias(self, num_heads: int) -> nn.Module | None:
+        """The module that `score_bias` calls for."""
+        call = self.score_bias(num_heads)
+        return None if call is None else call.make()
 
     def describe(self, head_dim: int) -> str:
         """What a plan prints for an attention of this head size."""
@@ -145,15 +158,11 @@ class ALiBi(Position):
 
     def slopes(self, num_heads: int) -> list[float]:
         """m_h of every head."""
-        power = 2 ** int(math.log2(num_heads))
+        return slopes_of(num_heads, self.max_bias)
 
-        def geometric(n: int) -> list[float]:
-            return [2.0 ** (-self.max_bias * (h + 1) / n) for h in range(n)]
-
-        return geometric(power) + geometric(2 * power)[0::2][: num_heads - power]
-
-    def build_bias(self, num_heads: int) -> LinearBias:
-        return LinearBias(self, num_heads)
+    def score_bias(self, num_heads: int) -> Call:
+        options = {} if self.max_bias == 8 else {"max_bias": self.max_bias}
+        return Call.of(LinearBias, num_heads, **options)
 
     def describe(self, head_dim: int) -> str:
         return "ALiBi" if self.max_bias == 8 else f"ALiBi(max_bias={self.max_bias:g})"
@@ -204,19 +213,12 @@ class Sinusoidal(Position):
         if self.layout not in LAYOUTS:
             raise OptionError(f"Sinusoidal: layout must be one of {', '.join(LAYOUTS)}, not {self.layout!r}.")
 
+    def rule(self) -> Sinusoids:
+        return Sinusoids(self.base, self.layout, self.scale)
+
     def rows(self, positions: Tensor, width: int) -> Tensor:
         """PE at integer positions (...), as (..., width) in float32."""
-        sines = (width + 1) // 2
-        steps = torch.arange(sines, device=positions.device, dtype=torch.float32)
-        denominator = max(width // 2 - 1, 1) if self.layout == "tensor2tensor" else width / 2
-        angles = positions[..., None].float() * self.base ** (-steps / denominator)
-        sin, cos = angles.sin(), angles.cos()
-        if self.layout == "interleaved":
-            rows = torch.stack((sin, cos), dim=-1).flatten(-2)[..., :width]
-        else:
-            rows = torch.cat((sin, cos[..., : width // 2]), dim=-1)
-        return self.scale * rows
+        return self.rule().rows(positions, width)
 
     def describe(self, head_dim: int) -> str:
-        scale = "" if self.scale == 1 else f", scale={self.scale:g}"
-        return f"Sinusoidal(base={self.base:g}, {self.layout}{scale})"
+        return str(self.rule())

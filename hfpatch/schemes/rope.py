@@ -6,16 +6,12 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
 from ..core.registry import POSITIONS
 from ..core.scheme import require_number
 from ..errors import OptionError
+from ..runtime.edits import Call
 from ..runtime.errors import UnsupportedError
-from ..runtime.rotary import ADAPTIVE, ORIGINAL, AdaptiveRotaryEmbedding, RotaryEmbedding
+from ..runtime.rotary import ADAPTIVE, ORIGINAL, AdaptiveRotaryEmbedding, RotaryEmbedding, described, rotary_dim
 from .positions import Position
 
 PAIRINGS = ("half", "interleaved")
@@ -163,8 +159,7 @@ class RoPE(Position):
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many channels of a head are rotated; with several axes as many as split evenly into pairs for each."""
-        channels, axes = int(head_dim * (self.partial or 1.0) + 1e-6), self.axes or 1
-        return channels if axes == 1 else channels - channels % (2 * axes)
+        return rotary_dim(head_dim, self.partial or 1.0, self.axes or 1)
 
     def check(self, head_dim: int, where: str) -> None:
         rotary_dim, axes = self.rotary_dim(head_dim), self.axes or 1
@@ -198,41 +193,24 @@ class RoPE(Position):
         old = scaling.get(ORIGINAL) or scheme.original_max_positions
         return scheme if old is None else replace(scheme, scaling={**scaling, "factor": max(new / old, 1.0)})
 
-    def frequencies(self, head_dim: int, max_positions: int, length: int | None = None) -> tuple[Tensor, float]:
-        """Frequencies of one axis (pairs / axes,) in float32 on the default device, and the factor on cos and sin.
+    @classmethod
+    def of(cls, rotary: RotaryEmbedding) -> RoPE:
+        """The scheme of a rotation in place."""
+        own = {name: getattr(rotary, name) for name in ("theta", "scaling", "partial", "pairing", "axes")}
+        return cls(**own, original_max_positions=rotary.length or None)
 
-        Args:
-            head_dim: channels per head.
-            max_positions: length that the scaling rules start from.
-            length: of the input, for rules that go by it.
-        """
+    def rotation(self, head_dim: int, max_positions: int) -> Call:
         own = self.resolved()
-        theta: float = own.theta  # type: ignore[assignment]
-        if self.scaling is None or self.scaling["rope_type"] == "default":
-            dim = self.rotary_dim(head_dim) // (self.axes or 1)
-            exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(dtype=torch.float) / dim
-            return 1.0 / theta**exponents, 1.0
-        config = PreTrainedConfig()
-        config.hidden_size, config.num_attention_heads, config.head_dim = head_dim, 1, head_dim
-        longer = 1.0 if self.scaling["rope_type"] == "dynamic" else self.scaling.get("factor", 1.0)
-        config.max_position_embeddings = int(max_positions * longer)
-        config.rope_parameters = {
-            ORIGINAL: max_positions,
-            **self.scaling,
-            "rope_theta": theta,
-            "partial_rotary_factor": (self.rotary_dim(head_dim) + 0.5) / head_dim,  # is truncated there
-        }
-        frequencies, factor = ROPE_INIT_FUNCTIONS[self.scaling["rope_type"]](config, None, seq_len=length)
-        return frequencies.float(), float(factor)
-
-    def build(self, head_dim: int, max_positions: int) -> RotaryEmbedding:
-        adaptive = self.scaling is not None and self.scaling["rope_type"] in ADAPTIVE
-        made = AdaptiveRotaryEmbedding if adaptive else RotaryEmbedding
-        return made(self.resolved(), head_dim, self.original_max_positions or max_positions)
+        kind = self.scaling["rope_type"] if self.scaling else "default"
+        options = {"theta": own.theta}
+        options |= {name: getattr(own, name) for name in ("partial", "pairing", "axes")}
+        options = {name: value for name, value in options.items() if name == "theta" or value != PAPER[name]}
+        if kind != "default":
+            options |= {"scaling": self.scaling, "length": self.original_max_positions or max_positions}
+        made = AdaptiveRotaryEmbedding if kind in ADAPTIVE else RotaryEmbedding
+        return Call.of(made, head_dim, **options)
 
     def describe(self, head_dim: int) -> str:
-        own, rotary_dim = self.resolved(), self.rotary_dim(head_dim)
-        dims = "" if rotary_dim == head_dim else f", {rotary_dim} of {head_dim} channels"
-        dims += "" if own.axes == 1 else f", {own.axes} axes"
-        kind = self.scaling["rope_type"] if self.scaling else "default"
-        return f"RoPE(theta={own.theta:g}{dims}, {own.pairing}{'' if kind == 'default' else f', {kind}'})"
+        own = self.resolved()
+        theta, partial, pairing, axes = own.theta, own.partial, own.pairing, own.axes
+        return described(head_dim, theta, partial, pairing, axes, self.scaling)  # type: ignore[arg-type]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from ..core.registry import by_class
-from ..core.transaction import Edits
-from ..runtime.constants import Given, NoBias
-from ..runtime.lens import look_through, named_modules
+from ..runtime.constants import Given
+from ..runtime.edits import LENS_SLOT, Call, Edit
+from ..runtime.lens import named_modules
 from .records.biases import BIASES, STAYING_PARTS, STAYS, Bias
 
+NO_BIAS = Call.of("NoBias")
 REMOVED = "_hfpatch_removed_biases"  # of an owner whose biases are gone
 
 
@@ -46,14 +47,15 @@ class FoundBias:
             if fnmatch.fnmatchcase(name, glob):
                 yield name, module
 
-    def tables(self) -> list[tuple[nn.Module, str]]:
-        """(module, attribute) of everything that makes the biases and is there."""
+    def table_paths(self) -> list[tuple[str, bool]]:
+        """(path from the owner, whether it is an embedding) of everything that makes the biases and is there."""
         found = []
         for glob in self.bias.tables:
-            path, _, attribute = glob.rpartition(".")
-            for _, holder in self.matching(path):
-                if holder._modules.get(attribute) is not None or holder._parameters.get(attribute) is not None:
-                    found.append((holder, attribute))
+            above, _, attribute = glob.rpartition(".")
+            for path, holder in self.matching(above):
+                made = holder._modules.get(attribute)
+                if made is not None or holder._parameters.get(attribute) is not None:
+                    found.append((f"{path}.{attribute}".strip("."), isinstance(made, nn.Embedding)))
         return found
 
 
@@ -76,7 +78,7 @@ def _has_biases(item: FoundBias) -> bool:
     path, _, attribute = (item.bias.present or "").rpartition(".")
     if attribute:
         return bool(getattr(item.owner.get_submodule(path), attribute))
-    return bool(item.tables()) or not item.bias.tables
+    return bool(item.table_paths()) or not item.bias.tables
 
 
 def unremovable(model: nn.Module, found: list[FoundBias]) -> dict[str, str]:
@@ -93,25 +95,12 @@ def unremovable(model: nn.Module, found: list[FoundBias]) -> dict[str, str]:
     return reasons
 
 
-def remover(item: FoundBias) -> Callable[[Edits], None]:
-    """What takes the biases out."""
-
-    def apply(edits: Edits) -> None:
-        for holder, attribute in item.tables():
-            table = holder._modules.get(attribute)
-            if isinstance(table, nn.Embedding):
-                edits.set_module(holder, attribute, NoBias(table.num_embeddings, table.embedding_dim))
-            elif table is not None:
-                edits.set_module(holder, attribute, None)
-                edits.set_attribute(holder, attribute, None)
-            else:
-                edits.set_parameter(holder, attribute, None)
-        for glob, attribute, value in item.bias.switches:
-            for _, module in item.matching(glob):
-                edits.set_attribute(module, attribute, value)
-        if item.bias.given:
-            for attention in item.attentions.values():
-                look_through(edits, attention, Given(item.bias.given))
-        edits.set_attribute(item.owner, REMOVED, True)
-
-    return apply
+def removal(item: FoundBias) -> tuple[Edit, ...]:
+    """The edits that take the biases out."""
+    found = [Edit.of(item.prefix + path, NO_BIAS if is_table else None) for path, is_table in item.table_paths()]
+    for glob, attribute, value in item.bias.switches:
+        found += [Edit.of(f"{item.prefix}{path}.{attribute}", value) for path, _ in item.matching(glob)]
+    if item.bias.given:
+        lens = Given(item.bias.given)
+        found += [Edit.of(f"{attention}.{LENS_SLOT}", lens) for attention in item.attentions]
+    return (*found, Edit.of(f"{item.prefix}{REMOVED}", True))

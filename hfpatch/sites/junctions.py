@@ -11,13 +11,14 @@ from torch import nn
 
 from ..core.globs import Names
 from ..core.plan_table import refuse_private_forward
-from ..core.transaction import Edits
 from ..errors import NothingToPatchError
 from ..exact.centring import pattern_of
 from ..measure.quiet_forward import outputs_of, quiet
 from ..measure.twin import twin
+from ..runtime.apply import apply, condensed
+from ..runtime.edits import LENS_SLOT, Edit
 from ..runtime.errors import PatchError, UnsupportedError
-from ..runtime.joins import Gains, Join, Joins, add_join
+from ..runtime.joins import Gains, Join, Joins
 from ..runtime.lens import lens_of
 from ..runtime.padding import Padded
 from ..schemes.norms import Depth
@@ -50,6 +51,10 @@ class Site:
         own = self.junction
         second = f"{own.norm}{SECOND}" if form == "sandwich" else ""
         return Join(form, own.norm, own.outlet, own.call, own.dropout, second, own.readers, own.alpha)
+
+    def edit(self, form: str) -> Edit:
+        """The edit that lets this branch meet the stream so."""
+        return Edit.of(f"{self.block_name}.{LENS_SLOT}", Joins((self.join(form),)))
 
 
 @dataclass
@@ -234,8 +239,7 @@ def require_transparent(found: Found, request: str) -> None:
     with quiet(found.small):
         before = outputs_of(found.small, found.inputs)
         try:
-            for site in sites:
-                add_join(Edits(), site.block, site.join(site.junction.placement))
+            apply(condensed([site.edit(site.junction.placement) for site in sites], found.small), found.small)
             after = outputs_of(found.small, found.inputs)
             same = all(torch.allclose(after[key], before[key], rtol=_SAME, atol=_SAME) for key in before)
         except Exception as error:

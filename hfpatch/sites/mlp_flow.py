@@ -18,17 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ..runtime.gated import bare_copy, projection_sizes
 from ..schemes.mlps import Activation, apply_activation
 
 _GRID = torch.linspace(-3.0, 3.0, 24, dtype=torch.float64, device="cpu").reshape(2, 3, 4)
-
-
-def projection_sizes(module: nn.Module) -> tuple[int, int]:
-    """(in, out) of a Linear or a transposed Conv1D."""
-    if isinstance(module, Conv1D):
-        return module.weight.shape[0], module.weight.shape[1]
-    assert isinstance(module, nn.Linear)
-    return module.in_features, module.out_features
 
 
 def is_projection(module: object) -> bool:
@@ -215,18 +208,6 @@ def _stub(root: nn.Module, owner: nn.Module, returns: int, flow: Flow) -> None:
             return
         if child is not None and child._modules:
             root._modules[name] = _Stub(returns, flow)
-
-
-def bare_copy(module: nn.Module) -> Any:
-    """A copy with the same children, Parameters and buffers, but without hooks; other attributes are shared."""
-    new: Any = type(module).__new__(type(module))
-    for name, value in module.__dict__.items():
-        if isinstance(value, dict) and "hooks" in name:
-            value = type(value)()
-        elif name in ("_modules", "_parameters", "_buffers"):
-            value = value.copy()
-        new.__dict__[name] = value
-    return new
 
 
 def _twin(module: nn.Module, originals: dict[int, nn.Module]) -> nn.Module:

@@ -15,9 +15,9 @@ from types import BuiltinFunctionType, FunctionType
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..runtime.gated import GatedActivation, GatedLinear
+from ..runtime.gated import GatedActivation, GatedLinear, projection_sizes
 from ..schemes.mlps import Activation
-from .mlp_flow import Reading, is_activation, is_projection, projection_sizes, runs, same_everywhere
+from .mlp_flow import Reading, is_activation, is_projection, runs, same_everywhere
 
 Place = tuple[nn.Module, str]  # a module and the name of one of its attributes
 

@@ -30,13 +30,6 @@ _NORMS_BEHIND = ("NanoChatAttention",)  # attentions that normalise after the ro
 _HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 
 
-def order(rotary_dim: int, head_dim: int, to: str) -> Tensor:
-    """Which channel of a head comes to each place when it goes from the other pairing to `to`; (head_dim,)."""
-    first = torch.arange(rotary_dim)
-    turned = first.view(2, -1).T if to == "interleaved" else first.view(-1, 2).T
-    return torch.cat((turned.flatten(), torch.arange(rotary_dim, head_dim)))
-
-
 def reordered_rows(layout: Any, module: nn.Module, head_dim: int, places: Tensor) -> dict[str, Tensor]:
     """For each projection of an attention which output channel comes to each place, (channels,).
 

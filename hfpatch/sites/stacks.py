@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..core.registry import ARCHITECTURES, by_class
-from ..runtime.constants import ConstantPositions, NoPositions
+from ..runtime.constants import ConstantPositions, NoPositions, rows_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import named_modules
 from .records.record import Stack
@@ -110,12 +108,3 @@ def table_size(table: nn.Module | Tensor) -> tuple[int, int]:
     """Rows and channels of a table."""
     weight = rows_of(table)
     return weight.numel() // weight.shape[-1], weight.shape[-1]
-
-
-def rows_of(table: nn.Module | Tensor) -> Tensor:
-    """The rows (..., rows, width) of a table; sinusoidal ones keep them in a buffer."""
-    if isinstance(table, Tensor):
-        return table
-    stored = [value for value in (*table.parameters(), *table.buffers()) if value.dim() >= 2]
-    width: Any = getattr(table, "embed_dim", None)
-    return stored[0] if stored else torch.zeros(1, width)  # computed in the table's forward

@@ -8,17 +8,17 @@ from dataclasses import replace
 import transformers
 from torch import nn
 
-from ..checkpoint.record import Part
 from ..core.globs import Names
 from ..core.plan_table import SO_ALREADY, Change, Row, refuse_private_forward
-from ..core.transaction import Edits
 from ..errors import OptionError
+from ..runtime.apply import pattern_of
 from ..runtime.attention import BIAS, ROTARY, AttentionLens, channels_per_head
+from ..runtime.edits import LENS_SLOT, Edit
 from ..runtime.errors import UnsupportedError
 from ..runtime.grid import Grid, GridLens, Relay, relays
-from ..runtime.lens import look_through
-from ..runtime.rotary import ORIGINAL
+from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import Position
+from ..schemes.request import Part
 from ..schemes.rope import RoPE
 from ..sites.records.record import Stack
 from ..sites.records.refused import WITHOUT_GRID
@@ -51,14 +51,15 @@ def attention_change(
         return Change(row)
     _require_build(name, module, stack)
     head_dim = channels_per_head(module, stack.head_dim, stack.projections)
-    if isinstance(scheme, RoPE) and isinstance(getattr(rotary, "scheme", None), RoPE):
-        scheme = scheme.over(rotary.scheme)  # type: ignore[union-attr, arg-type]
-    if isinstance(scheme, RoPE) and getattr(rotary, "scheme", None) == scheme.resolved() and bias is None:
-        row.reason = SO_ALREADY
-        return Change(row)
+    if isinstance(scheme, RoPE) and isinstance(rotary, RotaryEmbedding):
+        scheme = scheme.over(RoPE.of(rotary))
     scheme.check(head_dim, name)
     _require_axes(item, scheme, name)
-    new = scheme.build(head_dim, _scaled_from(item, scheme))
+    new = scheme.rotation(head_dim, _scaled_from(item, scheme))
+    same = isinstance(rotary, RotaryEmbedding) and new is not None and new.make().key == rotary.key
+    if same and bias is None and scheme.max_positions is None:
+        row.reason = SO_ALREADY
+        return Change(row)
     lens = _lens(stack)
     new_bias = bias_for(name, module, lens, scheme)
     own_biases = stack.biases + stack.switched_off
@@ -74,25 +75,17 @@ def attention_change(
     elif rotary is None and bias is None:
         row.reason = "its causal mask serves any length"
 
-    def apply(edits: Edits) -> None:
-        parameter = next(module.parameters(), None)
-        for child, made in ((ROTARY, new), (BIAS, new_bias)):
-            if made is not None:
-                if parameter is not None and not parameter.is_meta:  # a buffer on meta would miss its values later
-                    made.to(parameter.device, parameter.dtype)
-                edits.set_module(module, child, made)
-            elif child in module._modules:
-                edits.set_module(module, child, None)
-        for attribute in stack.switched_off:
-            edits.set_attribute(module, attribute, False)
-        for parameter_name in stack.unused:
-            if module._parameters.get(parameter_name) is not None:
-                edits.set_parameter(module, parameter_name, None)
-        look_through(edits, module, lens, model)
-        if stack.grid is not None and stack.grid.handed_down and new is not None:
-            _hand_down(edits, model, item, stack.grid)
-
-    return Change(row, apply)
+    found = []
+    for child, made in ((ROTARY, new), (BIAS, new_bias)):
+        if made is not None or child in module._modules:
+            found.append(Edit.of(f"{name}.{child}", made))
+    found += [Edit.of(f"{name}.{attribute}", False) for attribute in stack.switched_off]
+    unused = [one for one in stack.unused if module._parameters.get(one) is not None]
+    found += [Edit.of(f"{name}.{one}", None) for one in unused]
+    found.append(Edit.of(f"{name}.{LENS_SLOT}", lens))
+    if stack.grid is not None and stack.grid.handed_down and new is not None:
+        found += _handing_down(item, stack.grid)
+    return Change(row, tuple(found))
 
 
 @functools.cache
@@ -109,10 +102,10 @@ def _lens(stack: Stack) -> AttentionLens:
 
 def try_bias(attentions: dict[str, nn.Module], stack: Stack, part: Part, changes: list[Change]) -> None:
     """Try, where a scheme adds a bias to the scores, that the attentions that change don't lose it."""
-    changed = {change.row.module for change in changes if change.apply}
+    changed = {change.row.module for change in changes if change.changes}
     scheme = part.scheme
     assert isinstance(scheme, Position)
-    if scheme.attends and not part.modules:  # what is replayed was tried when it was made
+    if scheme.attends:
         require_bias({name: attentions[name] for name in attentions if name in changed}, _lens(stack), scheme)
 
 
@@ -127,14 +120,14 @@ def _require_build(name: str, module: nn.Module, stack: Stack) -> None:
         )
 
 
-def _hand_down(edits: Edits, model: nn.Module, item: FoundStack, grid: Grid) -> None:
-    """Let the stack's owner make the phases for all of its attentions."""
+def _handing_down(item: FoundStack, grid: Grid) -> list[Edit]:
+    """The stack's owner makes the phases for all of its attentions."""
     paths = tuple(path.removeprefix(f"{item.name}.") for path in item.attentions)
     ways = relays(item.owner, paths) if item.stack.relayed else {}
-    for path, children in ways.items():
-        if path:
-            look_through(edits, item.owner.get_submodule(path), Relay(children), model)
-    look_through(edits, item.owner, GridLens(grid, paths, ways.get("", ())), model)
+    patterns = {path: tuple(dict.fromkeys(map(pattern_of, children))) for path, children in ways.items()}
+    found = [Edit.of(f"{item.name}.{path}.{LENS_SLOT}", Relay(children)) for path, children in patterns.items() if path]
+    owner = GridLens(grid, tuple(dict.fromkeys(map(pattern_of, paths))), patterns.get("", ()))
+    return [*found, Edit.of(f"{item.name}.{LENS_SLOT}", owner)]
 
 
 def _require_axes(item: FoundStack, scheme: Position, where: str) -> None:

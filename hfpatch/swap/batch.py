@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoint.record import Part
 from ..core.plan_table import Change, refuse_private_forward
-from ..core.transaction import Edits
 from ..exact.centring import pattern_of
 from ..measure.twin import twin
+from ..runtime.edits import LENS_SLOT, Edit
 from ..runtime.errors import UnsupportedError
 from ..runtime.joins import Joins
 from ..runtime.lens import lens_of
-from ..runtime.padding import takes_mask, tell_of_padding
+from ..runtime.padding import Padded, takes_mask
+from ..schemes.request import Part
 from ..sites.branches import Block, observe_blocks
 from ..sites.norms import describe
 from .norms import plan_norms
@@ -94,37 +94,29 @@ def _told_by(model: nn.Module, name: str) -> str | None:
     return None
 
 
-def plan_batch_norms(model: nn.Module, part: Part, strict: bool = True) -> list[Change]:
+def plan_batch_norms(model: nn.Module, part: Part) -> list[Change]:
     """What the scheme does to each of the model's norms; nothing is changed yet.
 
     Args:
         model: any module tree.
         part: the scheme, settled.
-        strict: as in `plan_norms`.
 
     Raises:
         PatchError: as from `plan_norms`.
     """
-    changes = plan_norms(model, part, strict)
+    changes = plan_norms(model, part)
     for change in changes:
-        if change.apply is not None:
-            change.apply = _told(model, [change.row.module, *change.row.aliases], change.apply)
+        if change.changes:
+            change.edits += _padding(model, [change.row.module, *change.row.aliases])
     return changes
 
 
-def _told(model: nn.Module, names: list[str], swap: Callable[[Edits], None]) -> Callable[[Edits], None]:
-    """The swap, and then a way for the mask to each place where the norm stands."""
-    places = []
+def _padding(model: nn.Module, names: list[str]) -> tuple[Edit, ...]:
+    """A way for the mask to each place where a norm stands."""
+    found = []
     for name in names:
         path = _told_by(model, name)
         if path is not None:
-            module = model.get_submodule(path)
-            refuse_private_forward(path, module)
-            places.append((module, name.removeprefix(f"{path}.")))
-
-    def apply(edits: Edits) -> None:
-        swap(edits)
-        for module, inside in places:
-            tell_of_padding(edits, module, inside)
-
-    return apply
+            refuse_private_forward(path, model.get_submodule(path))
+            found.append(Edit.of(f"{path}.{LENS_SLOT}", Padded((name.removeprefix(f"{path}."),))))
+    return tuple(found)

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoint.record import Part
 from ..core.globs import Names
 from ..core.plan_table import Change, Row
 from ..runtime.errors import UnsupportedError
 from ..schemes.positions import Position
-from ..sites.biases import FoundBias, remover, unremovable
+from ..schemes.request import Part
+from ..sites.biases import FoundBias, removal, unremovable
 from ..sites.records.record import Stack
 from ..sites.stacks import FoundStack
 from .attentions import attention_change, reason_to_keep, try_bias
@@ -45,7 +45,7 @@ def bias_changes(model: nn.Module, item: FoundBias, covered: set[str], part: Par
         row.action, row.becomes, row.loss = "replace", "removed", "relative biases are removed"
         if scheme.name == "nope" and not (bias.causal or getattr(item.owner, "is_decoder", False)):
             row.loss += "; without a causal mask the stack becomes blind to order"
-        changes = [Change(row, remover(item))]
+        changes = [Change(row, removal(item))]
     left = {name: module for name, module in item.attentions.items() if name not in covered}
     if bias.projections is None or not left:
         return changes

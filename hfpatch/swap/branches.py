@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.record import Part
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.registry import NORMS
-from ..core.transaction import Edits
+from ..core.transaction import Transaction
 from ..errors import NothingToPatchError
 from ..exact.centring import pattern_of
+from ..runtime.edits import LENS_SLOT, Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.joins import add_gain, add_join
+from ..runtime.joins import Gains
 from ..runtime.norms import NormFacts
 from ..schemes.norms import DeepNorm, Norm
+from ..schemes.request import Part
 from ..sites.branches import Junction, has_matrix
 from ..sites.deepnorm_init import heads_of, values_of
 from ..sites.junctions import Site, discover, require_joinable, require_own_forward, require_transparent, sites_of
@@ -68,13 +69,12 @@ def _require_sequential(junction: Junction, scheme: DeepNorm) -> None:
         )
 
 
-def plan_branch_norms(model: nn.Module, part: Part, strict: bool = True) -> list[Change]:
+def plan_branch_norms(model: nn.Module, part: Part) -> list[Change]:
     """What a norm scheme of branches does to each of the model's norms; nothing is changed yet.
 
     Args:
         model: any module tree.
         part: the scheme, settled.
-        strict: raise where there is no branch; replaying a record on another head doesn't.
 
     Raises:
         NothingToPatchError: none of the part's junctions is in the model.
@@ -82,7 +82,7 @@ def plan_branch_norms(model: nn.Module, part: Part, strict: bool = True) -> list
         WrappedModelError: a module carries a forward of its own, put there by another library.
     """
     sites = list(sites_of(model, list(part.branches)))
-    if strict and not sites:
+    if not sites:
         raise NothingToPatchError(f"{type(model).__name__} has none of the branches that its patch record names.")
     reasons = reasons_to_keep(model, sites, part)
     changes = list(other_norms(model, sites))
@@ -135,11 +135,12 @@ def _changes(site: Site, part: Part, reasons: dict[str, str | None], sites: list
             f"{site.norm_name}: norm={scheme.name!r} isn't exact here: {row.loss}. Use init='auto' to accept that, or "
             "preserve=True on a post-norm model."
         )
-    apply = _gain(site, facts, part) if junction.placement == "post" else _join(site, facts, part, reasons, sites)
-    return [Change(row, apply), *_weights(site, part)]
+    edits = _gain(site, facts, part) if junction.placement == "post" else _join(site, facts, part, reasons, sites)
+    values = (lambda changes: start_afresh(site.norm, changes)) if part.init == "reset" else None
+    return [Change(row, edits, values), *_weights(site, part)]
 
 
-def _gain(site: Site, facts: NormFacts, part: Part) -> Callable[[Edits], None]:
+def _gain(site: Site, facts: NormFacts, part: Part) -> tuple[Edit, ...]:
     """LN_eps(a x + f(x)) = LN_(eps/a^2)(x + f(x)/a)."""
     junction, scheme = site.junction, part.scheme
     assert isinstance(scheme, DeepNorm)
@@ -153,44 +154,29 @@ def _gain(site: Site, facts: NormFacts, part: Part) -> Callable[[Edits], None]:
         raise UnsupportedError(f"{site.norm_name}: its eps is the dtype's, which DeepNorm can't divide by a^2.")
     eps = facts.eps if scheme.preserve else facts.eps / junction.alpha**2
 
-    def apply(edits: Edits) -> None:
-        add_gain(edits, parent, child, junction.call, 1 / junction.alpha)
-        _set_norm(edits, site, replace(facts, eps=eps), part.init)
-
-    return apply
+    lens = Gains(((child, junction.call, 1 / junction.alpha),))
+    where = f"{site.block_name}.{path}".strip(".")
+    return Edit.of(f"{where}.{LENS_SLOT}", lens), _norm(site, replace(facts, eps=eps))
 
 
 def _join(
     site: Site, facts: NormFacts, part: Part, reasons: dict[str, str | None], sites: list[Site]
-) -> Callable[[Edits], None]:
+) -> tuple[Edit, ...]:
     """LN(a x + f(x)) from x + f(LN(x))."""
     require_joinable(site)
-
-    def apply(edits: Edits) -> None:
-        join_kept(edits, site, sites, reasons)
-        add_join(edits, site.block, site.join("deepnorm"))
-        if part.init == "reset":
-            _set_norm(edits, site, facts, part.init)
-
-    return apply
+    fresh = [_norm(site, facts)] if part.init == "reset" else []
+    return (*joins_kept(site, sites, reasons), site.edit("deepnorm"), *fresh)
 
 
-def join_kept(edits: Edits, site: Site, sites: list[Site], reasons: dict[str, str | None]) -> None:
+def joins_kept(site: Site, sites: list[Site], reasons: dict[str, str | None]) -> list[Edit]:
     """Branches of the same block that stay as they are, where a join takes their dropout's rate out of the host."""
-    for other in sites:
-        kept = other.block is site.block and reasons[other.norm_name] is not None
-        if kept and other.junction.dropout:
-            add_join(edits, site.block, other.join("host"))
+    kept = [other for other in sites if other.block is site.block and reasons[other.norm_name] is not None]
+    return [other.edit("host") for other in kept if other.junction.dropout]
 
 
-def _set_norm(edits: Edits, site: Site, facts: NormFacts, init: str) -> None:
-    path, _, name = site.junction.norm.rpartition(".")
-    gain, shift = facts.parameters_of(site.norm)
-    like = next((v for v in (gain, shift, *site.block.parameters()) if v is not None), torch.zeros(()))
-    new = NORMS[facts.kind]().build(facts, gain, shift, like)
-    if init == "reset":
-        start_afresh(new)
-    edits.set_module(site.block.get_submodule(path), name, new)
+def _norm(site: Site, facts: NormFacts) -> Edit:
+    """A norm of the same kind, in place of the branch's."""
+    return Edit.of(site.norm_name, NORMS[facts.kind]().call(facts, site.norm))
 
 
 def _weights(site: Site, part: Part) -> list[Change]:
@@ -230,7 +216,7 @@ def _scale(site: Site, path: str, which: str, factor: float, bias: float) -> Cha
         row.reason, row.loss = "biases start at zero", "parameters start afresh"
     heads = heads_of(site.block, module, row.module) if which == "heads" else 1
 
-    def apply(edits: Edits) -> None:
+    def values(edits: Transaction) -> None:
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and not parameter.is_meta:
                 by = _factors(module, parameter, which, heads, bias if parameter.dim() == 1 else factor)
@@ -241,7 +227,7 @@ def _scale(site: Site, path: str, which: str, factor: float, bias: float) -> Cha
                 else:
                     edits.rewrite(module, name, "multiply", by)
 
-    return Change(row, apply, replayed=False)
+    return Change(row, values=values)
 
 
 def _factors(module: nn.Module, parameter: Tensor, which: str, heads: int, factor: float) -> Tensor:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..core.scheme import KEY
-from ..core.transaction import Edits
+from ..core.transaction import Transaction
 from ..runtime.errors import UnsupportedError, first_line
 from ..runtime.lens import host_class
+from ..runtime.record import KEY
 
 _UNSET = -12345  # what no buffer of indices or offsets holds throughout
 _PLAIN = (int, float, str, bool, type(None))
@@ -33,7 +33,7 @@ class Derived:
     attributes: list[tuple[str, str, Any, Any]] = field(default_factory=list)
     buffers: list[tuple[str, str, Tensor]] = field(default_factory=list)
 
-    def apply(self, model: nn.Module, edits: Edits) -> None:
+    def apply(self, model: nn.Module, edits: Transaction) -> None:
         """Put them in, wherever the rest of the patch has left what was there."""
         for path, name, now, value in self.attributes:
             module = model.get_submodule(path)

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoint.record import Part
 from ..core.globs import Names
-from ..core.scheme import KEY
 from ..errors import OptionError
 from ..runtime.constants import ConstantPositions
 from ..runtime.errors import UnsupportedError
+from ..runtime.record import KEY
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
+from ..schemes.request import Part
 from ..sites.biases import find_biases
 from ..sites.stacks import FoundStack, find_stacks, first_row, max_positions
 from .config_diff import Derived, derive

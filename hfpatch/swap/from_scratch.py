@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.record import Part
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
-from ..core.transaction import Edits
 from ..errors import OptionError
 from ..exact.centring import pattern_of
 from ..measure.twin import twin
+from ..runtime.edits import SCALE_SLOT, Edit
 from ..runtime.errors import PatchError, UnsupportedError
-from ..runtime.lens import SCALE, SCALED, host_class, lensed_class
+from ..runtime.lens import SCALE, SCALED
+from ..schemes.request import Part
 from ..sites.branches import Branch, find_branches, observe_blocks
 from ..sites.junctions import require_untouched
 from ..sites.norms import describe
@@ -200,18 +200,4 @@ def plan_scales(model: nn.Module, part: Part, names: Names) -> Iterator[Change]:
             row = Row("stream", "replace", name, module._get_name(), f"{module._get_name()} x {SCALE}")
             row.reason = f"{SCALE} is learned and starts at sqrt({width}) = {width**0.5:.4g}"
             row.loss = "parameters start afresh"
-            yield Change(row, _Scale(module, width**0.5))
-
-
-class _Scale:
-    """Puts the scalar on one embedding."""
-
-    def __init__(self, module: nn.Embedding, start: float):
-        self.module, self.start = module, start
-
-    def __call__(self, edits: Edits) -> None:
-        weight = self.module.weight
-        value = torch.full((1,), self.start, dtype=weight.dtype, device=weight.device)
-        edits.set_parameter(self.module, SCALE, nn.Parameter(value, requires_grad=weight.requires_grad))
-        edits.set_attribute(self.module, SCALED, self.start)
-        edits.set_class(self.module, lensed_class(host_class(type(self.module))))
+            yield Change(row, (Edit.of(f"{name}.{SCALE_SLOT}", width**0.5),))

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.record import Part
 from ..core.plan_table import Change, Row
-from ..core.transaction import Edits
+from ..core.transaction import Transaction
+from ..runtime.constants import Rows
+from ..runtime.edits import Call, Edit
 from ..runtime.errors import UnsupportedError
 from ..runtime.grid import PackedGrid, PlacedGrid
 from ..schemes.learned import Learned
+from ..schemes.request import Part
 from ..sites.stacks import FoundStack
 
 IMAGE_SIZE = "image_size"  # transformers' name
@@ -58,9 +60,6 @@ def grid_table_change(item: FoundStack, part: Part, row: Row) -> Change:
     """
     scheme = part.scheme
     assert isinstance(scheme, Learned)
-    if part.modules:  # a replayed part finds the table as the config built it
-        row.action, row.becomes = "replace", scheme.describe(0)
-        return Change(row, lambda edits: None)
     if scheme.image_size is None and scheme.max_positions is None and part.init != "reset":
         row.reason = "image_size says for which images it is to hold"
         return Change(row)
@@ -86,14 +85,19 @@ def grid_table_change(item: FoundStack, part: Part, row: Row) -> Change:
     if part.init == "exact":
         raise UnsupportedError(f"{where}: pos='learned' isn't exact: {row.loss}. Use init='auto' to accept that.")
 
-    def apply(edits: Edits) -> None:
-        parameter = nn.Parameter(new.to(weight.device), requires_grad=weight.requires_grad)
-        holder, name = (table, "weight") if isinstance(table, nn.Embedding) else item.holder()
-        edits.set_parameter(holder, name, parameter)
-        if isinstance(table, nn.Embedding):
-            edits.set_attribute(table, "num_embeddings", len(parameter))
+    name = f"{where}.weight" if isinstance(table, nn.Embedding) else where
+    edits = [Edit.of(name, Call.of(Rows, *new.shape))]
+    if isinstance(table, nn.Embedding):
+        edits.append(Edit.of(f"{where}.num_embeddings", len(new)))
 
-    return Change(row, apply)
+    def values(changes: Transaction) -> None:
+        holder, attribute = (table, "weight") if isinstance(table, nn.Embedding) else item.holder()
+        parameter = holder._parameters[attribute]
+        assert parameter is not None
+        if not parameter.is_meta:
+            parameter.data.copy_(new)
+
+    return Change(row, tuple(edits), values)
 
 
 def _resized(weight: Tensor, layout: Layout, scheme: Learned, rows: int, columns: int, usual: str) -> Tensor:

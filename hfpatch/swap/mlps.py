@@ -5,27 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from ..checkpoint.record import Part
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
-from ..core.transaction import Edits
+from ..core.transaction import Transaction
 from ..errors import NothingToPatchError
+from ..runtime.edits import Call, Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.gated import GatedActivation, GatedLinear
+from ..runtime.gated import GatedActivation, GatedLinear, Projection
 from ..schemes.mlps import FARTHEST, MLP, Activation, Start
-from ..sites.mlp_flow import bare_copy
-from ..sites.mlps import MLPSite, find_mlps, mixtures
+from ..schemes.request import Part
+from ..sites.mlps import MLPSite, Place, find_mlps, mixtures
 
 
-def plan_mlps(model: nn.Module, part: Part, strict: bool = True) -> list[Change]:
+def plan_mlps(model: nn.Module, part: Part) -> list[Change]:
     """What `part` does to each of the model's MLPs; nothing is changed yet.
 
     Args:
         model: any module tree.
         part: an MLP scheme, settled, with its globs.
-        strict: raise where there is no MLP; replaying a record on another head doesn't.
 
     Raises:
         NothingToPatchError: the model has no MLP of the form projection, activation, projection.
@@ -42,7 +40,7 @@ def plan_mlps(model: nn.Module, part: Part, strict: bool = True) -> list[Change]
         Change(Row("mlp", "keep", name, type(model.get_submodule(name)).__name__, reason="a mixture of routed experts"))
         for name in mixtures(model)
     ]
-    if strict and not changes:
+    if not changes:
         raise NothingToPatchError(
             f"{type(model).__name__} has no MLP that can be seen through (a projection, an activation that its module "
             f"holds, a projection back to the same width), so mlp={scheme.name!r} has nothing to replace."
@@ -85,11 +83,13 @@ def _change(model: nn.Module, site: MLPSite, scheme: MLP, part: Part, reason: st
     if part.init == "reset":
         _require_resizable(site, scheme)
         row.loss = "parameters start afresh"
-        return Change(row, lambda edits: _start_afresh(edits, model, site, scheme))
+        return Change(row, _fresh_edits(model, site, scheme), lambda changes: _start_afresh(changes, model, site))
     start = _require_start(site, scheme, part.init)
     if not start.exact:
         row.loss = _approximation(site, scheme, start)
-    return Change(row, lambda edits: _start_as_it_was(edits, site, scheme, start))
+    put = Edit.of(_path(model, site.first), Call.of(GatedLinear, scheme.name))
+    edits = (put, _gated_activation(model, site, scheme))
+    return Change(row, edits, lambda changes: _start_as_it_was(changes, site, start))
 
 
 def _text(site: MLPSite) -> str:
@@ -156,61 +156,57 @@ def _require_resizable(site: MLPSite, scheme: MLP) -> None:
             )
 
 
-def _start_as_it_was(edits: Edits, site: MLPSite, scheme: MLP, start: Start) -> None:
-    """W = k W1 with its bias k b1 (the same Parameters where k is 1), V = 0 with a bias of 1 / k."""
-    first: nn.Module = getattr(*site.first)
-    gated = GatedLinear(scheme.name, bare_copy(first), bare_copy(first))
-    for name, old in first._parameters.items():
-        if old is not None and start.scale != 1.0:
-            edits.set_parameter(gated.gate, name, _like(old, old.detach() * start.scale))
-    weight = first._parameters["weight"]
-    assert weight is not None
-    bias = torch.full((site.sizes[1],), 1.0 / start.scale, dtype=weight.dtype, device=weight.device)
-    edits.set_parameter(gated.up, "weight", _like(weight, torch.zeros_like(weight)))
-    edits.set_parameter(gated.up, "bias", _like(weight, bias))
-    edits.set_module(*site.first, gated)
-    _gate_activation(edits, site, scheme)
+def _path(model: nn.Module, place: Place) -> str:
+    """The name of a module's attribute in a model."""
+    holder, attribute = place
+    name = next(name for name, module in model.named_modules() if module is holder)
+    return f"{name}.{attribute}".strip(".")
 
 
-def _start_afresh(edits: Edits, model: nn.Module, site: MLPSite, scheme: MLP) -> None:
-    """All three projections new, initialised as the host does it."""
-    assert site.last is not None
-    d, width = site.sizes[0], scheme.width(site.sizes[1])
-    first, old_last = getattr(*site.first), getattr(*site.last)
-    biases = [module.bias is not None and scheme.bias is not False for module in (first, old_last)]
-    gate = _new_projection(first, d, width, biases[0])
-    up = _new_projection(first, d, width, biases[0] if scheme.bias is None else scheme.bias)
-    gated, last = GatedLinear(scheme.name, gate, up), _new_projection(old_last, width, d, biases[1])
-    edits.set_module(*site.first, gated)
-    edits.set_module(*site.last, last)
-    _gate_activation(edits, site, scheme)
-    if not first.weight.is_meta:
-        _initialise(model, site, gated, last)
-    for new, old in ((gate, first), (up, first), (last, old_last)):
-        _log_parameters(edits, new, old)
-
-
-def _gate_activation(edits: Edits, site: MLPSite, scheme: MLP) -> None:
+def _gated_activation(model: nn.Module, site: MLPSite, scheme: MLP) -> Edit:
     assert site.activation is not None
-    owner, name = site.activation
-    replaced: Activation = getattr(owner, name)
-    if isinstance(replaced, nn.Module):
-        replaced = bare_copy(replaced)  # its hooks go to the one that takes its place
-    new = GatedActivation(scheme.activation(replaced), replaced)
-    if name in owner._modules:
-        edits.set_module(owner, name, new)
-    else:
-        edits.set_attribute(owner, name, new)
+    replaced: Activation = getattr(*site.activation)
+    act = scheme.activation(replaced)
+    options = {} if act is replaced else {"act": type(act).__name__}
+    return Edit.of(_path(model, site.activation), Call.of(GatedActivation, **options))
+
+
+def _fresh_edits(model: nn.Module, site: MLPSite, scheme: MLP) -> tuple[Edit, ...]:
+    """All three projections new, of another width."""
+    assert site.last is not None
+    width = scheme.width(site.sizes[1])
+    first, last = getattr(*site.first), getattr(*site.last)
+    biases = [module.bias is not None and scheme.bias is not False for module in (first, last)]
+    up = biases[0] if scheme.bias is None else scheme.bias
+    return (
+        Edit.of(_path(model, site.first), Call.of(GatedLinear, scheme.name, width, biases[0], up)),
+        Edit.of(_path(model, site.last), Call.of(Projection, width, biases[1])),
+        _gated_activation(model, site, scheme),
+    )
+
+
+def _start_as_it_was(changes: Transaction, site: MLPSite, start: Start) -> None:
+    """W = k W1 with its bias k b1 (the same Parameters where k is 1), V = 0 with a bias of 1 / k."""
+    if start.scale == 1.0:
+        return
+    gated = getattr(*site.first)
+    for name, old in list(gated.gate._parameters.items()):
+        if old is not None:
+            changes.set_parameter(gated.gate, name, _like(old, old.detach() * start.scale))
+    with torch.no_grad():
+        gated.up.bias.fill_(1.0 / start.scale)
+
+
+def _start_afresh(changes: Transaction, model: nn.Module, site: MLPSite) -> None:
+    """New projections' values, initialised as the host does it."""
+    assert site.last is not None
+    gated, last = getattr(*site.first), getattr(*site.last)
+    if not gated.weight.is_meta:
+        _initialise(model, site, gated, last)
 
 
 def _like(old: nn.Parameter, value: Tensor) -> nn.Parameter:
     return nn.Parameter(value.to(old.device, old.dtype), requires_grad=old.requires_grad)
-
-
-def _new_projection(like: nn.Module, d_in: int, d_out: int, bias: bool) -> nn.Module:
-    """Of the replaced one's class (Conv1D can't do without a bias), on the CPU or meta until it is initialised."""
-    with torch.device("meta" if like.weight.is_meta else "cpu"):
-        return Conv1D(d_out, d_in) if isinstance(like, Conv1D) and bias else nn.Linear(d_in, d_out, bias)
 
 
 def _initialise(model: nn.Module, site: MLPSite, gated: GatedLinear, last: nn.Module) -> None:
@@ -239,13 +235,3 @@ def _host_of(model: nn.Module, name: str) -> PreTrainedModel | None:
     pieces = name.split(".")
     inside = [model.get_submodule(".".join(pieces[:depth])) for depth in range(len(pieces))]
     return next((module for module in reversed(inside) if isinstance(module, PreTrainedModel)), None)
-
-
-def _log_parameters(edits: Edits, new: nn.Module, old: nn.Module) -> None:
-    """Enter new Parameters, with the old ones' dtype and device, as replacements of those: optimizers go by that."""
-    weight: nn.Parameter = old.weight  # type: ignore[assignment]
-    for name, parameter in list(new._parameters.items()):
-        if parameter is not None:
-            replaced = old._parameters.get(name)
-            new._parameters[name] = replaced
-            edits.set_parameter(new, name, _like(weight if replaced is None else replaced, parameter.detach()))

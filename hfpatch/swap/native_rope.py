@@ -18,19 +18,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..checkpoint.record import Part
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
-from ..core.transaction import Edits
 from ..runtime.attention import HostOrder
-from ..runtime.constants import Unrotated
+from ..runtime.constants import SETTINGS_AT, HostRotary, Unrotated, with_settings
+from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.lens import LENS, host_class, lens_of, lensed_class, named_modules, with_lens
+from ..runtime.lens import host_class, lens_of, named_modules
+from ..schemes.request import Part
 from ..schemes.rope import RoPE
 from ..sites.pairing import rotating_attentions
-
-SETTINGS_AT = "_hfpatch_rope_settings_at"  # of a rebuilt rotation: the path in the model's config of what it reads
-
 
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -66,6 +63,11 @@ class Rotation:
     attribute: str
     layer_type: str | None
     path: Path | None
+
+    @property
+    def module_name(self) -> str:
+        """The rotary module's name."""
+        return self.name if self.layer_type is None else self.name.rpartition(".")[0]
 
     @property
     def module(self) -> nn.Module:
@@ -171,12 +173,11 @@ def _change(model: nn.Module, rotation: Rotation, part: Part, names: Names) -> C
     refuse_private_forward(rotation.name, rotation.module)
     row.action, row.becomes = "replace", "no rotation"
     row.loss = "queries and keys are rotated no more: a causal mask alone still shows order"
-    return Change(row, lambda edits: _drop(edits, rotation.module, (*rotation.all_dropped, rotation.layer_type)))
+    return Change(row, (_drop(rotation, (*rotation.all_dropped, rotation.layer_type)),))
 
 
-def _drop(edits: Edits, module: nn.Module, layer_types: tuple[str | None, ...]) -> None:
-    edits.set_attribute(module, LENS, Unrotated(layer_types))
-    edits.set_class(module, lensed_class(host_class(type(module))))
+def _drop(rotation: Rotation, layer_types: tuple[str | None, ...]) -> Edit:
+    return Edit.of(f"{rotation.module_name}.{LENS_SLOT}", Unrotated(layer_types))
 
 
 def _settings_change(model: nn.Module, rotation: Rotation, part: Part, names: Names, row: Row) -> Change:
@@ -205,26 +206,16 @@ def _settings_change(model: nn.Module, rotation: Rotation, part: Part, names: Na
         differences = _differences(model, rotation, new)
         _require_served(rotation, old, new, differences)
 
-    def apply(edits: Edits) -> None:
-        present = rotation.module
-        others = tuple(kind for kind in rotation.all_dropped if kind != rotation.layer_type)
-        rebuilt = _rebuilt(rotation, new)
-        rebuilt.__dict__[SETTINGS_AT] = rotation.path
-        if row.loss:
-            rebuilt.__dict__["hfpatch_note"] = f"rotates by {row.becomes}"
-        for holder in model.modules():
-            for attribute, child in list(holder._modules.items()):
-                if child is present:
-                    edits.set_module(holder, attribute, rebuilt)
-        if others:
-            _drop(edits, rebuilt, others)
-        for name, attribute, value in differences:
-            edits.set_attribute(model.get_submodule(name), attribute, value)
-        for attention, lens in reordered:
-            edits.set_attribute(attention, LENS, with_lens(attention, lens) if lens else None)
-            edits.set_class(attention, lensed_class(host_class(type(attention))))
-
-    return Change(row, apply)
+    options: dict[str, Any] = {"at": rotation.path} if rotation.path != () else {}
+    options |= {"layer_type": rotation.layer_type} if rotation.layer_type is not None else {}
+    options |= {"note": f"rotates by {row.becomes}"} if row.loss else {}
+    found = [Edit.of(rotation.module_name, Call.of(HostRotary, copy.deepcopy(new), **options))]
+    others = tuple(one for one in rotation.all_dropped if one != rotation.layer_type)
+    if others:
+        found.append(_drop(rotation, others))
+    found += [Edit.of(f"{name}.{attribute}", value) for name, attribute, value in differences]
+    found += [Edit.of(f"{name}.{LENS_SLOT}", lens) for name, lens in reordered]
+    return Change(row, tuple(found))
 
 
 def _present_pairing(rotation: Rotation) -> str | None:
@@ -233,7 +224,7 @@ def _present_pairing(rotation: Rotation) -> str | None:
     return next((one.lens.pairing for one in known if one is not None and one.lens is not None), None)
 
 
-def _reordering(rotation: Rotation, scheme: RoPE, host: str | None) -> list[tuple[nn.Module, HostOrder | None]]:
+def _reordering(rotation: Rotation, scheme: RoPE, host: str | None) -> list[tuple[str, HostOrder | None]]:
     """The attentions whose lens changes with the pairing, and that lens; None where the host's own order comes back.
 
     Raises:
@@ -251,14 +242,15 @@ def _reordering(rotation: Rotation, scheme: RoPE, host: str | None) -> list[tupl
             f"{where}, since hfpatch doesn't know where the queries and keys of {unknown[0] if unknown else 'its'} "
             f"{'' if unknown else 'attentions '}come from. It turns {host} pairs."
         )
-    found: list[tuple[nn.Module, HostOrder | None]] = []
+    found: list[tuple[str, HostOrder | None]] = []
+    holder = rotation.module_name.rpartition(".")[0]
     rotary_dim = rotary_dim_of(rotation)
     for name, one in attentions.items():
         assert one is not None
         if rotary_dim > one.head_dim:
             raise UnsupportedError(f"{where}: {name} has heads of {one.head_dim} channels, {rotary_dim} are turned.")
         lens = HostOrder(scheme.pairing, one.last, one.head_dim, rotary_dim)
-        found.append((one.module, None if scheme.pairing == host else lens))
+        found.append((f"{holder}.{name}".strip("."), None if scheme.pairing == host else lens))
     return found
 
 
@@ -280,34 +272,9 @@ def _changed(old: Settings, scheme: RoPE, config: Any) -> Settings:
     return new
 
 
-def _rebuilt(rotation: Rotation, settings: Settings) -> nn.Module:
-    """Another instance of the host's class with these settings, in the same place, dtype and mode."""
-    old = rotation.module
-    present = rotation.frequencies(old)
-    new = _made(rotation, settings, "meta" if present.is_meta else "cpu")
-    if not present.is_meta:
-        new.to(present.device, present.dtype)
-    new.training = old.training
-    new._parameters.update(old._parameters)
-    for name, buffer in old._buffers.items():
-        if name in new._buffers and name not in old._non_persistent_buffers_set and not name.endswith("inv_freq"):
-            new._buffers[name] = buffer
-    return new
-
-
 def _made(rotation: Rotation, settings: Settings, device: str = "cpu") -> nn.Module:
     """The host's class with these settings, fresh."""
-    config: Any = copy.deepcopy(rotation.module.config)
-    if rotation.theta_alone:
-        config.rope_theta = settings["rope_theta"]
-    elif rotation.layer_type is None:
-        config.rope_parameters = copy.deepcopy(settings)
-    else:
-        config.rope_parameters = {**config.rope_parameters, rotation.layer_type: copy.deepcopy(settings)}
-    if _ORIGINAL in settings and getattr(config, _ORIGINAL, None) is not None:
-        setattr(config, _ORIGINAL, settings[_ORIGINAL])  # which transformers prefers to the settings' own
-    with torch.device(device):
-        return host_class(type(rotation.module))(config)
+    return with_settings(rotation.module, settings, rotation.layer_type, device)
 
 
 def _require_served(rotation: Rotation, old: Settings, new: Settings, differences: list[tuple[str, str, Any]]) -> None:

@@ -7,20 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..checkpoint.record import Part
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
-from ..core.transaction import Edits
+from ..core.transaction import Transaction
 from ..errors import NothingToPatchError
 from ..exact.centring import pattern_of
-from ..exact.fold import Step, centring_outputs, fold_shift
+from ..exact.fold import Step, fold_shift
 from ..exact.request import Conversion
+from ..runtime.edits import Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.lens import CENTRED, lensed_class
 from ..runtime.norms import AffineNorm, NormFacts
 from ..schemes.norms import Norm
+from ..schemes.request import Part
 from ..sites.norms import describe, looks_like_norm
 from .from_scratch import of_attention, plan_scales, stream_width
 
@@ -40,15 +40,13 @@ class _Site:
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
-def plan_norms(model: nn.Module, part: Part, strict: bool = True, conversion: Conversion | None = None) -> list[Change]:
+def plan_norms(model: nn.Module, part: Part, conversion: Conversion | None = None) -> list[Change]:
     """What `part` does to each of the model's norms; nothing is changed yet.
 
     Args:
         model: any module tree.
         part: a norm scheme with its globs.
-        strict: raise where there is no norm; replaying a record on another head doesn't.
-        conversion: of a new request that keeps the function where it can. None for a plain swap, and where a record is
-            replayed, which says what is centred in every forward and which norms are left.
+        conversion: of a request that keeps the function where it can. None for a plain swap.
 
     Raises:
         NothingToPatchError: the model has no norm.
@@ -59,7 +57,7 @@ def plan_norms(model: nn.Module, part: Part, strict: bool = True, conversion: Co
     assert isinstance(scheme, Norm)
     names = Names.of(model)
     sites = _find(model)
-    if strict and not any(site.facts for site in sites):
+    if not any(site.facts for site in sites):
         raise NothingToPatchError(
             f"{type(model).__name__} has no LayerNorm-like module, so norm={scheme.name!r} has nothing to replace."
         )
@@ -68,17 +66,16 @@ def plan_norms(model: nn.Module, part: Part, strict: bool = True, conversion: Co
     for site in sites:
         reasons[id(site)] = reasons[id(site)] or _reason_to_leave(site, part, names)
     changing = [site for site in sites if reasons[id(site)] is None]
-    like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     if conversion is None:
-        replayed = centring_outputs(model, part.centred, names.forms) if part.centred and changing else []
+        steps: list[Step] = []
         plans = {id(site): _plain(site, part, names, model) for site in changing}
     else:
         plans = _converted(changing, conversion)
-        replayed = conversion.steps()
-    changes = [_change(site, scheme, part, reasons[id(site)], plans.get(id(site)), like) for site in sites]
+        steps = conversion.steps()
+    changes = [_change(model, site, scheme, part, reasons[id(site)], plans.get(id(site))) for site in sites]
     if scheme.by_branch and changing:
         changes += plan_scales(model, part, names)
-    return changes + [_stream_change(step) for step in replayed]
+    return changes + [_stream_change(step) for step in steps]
 
 
 @dataclass
@@ -103,7 +100,7 @@ class _Swap:
 
 
 def _plain(site: _Site, part: Part, names: Names, model: nn.Module) -> _Swap:
-    """A swap with gain and shift copied, or one that a record tells of.
+    """A swap with gain and shift copied.
 
     Raises:
         UnsupportedError: it isn't exact, as it was asked to be.
@@ -116,7 +113,7 @@ def _plain(site: _Site, part: Part, names: Names, model: nn.Module) -> _Swap:
         raise UnsupportedError(
             f"{site.names[0]}: norm={scheme.name!r} isn't exact here: {loss}. Use init='auto' to accept that."
         )
-    swap = _Swap(loss, biasless=_named(part.biasless, site, names))
+    swap = _Swap(loss)
     if scheme.by_branch:
         forms = [form for name in site.names for form in names.forms(name)]
         swap.scheme, swap.note = scheme.at(of_attention(part, forms), stream_width(model))
@@ -124,7 +121,7 @@ def _plain(site: _Site, part: Part, names: Names, model: nn.Module) -> _Swap:
 
 
 def _named(patterns: tuple[str, ...], site: _Site, names: Names) -> bool:
-    """Whether one of a record's patterns is a norm's, here or as another head calls it."""
+    """Whether one of some patterns is a norm's."""
     forms = {form for name in site.names for form in names.forms(name)}
     return not forms.isdisjoint(patterns) or not set(map(pattern_of, forms)).isdisjoint(patterns)
 
@@ -187,7 +184,7 @@ def _move_shifts(sites: list[_Site], found: dict[int, _Swap], conversion: Conver
 
 def _stream_change(step: Step) -> Change:
     row = Row("stream", "replace", step.name, step.now, step.becomes)
-    return Change(row, step.apply, replayed=step.runtime)
+    return Change(row, step.edits, step.values)
 
 
 def _find(model: nn.Module) -> list[_Site]:
@@ -231,7 +228,7 @@ def _reason_to_keep(site: _Site, scheme: Norm, part: Part, names: Names) -> str 
 
 
 def _reason_to_leave(site: _Site, part: Part, names: Names) -> str | None:
-    """Replaying a record: a norm that was left out, since it wouldn't have been exact, say."""
+    """A norm that the scheme leaves in place."""
     assert isinstance(part.scheme, Norm)
     return part.scheme.why_left if part.left and _named(part.left, site, names) else None
 
@@ -249,7 +246,7 @@ def _take_special_norms_that_were_named(
                     reasons[id(site)] = None
 
 
-def _change(site: _Site, scheme: Norm, part: Part, reason: str | None, swap: _Swap | None, like: Tensor) -> Change:
+def _change(model: nn.Module, site: _Site, scheme: Norm, part: Part, reason: str | None, swap: _Swap | None) -> Change:
     now = site.module._get_name() + size_of(site.facts)
     row = Row("norm", "keep", site.names[0], now, aliases=tuple(site.names[1:]), reason=reason)
     if swap is None:
@@ -262,7 +259,9 @@ def _change(site: _Site, scheme: Norm, part: Part, reason: str | None, swap: _Sw
     row.action, row.becomes, row.loss = "replace", scheme.label + size_of(site.facts), swap.loss
     shared = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
     row.reason = "; ".join(filter(None, (shared, swap.note))) or None
-    return Change(row, _replacer(site, site.facts, swap.scheme or scheme, part, swap, like))
+    facts = replace(site.facts, shift=None) if swap.biasless else site.facts
+    put = Edit.of(site.names[0], (swap.scheme or scheme).call(facts, site.module))
+    return Change(row, (put,), _values(model, site, part, swap))
 
 
 def size_of(facts: NormFacts | None) -> str:
@@ -270,32 +269,28 @@ def size_of(facts: NormFacts | None) -> str:
     return f"({', '.join(map(str, facts.shape))})" if facts else ""
 
 
-def _replacer(
-    site: _Site, facts: NormFacts, scheme: Norm, part: Part, swap: _Swap, like: Tensor
-) -> Callable[[Edits], None]:
-    def apply(edits: Edits) -> None:
-        gain, shift = facts.parameters_of(site.module)
-        like_this = gain if gain is not None else shift if shift is not None else like
-        if swap.biasless and shift is not None:
-            for reader, axis in swap.readers:
-                fold_shift(shift, reader, axis, edits)
-            new = scheme.build(replace(facts, shift=None), gain, None, like_this)
-        else:
-            new = scheme.build(facts, gain, shift, like_this)
+def _values(model: nn.Module, site: _Site, part: Part, swap: _Swap) -> Callable[[Transaction], None] | None:
+    """What changes in Parameters besides the swap itself: shifts that move, values that start afresh."""
+    if not swap.readers and part.init != "reset":
+        return None
+    assert site.facts is not None
+    _, shift = site.facts.parameters_of(site.module)
+
+    def values(changes: Transaction) -> None:
+        for reader, axis in swap.readers:
+            assert shift is not None
+            fold_shift(shift, reader, axis, changes)
         if part.init == "reset":
-            start_afresh(new)
-        if CENTRED in site.module.__dict__:
-            new.__dict__[CENTRED] = site.module.__dict__[CENTRED]
-            new.__class__ = lensed_class(type(new))
-        for parent, name in site.places:
-            edits.set_module(parent, name, new)
+            start_afresh(model.get_submodule(site.names[0]), changes)
 
-    return apply
+    return values
 
 
-def start_afresh(module: AffineNorm) -> None:
+def start_afresh(module: nn.Module, changes: Transaction) -> None:
     """New Parameters at the scheme's starting values: the replaced norm's own must stay as they were."""
+    assert isinstance(module, AffineNorm)
     values = module.initial_values()
     for name, old in list(module._parameters.items()):
         if old is not None:
-            module._parameters[name] = nn.Parameter(torch.full_like(old, values[name]), requires_grad=old.requires_grad)
+            new = nn.Parameter(torch.full_like(old, values[name]), requires_grad=old.requires_grad)
+            changes.set_parameter(module, name, new)

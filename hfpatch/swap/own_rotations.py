@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from ..checkpoint.record import Part
 from ..core.globs import Names
 from ..core.plan_table import Change, Row
 from ..core.registry import by_class
-from ..core.transaction import Edits
 from ..runtime.attention import ROTARY
 from ..runtime.constants import Given
+from ..runtime.edits import LENS_SLOT, Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.lens import lens_of, look_through, named_modules
+from ..runtime.lens import lens_of, named_modules
 from ..schemes.positions import Position
+from ..schemes.request import Part
 from ..schemes.rope import RoPE
 from ..sites.records.record import Stack
 from ..sites.records.rotating import OWN_ROTATIONS, OwnRotation
@@ -85,11 +84,11 @@ def _own_change(
     if reason is not None:
         return Change(Row("position", "keep", path, now, reason=reason))
     if isinstance(scheme, RoPE) and not hidden and scheme.over(itself) == itself:
-        return Change(Row("position", "replace", path, now, described, reason="its own settings"), lambda edits: None)
+        return Change(Row("position", "replace", path, now, described, reason="its own settings"))
     if own.refused and getattr(module, own.refused[0]):
         raise UnsupportedError(f"{path}: {module._get_name()} rotates already, and that stays: {own.refused[1]}.")
     if isinstance(scheme, RoPE):
-        scheme = scheme.over(rotary.scheme if rotary is not None else itself)
+        scheme = scheme.over(RoPE.of(rotary) if rotary is not None else itself)
     change = attention_change(model, path, module, found, scheme, None)
     change.row.now = now
     if scheme.name == "nope":
@@ -98,21 +97,10 @@ def _own_change(
         else:
             change.row.action, change.row.becomes, change.row.reason = "replace", "no rotation", None
             change.row.loss = "queries and keys are rotated no more: a causal mask alone still shows order"
-            change.apply = change.apply or (lambda edits: None)
-    if change.apply is not None:
-        change.apply = _hiding(module, own, change.apply)
+    if change.changes:
+        change.edits = (Edit.of(f"{path}.{LENS_SLOT}", Given(own.given)), *change.edits)
         if part.init == "exact":
             raise UnsupportedError(
                 f"{path}: pos={scheme.name!r} isn't exact: {change.row.loss}. Use init='auto' to accept that."
             )
     return change
-
-
-def _hiding(module: nn.Module, own: OwnRotation, then: Callable[[Edits], None]) -> Callable[[Edits], None]:
-    """The same, once the host turns by nothing."""
-
-    def apply(edits: Edits) -> None:
-        look_through(edits, module, Given(own.given))
-        then(edits)
-
-    return apply

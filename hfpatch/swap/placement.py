@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..checkpoint.record import Part
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.registry import NORMS
-from ..core.transaction import Edits
 from ..errors import NothingToPatchError
+from ..runtime.edits import Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.joins import add_join
-from ..runtime.norms import AffineNorm, NormFacts
+from ..runtime.norms import NormFacts
+from ..schemes.norms import Norm
 from ..schemes.placements import PLACEMENTS, Placement
+from ..schemes.request import Part
 from ..sites.branches import Junction
 from ..sites.junctions import SECOND, Found, Site, discover, require_joinable, require_transparent, sites_of
 from ..sites.norms import describe
-from .branches import join_kept, other_norms, reasons_to_keep
+from .branches import joins_kept, other_norms, reasons_to_keep
 from .norms import size_of, start_afresh
 
 
@@ -63,13 +61,12 @@ def _require_strict(junction: Junction, found: Found) -> None:
         raise UnsupportedError(f"{where}: several branches share {junction.norm}, so it can't go to one of them.")
 
 
-def plan_placement(model: nn.Module, part: Part, strict: bool = True) -> list[Change]:
+def plan_placement(model: nn.Module, part: Part) -> list[Change]:
     """How each branch of the model will meet its stream; nothing is changed yet.
 
     Args:
         model: any module tree.
         part: a placement, settled.
-        strict: raise where there is no branch; replaying a record on another head doesn't.
 
     Raises:
         NothingToPatchError: none of the part's junctions is in the model.
@@ -77,7 +74,7 @@ def plan_placement(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
         WrappedModelError: a module carries a forward of its own, put there by another library.
     """
     sites = list(sites_of(model, list(part.branches)))
-    if strict and not sites:
+    if not sites:
         raise NothingToPatchError(f"{type(model).__name__} has none of the branches that its patch record names.")
     reasons = reasons_to_keep(model, sites, part)
     for site in sites:
@@ -102,32 +99,14 @@ def _change(site: Site, part: Part, reasons: dict[str, str | None], sites: list[
     row.loss = f"norms are placed as {scheme.formula} in place of {now}"
     if site.junction.placement == "post":
         row.reason = "its stack ends without a norm of its own"
-    return Change(row, _joiner(site, facts, part, reasons, sites))
+    edits = [*joins_kept(site, sites, reasons), site.edit(part.scheme.name)]
+    if part.scheme.name == "sandwich":
+        edits.append(Edit.of(f"{site.norm_name}{SECOND}", _scheme(facts).call(facts, None)))
+    if part.init != "reset":
+        return Change(row, tuple(edits))
+    edits.append(Edit.of(site.norm_name, _scheme(facts).call(facts, site.norm)))
+    return Change(row, tuple(edits), lambda changes: start_afresh(site.norm, changes))
 
 
-def _joiner(
-    site: Site, facts: NormFacts, part: Part, reasons: dict[str, str | None], sites: list[Site]
-) -> Callable[[Edits], None]:
-    def apply(edits: Edits) -> None:
-        join_kept(edits, site, sites, reasons)
-        add_join(edits, site.block, site.join(part.scheme.name))
-        path, _, name = site.junction.norm.rpartition(".")
-        parent = site.block.get_submodule(path)
-        if part.scheme.name == "sandwich":
-            edits.set_module(parent, f"{name}{SECOND}", _fresh(site.norm, facts))
-        if part.init == "reset":
-            edits.set_module(parent, name, _fresh(site.norm, facts))
-
-    return apply
-
-
-def _fresh(norm: nn.Module, facts: NormFacts) -> nn.Module:
-    """A norm of the same kind and size, at its starting values."""
-    if isinstance(norm, AffineNorm):
-        new = copy.deepcopy(norm)
-    else:
-        gain, shift = facts.parameters_of(norm)
-        like = next((value for value in (gain, shift) if value is not None), torch.zeros(()))
-        new = NORMS[facts.kind]().build(facts, gain, shift, like)
-    start_afresh(new)
-    return new
+def _scheme(facts: NormFacts) -> Norm:
+    return NORMS[facts.kind]()

@@ -8,13 +8,13 @@ import re
 
 from torch import nn
 
-from ..checkpoint.record import Part
 from ..core.globs import Names
 from ..core.plan_table import Change, Row
 from ..core.registry import ARCHITECTURES, by_class
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import named_modules
 from ..schemes.positions import Position
+from ..schemes.request import Part
 from ..sites.biases import find_biases
 from ..sites.records.record import Stack
 from ..sites.records.refused import REFUSED
@@ -28,13 +28,12 @@ from .tables import ALL_KEPT, table_change
 _RELATIVE = re.compile(r"relative_(attention_)?(bias|position)|rel_pos|rel_embeddings|pos_bias|position_bias", re.I)
 
 
-def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Change]:
+def plan_positions(model: nn.Module, part: Part) -> list[Change]:
     """What `part` does to each table and attention of the model's stacks; nothing is changed yet.
 
     Args:
         model: any module tree that contains a recorded stack.
         part: a position scheme with its globs.
-        strict: raise where there is no recorded stack; replaying a record on another head doesn't.
 
     Raises:
         UnsupportedError: no record names any of the model's classes; says what the model has instead.
@@ -52,7 +51,7 @@ def plan_positions(model: nn.Module, part: Part, strict: bool = True) -> list[Ch
     for owner, name, own in find_own_rotations(model):
         changes += own_changes(model, owner, name, own, part, names)
     staying = other_biases(model, found, biases)
-    if not changes and strict:
+    if not changes:
         raise _unsupported(model, staying)
     refused = _refused(model).items()
     return changes + staying + [Change(Row("position", "keep", name, "positions", reason=why)) for name, why in refused]

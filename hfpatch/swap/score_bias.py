@@ -8,13 +8,14 @@ from typing import Any
 from torch import nn
 
 from ..runtime.attention import NUMBER_OF_HEADS, TAKE_A_BIAS, AttentionLens, attention_implementation, no_bias
+from ..runtime.edits import Call
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class
 from ..schemes.positions import Position
 from .bias_probe import why_no_bias
 
 
-def bias_for(name: str, module: nn.Module, lens: AttentionLens, scheme: Position) -> nn.Module | None:
+def bias_for(name: str, module: nn.Module, lens: AttentionLens, scheme: Position) -> Call | None:
     """What the scheme adds to this attention's scores, None for nothing.
 
     Raises:
@@ -32,7 +33,7 @@ def bias_for(name: str, module: nn.Module, lens: AttentionLens, scheme: Position
     kind = attention_implementation(module)
     if kind not in TAKE_A_BIAS:
         raise UnsupportedError(no_bias(name, kind))
-    return scheme.build_bias(_num_heads(name, module))
+    return scheme.score_bias(_num_heads(name, module))
 
 
 def require_bias(attentions: dict[str, nn.Module], lens: AttentionLens, scheme: Position) -> None:

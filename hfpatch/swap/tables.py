@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.record import Part
 from ..core.plan_table import Change, Row, refuse_private_forward
-from ..core.transaction import Edits
-from ..runtime.constants import NO_ROW, ConstantPositions, NoPositions, constant_of, mean_rows
+from ..core.transaction import Transaction
+from ..runtime.constants import NO_ROW, ConstantPositions, MeanRow, NoPositions, Rows, ZeroRow
+from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError
 from ..runtime.length_lenses import MEAN_ROW, NOTHING, LengthLimit
-from ..runtime.lens import look_through
-from ..runtime.tables import ComputedPositions, computed, resized
+from ..runtime.tables import ComputedPositions
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
-from ..sites.stacks import REMOVED_ROWS, FoundStack, first_row, rows_of, table_size
+from ..schemes.request import Part
+from ..sites.stacks import REMOVED_ROWS, FoundStack, first_row, table_size
 from .image_tables import grid_table_change
 
 ALL_KEPT = "its attentions are kept"
@@ -56,7 +56,7 @@ def table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None
     row.loss = "absolute positions are removed"
     if part.scheme.name == "nope" and not item.stack.causal:
         row.loss += "; without a causal mask the stack becomes blind to order"
-    return Change(row, _remover(model, item, fresh=part.init == "reset"))
+    return Change(row, *_removal(model, item, fresh=part.init == "reset"))
 
 
 def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
@@ -67,84 +67,91 @@ def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
     return f"{kind}({rows}, {width})"
 
 
-def _remover(model: nn.Module, item: FoundStack, fresh: bool) -> Callable[[Edits], None]:
-    def apply(edits: Edits) -> None:
-        for path in (item.stack.table, *item.stack.others):
-            _remove(edits, item, path, fresh)
-        for path, attribute in item.stack.switches:
-            edits.set_attribute(item.owner.get_submodule(path), attribute, False)
-        for path in item.stack.unread:
+def _removal(
+    model: nn.Module, item: FoundStack, fresh: bool
+) -> tuple[tuple[Edit, ...], Callable[[Transaction], None] | None]:
+    """The edits that take a stack's tables out, and the values that they leave."""
+    found, zero = [], []
+    for path in (item.stack.table, *item.stack.others):
+        put, constant = _removed(item, path, fresh)
+        found += put
+        zero += [constant] if fresh and constant else []
+    for path, attribute in item.stack.switches:
+        found.append(Edit.of(f"{item.name}.{path}.{attribute}", False))
+    for path in item.stack.unread:
+        above, _, attribute = path.rpartition(".")
+        if item.owner.get_submodule(above)._modules.get(attribute) is not None:  # some configurations have none
+            found.append(Edit.of(f"{item.name}.{path}", None))
+    found += _lifted_limits(model, item, item.stack.limits, sys.maxsize)
+
+    def values(changes: Transaction) -> None:
+        for path in zero:
             above, _, attribute = path.rpartition(".")
-            holder = item.owner.get_submodule(above)
-            if holder._modules.get(attribute) is not None:  # some configurations have none
-                edits.set_module(holder, attribute, None)
-        _lift_limits(edits, model, item, item.stack.limits, sys.maxsize)
+            parameter = model.get_submodule(above)._parameters[attribute]
+            assert parameter is not None
+            parameter.data.zero_()
 
-    return apply
+    return tuple(found), values if zero else None
 
 
-def _remove(edits: Edits, item: FoundStack, path: str, fresh: bool) -> None:
-    """Put a constant where the table at `path` is, or what answers as if there were no positions."""
+def _removed(item: FoundStack, path: str, fresh: bool) -> tuple[list[Edit], str | None]:
+    """Edits that put a constant where the table at `path` is, or what answers as if there were no positions, and the
+    name of the constant's Parameter."""
     above, _, attribute = path.rpartition(".")
+    name, holder_name = f"{item.name}.{path}".strip("."), f"{item.name}.{above}".strip(".")
     holder = dict(item.owner.named_modules()).get(above)
     table = getattr(holder, attribute, None)
     if holder is None or table is None:  # this configuration has none
-        return
+        return [], None
     answer = dict(item.stack.answers).get(path)
     if answer is not None:
-        edits.set_module(holder, attribute, NoPositions(answer))
-        return
+        return [Edit.of(name, Call.of(NoPositions, answer))], None
     if isinstance(table, nn.Module):
-        padding = getattr(table, "padding_idx", None)
         stack = item.stack
         first = first_row(item) if path == stack.table else stack.reserved_rows
-        stand_in = ConstantPositions(rows_of(table), first, padding, stack.by_token, more=stack.returns_more)
-        constant: Tensor = stand_in.constant
-        edits.set_module(holder, attribute, stand_in)
-    elif attribute in holder._buffers:
-        edits.set_attribute(holder, REMOVED_ROWS, table_size(table)[0])  # limits.AnyRow hides it
-        constant = torch.zeros(())
-        if fresh:
-            edits.set_attribute(holder, NO_ROW, True)
-    else:
-        constant = mean_rows(table)
-        if isinstance(table, nn.Parameter):
-            constant = constant_of(table, constant)
-            edits.set_parameter(holder, attribute, constant)
-        else:
-            edits.set_attribute(holder, attribute, constant)
-        if path == item.stack.table:
-            edits.set_attribute(holder, REMOVED_ROWS, table_size(table)[0])
-    if fresh:
-        constant.data.zero_()
+        options = {
+            "first": first,
+            "padding_idx": getattr(table, "padding_idx", None),
+            "by_token": stack.by_token,
+            "more": stack.returns_more,
+        }
+        given = {name: value for name, value in options.items() if value or (name == "padding_idx" and value == 0)}
+        return [Edit.of(name, Call.of(ConstantPositions, **given))], f"{name}.constant"
+    rows = Edit.of(f"{holder_name}.{REMOVED_ROWS}", table_size(table)[0])
+    if attribute in holder._buffers:  # length_lenses.AnyRow hides it
+        return [rows, *([Edit.of(f"{holder_name}.{NO_ROW}", True)] if fresh else [])], None
+    kind = ZeroRow if fresh and not isinstance(table, nn.Parameter) else MeanRow
+    constant = name if isinstance(table, nn.Parameter) else None
+    return [Edit.of(name, Call.of(kind)), *([rows] if path == item.stack.table else [])], constant
 
 
-def _limits_lifter(model: nn.Module, item: FoundStack) -> Callable[[Edits, Position], None]:
+def _limits_lifter(model: nn.Module, item: FoundStack) -> Callable[[Position], list[Edit]]:
     """What lifts the limits of a stack whose table stays."""
 
-    def lift(edits: Edits, scheme: Position) -> None:
+    def lift(scheme: Position) -> list[Edit]:
         counting = [(path, limit.with_table(item.stack.reserved_rows)) for path, limit in item.stack.limits]
         limits = [(path, limit) for path, limit in counting if limit is not None]
-        if scheme.any_length or scheme.max_positions is not None:
-            longest = sys.maxsize if scheme.any_length else scheme.max_positions
-            assert longest is not None
-            _lift_limits(edits, model, item, limits, longest)
+        if not scheme.any_length and scheme.max_positions is None:
+            return []
+        longest = sys.maxsize if scheme.any_length else scheme.max_positions
+        assert longest is not None
+        return _lifted_limits(model, item, limits, longest)
 
     return lift
 
 
-def _lift_limits(
-    edits: Edits, model: nn.Module, item: FoundStack, limits: Sequence[tuple[str, LengthLimit]], longest: int
-) -> None:
-    for path, limit in limits:
-        look_through(edits, item.owner.get_submodule(path), limit, model)
+def _lifted_limits(
+    model: nn.Module, item: FoundStack, limits: Sequence[tuple[str, LengthLimit]], longest: int
+) -> list[Edit]:
+    found = [Edit.of(f"{item.name}.{path}.{LENS_SLOT}".replace("..", "."), limit) for path, limit in limits]
     for length in item.stack.lengths:
-        for module in model.modules():
+        for name, module in model.named_modules():
             if length in module.__dict__ and any(inner is item.owner for inner in module.modules()):
-                edits.set_attribute(module, length, longest)
+                found.append(Edit.of(f"{name}.{length}", longest))
+    return found
 
 
-def kept_table_change(item: FoundStack, part: Part, row: Row, lift_limits: Callable[[Edits, Position], None]) -> Change:
+def kept_table_change(item: FoundStack, part: Part, row: Row, lift_limits: Callable[[Position], list[Edit]]) -> Change:
     """A table that stays, computed or resized.
 
     Args:
@@ -186,7 +193,7 @@ def kept_table_change(item: FoundStack, part: Part, row: Row, lift_limits: Calla
         row.loss = None if same else "learned positions are replaced"
     elif part.init == "reset":
         row.loss = "its rows start afresh"
-    elif new in (None, old) and not part.modules:  # a replayed part finds the table as the config built it
+    elif new in (None, old):
         row.action, row.becomes = "keep", None
         row.reason = f"holds {old} positions already" if new else "max_positions says how many it is to hold"
         return Change(row)
@@ -197,25 +204,34 @@ def kept_table_change(item: FoundStack, part: Part, row: Row, lift_limits: Calla
             f"{item.table_name}: pos={scheme.name!r} isn't exact: {row.loss}. Use init='auto' to accept that."
         )
 
-    def apply(edits: Edits) -> None:
-        _keep(edits, item, scheme, first, fresh=part.init == "reset")
-        lift_limits(edits, scheme)
-
-    return Change(row, apply)
+    edits, values = _kept(item, scheme, first, fresh=part.init == "reset")
+    return Change(row, (*edits, *lift_limits(scheme)), values)
 
 
-def _keep(edits: Edits, item: FoundStack, scheme: Position, first: int, fresh: bool) -> None:
-    holder, attribute = item.holder()
+def _kept(
+    item: FoundStack, scheme: Position, first: int, fresh: bool
+) -> tuple[list[Edit], Callable[[Transaction], None] | None]:
+    """Edits for a table that is computed or resized, and the rows of the latter."""
     table = item.table()
     assert isinstance(table, nn.Embedding)
-    if isinstance(scheme, Learned):
-        weight = resized(table, scheme, first)
+    if not isinstance(scheme, Learned):
+        return [Edit.of(item.table_name, Call.of(ComputedPositions, scheme.rule(), first))], None
+    weight = table.weight.detach()
+    rows = weight.new_empty(first + (scheme.max_positions or len(weight) - first), weight.shape[-1])
+    edits = [
+        Edit.of(f"{item.table_name}.weight", Call.of(Rows, *rows.shape)),
+        Edit.of(f"{item.table_name}.num_embeddings", len(rows)),
+    ]
+
+    def values(changes: Transaction) -> None:
+        if weight.is_meta:
+            return
+        new = torch.cat((weight[:first], scheme.resized(weight[first:])))
         if fresh:
-            nn.init.normal_(weight.data[first:], std=_initial_spread(item.owner.config))
-        edits.set_parameter(table, "weight", weight)
-        edits.set_attribute(table, "num_embeddings", len(weight))
-    else:
-        edits.set_module(holder, attribute, computed(table, scheme, first))
+            nn.init.normal_(new[first:], std=_initial_spread(item.owner.config))
+        table.weight.data.copy_(new)
+
+    return edits, values
 
 
 def _why_not_kept(item: FoundStack, table: Any) -> str | None:
@@ -246,7 +262,8 @@ def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:
     if table.weight.is_meta:
         return False
     indices = torch.arange(table.num_embeddings - first, device=table.weight.device)
-    rows = scheme.rows(indices, table.embedding_dim)
+    rule = scheme.rule()
+    rows = None if rule is None else rule.rows(indices, table.embedding_dim)
     exact = 1e-5 if table.weight.dtype in (torch.float32, torch.float64) else 1e-2
     return rows is not None and torch.allclose(table.weight[first:].to(rows.dtype), rows, atol=exact, rtol=0)
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
-from ..checkpoint.record import Record
-from ..core.scheme import KEY
 from ..errors import OptionError, WrappedModelError
 from ..measure.batches import RANDOM, Batch, as_batches, count_examples, count_tokens
 from ..plan import require_bare
 from ..runtime.errors import CheckpointError, UnsupportedError
 from ..runtime.lens import host_class
+from ..runtime.record import KEY
+from ..schemes.request import Record
 from .comparison import DTYPES, Comparison
 from .dtype_copy import Subject, isolated
 from .module_diff import compare_modules

@@ -28,7 +28,7 @@ from tiny_models import (
 from torch import Tensor, nn
 from transformers import Dinov2Config, Dinov2Model, GPT2LMHeadModel
 
-from hfpatch.core.transaction import Edits
+from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError, WrappedModelError
 from hfpatch.exact.centring import Axis, Centring, pattern_of
 from hfpatch.exact.check import mean_ratios
@@ -222,7 +222,7 @@ HAND: dict[str, tuple[Callable[[], Any], Centring]] = {
 def test_centre_keeps_a_layernorm_model_and_is_undone(make: Callable, centring: Centring, mode: str) -> None:
     """Whatever was centred, a LayerNorm that reads it doesn't see it."""
     model = make().double()
-    before, plain, edits = fingerprint(model), copy.deepcopy(model), Edits()
+    before, plain, edits = fingerprint(model), copy.deepcopy(model), Transaction()
     centre(model, centring, edits, mode)
     assert distance(plain, model) < 1e-9
     if mode == "fold":
@@ -240,7 +240,7 @@ def test_absorbing_a_scale_of_zero_is_undone() -> None:
     model = dinov2().double()
     with torch.no_grad():
         model.encoder.layer[0].layer_scale2.lambda1[::3] = 0.0
-    before, plain, edits = fingerprint(model), copy.deepcopy(model), Edits()
+    before, plain, edits = fingerprint(model), copy.deepcopy(model), Transaction()
     centre(model, HAND["dinov2"][1], edits)
     assert distance(plain, model) < 1e-9
     assert bool((model.encoder.layer[0].layer_scale2.lambda1 == 1).all())
@@ -252,7 +252,7 @@ def test_a_parameter_in_two_places_is_centred_once() -> None:
     model = tiny("gpt2").double()
     model.add_module("other", nn.Module())
     model.other.weight = model.wpe.weight
-    edits = Edits()
+    edits = Transaction()
     centre(model, Centring(axes(**{"wpe.weight": 1, "other.weight": 1})), edits)
     assert len(edits) == 1
 
@@ -260,7 +260,7 @@ def test_a_parameter_in_two_places_is_centred_once() -> None:
 def test_modes_and_weights_that_cant_be_centred() -> None:
     model = tiny("gpt2")
     with pytest.raises(OptionError, match="mode must be one of fold, parametrize, not 'both'"):
-        centre(model, Centring(), Edits(), "both")
+        centre(model, Centring(), Transaction(), "both")
     for mode in ("Fold", None, 3):
         with pytest.raises(OptionError, match="mode must be fold or parametrize"):
             RMS(mode)
@@ -307,7 +307,7 @@ def test_lenses_and_centring_share_a_class() -> None:
     for order in itertools.permutations(["rope", "centre"]):
         both = copy.deepcopy(model)
         for what in order:
-            patch(both, pos="rope") if what == "rope" else centre(both, attention, Edits())
+            patch(both, pos="rope") if what == "rope" else centre(both, attention, Transaction())
         assert difference(both, plain) < 1e-5
         assert both.transformer.h[0].attn.__dict__.keys() >= {CENTRED, LENS}
 
@@ -325,7 +325,7 @@ def test_fullgraph_compilation() -> None:
 def test_the_mean_is_taken_in_float32(dtype: torch.dtype) -> None:
     module = nn.Module()
     module.drop = nn.Dropout()
-    centre(module, Centring(outputs=(("drop", -1),)), Edits())
+    centre(module, Centring(outputs=(("drop", -1),)), Transaction())
     x = (torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)) + 30).to(dtype)
     y = module.eval().drop(x)
     assert y.dtype == dtype

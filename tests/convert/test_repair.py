@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import hfpatch
-from hfpatch.core.transaction import Edits
+from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NotPreservedWarning, OptionError, WrappedModelError
 from hfpatch.patch import patch_model, repair_report, unpatch_model
 from hfpatch.repairs import repair as engine
@@ -546,16 +546,16 @@ class StopHereError(Exception):
 
 def test_a_failure_at_any_logged_change_restores_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("gpt2", LM, n_layer=1)
-    data, original, count = batches(model, 2), Edits._record, [0]
+    data, original, count = batches(model, 2), Transaction._record, [0]
     before = fingerprint(model)
 
-    def record(self: Edits, kind: str, *inverse: Any) -> None:
+    def record(self: Transaction, kind: str, *inverse: Any) -> None:
         count[0] += 1
         if count[0] == stop:
             raise StopHereError
         original(self, kind, *inverse)
 
-    monkeypatch.setattr(Edits, "_record", record)
+    monkeypatch.setattr(Transaction, "_record", record)
     stop = 0
     patch(copy.deepcopy(model), norm="dyt", calibration=data)
     steps = count[0]
@@ -645,7 +645,7 @@ def test_bad_batches_are_refused_before_anything_changes(
 ) -> None:
     model = tiny("gpt2", LM)
     before = fingerprint(model)
-    monkeypatch.setattr(Edits, "_record", lambda *a: pytest.fail("the model was changed"))
+    monkeypatch.setattr(Transaction, "_record", lambda *a: pytest.fail("the model was changed"))
     with pytest.raises(OptionError, match=text):
         patch_model(model, norm="dyt", calibration=calibration)
     assert not changes(before, fingerprint(model))

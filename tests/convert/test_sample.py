@@ -11,7 +11,7 @@ from tiny_models import PAD, changes, fingerprint, patch, tiny
 from torch import Tensor
 
 import hfpatch.patch
-from hfpatch.core.transaction import Edits
+from hfpatch.core.transaction import Transaction
 from hfpatch.errors import OptionError
 from hfpatch.patch import repair_report
 from hfpatch.repairs.sample import sample_batches
@@ -130,7 +130,7 @@ def test_what_doesnt_write_text_is_refused_before_anything_changes(
 ) -> None:
     model = tiny(family, head)
     before = fingerprint(model)
-    monkeypatch.setattr(Edits, "_record", lambda *a: pytest.fail("the model was changed"))
+    monkeypatch.setattr(Transaction, "_record", lambda *a: pytest.fail("the model was changed"))
     with pytest.raises(OptionError, match="doesn't generate text"):
         patch(model, norm="dyt", calibration="self")
     assert not changes(before, fingerprint(model))

@@ -19,7 +19,8 @@ from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.gated import GatedActivation, GatedLinear
 from hfpatch.schemes.mlps import GeGLU
-from hfpatch.sites.mlp_flow import bare_copy, is_activation
+from hfpatch.runtime.gated import bare_copy
+from hfpatch.sites.mlp_flow import is_activation
 from hfpatch.sites.mlps import MLPSite, find_mlps
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from hfpatch.checkpoint.classes.classes import patched_model_class
+from hfpatch.checkpoint.classes import patched_model_class
 from tiny_models import (
     CONFIGS,
     changes,
@@ -30,7 +30,7 @@ from tiny_models import (
 from torch import Tensor, nn
 
 from hfpatch.core.registry import MLPS
-from hfpatch.core.transaction import Edits
+from hfpatch.core.transaction import Transaction
 from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import PatchError, UnsupportedError
@@ -488,15 +488,15 @@ def test_a_failure_restores_every_object_and_bit(
 ) -> None:
     model = tiny(family)
     before = fingerprint(model)
-    real, calls = getattr(Edits, step), []
+    real, calls = getattr(Transaction, step), []
 
-    def fail_late(self: Edits, *args: Any) -> None:
+    def fail_late(self: Transaction, *args: Any) -> None:
         calls.append(args)
         real(self, *args)
         if len(calls) == (1 if step == "set_class" else 3):
             raise MemoryError
 
-    monkeypatch.setattr(Edits, step, fail_late)
+    monkeypatch.setattr(Transaction, step, fail_late)
     with pytest.raises(MemoryError):
         patch(model, mlp="swiglu", init=init)
     assert not changes(before, fingerprint(model))

@@ -15,7 +15,7 @@ from tiny_models import changes, difference, fingerprint, inputs, outputs, patch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hfpatch.core.scheme import KEY
+from hfpatch.runtime.record import KEY
 from hfpatch.errors import NothingToPatchError, OptionError
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from hfpatch.checkpoint.classes.classes import patched_model_class
+from hfpatch.checkpoint.classes import patched_model_class
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 

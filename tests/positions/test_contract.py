@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from daily import todays
-from hfpatch.checkpoint.classes.classes import patched_model_class
+from hfpatch.checkpoint.classes import patched_model_class
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 

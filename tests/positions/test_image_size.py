@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hfpatch.checkpoint.classes.classes import patched_model_class
+from hfpatch.checkpoint.classes import patched_model_class
 from torch import Tensor
 
-from hfpatch.core.scheme import KEY
+from hfpatch.runtime.record import KEY
 from hfpatch.errors import NothingToPatchError, OptionError
 from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch

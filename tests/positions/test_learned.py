@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hfpatch.checkpoint.classes.classes import patched_model_class
+from hfpatch.checkpoint.classes import patched_model_class
 from torch import nn
 
 from hfpatch.core.registry import ARCHITECTURES

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hfpatch.checkpoint.classes.classes import patched_model_class
+from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.checkpoint.classes.generation import is_unlimited
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor

@@ -24,7 +24,8 @@ from hfpatch.runtime.lens import lens_of
 from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites import pairing as layouts
-from hfpatch.sites.pairing import order, rotating_attentions
+from hfpatch.runtime.attention import order
+from hfpatch.sites.pairing import rotating_attentions
 from hfpatch.swap.native_rope import find_rotations, pairing_of, rotary_dim_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

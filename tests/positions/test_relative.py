@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hfpatch.checkpoint.classes.classes import patched_model_class
+from hfpatch.checkpoint.classes import patched_model_class
 from torch import Tensor
 
 from hfpatch.errors import NotPreservedWarning

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hfpatch.checkpoint.classes.classes import patched_model_class
+from hfpatch.checkpoint.classes import patched_model_class
 from torch import Tensor, nn
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 from transformers.models.whisper.modeling_whisper import sinusoids
