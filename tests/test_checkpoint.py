@@ -18,7 +18,6 @@ import pytest
 import torch
 import transformers
 import zoo
-from hfpatch.checkpoint.classes import HfpatchConfig, WithoutValues
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     CONFIGS,
@@ -39,6 +38,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2DoubleHeadsModel, GPT2LMHeadModel
 from transformers.models.auto import modeling_auto
 
+from hfpatch.checkpoint.classes import HfpatchConfig, WithoutValues
 from hfpatch.core.registry import NORMS
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import CheckpointError, PatchError

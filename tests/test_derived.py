@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hfpatch.checkpoint.classes import patched_model_class
 
+from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.transaction import Transaction
 from hfpatch.plan import plan_patch
 from hfpatch.proof import floating_tensors

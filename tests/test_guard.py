@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hfpatch.checkpoint.classes import patched_config_class
 from hfpatch.checkpoint.classes.record import Record
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from tiny_models import CONFIGS, RECORDED, difference, load, norms_of, patch, tiny, tiny_config
@@ -28,6 +27,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from hfpatch.checkpoint.classes import patched_config_class
 from hfpatch.runtime.errors import CheckpointError, UnsupportedError
 from hfpatch.runtime.norms import DynamicTanh
 from hfpatch.runtime.refuse_host import SENTENCE, guarded, released

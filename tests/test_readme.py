@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from hfpatch.checkpoint.classes import patched_model_class
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
+from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import ARCHITECTURES, NORMS
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model

@@ -17,9 +17,8 @@ from hfpatch.errors import NothingToPatchError, WrappedModelError
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
-from hfpatch.runtime.gated import GatedActivation, GatedLinear
+from hfpatch.runtime.gated import GatedActivation, GatedLinear, bare_copy
 from hfpatch.schemes.mlps import GeGLU
-from hfpatch.runtime.gated import bare_copy
 from hfpatch.sites.mlp_flow import is_activation
 from hfpatch.sites.mlps import MLPSite, find_mlps
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from hfpatch.checkpoint.classes import patched_model_class
 from tiny_models import (
     CONFIGS,
     changes,
@@ -29,6 +28,7 @@ from tiny_models import (
 )
 from torch import Tensor, nn
 
+from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import MLPS
 from hfpatch.core.transaction import Transaction
 from hfpatch.patch import unpatch_model

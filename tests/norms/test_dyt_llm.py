@@ -15,13 +15,13 @@ from tiny_models import changes, difference, fingerprint, inputs, outputs, patch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hfpatch.runtime.record import KEY
 from hfpatch.errors import NothingToPatchError, OptionError
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import CheckpointError, UnsupportedError
 from hfpatch.runtime.lens import SCALE
 from hfpatch.runtime.norms import DynamicTanh
+from hfpatch.runtime.record import KEY
 from hfpatch.schemes.norms import DyT, Norm, llm_alpha
 
 WIDE = 4096  # where the table tells attentions from others: .8 and .2

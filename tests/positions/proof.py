@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import transformers
-from hfpatch.checkpoint.classes import patched_model_class
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
+from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.measure.inputs import make_inputs

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hfpatch.checkpoint.classes import patched_model_class
 from torch import Tensor, nn
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
+from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.errors import OptionError
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.alibi import LinearBias

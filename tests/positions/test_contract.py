@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 from daily import todays
-from hfpatch.checkpoint.classes import patched_model_class
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import NORMS, POSITIONS
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hfpatch.checkpoint.classes import patched_model_class
 from torch import nn
 
+from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import NothingToPatchError, OptionError
 from hfpatch.patch import unpatch_model

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.checkpoint.classes.generation import is_unlimited
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
 
+from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.cli import app
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import NothingToPatchError, OptionError

@@ -18,13 +18,12 @@ from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError
 from hfpatch.measure.quiet_forward import outputs_of
 from hfpatch.measure.randomness import own_randomness
 from hfpatch.patch import patch_model, unpatch_model
-from hfpatch.runtime.attention import HostOrder
+from hfpatch.runtime.attention import HostOrder, order
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import lens_of
 from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites import pairing as layouts
-from hfpatch.runtime.attention import order
 from hfpatch.sites.pairing import rotating_attentions
 from hfpatch.swap.native_rope import find_rotations, pairing_of, rotary_dim_of
 
@@ -119,7 +118,7 @@ def test_scores_by_hand(model_type: str) -> None:
 
     def scores(pairing: str) -> torch.Tensor:
         scheme = RoPE(theta=theta, partial=dim / one.head_dim, pairing=pairing)
-        rotary = RotaryEmbedding(scheme, one.head_dim, 64)
+        rotary = scheme.build(one.head_dim, 64)
         phases = rotary(positions)
         out: list[torch.Tensor] = []
         # with a lens that only records the heads, whatever the layout

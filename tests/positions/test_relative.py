@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hfpatch.checkpoint.classes import patched_model_class
 from torch import Tensor
 
+from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.measure.randomness import own_randomness, randomise
 from hfpatch.patch import patch_model, unpatch_model

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from hfpatch.checkpoint.classes import patched_model_class
 from torch import Tensor, nn
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 from transformers.models.whisper.modeling_whisper import sinusoids
 from transformers.models.xglm.modeling_xglm import XGLMSinusoidalPositionalEmbedding
 
+from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import NothingToPatchError, OptionError
 from hfpatch.plan import plan_patch
