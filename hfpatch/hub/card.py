@@ -16,10 +16,10 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from transformers import CONFIG_MAPPING
 
-from ..checkpoint.record import KINDS, Part, Record
-from ..core.scheme import KEY
 from ..errors import OptionError
 from ..runtime.errors import first_line
+from ..runtime.record import KEY
+from ..schemes.request import KINDS, Part, Record
 from ..verification.report import Report, output_lines
 
 CARD = "README.md"
@@ -210,15 +210,14 @@ def _summary(facts: CardFacts, base: str | list[str] | None) -> str:
 
 
 def _parts_table(facts: CardFacts) -> str:
-    lines = [("what", "scheme", "options", "modules", "where", "started")]
+    assert facts.record is not None
+    lines = [("what", "scheme", "where", "started")]
     for kind, part in facts.parts():
-        options = {name: value for name, value in part.scheme.to_json().items() if name != "name" and value is not None}
         where = [f"only {_code(part.only)}" if part.only else "everywhere"]
         where += [f"not {_code(part.keep)}"] if part.keep else []
-        where += [f"not {_code(part.left)} (would not be exact)"] if part.left else []
-        said = _code(f"{name}={value}" for name, value in options.items())
-        lines.append((kind, f"`{part.scheme.name}`", said, str(part.modules), ", ".join(where), f"`{part.init}`"))
-    return _markdown(lines)
+        lines.append((kind, f"`{part.scheme}`", ", ".join(where), f"`{part.init}`"))
+    edits = "\n".join(map(str, facts.record.edits))
+    return f"{_markdown(lines)}\n\nWhich comes to these changes of the host's modules:\n\n```\n{edits}\n```"
 
 
 def _code(names: Iterable[str]) -> str:

@@ -16,13 +16,14 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
-from ..checkpoint.record import Record
-from ..core.scheme import KEY
 from ..errors import OptionError
 from ..export import export_model
 from ..export.modeling import FILE
 from ..plan import require_bare
+from ..runtime.classes import ARCHITECTURE
 from ..runtime.errors import CheckpointError, PatchError, first_line
+from ..runtime.record import KEY
+from ..schemes.request import Record
 from .card import CARD
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -138,6 +139,7 @@ def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
         raise CheckpointError(
             f"{folder / CONFIG} doesn't open: {first_line(error)} Save the checkpoint again."
         ) from error
+    config["architectures"] = [name.removeprefix(ARCHITECTURE) for name in config.get("architectures") or []]
     if config.get("model_type") == KEY:
         record = Record.from_json(getattr(opened, KEY), str(folder / CONFIG))
     elif native and not config.get("auto_map"):
