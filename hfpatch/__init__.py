@@ -1,107 +1,70 @@
-"""Architecture surgery for Hugging Face models: `patch_model(model, norm="rms", pos="rope")`."""
+"""Architecture surgery for Hugging Face models: `patch_model(model, norm="rms", pos="rope")`.
 
-from .checkpoint.classes import HfpatchConfig
-from .compile import compile_model, compiled_calls, uncompile_model
-from .contrib.convert_pairing import convert_pairing
-from .core.progress import show_progress
-from .core.registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
-from .errors import (
-    HubError,
-    MissingPackageError,
-    NoMatchError,
-    NothingToPatchError,
-    NotPreservedWarning,
-    NotReversibleError,
-    OptionError,
-    UnknownNameError,
-    VerificationError,
-    WrappedModelError,
-)
-from .export import export_model
-from .export.native import Exported, native_model
-from .hub.push import Push, PushedFile, push_patched
-from .patch import patch_model, repair_report, unpatch_model
-from .plan import Plan, plan_patch
-from .propose import Proposal, propose_record
-from .repairs.repair import repair
-from .repairs.report import RepairReport
-from .repairs.sample import sample_batches
-from .runtime.attention import Fused, Projections
-from .runtime.errors import CheckpointError, PatchError, PositionError, UnsupportedError
-from .runtime.norms import AffineNorm, NormFacts
-from .schemes.learned import Learned
-from .schemes.mlps import MLP, GeGLU, ReGLU, SwiGLU
-from .schemes.norms import RMS, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm
-from .schemes.placements import Placement
-from .schemes.positions import ALiBi, NoPE, Position, Sinusoidal
-from .schemes.rope import RoPE
-from .sites.records.record import Architecture, Stack
-from .verification.report import Report
-from .verification.verify import verify
+These are the names that users need most. Others are in their modules: errors in `hfpatch.errors`, results beside what
+returns them. Each is imported when it is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .compile import compile_model, uncompile_model
+    from .contrib.convert_pairing import convert_pairing
+    from .core.progress import show_progress
+    from .core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
+    from .export import export_model
+    from .hub.push import push_patched
+    from .patch import patch_model, repair_report, unpatch_model
+    from .plan import plan_patch
+    from .repairs.repair import repair
+    from .repairs.sample import sample_batches
+    from .runtime.attention import Projections
+    from .runtime.errors import PatchError
+    from .runtime.norms import AffineNorm
+    from .schemes.learned import Learned
+    from .schemes.mlps import MLP, GeGLU, ReGLU, SwiGLU
+    from .schemes.norms import RMS, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm
+    from .schemes.positions import ALiBi, NoPE, Position, Sinusoidal
+    from .schemes.rope import RoPE
+    from .sites.records.record import Architecture, Stack
+    from .verification.verify import verify
 
 __version__ = "0.1.0"
+
+importlib.import_module(".checkpoint", __name__)  # registers its classes with the Auto classes of transformers
 
 __all__ = [
     "ARCHITECTURES",
     "MLP",
     "MLPS",
     "NORMS",
-    "PLACEMENTS",
     "POSITIONS",
     "RMS",
     "ALiBi",
     "AffineNorm",
     "Architecture",
     "BatchNorm",
-    "CheckpointError",
     "DeepNorm",
     "Derf",
     "DyT",
-    "Exported",
-    "Fused",
     "GeGLU",
-    "HfpatchConfig",
-    "HubError",
     "Layer",
     "Learned",
-    "MissingPackageError",
-    "NoMatchError",
     "NoPE",
     "Norm",
-    "NormFacts",
-    "NotPreservedWarning",
-    "NotReversibleError",
-    "NothingToPatchError",
-    "OptionError",
     "PatchError",
-    "Placement",
-    "Plan",
     "Position",
-    "PositionError",
     "Projections",
-    "Proposal",
-    "Push",
-    "PushedFile",
     "ReGLU",
-    "Registry",
-    "RepairReport",
-    "Report",
     "RoPE",
     "Sinusoidal",
     "Stack",
     "SwiGLU",
-    "UnknownNameError",
-    "UnsupportedError",
-    "VerificationError",
-    "WrappedModelError",
     "compile_model",
-    "compiled_calls",
     "convert_pairing",
     "export_model",
-    "native_model",
     "patch_model",
     "plan_patch",
-    "propose_record",
     "push_patched",
     "repair",
     "repair_report",
@@ -111,3 +74,39 @@ __all__ = [
     "unpatch_model",
     "verify",
 ]
+
+_NAMES = {
+    "compile": "compile_model uncompile_model",
+    "contrib.convert_pairing": "convert_pairing",
+    "core.progress": "show_progress",
+    "errors": "PatchError",
+    "export": "export_model",
+    "hub.push": "push_patched",
+    "patch": "patch_model repair_report unpatch_model",
+    "plan": "plan_patch",
+    "repairs.repair": "repair",
+    "repairs.sample": "sample_batches",
+    "runtime.attention": "Projections",
+    "runtime.norms": "AffineNorm",
+    "schemes.learned": "Learned",
+    "schemes.mlps": "MLP MLPS GeGLU ReGLU SwiGLU",
+    "schemes.norms": "NORMS RMS BatchNorm DeepNorm Derf DyT Layer Norm",
+    "schemes.positions": "POSITIONS ALiBi NoPE Position Sinusoidal",
+    "schemes.rope": "RoPE",
+    "sites.records.record": "Architecture Stack",
+    "sites.stacks": "ARCHITECTURES",
+    "verification.verify": "verify",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+if not TYPE_CHECKING:  # or type checkers would take any name for one of these
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,18 +1,16 @@
-"""The torch.compile path: compile a model's repeated block once, or its whole forward, in place.
+"""Compiles a model with torch.compile in place: its repeated blocks, or its whole forward.
 
-`torch.compile(model)` returns a wrapper whose state dict has other names; `module.compile()` doesn't, but hands every
-module of a process the same code object, so that they share one limit of recompilations: beyond eight graphs blocks run
-uncompiled, with a warning at best. Here each (model, class of block) has a code object of its own. All blocks of a
-class go through one graph, their parameters being inputs of it, and a graph break is an error.
+Like `module.compile()` this keeps classes and the state dict's names. But torch keeps graphs by code object: all
+modules of a process share those of their class, and beyond eight graphs they run uncompiled. Here each (model, class of
+block) has a code object, and so a limit, of its own; and a module's hooks run uncompiled, as FSDP's have to.
 """
 
 from __future__ import annotations
 
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,6 +22,8 @@ from .errors import OptionError
 from .runtime.errors import UnsupportedError, first_line
 
 M = TypeVar("M", bound=nn.Module)
+
+_HIDDEN_STATES = {"hidden_states", "_hidden_states_layers"}  # recorded by a hook on the block, which runs uncompiled
 
 
 def compile_model(
@@ -75,7 +75,8 @@ def compile_model(
         kind = type(module)
         if kind not in compiled:
             compiled[kind] = torch.compile(_own_call(kind), fullgraph=True, dynamic=dynamic, mode=mode, backend=backend)
-        module._compiled_call_impl = Region(module, compiled[kind], cached=regions == "model")
+        inside = None if regions == "model" else [part for part in module.modules() if part is not module]
+        module._compiled_call_impl = Region(module, compiled[kind], inside)
     if example_inputs is not None:
         try:
             _try_out(model, modules, example_inputs)
@@ -102,78 +103,62 @@ def compiled_calls(model: nn.Module) -> dict[str, int]:
     return {name: region.calls for name, region in regions.items() if isinstance(region, Region)}
 
 
-@dataclass(eq=False)
 class Region:
-    """What a compiled module runs instead of its own call: hooks as ever (FSDP's can't be traced), forward compiled.
+    """What a compiled module's call runs: its hooks as ever and its forward as compiled code, which is counted.
 
-    Attributes:
-        cached: whether it is compiled with a key-value cache among its arguments, too.
-        calls: how often it went into compiled code.
-        inside: of a block, the modules in it at the time when it was compiled.
+    A block (`inside` are the modules in it) that is handed a cache, or inside which something is recorded, runs
+    uncompiled.
     """
 
-    module: nn.Module
-    compiled: Callable[..., Any]
-    cached: bool
-    calls: int = 0
-    inside: list[nn.Module] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.inside = [] if self.cached else [part for part in self.module.modules() if part is not self.module]
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any], inside: list[nn.Module] | None) -> None:
+        self.module, self.compiled, self.inside = module, compiled, inside
+        self.calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, own = self.module, self.module.__dict__
-        if (
-            torch.compiler.is_compiling()
-            or (not self.cached and any(isinstance(value, Cache) for value in (*args, *kwargs.values())))
-            or _is_recorded(self.inside)
-        ):
-            return module._call_impl(*args, **kwargs)
-        kept = {name: own[name] for name in ("forward",) if name in own}  # accelerate's hooks put one there
+        if torch.compiler.is_compiling() or (self.inside is not None and self._needs_eager(*args, *kwargs.values())):
+            return self.module._call_impl(*args, **kwargs)
+        own, forward = self.module.__dict__, self.module.forward
+        replaced = {"forward": forward} if "forward" in own else {}  # by accelerate's hooks
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            own.pop("forward")
-            own.update(kept)
+        def restore() -> None:
+            if own.get("forward") is run:
+                del own["forward"]
+                own.update(replaced)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            restore()  # at once: another thread may call the module
             self.calls += 1
-            with _unrecorded(self.inside):
-                return self.compiled(module, *args, **kwargs)
+            with _without_recording(self.inside or ()):
+                return self.compiled(forward, *args, **kwargs)
 
-        own["forward"] = forward
+        own["forward"] = run
         try:
-            return module._call_impl(*args, **kwargs)
+            return self.module._call_impl(*args, **kwargs)
         finally:
-            if own.get("forward") is forward:  # a hook raised before it
-                own.pop("forward")
-                own.update(kept)
+            restore()  # a hook raised before it
+
+    def _needs_eager(self, *values: Any) -> bool:
+        wanted = (output_capturing._active_collector.get() or {}).keys()
+        outside = wanted <= _HIDDEN_STATES and any(map(_records, self.module._forward_hooks.values()))
+        return (bool(wanted) and not outside) or any(isinstance(value, Cache) for value in values)
 
 
-def _recorders(inside: list[nn.Module]) -> Iterator[tuple[nn.Module, int, str]]:
-    """Hooks by which transformers records what these modules return: module, number and what it is called."""
-    for module in inside:
-        for number, hook in module._forward_hooks.items():
-            if getattr(hook, "__module__", "") == output_capturing.__name__:
-                cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
-                yield module, number, cells["key"].cell_contents
-
-
-def _is_recorded(inside: list[nn.Module]) -> bool:
-    """Whether this forward records anything that one of these modules returns."""
-    wanted = output_capturing._active_collector.get()
-    return bool(wanted) and any(key in wanted for _, _, key in _recorders(inside))
+def _records(hook: Callable[..., Any]) -> bool:
+    """Whether transformers installed this hook to record outputs; it stays after a first time."""
+    return getattr(hook, "__module__", "") == output_capturing.__name__
 
 
 @contextmanager
-def _unrecorded(inside: list[nn.Module]) -> Iterator[None]:
-    """Without hooks on these modules that record: they stay after a first time, and dynamo can't trace them."""
-    found = list(_recorders(inside))
-    hidden, numbers = {module: module._forward_hooks for module, _, _ in found}, {number for _, number, _ in found}
+def _without_recording(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Hides these modules' hooks that record outputs: dynamo can't trace them."""
+    found = {module: hooks for module in modules if any(map(_records, (hooks := module._forward_hooks).values()))}
     try:
-        for module, hooks in hidden.items():
-            others = ((number, hook) for number, hook in hooks.items() if number not in numbers)
+        for module, hooks in found.items():
+            others = ((number, hook) for number, hook in hooks.items() if not _records(hook))
             module._forward_hooks = OrderedDict(others)
         yield
     finally:
-        for module, hooks in hidden.items():
+        for module, hooks in found.items():
             module._forward_hooks = hooks
 
 
@@ -211,13 +196,12 @@ def _form(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _own_call(kind: type) -> Callable[..., Any]:
-    """A function that calls a module, with a code object of its own: dynamo keeps graphs, and counts them, by these."""
+    """Calls a forward, from a code object of its own: dynamo keeps graphs, and counts them, by these."""
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return module.forward(*args, **kwargs)
+    def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
 
-    own = call.__code__.replace(co_name=f"call_{kind.__name__}")
-    return types.FunctionType(own, call.__globals__, own.co_name, None, call.__closure__)
+    return types.FunctionType(call.__code__.replace(co_name=f"call_{kind.__name__}"), call.__globals__)
 
 
 def _try_out(model: nn.Module, modules: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> None:

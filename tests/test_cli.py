@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from hfpatch import __version__
 from hfpatch.cli import app
 from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.errors import VerificationError
+from hfpatch.exact.request import Conversion
 from hfpatch.verification.report import Report
 
 run = CliRunner()
@@ -36,20 +38,6 @@ def test_families_lists_every_record() -> None:
     out = called("families")
     assert all(name in out for name in ARCHITECTURES)
     assert f"{len(ARCHITECTURES)} families" in out
-
-
-def test_inspect_proposes_a_record_with_its_proof() -> None:
-    out = called("inspect", "config:opt")
-    assert "'OPTDecoder'," in out
-    assert "reserved_rows=2" in out
-    assert "# OPTDecoder: shift" in out
-    assert "# text of 512 tokens runs" in out
-
-
-def test_inspect_says_where_it_finds_nothing() -> None:
-    result = run.invoke(app, ["inspect", "config:llama"])
-    assert result.exit_code == 1
-    assert "no table of positions" in result.stderr
 
 
 def test_version() -> None:
@@ -89,7 +77,7 @@ def test_patch_writes_a_checkpoint_that_opens(checkpoint: Path, tmp_path: Path) 
     request = ("--norm", "rms", "--pos", "rope:theta=500", "--calibration", "none")
     out = called("patch", str(checkpoint), str(tmp_path / "out"), *request)
     assert "AutoModelForCausalLM.from_pretrained" in out
-    assert "Not preserved" in out
+    assert "not preserved" in out
     assert "Repair on" not in out
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "hfpatch"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -103,7 +91,7 @@ def test_a_lossy_patch_of_a_generating_model_is_repaired_on_its_own_samples(chec
     few = ("--norm", "dyt", "--sequences", "12", "--tokens", "8", "--report", str(tmp_path / "report.json"))
     out = called("patch", str(checkpoint), str(tmp_path / "a"), *few)
     assert "Repair on 12 sequences" in out
-    assert "Not preserved" not in out
+    assert "not preserved" not in out
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["kept"]
     assert report["after"] < report["before"]
@@ -135,7 +123,7 @@ def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path) -> Non
     out = called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms")
     assert "exact" in out
     assert "Repair" not in out
-    assert "Not preserved" not in out
+    assert "not preserved" not in out
 
 
 def test_mlps(checkpoint: Path, tmp_path: Path) -> None:
@@ -201,6 +189,79 @@ def test_an_error_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
     result = run.invoke(app, ["patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms", "--pos", "alibis"])
     assert result.exit_code == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_conversion_that_fails_its_check_is_reported(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was planned as exact and comes out lossy is said; with --init exact it is an error, and nothing is saved."""
+
+    def fail(self: Conversion, measured: object) -> None:
+        raise VerificationError("what should be exact isn't", "outputs differ by 1")
+
+    monkeypatch.setattr(Conversion, "verify", fail)
+    request = ["patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms", "--calibration", "none"]
+    refused = run.invoke(app, [*request, "--init", "exact"])
+    assert refused.exit_code == 1
+    assert "Error: what should be exact isn't" in refused.stderr
+    assert not (tmp_path / "out").exists()
+    result = run.invoke(app, request)
+    assert result.exit_code == 0
+    assert "Warning: GPT2LMHeadModel now computes another function; not preserved: RMSNorm" in result.stderr
+
+
+@pytest.mark.parametrize("out", ["tiny", ".", "tiny/../tiny/"])
+def test_the_model_is_not_overwritten_by_its_patch(checkpoint: Path, tmp_path: Path, out: str) -> None:
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    for command in (["patch", "--norm", "rms"], ["export", "--to", "plugin"]):
+        arguments = [command[0], str(checkpoint), str(tmp_path / out), *command[1:], "--overwrite"]
+        result = run.invoke(app, arguments)
+        assert result.exit_code == 1
+        assert f"holds {checkpoint}, which it would replace" in result.stderr
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_full_disk_leaves_what_was_there(
+    checkpoint: Path, tmp_path: Path, exists: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if exists:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out/notes.txt").write_text("mine")
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fail)
+    result = run.invoke(app, ["patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms", "--overwrite"])
+    assert result.exit_code == 1
+    assert "No space left on device" in result.stderr
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if "tiny" not in str(path))
+    assert left == (["out", "out/notes.txt"] if exists else [])
+
+
+def test_size_of_files(checkpoint: Path, tmp_path: Path) -> None:
+    called("patch", str(checkpoint), str(tmp_path / "a"), "--norm", "rms", "--max-shard-size", "40KB")
+    called("export", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "plugin", "--max-shard-size", "40KB")
+    assert len([*(tmp_path / "a").glob("*.safetensors")]) > 1
+    assert len([*(tmp_path / "b").glob("*.safetensors")]) > 1
+
+
+def test_code_of_a_repository_runs_only_where_it_is_trusted(checkpoint: Path) -> None:
+    (checkpoint / "modeling_mine.py").write_text(
+        "from transformers import GPT2Config, GPT2LMHeadModel\n"
+        "class MyConfig(GPT2Config):\n    model_type = 'mine'\n"
+        "class MyModel(GPT2LMHeadModel):\n    config_class = MyConfig\n"
+    )
+    config = json.loads((checkpoint / "config.json").read_text())
+    classes = {"AutoConfig": "modeling_mine.MyConfig", "AutoModelForCausalLM": "modeling_mine.MyModel"}
+    config |= {"model_type": "mine", "architectures": ["MyModel"], "auto_map": classes}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    request = ["plan", str(checkpoint), "--norm", "rms"]
+    refused = run.invoke(app, request)
+    assert refused.exit_code == 1
+    assert "contains custom code" in refused.stderr
+    assert "Pass --trust-remote-code" in refused.stderr
+    assert "MyModel: " in called(*request, "--trust-remote-code")
 
 
 @pytest.fixture

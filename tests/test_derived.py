@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from rope_proof import floating_tensors
 
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.transaction import Transaction
 from hfpatch.plan import plan_patch
-from hfpatch.proof import floating_tensors
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.swap.config_diff import Derived, derive
 

@@ -18,7 +18,6 @@ import transformers
 import zoo
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from hfpatch.checkpoint.fingerprint import Fingerprint, Forward, texture
 from safetensors.torch import load_file, save_file
 from tiny_models import RECORDED, changes, difference, inputs, patch, randomise, tiny
 from tiny_models import fingerprint as trace
@@ -27,6 +26,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config
 
 from hfpatch.checkpoint.classes import fingerprint
 from hfpatch.checkpoint.classes import weight_digest as excerpt
+from hfpatch.checkpoint.fingerprint import Fingerprint, Forward, texture
 from hfpatch.runtime.errors import CheckpointError, PatchError
 from hfpatch.schemes.norms import DyT
 from hfpatch.schemes.rope import RoPE

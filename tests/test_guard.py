@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hfpatch.schemes.request import Record
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from tiny_models import CONFIGS, RECORDED, difference, load, norms_of, patch, tiny, tiny_config
 from transformers import (
@@ -31,6 +30,7 @@ from hfpatch.checkpoint.classes import patched_config_class
 from hfpatch.runtime.errors import CheckpointError, UnsupportedError
 from hfpatch.runtime.norms import DynamicTanh
 from hfpatch.runtime.refuse_host import SENTENCE, guarded, released
+from hfpatch.schemes.request import Record
 from hfpatch.schemes.rope import RoPE
 
 refused = pytest.raises(StrictDataclassFieldValidationError, match=r"patched by hfpatch.*import hfpatch.*Auto class")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import itertools
+import json
 import pickle
 import sys
 import warnings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from hfpatch.cli import app
-from hfpatch.core.progress import show_progress, tell
+from hfpatch.core.progress import ProgressBar, show_progress
 from hfpatch.repairs.sample import sample_batches
 
 LOGGER = logging.getLogger("hfpatch")
+STEP = re.compile(r"(?P<task>.+), (?P<done>\d+) of (?P<total>\d+) done: (?P<what>.+)")
 
 
 @pytest.fixture
@@ -31,13 +33,14 @@ def repaired(model: PreTrainedModel) -> PreTrainedModel:
 def test_a_repair_says_what_it_fits(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hfpatch"):
         repaired(model)
-    records = [record for record in caplog.records if getattr(record, "task", "") == "repair"]
+    steps = [STEP.fullmatch(record.getMessage()) for record in caplog.records if record.name == "hfpatch"]
+    found = [step.groups() for step in steps if step and step["task"] == "repair"]
     blocks, last = len(model.transformer.h), len(model.transformer.h) + 1  # the last norm is a part by itself
-    assert {record.total for record in records} == {last}
-    done = [record.done for record in records]
+    assert {int(total) for _, _, total, _ in found} == {last}
+    done = [int(done) for _, done, _, _ in found]
     assert done == sorted(done)
     assert set(done) == {*range(last + 1)}
-    said = [record.what for record in records]
+    said = [what for *_, what in found]
     assert (said[0], said[-1]) == ("distance before", "distance after")
     for i in range(blocks):
         expected = [f"transformer.h.{i}", f"norm transformer.h.{i}.ln_1", f"readers transformer.h.{i}.attn.c_attn"]
@@ -50,7 +53,8 @@ def test_a_repair_says_what_it_fits(model: PreTrainedModel, caplog: pytest.LogCa
 def test_so_does_a_model_that_draws_sequences(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hfpatch"):
         sample_batches(model, sequences=40, length=6)
-    assert [(record.done, record.total) for record in caplog.records] == [(0, 40), (32, 40), (40, 40)]
+    starts = [message.partition(" done")[0] for message in caplog.messages]
+    assert starts == [f"own sequences, {done} of 40" for done in (0, 32, 40)]
 
 
 def test_nothing_is_printed_by_itself(model: PreTrainedModel, capfd: pytest.CaptureFixture[str]) -> None:
@@ -73,9 +77,9 @@ class TestBars:
     def test_one_for_each_task(self, capfd: pytest.CaptureFixture[str]) -> None:
         with show_progress():
             for task in ("first", "second", "second"):
-                for done in (0, 1, 2):
-                    tell(LOGGER, task, done, 2, "part")
-            LOGGER.info("not of a task")
+                with ProgressBar(task, 2) as bar:
+                    for done in (0, 1, 2):
+                        bar.step(done, "part")
         lines = capfd.readouterr().err.strip().split("\n")
         assert [line.rpartition("\r")[2].partition(":")[0] for line in lines] == ["first", "second", "second"]
 
@@ -83,30 +87,43 @@ class TestBars:
     def test_not_wanted(
         self, enabled: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """By the caller, or by tqdm's own switch."""
-        monkeypatch.setattr("tqdm.auto.tqdm", functools.partial(tqdm.auto.tqdm, disable=enabled))
+        """By the caller, or by tqdm's own switch, which stops a bar that show_progress would draw."""
+        monkeypatch.setattr(tqdm.auto.tqdm, "__init__", functools.partialmethod(tqdm.auto.tqdm.__init__, disable=True))
         with show_progress(enabled):
-            tell(LOGGER, "task", 1, 2, "part")
-            tell(LOGGER, "task", 2, 2, "part")
+            self.drawn()
+        assert capfd.readouterr() == ("", "")
+
+    @staticmethod
+    def drawn() -> None:
+        with ProgressBar("task", 2) as bar:
+            bar.step(1, "part")
+            bar.step(2, "part")
+
+    def test_only_inside(self, capfd: pytest.CaptureFixture[str]) -> None:
+        def fail() -> None:
+            self.drawn()
+            raise KeyError
+
+        with pytest.raises(KeyError), show_progress():
+            fail()
+        assert "task: 100%" in capfd.readouterr().err
+        self.drawn()
+        with show_progress(False):
+            self.drawn()
         assert capfd.readouterr() == ("", "")
 
     def test_logging_is_as_it_was(self, caplog: pytest.LogCaptureFixture) -> None:
         def state() -> tuple[int, bool, list[logging.Handler]]:
             return LOGGER.level, LOGGER.propagate, list(LOGGER.handlers)
 
-        def fail() -> None:
-            assert state() != before
-            tell(LOGGER, "task", 1, 2, "part")
-            raise KeyError
-
         before = state()
-        with pytest.raises(KeyError), show_progress():
-            fail()
-        assert state() == before
-        assert caplog.records == [], "handlers that weren't to show it don't"
+        with show_progress():
+            self.drawn()
+            assert state() == before
+        assert caplog.records == [], "level INFO is shown to whoever asks for it"
         with caplog.at_level(logging.INFO, logger="hfpatch"), show_progress():
-            tell(LOGGER, "task", 1, 2, "part")
-        assert caplog.messages == ["task, 1 of 2 done: part"], "those that were do"
+            self.drawn()
+        assert caplog.messages == ["task, 1 of 2 done: part", "task, 2 of 2 done: part"]
 
 
 def test_command_line(model: PreTrainedModel, tmp_path: Path) -> None:

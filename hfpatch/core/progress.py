@@ -1,75 +1,47 @@
-"""What takes minutes tells of itself through `logging`, on the logger "hfpatch"; `show_progress` makes bars of that."""
+"""Progress of a repair and of sampling: logged at level INFO, and drawn as tqdm's bars inside `show_progress`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+from tqdm.auto import tqdm
 
-def tell(logger: logging.Logger, task: str, done: int, total: int, what: str) -> None:
-    """One message at level INFO: `done` of a task's `total` parts are done, and what comes next is this.
-
-    The record carries the same as attributes: task, done, total and what.
-    """
-    told = {"task": task, "done": done, "total": total, "what": what}
-    logger.info("%s, %d of %d done: %s", task, done, total, what, extra=told, stacklevel=2)
+_log = logging.getLogger("hfpatch")
+_SHOWN: ContextVar[bool] = ContextVar("hfpatch_show_progress", default=False)
 
 
 @contextmanager
 def show_progress(enabled: bool = True) -> Iterator[None]:
     """Inside, hfpatch draws bars on stderr of what takes long: of a repair, and of sequences that a model draws.
 
-    The same is told by `logging.getLogger("hfpatch")` at level INFO, which nobody sees unless they ask for it.
+    The logger "hfpatch" says the same at level INFO, here and elsewhere.
 
     Args:
         enabled: False does nothing, as for all but the main one of several processes.
     """
-    logger = logging.getLogger("hfpatch")
-    if not enabled:
-        yield
-        return
-    bars, before = Bars(logging.INFO), (logger.level, logger.propagate)
-    if not logger.isEnabledFor(logging.INFO):
-        logger.setLevel(logging.INFO)
-        logger.propagate = False  # other handlers weren't to show it
-    logger.addHandler(bars)
+    before = _SHOWN.set(enabled or _SHOWN.get())
     try:
         yield
     finally:
-        logger.removeHandler(bars)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
-        bars.close()
+        _SHOWN.reset(before)
 
 
-class Bars(logging.Handler):
-    """Draws what `tell` says: a bar for each task, one after another."""
+class ProgressBar(tqdm):
+    """A task's bar; use it as a context manager."""
 
-    bar: Any = None
-    shown: tuple[str, int, int] = ("", 0, 0)  # what it shows: task, total, done
+    def __init__(self, task: str, total: int) -> None:
+        self.task = task
+        form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+        hidden: dict[str, Any] = {} if _SHOWN.get() else {"disable": True}  # tqdm's own switch holds as well
+        super().__init__(total=total, desc=task, bar_format=form, **hidden)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        from tqdm.auto import tqdm
-
-        if not hasattr(record, "task"):
-            return
-        task, done, total, what = (getattr(record, name) for name in ("task", "done", "total", "what"))
-        if self.bar is None or self.shown[:2] != (task, total) or done < self.shown[2]:
-            self._end()
-            self.bar = tqdm(total=total, desc=task, bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]")
-            self.shown = (task, total, 0)
-        self.bar.set_postfix_str(what, refresh=False)
-        self.bar.update(done - self.shown[2])
-        self.bar.refresh()
-        self.shown = (task, total, done)
-
-    def close(self) -> None:
-        self._end()
-        super().close()
-
-    def _end(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+    def step(self, done: int, what: str) -> None:
+        """`done` of the task's parts are done, and this comes next."""
+        _log.info("%s, %d of %d done: %s", self.task, done, self.total, what)
+        self.set_postfix_str(what, refresh=False)
+        self.update(done - self.n)
+        self.refresh()

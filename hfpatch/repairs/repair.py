@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import math
 import tempfile
 from collections import OrderedDict
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..core.progress import tell
+from ..core.progress import ProgressBar
 from ..core.transaction import Transaction
 from ..errors import OptionError, WrappedModelError
 from ..measure.quiet_forward import device_of, give_back_memory, is_library_hook, quiet
@@ -47,7 +46,6 @@ from .linear_roles import Roles
 from .report import RepairReport, Step
 from .sample import sample_batches
 
-_log = logging.getLogger(__name__)
 _NO_PROJECTION = "no linear map's output is added as it is to the block's output (experts, or a scaled branch)"
 _NO_REPLAY = "the block can't be run by itself: it returns more than tensors and numbers"
 _NOISE = 1e-9  # a share of the variance: what is as near to the original as this isn't fitted
@@ -172,24 +170,28 @@ class _Repairer:
         self.moved = _positions(self.new.model) != _positions(self.old.model)
         mark = len(self.edits)
         parts = [segment for segment in segments if segment.block or self.norms & set(segment.modules)]
-        self.done, self.total = 0, len(parts)
-        self._tell("distance before")
+        with ProgressBar("repair", len(parts)) as self.bar:
+            self._measure_and_repair(parts)
+        if not self.report.kept:
+            self.edits.undo(mark)
+
+    def _measure_and_repair(self, parts: list[Segment]) -> None:
+        self.done = 0
+        self._show("distance before")
         self.report.measure, self.report.before = self._distance()
         for self.done, segment in enumerate(parts):
-            self._tell(segment.block or segment.modules[0])
+            self._show(segment.block or segment.modules[0])
             self._repair(segment)
-        self.done = self.total
-        self._tell("distance after")
+        self.done = len(parts)
+        self._show("distance after")
         for walk in (self.new, self.old):
             for block in walk.forms:
                 walk.release(block)
         _, self.report.after = self._distance()
         self.report.kept = self.report.after < self.report.before
-        if not self.report.kept:
-            self.edits.undo(mark)
 
-    def _tell(self, what: str) -> None:
-        tell(_log, "repair", self.done, self.total, what)
+    def _show(self, what: str) -> None:
+        self.bar.step(self.done, what)
 
     def _skip(self, module: str, kind: str, note: str) -> None:
         self.report.steps.append(Step(module, kind, note=note))
@@ -216,16 +218,16 @@ class _Repairer:
         for name in segment.modules:
             self.decoder = self.roles.encoder is not None and not name.startswith(f"{self.roles.encoder}.")
             if name in norms:
-                self._tell(f"norm {name}")
+                self._show(f"norm {name}")
                 self._fit_norm(name)
             elif name in writers:
-                self._tell(f"projection {name}")
+                self._show(f"projection {name}")
                 self._fit_projection(name, writers[name], writers[name] == segment.block)
             elif name in readers:
-                self._tell(f"readers {name}")
+                self._show(f"readers {name}")
                 self._fit_readers(name, readers[name])
             if name in attentions:
-                self._tell(f"maps {attentions[name]}")
+                self._show(f"maps {attentions[name]}")
                 self._fit_maps(attentions[name])
         if segment.block and not reached:
             self._skip(segment.block, "projection", _NO_PROJECTION)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..core.progress import tell
+from ..core.progress import ProgressBar
 from ..errors import OptionError
 from ..measure.quiet_forward import device_of, quiet
 
-_log = logging.getLogger(__name__)
 SEQUENCES, LENGTH, BATCH = 256, 128, 32
 _OFFSET = 2  # rows of a position table that RoBERTa and its like don't use
 
@@ -49,10 +47,10 @@ def sample_batches(
     most = getattr(config, "max_position_embeddings", None) or length + _OFFSET
     length = max(2, min(length, most - _OFFSET))
     batches = []
-    with quiet(model), _plain_generation(model, length):
+    with quiet(model), _plain_generation(model, length), ProgressBar("own sequences", sequences) as bar:
         torch.manual_seed(seed)  # inside a fork of the random stream
         for start in range(0, sequences, BATCH):
-            tell(_log, "own sequences", start, sequences, f"drawing up to {length} tokens each")
+            bar.step(start, f"drawing up to {length} tokens each")
             count = min(BATCH, sequences - start)
             if model.config.is_encoder_decoder:
                 read = torch.randint(config.vocab_size, (count, length), device=device_of(model))
@@ -65,7 +63,7 @@ def sample_batches(
             else:
                 drawn = _generate(model, input_ids=_starts(model, config, count))
                 batches.append({"input_ids": drawn, "attention_mask": _mask(drawn, model)})
-    tell(_log, "own sequences", sequences, sequences, "drawn")
+        bar.step(sequences, "drawn")
     return batches
 
 

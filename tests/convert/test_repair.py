@@ -692,7 +692,7 @@ def test_the_report() -> None:
     model = tiny("gpt2", LM)
     patch(model, norm="dyt", calibration=[joined(batches(model))])
     report = repair_report(model)
-    assert isinstance(report, hfpatch.RepairReport)
+    assert isinstance(report, hfpatch.repairs.report.RepairReport)
     order = [step.module for step in report.steps]
     place = {name: i for i, (name, _) in enumerate(model.named_modules())}
     assert order == sorted(order, key=lambda name: place[name])

@@ -616,7 +616,6 @@ def test_a_deep_model_has_a_short_table() -> None:
 
 def test_public_names() -> None:
     assert hfpatch.verify is verify
-    assert hfpatch.Report is Report
     assert patch_model is hfpatch.patch_model
 
 

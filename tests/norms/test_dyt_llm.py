@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hfpatch.schemes.request import Record
 from peft import LoraConfig, get_peft_model
 from tiny_models import changes, difference, fingerprint, inputs, outputs, patch, reload, tiny, tiny_config
 from torch import nn
@@ -23,6 +22,7 @@ from hfpatch.runtime.lens import SCALE
 from hfpatch.runtime.norms import DynamicTanh
 from hfpatch.runtime.record import KEY
 from hfpatch.schemes.norms import DyT, Norm, llm_alpha
+from hfpatch.schemes.request import Record
 
 WIDE = 4096  # where the table tells attentions from others: .8 and .2
 CAUSAL = "AutoModelForCausalLM"

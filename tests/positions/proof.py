@@ -29,7 +29,13 @@ from hfpatch.measure.inputs import make_inputs
 from hfpatch.measure.randomness import own_randomness, randomise
 from hfpatch.measure.shrink import shrunk
 from hfpatch.patch import patch_model
-from hfpatch.proof import (
+from hfpatch.sites.records.record import Stack
+from hfpatch.sites.stacks import FoundStack, find_stacks, max_positions
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tools"))
+import zoo
+from rope_proof import (
     DIFFERENT,
     SAME,
     Outputs,
@@ -41,11 +47,6 @@ from hfpatch.proof import (
     reached,
     steps_alike,
 )
-from hfpatch.sites.records.record import Stack
-from hfpatch.sites.stacks import FoundStack, find_stacks, max_positions
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import zoo
 
 __all__ = ["DIFFERENT", "EXACT", "SAME", "prove_stack", "reached"]
 

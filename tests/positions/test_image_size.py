@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from rope_proof import floating_tensors
 from torch import Tensor
 
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.errors import NothingToPatchError, OptionError
 from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
-from hfpatch.proof import floating_tensors
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import host_class
 from hfpatch.runtime.record import KEY

@@ -11,9 +11,9 @@ import proof
 import pytest
 import torch
 from proof import DIFFERENT, EXACT, SAME, Stack
+from rope_proof import Proof, decodes_alike, difference, outputs, prove, steps_alike
 
 from hfpatch.core.registry import ARCHITECTURES
-from hfpatch.proof import Proof, decodes_alike, difference, outputs, prove, steps_alike
 from hfpatch.runtime.attention import Fused, Projections, WindowProjections
 from hfpatch.sites.records.record import Architecture
 from hfpatch.sites.stacks import find_stacks

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from daily import todays
+from rope_proof import difference, floating_tensors
 from torch import Tensor, nn
 
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
-from hfpatch.proof import difference, floating_tensors
 from hfpatch.runtime.attention import BIAS
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.sites.stacks import find_stacks

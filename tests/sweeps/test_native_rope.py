@@ -12,7 +12,7 @@ import transformers
 import zoo
 from daily import todays
 
-pytestmark = pytest.mark.filterwarnings("ignore::hfpatch.NotPreservedWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::hfpatch.errors.NotPreservedWarning")
 FIXED = ["llama", "phi", "gpt_neox"]
 SAMPLE = 3
 REPORT = json.loads(native_rope.REPORT.read_text())

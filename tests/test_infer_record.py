@@ -7,15 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import infer_record
 import pytest
 import torch
 from daily import todays
+from infer_record import Proposal, propose_record
+from rope_proof import DIFFERENT, SAME
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel
 
 from hfpatch.core.registry import ARCHITECTURES
-from hfpatch.proof import DIFFERENT, SAME
-from hfpatch.propose import Proposal, propose_record
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.sites.records.record import Stack
 
@@ -162,6 +163,15 @@ def test_figures_are_printed() -> None:
     assert "Stack(" in text
     assert "shift" in text
     assert "512 tokens" in text
+
+
+def test_command_line() -> None:
+    command = [sys.executable, infer_record.__file__, "opt"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "'OPTDecoder'," in done.stdout
+    assert "reserved_rows=2" in done.stdout
+    assert "# OPTDecoder: shift" in done.stdout
+    assert "# text of 512 tokens runs" in done.stdout
 
 
 class TestDoubts:

@@ -5,11 +5,12 @@
   move it alike at every position; what is left of the projections of the same input makes queries.
 * A stack is causal if its outputs don't depend on later tokens.
 
-A proposal is then proved on that small model, by proof.py, before anybody relies on it.
+A proposal is then proved on that small model, by rope_proof.py, before anybody relies on it.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import inspect
 import re
@@ -20,22 +21,23 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from rope_proof import DIFFERENT, SAME, Proof, decodes_alike, floating_tensors, outputs, prove
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
-from .core.registry import ARCHITECTURES
-from .core.transaction import Transaction
-from .measure.twin import twin
-from .proof import DIFFERENT, SAME, Proof, decodes_alike, floating_tensors, outputs, prove
-from .runtime.attention import NUMBER_OF_HEADS, Fused, Projections, Window
-from .runtime.errors import UnsupportedError
-from .runtime.length_lenses import AnyImageSize, AnyRow, AnyTextLength, ZeroArguments
-from .runtime.lens import host_class
-from .schemes.request import Part
-from .schemes.rope import RoPE
-from .sites.records.record import Architecture, Stack
-from .sites.stacks import find_stacks
-from .swap.positions import plan_positions
+from hfpatch.checkpoint.auto_classes import class_to_build
+from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.measure.twin import twin
+from hfpatch.runtime.apply import apply, condensed
+from hfpatch.runtime.attention import NUMBER_OF_HEADS, Fused, Projections, Window
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.length_lenses import AnyImageSize, AnyRow, AnyTextLength, ZeroArguments
+from hfpatch.runtime.lens import host_class
+from hfpatch.schemes.request import Part
+from hfpatch.schemes.rope import RoPE
+from hfpatch.sites.records.record import Architecture, Stack
+from hfpatch.sites.stacks import find_stacks
+from hfpatch.swap.positions import plan_positions
 
 _HEAD_DIMS = ("head_dim", "attention_head_size", "dim_per_head", "d_kv", "head_size")
 _HEADS = (*NUMBER_OF_HEADS, "heads")
@@ -72,17 +74,15 @@ class Proposal:
     def code(self) -> str:
         """Python for a file of one's own; importing it registers the record."""
         names = sorted({name for stack in self.record.stacks for name in _classes(stack)})
-        extra = (
-            [f"from hfpatch.runtime.length_lenses import {', '.join(n for n in names if n in _LIMITS)}"]
-            if _LIMITS & {*names}
-            else []
-        )
-        plain = ", ".join(["ARCHITECTURES", "Architecture", "Stack", *(n for n in names if n not in _ELSEWHERE)])
-        extra += ["from hfpatch.runtime.attention import Window"] if "Window" in names else []
+        modules = {
+            "hfpatch": ["ARCHITECTURES", "Architecture", "Stack"],
+            "hfpatch.runtime.attention": [name for name in names if name not in _LIMITS],
+            "hfpatch.runtime.length_lenses": [name for name in names if name in _LIMITS],
+        }
+        imports = "".join(f"from {module} import {', '.join(found)}\n" for module, found in modules.items() if found)
         stacks = "".join(f"            {_text(stack, 12)},\n" for stack in self.record.stacks)
         return (
-            f"from hfpatch import {plain}\n" + "".join(f"{line}\n" for line in sorted(extra)) + "\n"
-            f"ARCHITECTURES.register({self.record.model_type!r})(\n    Architecture(\n"
+            f"{imports}\nARCHITECTURES.register({self.record.model_type!r})(\n    Architecture(\n"
             f"        {self.record.model_type!r},\n        (\n{stacks}        ),\n"
             f"        example={self.record.example!r},\n    )\n)\n"
         )
@@ -583,9 +583,8 @@ def _longest(small: nn.Module, inputs: Mapping[str, Any]) -> int | str | None:
 def _patched(small: nn.Module) -> Any:
     """A copy with RoPE, patched below a parent: the model itself then also is a module that a lens can be put on."""
     parent = nn.ModuleDict({"model": copy.deepcopy(small)})
-    for change in plan_positions(parent, Part(RoPE(), (), (), "auto")):
-        if change.apply is not None:
-            change.apply(Transaction())
+    changes = plan_positions(parent, Part(RoPE(), (), (), "auto"))
+    apply(condensed((edit for change in changes for edit in change.edits), parent), parent)
     return parent["model"]
 
 
@@ -601,7 +600,6 @@ def _registered(record: Architecture) -> Iterator[None]:
 # --- as text ----------------------------------------------------------------------------------------------------------
 
 _LIMITS = {"AnyImageSize", "AnyRow", "AnyTextLength", "ZeroArguments"}
-_ELSEWHERE = _LIMITS | {"Window"}
 
 
 def _classes(stack: Stack) -> Iterator[str]:
@@ -632,3 +630,27 @@ def _text(value: Any, indent: int = 0) -> str:
         if indent
         else f"{type(value).__name__}({inner})"
     )
+
+
+def main() -> None:
+    """Print the proposal for a model: its config is read, its weights aren't."""
+    parser = argparse.ArgumentParser(description="Proposes an architecture record, as Python to paste, with its proof.")
+    parser.add_argument("model", help="a Hub id, a folder, or a model type of transformers (gpt2)")
+    parser.add_argument("--head", help="the Auto class to build, such as AutoModel")
+    options = parser.parse_args()
+    if options.model in CONFIG_MAPPING:
+        config = AutoConfig.for_model(options.model)
+    else:
+        config = AutoConfig.from_pretrained(options.model)
+    cls = class_to_build(config, options.head)
+    build = cls.from_config if hasattr(cls, "from_config") else cls._from_config
+    try:
+        with torch.device("meta"):
+            model = build(config)
+    except NotImplementedError:  # some can't be built there
+        model = build(config)
+    print(propose_record(model))
+
+
+if __name__ == "__main__":
+    main()

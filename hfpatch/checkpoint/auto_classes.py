@@ -1,0 +1,74 @@
+"""Looks up transformers' Auto classes: which ones open a class of models, and which class a config asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import transformers
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+from ..runtime.errors import PatchError
+
+# the heads to look at first; the others follow in transformers' own order, and AutoModel comes last
+USUAL = (
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForCausalLM",
+    "AutoModelForImageClassification",
+)
+
+
+def auto_classes() -> Iterator[Any]:
+    """Every Auto class of transformers that opens models."""
+    for value in vars(modeling_auto).values():
+        if isinstance(value, type) and issubclass(value, _BaseAutoModelClass):
+            auto: Any = value
+            if auto._model_mapping is not None:
+                yield auto
+
+
+def opened_classes(auto: Any, config_class: type) -> tuple[Any, ...]:
+    """The model classes that an Auto class opens for a config's class."""
+    try:
+        found = auto._model_mapping.get(config_class, ())
+    except ValueError:  # transformers names a class there that it doesn't have
+        return ()
+    return tuple(found) if isinstance(found, tuple | list) else (found,)
+
+
+def auto_classes_of(model_class: type, config_class: type, order: Iterable[str] = USUAL) -> list[str]:
+    """Names of the public Auto classes that open this class, in this order, others behind them, AutoModel last."""
+    first = list(order)
+    found = [
+        auto.__name__
+        for auto in auto_classes()
+        if getattr(transformers, auto.__name__, None) == auto and model_class in opened_classes(auto, config_class)
+    ]
+    ranks = {name: rank for rank, name in enumerate(first)} | {"AutoModel": len(first) + len(found)}
+    return sorted(found, key=lambda name: ranks.get(name, len(first)))
+
+
+def class_to_build(config: Any, head: str | None = None) -> Any:
+    """The Auto class called `head`, or else the class that the config was saved from, or the family's usual head.
+
+    Raises:
+        PatchError: transformers has no Auto class of that name.
+    """
+    if head is not None:
+        named = getattr(transformers, head, None)
+        if named is None or not hasattr(named, "from_config"):
+            raise PatchError(f"transformers has no Auto class {head!r}; try AutoModel or one of {', '.join(USUAL)}.")
+        return named
+    usual: list[Any] = [getattr(transformers, name) for name in (*USUAL, "AutoModel")]
+    architectures = config.architectures or []
+    for auto in usual:
+        if any(one.__name__ in architectures for one in opened_classes(auto, type(config))):
+            return auto
+    mapped = getattr(config, "auto_map", None) or {}  # code of the repository
+    if remote := next((auto for auto in usual if auto.__name__ in mapped), None):
+        return remote
+    saved = getattr(transformers, architectures[0], None) if architectures else None
+    return saved or next((auto for auto in usual if type(config) in auto._model_mapping), transformers.AutoModel)

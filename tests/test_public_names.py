@@ -1,0 +1,48 @@
+"""What `import hfpatch` offers: its names, resolved when they are used, and the checkpoint classes at once."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hfpatch
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_every_name_resolves() -> None:
+    assert set(hfpatch.__all__) <= set(dir(hfpatch))
+    for name in hfpatch.__all__:
+        assert getattr(hfpatch, name) is getattr(sys.modules[f"hfpatch.{hfpatch._MODULES[name]}"], name)
+    with pytest.raises(AttributeError, match="has no attribute 'patch_modle'"):
+        _ = hfpatch.patch_modle  # type: ignore[attr-defined]
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse(inspect.getsource(hfpatch))
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {name.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert seen == hfpatch._MODULES
+    assert sorted(seen) == sorted(hfpatch.__all__)
+
+
+def test_nothing_is_imported_before_it_is_used() -> None:
+    code = "import sys, hfpatch; print([n for n in ('hfpatch.hub', 'hfpatch.export.native') if n in sys.modules])"
+    assert run(code) == "[]"
+    assert run("from hfpatch import NORMS, POSITIONS; print('rms' in NORMS, 'rope' in POSITIONS)") == "True True"
+
+
+def test_a_patched_checkpoint_opens_after_the_import_alone(tmp_path: Path) -> None:
+    from tiny_models import patch, tiny
+
+    patch(tiny("gpt2", "AutoModelForCausalLM"), norm="rms").save_pretrained(tmp_path)
+    opened = f"AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})"
+    code = f"import hfpatch; from transformers import AutoModelForCausalLM; print({opened}.transformer.ln_f)"
+    assert run(code).startswith("RMSNorm")
