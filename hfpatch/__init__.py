@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-importlib.import_module(".checkpoint", __name__)  # registers its classes with the Auto classes of transformers
+importlib.import_module(".checkpoint.classes", __name__)  # registers its classes with the Auto classes of transformers
 
 __all__ = [
     "ARCHITECTURES",
