@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .convert.centring import pattern_of
 from .errors import CheckpointError
 from .norms import describe
+from .select import pattern_of
 
 Call = tuple[str, int]  # a module's name in its block, and which of its calls in one forward of the block
 INPUT: Call = ("", -1)

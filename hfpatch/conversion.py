@@ -11,18 +11,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .convert.centring import Centring, pattern_of
+from .convert.centring import Centring
 from .convert.check import Reference, Verdict
 from .convert.compensate import compensate, find_pairs
 from .convert.find import find_centring
 from .convert.fold import Step, runtime, steps
-from .convert.inputs import example_inputs
 from .convert.readers import find_readers
-from .convert.run import fitting, outputs_of, quiet
 from .edits import Edits
 from .errors import OptionError, UnsupportedError, VerificationError, WrappedModelError
+from .measure.inputs import example_inputs
+from .measure.outputs import outputs_of
+from .measure.quiet_forward import fitting, quiet
 from .norms import Norm
 from .record import KEY, Part, Record
+from .select import pattern_of
 from .view import host_class
 
 

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_enabled
 
-from .convert.check import shake
-from .convert.inputs import example_inputs
-from .convert.run import device_of, fitting, outputs_of, quiet
 from .errors import CheckpointError, UnsupportedError
 from .excerpt import cut_down, digest, parameters_of
+from .measure.inputs import example_inputs
+from .measure.outputs import outputs_of, shake
+from .measure.quiet_forward import device_of, fitting, quiet
 from .scheme import KEY
 
 ENTRY = "fingerprint"  # of the record on disk

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from .branches import Branch, find_branches, observe_blocks
-from .convert.centring import pattern_of
-from .convert.twin import twin
 from .edits import Edits
 from .errors import OptionError, PatchError, UnsupportedError
 from .junctions import require_untouched
+from .measure.twin import twin
 from .norms import describe
 from .record import Part
 from .rows import Change, Row, refuse_private_forward
-from .select import Names
+from .select import Names, pattern_of
 from .view import SCALE, SCALED, host_class, lensed_class
 
 _SAME = 1e-6  # relative, in float64; some hosts compute a part in float32

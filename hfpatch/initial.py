@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from .attention import NUMBER_OF_HEADS
 from .branches import Block, Branch, Call, Probe, observe_blocks
-from .convert.centring import pattern_of
 from .errors import UnsupportedError
+from .select import pattern_of
 
 _TOLERANCE = 1e-7  # of linearity in float64
 

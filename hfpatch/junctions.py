@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from .branches import Branch, Junction, find_branches, junction_of
-from .convert.centring import pattern_of
-from .convert.run import outputs_of, quiet
-from .convert.twin import twin
 from .edits import Edits
 from .errors import NothingToPatchError, PatchError, UnsupportedError
 from .initial import scaled_weights
+from .measure.outputs import outputs_of
+from .measure.quiet_forward import quiet
+from .measure.twin import twin
 from .norms.deepnorm import Depth
 from .padding import Padded
 from .residual import Gains, Join, Joins, add_join
 from .rows import refuse_private_forward
-from .select import Names
+from .select import Names, pattern_of
 from .view import lens_of
 
 SECOND = "_after"  # of a sandwich's second norm, behind the first one's name

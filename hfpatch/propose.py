@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 
 from .architectures import Architecture, Stack
 from .attention import NUMBER_OF_HEADS, Fused, Projections, Window
-from .convert.twin import twin
 from .edits import Edits
 from .errors import UnsupportedError
 from .limits import AnyImageSize, AnyRow, AnyTextLength, ZeroArguments
+from .measure.twin import twin
 from .positions import RoPE
 from .proof import DIFFERENT, SAME, Proof, decodes_alike, floating_tensors, outputs, prove
 from .record import Part

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from .attention import ROTARY, AttentionLens
 from .checkpoint import patched_model_class
 from .convert.check import Reference
-from .convert.inputs import example_inputs as made_inputs
-from .convert.run import fitting
 from .edits import Edits
 from .errors import NothingToPatchError, OptionError, UnsupportedError, VerificationError
+from .measure.inputs import example_inputs as made_inputs
+from .measure.quiet_forward import fitting
 from .native_rope import find_rotations, pairing_of, rotary_dim_of
 from .pairing import order, output_channels, reordered_rows, rotating_attentions
 from .patch import WAY_BACK, WayBack, give_own_config

@@ -11,15 +11,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .branches import Block, observe_blocks
-from .convert.centring import pattern_of
-from .convert.twin import twin
 from .edits import Edits
 from .errors import UnsupportedError
+from .measure.twin import twin
 from .norms import describe
 from .padding import takes_mask, tell_of_padding
 from .record import Part
 from .residual import Joins
 from .rows import Change, refuse_private_forward
+from .select import pattern_of
 from .swap_norms import plan_norms
 from .view import lens_of
 

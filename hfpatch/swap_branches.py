@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from .branches import Junction, has_matrix
-from .convert.centring import pattern_of
 from .edits import Edits
 from .errors import NothingToPatchError, UnsupportedError
 from .initial import heads_of, values_of
@@ -21,7 +20,7 @@ from .record import Part
 from .registry import NORMS
 from .residual import add_gain, add_join
 from .rows import Change, Row, refuse_private_forward
-from .select import Names
+from .select import Names, pattern_of
 from .swap_norms import size_of, start_afresh
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from .conversion import Conversion
-from .convert.centring import pattern_of
 from .convert.fold import Step, centring_outputs, fold_shift
 from .edits import Edits
 from .errors import NothingToPatchError, UnsupportedError
@@ -19,7 +18,7 @@ from .norms import AffineNorm, Norm, NormFacts, describe
 from .norms.detect import looks_like_norm
 from .record import Part
 from .rows import Change, Row, refuse_private_forward
-from .select import Names
+from .select import Names, pattern_of
 from .view import CENTRED, lensed_class
 
 _QUERY_KEY = re.compile(

@@ -22,9 +22,9 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import configuration_auto, modeling_auto
 from zoo_overrides import OVERRIDES, Override
 
-from hfpatch.convert.inputs import make_inputs
-from hfpatch.convert.randomness import own_randomness, randomise
-from hfpatch.convert.shrink import shrunk
+from hfpatch.measure.inputs import make_inputs
+from hfpatch.measure.randomness import own_randomness, randomise
+from hfpatch.measure.shrink import shrunk
 
 
 class Unbuildable(Exception):  # noqa: N818

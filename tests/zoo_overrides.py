@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hfpatch.convert.shrink import BATCH, IMAGE_SIZE, PATCH_SIZE, TOKENS
+from hfpatch.measure.shrink import BATCH, IMAGE_SIZE, PATCH_SIZE, TOKENS
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
-from .batches import Batch
+from ..measure.batches import Batch
 from .deviation import AgreementSum, CosineSum, ErrorSum, aligned, centred, pooled
 from .report import LayerRow, OutputRow
 from .subject import Outputs, Subject, mask_of, side_of

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ..edits import Edits
+from ..measure.outputs import outputs_of
+from ..measure.quiet_forward import quiet
 from ..norms import describe
 from .check import mean_ratios
-from .run import outputs_of, quiet
 
 
 @dataclass

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from ..excerpt import bytes_of
+from ..measure.quiet_forward import default_device
+from ..measure.twin import twin
 from ..norms import RMS, NormFacts, describe
-from .centring import Axis, Centring, centre_, pattern_of
+from ..select import pattern_of
+from .centring import Axis, Centring, centre_
 from .measure import Forward, added, added_to_outputs, moved, observe, relative_error
-from .run import default_device
-from .twin import twin
 
 _AMPLITUDES = (1.0, 0.1, 10.0)
 _EXACT = 1e-9  # largest relative error of a conversion that is called exact

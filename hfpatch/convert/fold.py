@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ..edits import Edits
 from ..errors import OptionError, UnsupportedError
 from ..rows import refuse_private_forward
+from ..select import pattern_of
 from ..view import CENTRED, host_class, lensed_class
-from .centring import Centring, pattern_of
+from .centring import Centring
 
 MODES = ("fold", "parametrize")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

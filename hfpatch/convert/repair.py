@@ -35,6 +35,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..edits import Edits
 from ..errors import OptionError, WrappedModelError
+from ..measure.quiet_forward import device_of, give_back_memory, is_library_hook, quiet
 from ..norms import AffineNorm, describe
 from ..progress import tell
 from ..scheme import KEY
@@ -42,7 +43,6 @@ from .least_squares import Affine, Ridge
 from .maps import Example, eager, fit_maps, map_of, require_fit, wide
 from .repair_report import RepairReport, Step
 from .roles import Roles
-from .run import device_of, give_back_memory, is_library_hook, quiet
 from .sample import sample_batches
 from .walk import Batches, Segment, Walk, first_tensor, require_batches, segments_of
 

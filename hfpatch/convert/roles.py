@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .centring import pattern_of
+from ..select import pattern_of
 from .maps import eager, map_in
 from .walk import Segment, Walk, first_tensor, is_linear_map
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import OptionError
+from ..measure.quiet_forward import device_of, quiet
 from ..progress import tell
-from .run import device_of, quiet
 
 _log = logging.getLogger(__name__)
 SEQUENCES, LENGTH, BATCH = 256, 128, 32

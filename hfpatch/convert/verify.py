@@ -12,10 +12,10 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint import patched_model_class
 from ..errors import CheckpointError, OptionError, UnsupportedError, WrappedModelError
+from ..measure.batches import RANDOM, Batch, as_batches, count_examples, count_tokens
 from ..plan import require_bare
 from ..record import KEY, Record
 from ..view import host_class
-from .batches import RANDOM, Batch, as_batches, count_examples, count_tokens
 from .comparison import DTYPES, Comparison
 from .modules import compare_modules
 from .report import Report

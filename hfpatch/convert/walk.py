@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import OptionError
-from .batches import as_inputs
-from .run import device_of, fitting, quiet
+from ..measure.batches import as_inputs
+from ..measure.quiet_forward import device_of, fitting, quiet
 
 _EMPTY = "calibration holds no batch: pass dictionaries of inputs, or tensors of input_ids."
 HELD_OUT = 8  # one of every so many sequences is held out, for judging

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..checkpoint import MISCOUNTED, OPENED, replay
-from ..convert.centring import pattern_of
 from ..errors import UnsupportedError
 from ..limits import mean_rows
 from ..mlps import GatedActivation, GatedLinear
@@ -25,6 +24,7 @@ from ..norms import AffineNorm, describe
 from ..positions import Learned
 from ..record import KEY, Record
 from ..relative import REMOVED
+from ..select import pattern_of
 from ..stacks import REMOVED_ROWS
 from ..tables import ComputedPositions, computed, resized
 from ..view import CENTRED, LENS, SCALE, SCALED, host_class

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..convert.inputs import example_inputs as made_inputs
-from ..convert.run import device_of, fitting, quiet
 from ..errors import UnsupportedError, VerificationError
+from ..measure.inputs import example_inputs as made_inputs
+from ..measure.quiet_forward import device_of, fitting, quiet
 from ..plan import require_bare
 from . import fresh
 from .files import require_free, require_plain_options, staged

@@ -16,7 +16,7 @@ from hfpatch.convert import find
 from hfpatch.convert.centring import Axis, Centring
 from hfpatch.convert.find import carry_out, find_centring, search
 from hfpatch.convert.measure import observe, relative_error
-from hfpatch.convert.twin import twin
+from hfpatch.measure.twin import twin
 
 
 def axes(centring: Centring) -> set[tuple[str, int]]:

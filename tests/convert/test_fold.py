@@ -40,12 +40,13 @@ from hfpatch import (
     plan_patch,
     unpatch_model,
 )
-from hfpatch.convert.centring import Axis, Centring, pattern_of
+from hfpatch.convert.centring import Axis, Centring
 from hfpatch.convert.check import mean_ratios
 from hfpatch.convert.find import find_centring
 from hfpatch.convert.fold import centre, steps
 from hfpatch.edits import Edits
 from hfpatch.norms import AffineNorm
+from hfpatch.select import pattern_of
 from hfpatch.view import CENTRED, LENS
 
 LM, BASE = "AutoModelForCausalLM", "AutoModel"

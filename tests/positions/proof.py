@@ -24,9 +24,9 @@ from transformers.models.auto import modeling_auto
 
 from hfpatch import ARCHITECTURES, NotPreservedWarning, Stack, patch_model
 from hfpatch.checkpoint import patched_model_class
-from hfpatch.convert.inputs import make_inputs
-from hfpatch.convert.randomness import own_randomness, randomise
-from hfpatch.convert.shrink import shrunk
+from hfpatch.measure.inputs import make_inputs
+from hfpatch.measure.randomness import own_randomness, randomise
+from hfpatch.measure.shrink import shrunk
 from hfpatch.proof import (
     DIFFERENT,
     SAME,

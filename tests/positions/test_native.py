@@ -23,8 +23,8 @@ from hfpatch import (
     plan_patch,
     unpatch_model,
 )
-from hfpatch.convert.randomness import own_randomness
-from hfpatch.convert.run import outputs_of
+from hfpatch.measure.outputs import outputs_of
+from hfpatch.measure.randomness import own_randomness
 from hfpatch.native_rope import SETTINGS_AT, find_rotations, pairing_of
 from hfpatch.positions import RotaryEmbedding
 

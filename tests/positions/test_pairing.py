@@ -25,8 +25,8 @@ from hfpatch import (
     unpatch_model,
 )
 from hfpatch import pairing as layouts
-from hfpatch.convert.randomness import own_randomness
-from hfpatch.convert.run import outputs_of
+from hfpatch.measure.outputs import outputs_of
+from hfpatch.measure.randomness import own_randomness
 from hfpatch.native_rope import find_rotations, pairing_of, rotary_dim_of
 from hfpatch.pairing import HostOrder, order, rotating_attentions
 from hfpatch.positions import RotaryEmbedding

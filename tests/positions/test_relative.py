@@ -19,7 +19,7 @@ from hfpatch import NotPreservedWarning, RoPE, UnsupportedError, patch_model, pl
 from hfpatch.architectures.relative import BIASES
 from hfpatch.attention import ROTARY
 from hfpatch.checkpoint import patched_model_class
-from hfpatch.convert.randomness import own_randomness, randomise
+from hfpatch.measure.randomness import own_randomness, randomise
 from hfpatch.relative import find_biases
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from hfpatch import PatchError
 from hfpatch.convert.centring import Axis, Centring
 from hfpatch.convert.find import find_centring
-from hfpatch.convert.measure import Float64
+from hfpatch.measure.float64 import Float64
 from hfpatch.norms import describe
 
 HERE = Path(__file__).resolve().parent

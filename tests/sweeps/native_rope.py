@@ -29,8 +29,8 @@ import workers
 from zoo import Unbuildable, last_line, model_types, tiny
 
 from hfpatch import NoPE, PatchError, Position, RoPE, patch_model
-from hfpatch.convert.randomness import own_randomness
-from hfpatch.convert.run import outputs_of
+from hfpatch.measure.outputs import outputs_of
+from hfpatch.measure.randomness import own_randomness
 from hfpatch.native_rope import find_rotations
 
 REPORT = Path(__file__).resolve().with_suffix(".json")

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedError
-from .centring import pattern_of
+from ..select import pattern_of
+from .float64 import outputs_in_float64
 from .inputs import example_inputs as make_example_inputs
-from .measure import observe
+from .quiet_forward import cast, default_device
 from .randomness import own_randomness, randomise
-from .run import default_device
 from .shrink import shallow, shrunk
 
 _SPREAD = 2.0  # of a matrix, times the root of its smaller side: products keep the scale of their input or widen it
@@ -47,7 +47,7 @@ def twin(
                     small.set_experts_implementation("eager")  # the grouped product takes no float64
                 _draw(small, seed)
                 given = make_example_inputs(small, seed) if example_inputs is None else dict(example_inputs)
-                inputs = {name: _in_double(value) for name, value in given.items()}
+                inputs = cast(given, torch.device("cpu"), torch.float64)
                 reason = wanted.differs(_Build.of(small)) or _unusable(small, inputs)
         except Exception as error:  # whatever a config that its class never saw leads to
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]:.160}"
@@ -129,21 +129,12 @@ def _is_layer(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules") or type(module).__name__ == "Conv1D"
 
 
-def _in_double(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        return value.double() if value.is_floating_point() else value.clone()
-    if isinstance(value, Mapping):
-        return {key: _in_double(one) for key, one in value.items()}
-    return type(value)(_in_double(one) for one in value) if type(value) in (list, tuple) else value
-
-
 def _unusable(model: nn.Module, inputs: dict[str, Any]) -> str | None:
     """Why the forward shows nothing; None where it does."""
-    seen = observe(model, inputs)
-    if not seen.outputs:
-        return "it returns no floats"
-    for name, value in seen.outputs.items():
+    outputs = outputs_in_float64(model, inputs)
+    if not outputs:
+        return "it returns no tensors"
+    for name, value in outputs.items():
         if value.isnan().any():
             return f"its {name} isn't a number"
     return None

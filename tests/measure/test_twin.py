@@ -11,8 +11,8 @@ from tiny_models import inputs, patch, tiny, tiny_config
 from torch import nn
 
 from hfpatch import UnsupportedError
-from hfpatch.convert.shrink import shallow
-from hfpatch.convert.twin import twin
+from hfpatch.measure.shrink import shallow
+from hfpatch.measure.twin import twin
 
 
 def on_meta(config: transformers.PreTrainedConfig, auto: str = "AutoModel") -> nn.Module:

@@ -8,7 +8,7 @@ from tiny_models import tiny
 from torch import nn
 
 from hfpatch import UnsupportedError
-from hfpatch.convert.inputs import example_inputs
+from hfpatch.measure.inputs import example_inputs
 
 TYPES = ["gpt2", "bert", "bart", "t5", "vit", "clip", "whisper", "wav2vec2", "videomae", "vivit", "timesformer"]
 TYPES += ["audio-spectrogram-transformer", "speech_to_text", "blip", "beit", "llava", "reformer", "convnext"]
