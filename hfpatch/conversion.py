@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -19,13 +17,13 @@ from .convert.fold import Step, runtime, steps
 from .convert.readers import find_readers
 from .edits import Edits
 from .errors import OptionError, UnsupportedError, VerificationError, WrappedModelError
+from .measure.copies import host_on_meta, unpatched_config
 from .measure.inputs import example_inputs
 from .measure.outputs import outputs_of
 from .measure.quiet_forward import fitting, quiet
 from .norms import Norm
 from .record import KEY, Part, Record
 from .select import pattern_of
-from .view import host_class
 
 
 @dataclass
@@ -167,15 +165,11 @@ class Conversion:
 
     def _unpatched(self) -> PreTrainedModel:
         """The model, or a model of its host's class without weights: what is there is found on LayerNorms."""
-        host, stored = host_class(type(self.model)), getattr(self.model.config, KEY, None)
+        stored = getattr(self.model.config, KEY, None)
         record = Record.from_json(stored) if stored else None
         if record is None or not (record.norm or record.placement):
             return self.model
-        config = copy.deepcopy(self.model.config)
-        object.__setattr__(config, "__class__", host_class(type(config)))
-        vars(config).pop(KEY, None)
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            return host(config)
+        return host_on_meta(self.model, unpatched_config(self.model.config))
 
     def why_not_exact(self, names: list[str]) -> str | None:
         """Why a norm, under any of its names, isn't exact; None where it is."""

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 
 from .edits import Edits
 from .errors import PositionError, UnsupportedError
+from .measure.copies import host_on_meta, unpatched_config
 from .pairing import HostOrder, rotating_attentions
 from .positions import RoPE
 from .record import Part
@@ -470,17 +471,13 @@ def _differences(model: nn.Module, rotation: Rotation, new: Settings) -> list[tu
                 "scaling can change."
             )
         return []
-    config: Any = copy.deepcopy(model.config)
-    object.__setattr__(config, "__class__", host_class(type(config)))
-    now = copy.deepcopy(config)
+    now, config = unpatched_config(model.config), unpatched_config(model.config)
     tell(config, rotation, new)
-    host: Any = host_class(type(model))
     try:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            built = [dict(host(copy.deepcopy(c)).named_modules()) for c in (now, config)]
+        built = [dict(host_on_meta(model, copy.deepcopy(c)).named_modules()) for c in (now, config)]
     except Exception as error:
         raise UnsupportedError(
-            f"{rotation.name}: {host.__name__} can't be built with {new!r}: {_last_words(error)}"
+            f"{rotation.name}: {host_class(type(model)).__name__} can't be built with {new!r}: {_last_words(error)}"
         ) from error
     found = []
     rotations = {id(other.module) for other in find_rotations(built[0][""])}

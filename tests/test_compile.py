@@ -18,7 +18,7 @@ from tiny_models import RECORDED, difference, inputs, outputs, patch, tiny, tiny
 from torch import nn
 
 from hfpatch import OptionError, UnsupportedError, WrappedModelError, compile_model, compiled_calls, uncompile_model
-from hfpatch.compile import repeated_blocks
+from hfpatch.measure.blocks import repeated_blocks
 from hfpatch.view import LENS
 
 SCHEMES = [
