@@ -6,9 +6,7 @@ from .checkpoint import HfpatchConfig
 from .compile import compile_model, compiled_calls, uncompile_model
 from .convert.repair import repair
 from .convert.repair_report import RepairReport
-from .convert.report import Report
 from .convert.sample import sample_batches
-from .convert.verify import verify
 from .errors import (
     CheckpointError,
     HubError,
@@ -44,6 +42,8 @@ from .progress import show_progress
 from .propose import Proposal, propose_record
 from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
 from .reorder import convert_pairing
+from .verification.report import Report
+from .verification.verify import verify
 
 __version__ = "0.1.0"
 

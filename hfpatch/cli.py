@@ -18,8 +18,6 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 import hfpatch
 
 from .attention import Fused
-from .convert import verify as verifying
-from .convert.report import Report
 from .convert.sample import generates, sample_batches
 from .errors import NotPreservedWarning, PatchError, first_line
 from .export import FORMS, export_model
@@ -31,6 +29,8 @@ from .progress import show_progress
 from .propose import propose_record
 from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS
 from .rows import table
+from .verification import verify as verifying
+from .verification.report import Report
 
 app = typer.Typer(
     help="Architecture surgery for Hugging Face models.",

@@ -12,8 +12,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResul
 from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
 from transformers import PreTrainedModel
 
-from ..convert.report import Report
 from ..errors import HubError, NotAModelRepoError, OptionError, PushConflictError, UnreachableError
+from ..verification.report import Report
 from .base import find_base
 from .card import card
 from .contents import checkpoint_of

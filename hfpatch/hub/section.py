@@ -8,8 +8,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from ..convert.report import Report, output_lines
 from ..record import KINDS, Part, Record
+from ..verification.report import Report, output_lines
 from .folder import Folder
 
 KIND_WORDS = {"norm": "norms", "pos": "positions", "mlp": "MLPs", "placement": "places of the norms"}

@@ -16,10 +16,10 @@ from ..measure.batches import RANDOM, Batch, as_batches, count_examples, count_t
 from ..plan import require_bare
 from ..record import KEY, Record
 from ..view import host_class
-from .comparison import DTYPES, Comparison
+from .compare import DTYPES, Comparison
 from .modules import compare_modules
 from .report import Report
-from .subject import Subject, isolated
+from .runs import Subject, isolated
 
 
 def verify(
@@ -84,7 +84,7 @@ def verify(
         examples=sum(count_examples(batch) for batch in inputs),
         tokens=sum(count_tokens(batch) for batch in inputs),
         modules=compare_modules(model, reference),
-        outputs=[row for name in comparison.names for row in comparison.output_rows(name)],
+        outputs=comparison.output_rows(),
         layers=comparison.layer_rows(),
         notes=comparison.notes,
     )

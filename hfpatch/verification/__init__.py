@@ -1,0 +1,1 @@
+"""Compares a patched model with its original: modules, outputs by dtype, and the stream layer by layer."""
