@@ -16,10 +16,10 @@ from ..measure.batches import RANDOM, Batch, as_batches, count_examples, count_t
 from ..plan import require_bare
 from ..record import KEY, Record
 from ..view import host_class
-from .compare import DTYPES, Comparison
-from .modules import compare_modules
+from .comparison import DTYPES, Comparison
+from .dtype_copy import Subject, isolated
+from .module_diff import compare_modules
 from .report import Report
-from .runs import Subject, isolated
 
 
 def verify(

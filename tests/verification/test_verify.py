@@ -29,8 +29,8 @@ from hfpatch import (
     patch_model,
     verify,
 )
-from hfpatch.verification.compare import Comparison
-from hfpatch.verification.runs import Subject
+from hfpatch.verification.comparison import Comparison
+from hfpatch.verification.dtype_copy import Subject
 from hfpatch.verification.sums import LayerSums, OutputSums, channels_last
 
 Make = Callable[..., tuple[Any, Any]]

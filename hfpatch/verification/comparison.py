@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ..errors import UnsupportedError
 from ..measure.batches import Batch
 from ..measure.outputs import Outputs
+from .dtype_copy import Subject
 from .report import LayerRow, OutputRow
-from .runs import Subject
 from .sums import NO_TARGET, LayerSums, OutputSums
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
