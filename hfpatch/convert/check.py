@@ -56,21 +56,21 @@ class Reference:
 
     Args:
         model: the original.
-        given: inputs for one forward.
+        inputs: inputs for one forward.
         norms: names of the norms that will be exact.
     """
 
-    def __init__(self, model: nn.Module, given: Mapping[str, Any], norms: list[str]):
-        self.given, self.norms = given, norms
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], norms: list[str]):
+        self.inputs, self.norms = inputs, norms
         self.eps = last_bit(model)
-        self.original = _run(model, given, norms)
-        self.floor = noise_floor(model, given, self.original.outputs)
+        self.original = _run(model, inputs, norms)
+        self.floor = noise_floor(model, inputs, self.original.outputs)
         width = min(self.original.widths, default=1)
         self.mean_floor = max(self.eps / width**0.5, torch.finfo(torch.float32).eps)
 
     def check(self, model: nn.Module) -> Verdict:
         """The converted model against the original."""
-        run = _run(model, self.given, self.norms)
+        run = _run(model, self.inputs, self.norms)
         return Verdict(
             max_error(self.original.outputs, run.outputs),
             FACTOR * max(self.floor, self.eps),
@@ -79,19 +79,19 @@ class Reference:
         )
 
 
-def mean_ratios(model: nn.Module, given: Mapping[str, Any], norms: list[str]) -> dict[str, Tensor]:
+def mean_ratios(model: nn.Module, inputs: Mapping[str, Any], norms: list[str]) -> dict[str, Tensor]:
     """At each norm the mean of its input over the channels, by the standard deviation, for every position."""
-    return _run(model, given, norms).means
+    return _run(model, inputs, norms).means
 
 
-def _run(model: nn.Module, given: Mapping[str, Any], norms: list[str]) -> _Run:
+def _run(model: nn.Module, inputs: Mapping[str, Any], norms: list[str]) -> _Run:
     found: dict[str, list[Tensor]] = {}
     widths: set[int] = set()
     with quiet(model):
         for name in norms:
             norm = model.get_submodule(name)
             norm.register_forward_pre_hook(_watcher(norm, found.setdefault(name, []), widths), with_kwargs=True)
-        outputs = outputs_of(model, given)
+        outputs = outputs_of(model, inputs)
     return _Run(outputs, {name: torch.cat(ratios) for name, ratios in found.items() if ratios}, widths)
 
 

@@ -1,4 +1,4 @@
-"""One forward of a user's model that leaves no trace: no hook of theirs runs, no mode and no random stream changes."""
+"""One forward of a user's model that leaves no trace: no hook of the user's runs, no mode or random stream changes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
     device = device_of(model)
     devices = [device] if device.type not in ("cpu", "meta", "mps") else []
     try:
-        for module, name, theirs in hooks:
-            kept = theirs if name in _FLAGS else {key: hook for key, hook in theirs.items() if is_library_hook(hook)}
+        for module, name, registered in hooks:
+            kept = [(key, one) for key, one in registered.items() if name in _FLAGS or is_library_hook(one)]
             module.__dict__[name] = OrderedDict(kept)
         for module, _ in modes:
             module.training = False
@@ -47,8 +47,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.__dict__.update(outer)
-        for module, name, theirs in hooks:
-            module.__dict__[name] = theirs
+        for module, name, registered in hooks:
+            module.__dict__[name] = registered
         for module, training in modes:
             module.training = training
         for module, call in compiled:

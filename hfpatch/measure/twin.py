@@ -1,4 +1,4 @@
-"""A small model that is built like a given one, on which what holds for its architecture can be measured quickly."""
+"""Small twins: random float64 models of the same architecture, on which what holds for it is measured quickly."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def twin(
                 if hasattr(small, "set_experts_implementation"):
                     small.set_experts_implementation("eager")  # the grouped product takes no float64
                 _draw(small, seed)
-                given = make_example_inputs(small, seed) if example_inputs is None else dict(example_inputs)
-                inputs = cast(given, torch.device("cpu"), torch.float64)
+                found = make_example_inputs(small, seed) if example_inputs is None else dict(example_inputs)
+                inputs = cast(found, torch.device("cpu"), torch.float64)
                 reason = wanted.differs(_Build.of(small)) or _unusable(small, inputs)
         except Exception as error:  # whatever a config that its class never saw leads to
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]:.160}"
