@@ -38,7 +38,7 @@ def twin(
     Raises:
         UnsupportedError: none of them runs, or is built like the model.
     """
-    wanted, failures = _Build.of(model), []
+    structure, failures = _structure(model), []
     for what, make in _candidates(model, example_inputs is None):
         try:
             with own_randomness(seed), default_device(torch.device("cpu")), torch.no_grad():
@@ -48,7 +48,7 @@ def twin(
                 _draw(small, seed)
                 found = make_example_inputs(small, seed) if example_inputs is None else dict(example_inputs)
                 inputs = cast(found, torch.device("cpu"), torch.float64)
-                reason = wanted.differs(_Build.of(small)) or _unusable(small, inputs)
+                reason = _difference(structure, _structure(small)) or _unusable(small, inputs)
         except Exception as error:  # whatever a config that its class never saw leads to
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]:.160}"
         if reason is None:
@@ -76,36 +76,26 @@ def _refuse_meta() -> nn.Module:
     raise UnsupportedError("its weights are on the meta device")
 
 
-class _Build:
-    """What a model is built of, whatever its sizes: classes by name, Parameters by name, and which are tied."""
+def _structure(model: nn.Module) -> dict[str, set[Any]]:
+    """What a model is built of, whatever its sizes: patterns of names, with classes, and which Parameters are tied."""
+    shared: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(pattern_of(name))
+    classes = {(pattern_of(name), f"{type(m).__module__}.{type(m).__qualname__}") for name, m in model.named_modules()}
+    return {
+        "modules": {name for name, _ in classes},
+        "classes": classes,
+        "parameters": {name for names in shared.values() for name in names},
+        "tied parameters": {frozenset(names) for names in shared.values() if len(names) > 1},
+    }
 
-    def __init__(self, modules: set[tuple[str, str]], parameters: set[str], ties: set[frozenset[str]]):
-        self.modules, self.parameters, self.ties = modules, parameters, ties
 
-    @classmethod
-    def of(cls, model: nn.Module) -> _Build:
-        names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        modules = {
-            (pattern_of(name), f"{type(m).__module__}.{type(m).__qualname__}") for name, m in model.named_modules()
-        }
-        parameters = {pattern_of(name) for shared in names.values() for name in shared}
-        ties = {frozenset(map(pattern_of, shared)) for shared in names.values() if len(shared) > 1}
-        return cls(modules, parameters, ties)
-
-    def differs(self, other: _Build) -> str | None:
-        """In what, for a message; None where both are built alike."""
-        for what, own, its in (
-            ("modules", {name for name, _ in self.modules}, {name for name, _ in other.modules}),
-            ("classes", self.modules, other.modules),
-            ("parameters", self.parameters, other.parameters),
-            ("tied parameters", self.ties, other.ties),
-        ):
-            if own != its:
-                odd = sorted(map(str, own ^ its))
-                return f"its {what} differ, as in {odd[0]}"
-        return None
+def _difference(structure: dict[str, set[Any]], other: dict[str, set[Any]]) -> str | None:
+    """In what two structures differ, for a message; None where they are the same."""
+    for what, parts in structure.items():
+        if odd := sorted(map(str, parts ^ other[what])):
+            return f"its {what} differ, as in {odd[0]}"
+    return None
 
 
 def _draw(model: nn.Module, seed: int) -> None:
