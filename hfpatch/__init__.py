@@ -1,14 +1,11 @@
 """Architecture surgery for Hugging Face models: `patch_model(model, norm="rms", pos="rope")`."""
 
-from .architectures import Architecture, Stack
-from .attention import Fused, Projections
-from .checkpoint import HfpatchConfig
+from .checkpoint.classes import HfpatchConfig
 from .compile import compile_model, compiled_calls, uncompile_model
-from .convert.repair import repair
-from .convert.repair_report import RepairReport
-from .convert.sample import sample_batches
+from .contrib.convert_pairing import convert_pairing
+from .core.progress import show_progress
+from .core.registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
 from .errors import (
-    CheckpointError,
     HubError,
     MissingPackageError,
     NoMatchError,
@@ -20,28 +17,33 @@ from .errors import (
     NotReversibleError,
     NoWriteAccessError,
     OptionError,
-    PatchError,
-    PositionError,
     PushConflictError,
     RepoIdError,
     UnknownNameError,
     UnreachableError,
-    UnsupportedError,
     VerificationError,
     WrappedModelError,
 )
-from .export import Exported, export_model, native_model
-from .hub import Push, PushedFile, push_patched
-from .mlps import MLP, GeGLU, ReGLU, SwiGLU
-from .norms import RMS, AffineNorm, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm, NormFacts
+from .export import export_model
+from .export.native import Exported, native_model
+from .hub.outcome import Push, PushedFile
+from .hub.push import push_patched
 from .patch import patch_model, repair_report, unpatch_model
-from .placement import Placement
 from .plan import Plan, plan_patch
-from .positions import ALiBi, Learned, NoPE, Position, RoPE, Sinusoidal
-from .progress import show_progress
 from .propose import Proposal, propose_record
-from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
-from .reorder import convert_pairing
+from .repairs.repair import repair
+from .repairs.report import RepairReport
+from .repairs.sample import sample_batches
+from .runtime.attention import Fused, Projections
+from .runtime.errors import CheckpointError, PatchError, PositionError, UnsupportedError
+from .runtime.norms import AffineNorm, NormFacts
+from .schemes.learned import Learned
+from .schemes.mlps import MLP, GeGLU, ReGLU, SwiGLU
+from .schemes.norms import RMS, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm
+from .schemes.placements import Placement
+from .schemes.positions import ALiBi, NoPE, Position, Sinusoidal
+from .schemes.rope import RoPE
+from .sites.records.record import Architecture, Stack
 from .verification.report import Report
 from .verification.verify import verify
 

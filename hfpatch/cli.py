@@ -17,18 +17,19 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 import hfpatch
 
-from .attention import Fused
-from .convert.sample import generates, sample_batches
-from .errors import NotPreservedWarning, PatchError, first_line
+from .core.plan_table import table
+from .core.progress import show_progress
+from .core.registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS
+from .errors import NotPreservedWarning
 from .export import FORMS, export_model
-from .hub import push_patched
+from .hub.push import push_patched
 from .patch import patch_model, repair_report
 from .plan import plan_patch
-from .positions import Position
-from .progress import show_progress
 from .propose import propose_record
-from .registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS
-from .rows import table
+from .repairs.sample import generates, sample_batches
+from .runtime.attention import Fused
+from .runtime.errors import PatchError, first_line
+from .schemes.positions import Position
 from .verification import verify as verifying
 from .verification.report import Report
 

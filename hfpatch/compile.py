@@ -20,8 +20,9 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
-from .errors import OptionError, UnsupportedError, first_line
+from .errors import OptionError
 from .measure.blocks import repeated_blocks
+from .runtime.errors import UnsupportedError, first_line
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,8 +1,8 @@
 """Everything that hfpatch raises or warns. Each message says what, where, and what to do next."""
 
+from __future__ import annotations
 
-class PatchError(Exception):
-    """Base of all errors raised by hfpatch; catching it catches them all."""
+from .runtime.errors import PatchError
 
 
 class UnknownNameError(PatchError, KeyError):
@@ -13,10 +13,6 @@ class UnknownNameError(PatchError, KeyError):
 
 class OptionError(PatchError, ValueError):
     """An option of a scheme or of a request is outside its domain."""
-
-
-class UnsupportedError(PatchError):
-    """The model can't take this patch; the message names the reason and the nearest thing that works."""
 
 
 class NoMatchError(PatchError, LookupError):
@@ -33,14 +29,6 @@ class WrappedModelError(PatchError, TypeError):
 
 class NotReversibleError(PatchError):
     """`unpatch_model` was called on a model that keeps no way back."""
-
-
-class PositionError(PatchError, ValueError):
-    """Positions at run time don't fit the hidden states that they should rotate."""
-
-
-class CheckpointError(PatchError):
-    """A checkpoint's patch record or weights can't be used."""
 
 
 class VerificationError(PatchError):
@@ -96,8 +84,3 @@ class PushConflictError(HubError):
 
 class UnreachableError(HubError):
     """The Hub didn't answer, or only with errors of its own, however often it was asked."""
-
-
-def first_line(error: BaseException) -> str:
-    """What it says, in one line: its type's name where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

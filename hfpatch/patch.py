@@ -4,38 +4,40 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .checkpoint import patched_model_class, registered_config_class
+from .checkpoint.classes import patched_model_class, registered_config_class
 from .compile import compile_model, require_blocks
-from .convert.maps import require_fit
-from .convert.repair import repair, shadow
-from .convert.repair_report import RepairReport
-from .convert.sample import sample_batches
-from .convert.walk import tried_batches
-from .edits import Edits
+from .core.optimizer import check_optimizer, swap_parameters
+from .core.transaction import Transaction
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
-from .mlps import MLP, GatedLinear
-from .native_rope import TOLD, tell_config
-from .norms import AffineNorm, Norm
-from .optimizer import check_optimizer, swap_parameters
-from .placement import Placement
 from .plan import Plan, checked_request, make_plan, plan_patch, require_bare
-from .positions import Position
-from .record import KEY
-from .swap_grids import IMAGE_SIZE
-from .view import host_class
+from .repairs.attention_maps import require_fit
+from .repairs.block_replay import tried_batches
+from .repairs.repair import repair, shadow
+from .repairs.report import RepairReport
+from .repairs.sample import sample_batches
+from .runtime.gated import GatedLinear
+from .runtime.lens import LENS, host_class
+from .runtime.norms import AffineNorm
+from .runtime.record import KEY
+from .schemes.mlps import MLP
+from .schemes.norms import Norm
+from .schemes.placements import Placement
+from .schemes.positions import Position
+from .swap.config_lengths import takes_any_length
+from .swap.image_tables import IMAGE_SIZE
+from .swap.native_rope import TOLD, tell_config
 
 M = TypeVar("M", bound=PreTrainedModel)
 WAY_BACK = "_hfpatch_way_back"
 REPAIR = "_hfpatch_repair"
-Apply = Callable[[Edits], None]
 _WAITS_FOR_WEIGHTS = (
     "{} has no weights yet (meta device), so nothing could be centred or checked. Load those of a model that was "
     "patched in the same way; the original's would give another function."
@@ -46,11 +48,11 @@ _WAITS_FOR_WEIGHTS = (
 class WayBack:
     """What a reversible patch keeps on the model: the log, the dtype that the model had, lengths put in its config."""
 
-    edits: Edits
+    edits: Transaction
     dtype: torch.dtype
     lengths: dict[str, int]
 
-    def then(self, later: Edits, lengths: dict[str, int]) -> WayBack:
+    def then(self, later: Transaction, lengths: dict[str, int]) -> WayBack:
         """The same with a later patch's log after it."""
         return WayBack(self.edits.then(later), self.dtype, {**self.lengths, **lengths})
 
@@ -123,7 +125,12 @@ def patch_model(
         check_optimizer(optimizer, model)
     told, lengths = _told(tokenizer, pos), plan.lengths_in(model.config)
     if not plan.changes:
-        tell_length(*told, Edits())
+        if calibration is not None:
+            raise OptionError(
+                f"{plan.model_name} is patched this way already, and calibration= fits only what a patch changes. Use "
+                "repair(model, original, batches), with the original model."
+            )
+        tell_length(*told, Transaction())
         return compile_model(model) if compile else model
     dtype = model.dtype
     batches = _checked_calibration(model, calibration, plan, init)
@@ -188,7 +195,7 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
     _carry_over_config(model, patched_config, way_back.lengths)
     _follow(model, before, device, dtype if dtype != way_back.dtype else None)
     if optimizer is not None:
-        swap_parameters(model, optimizer, before, pairs, Edits())
+        swap_parameters(model, optimizer, before, pairs, Transaction())
     return model
 
 
@@ -211,7 +218,7 @@ def _told(tokenizer: Any, pos: str | Position | None) -> tuple[Any, int]:
     return inner, scheme.max_positions
 
 
-def tell_length(tokenizer: Any, length: int, edits: Edits) -> None:
+def tell_length(tokenizer: Any, length: int, edits: Transaction) -> None:
     """Let a tokenizer cut and warn at another length; None is told nothing."""
     if tokenizer is not None:
         edits.set_attribute(tokenizer, "model_max_length", length)
@@ -241,25 +248,26 @@ def _checked_calibration(
 
 def _transact(
     model: PreTrainedModel, plan: Plan, optimizer: Any, calibration: Iterable[Any] | None, fit: str
-) -> tuple[Edits, RepairReport | None]:
+) -> tuple[Transaction, RepairReport | None]:
     """Carry the plan out, or leave everything as it was."""
-    edits, optimizer_edits = Edits(), Edits()
+    edits, optimizer_edits = Transaction(), Transaction()
     before = list(model.parameters())
-    exact, rest = _in_order(plan)
+    exact, norms, others = plan.phases
     measured = plan.conversion.measure() if plan.conversion is not None else None
     report = original = None
     try:
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-            for apply in exact:
-                apply(edits)
+            exact.apply(model, edits)
             if plan.conversion is not None and measured is not None:
                 plan.conversion.verify(measured)
             if calibration is not None and plan.losses():
                 original = shadow(model, writes=bool(plan.conversion and plan.conversion.moved_shifts()))
-            for apply in rest:
-                apply(edits)
+            norms.apply(model, edits)
+            if plan.conversion is not None:
+                plan.conversion.compensate(edits)
+            others.apply(model, edits)
             give_own_config(model, plan, edits)
-            edits.set_class(model, patched_model_class(host_class(type(model))))
+            edits.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
             if calibration is not None and original is not None:
                 report = repair(model, original, calibration, edits, fit)
         if optimizer is not None:
@@ -277,32 +285,14 @@ def _transact(
     return edits, report
 
 
-def _in_order(plan: Plan) -> tuple[list[Apply], list[Apply]]:
-    """First what keeps the function, which is checked then: centring, and norms that become exact. Then other norms,
-    what follows from them, and positions.
-    """
-    conversion = plan.conversion
-    streams: list[Apply] = []
-    exact: list[Apply] = []
-    norms: list[Apply] = []
-    others: list[Apply] = []
-    for change in plan.changes:
-        if change.apply is None:
-            continue
-        kept = change.row.loss is None and conversion is not None
-        norm = exact if kept else norms
-        {"stream": streams, "norm": norm}.get(change.row.kind, others).append(change.apply)
-    if conversion is not None:
-        norms.append(conversion.compensate)
-    return streams + exact, norms + others
-
-
-def give_own_config(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:
+def give_own_config(model: PreTrainedModel, plan: Plan, edits: Transaction) -> None:
     """A patched copy of the config, for every module that holds it or a part of it: other models may share the old."""
     copies: dict[int, Any] = {}
     config = copy.deepcopy(model.config, copies)
     object.__setattr__(config, "__class__", registered_config_class(host_class(type(config))))
-    setattr(config, KEY, plan.record.to_json())
+    record = plan.record
+    unlimited = bool(record.pos) and record.pos[-1].scheme.max_positions is None and takes_any_length(model)  # type: ignore[attr-defined]
+    setattr(config, KEY, replace(record, any_length=unlimited).to_json())
     tell_config(model, config)
     _set_lengths(model, plan, copies, edits)
     for module in model.modules():
@@ -311,7 +301,7 @@ def give_own_config(model: PreTrainedModel, plan: Plan, edits: Edits) -> None:
                 edits.set_attribute(module, name, copies[id(value)])
 
 
-def _set_lengths(model: PreTrainedModel, plan: Plan, copies: dict[int, Any], edits: Edits) -> None:
+def _set_lengths(model: PreTrainedModel, plan: Plan, copies: dict[int, Any], edits: Transaction) -> None:
     """The new length in the patched copies of configs, and in a generation config that ended at the old one."""
     plan.derived.apply(model, edits)
     generation = getattr(model, "generation_config", None)

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from .conversion import Conversion
-from .derived import Derived
-from .errors import NothingToPatchError, OptionError, UnsupportedError, WrappedModelError
-from .from_scratch import settle_start
-from .lengths import config_lengths, derived_from, settle_positions
-from .mlps import MLP
-from .norms import Norm
-from .placement import Placement
-from .positions import Position
-from .record import INITS, KEY, KINDS, Part, Record
-from .rows import SO_ALREADY, Change, Row, grouped, table
-from .select import Names, as_globs, require_matches
-from .swap_batch import plan_batch_norms, settle_batch
-from .swap_branches import plan_branch_norms, settle_norm
-from .swap_mlps import plan_mlps
-from .swap_norms import plan_norms
-from .swap_placement import plan_placement, settle_placement
-from .swap_positions import plan_positions
-from .view import host_class
+from .core.globs import Names, as_globs, require_matches
+from .core.plan_table import SO_ALREADY, Change, Row, grouped, table
+from .core.transaction import Transaction
+from .errors import NothingToPatchError, OptionError, WrappedModelError
+from .exact.request import Conversion
+from .runtime.apply import apply, condensed
+from .runtime.edits import Edit
+from .runtime.errors import UnsupportedError
+from .runtime.lens import host_class
+from .runtime.record import KEY
+from .schemes.mlps import MLP
+from .schemes.norms import Norm
+from .schemes.placements import Placement
+from .schemes.positions import Position
+from .schemes.request import INITS, KINDS, Part, Record
+from .swap.batch import plan_batch_norms, settle_batch
+from .swap.branches import plan_branch_norms, settle_norm
+from .swap.config_diff import Derived
+from .swap.config_lengths import config_lengths, derived_from, settle_positions
+from .swap.from_scratch import settle_start
+from .swap.mlps import plan_mlps
+from .swap.norms import plan_norms
+from .swap.placement import plan_placement, settle_placement
+from .swap.positions import plan_positions
 
 
 def _settle_norms(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Part:
@@ -37,15 +42,15 @@ def _settle_norms(model: nn.Module, part: Part, example_inputs: Mapping[str, Any
     return settle(model, part, example_inputs)
 
 
-def _plan_norms(model: nn.Module, part: Part, strict: bool = True, **options: Any) -> list[Change]:
+def _plan_norms(model: nn.Module, part: Part, **options: Any) -> list[Change]:
     if part.branches:
-        return plan_branch_norms(model, part, strict)
+        return plan_branch_norms(model, part)
     if getattr(part.scheme, "needs_padding", False):
-        return plan_batch_norms(model, part, strict)
-    return plan_norms(model, part, strict, **options)
+        return plan_batch_norms(model, part)
+    return plan_norms(model, part, **options)
 
 
-# in the order in which a record's parts are replayed: a placement may bring norms that a norm scheme then replaces
+# in the order in which requests are carried out: a placement may bring norms that a norm scheme then replaces
 PLANNERS: dict[str, Callable[..., list[Change]]] = {
     "placement": plan_placement,
     "norm": _plan_norms,
@@ -60,6 +65,31 @@ SETTLERS = {
 
 
 @dataclass
+class Phase:
+    """Changes that are carried out together.
+
+    Attributes:
+        edits: of the model's structure, at patterns of names.
+        values: then, what changes in Parameters' values.
+    """
+
+    edits: list[Edit]
+    values: list[Callable[[Transaction], None]]
+
+    @classmethod
+    def of(cls, model: nn.Module, changes: list[Change]) -> Phase:
+        """The phase of some changes of one place each."""
+        edits = condensed((edit for change in changes for edit in change.edits), model)
+        return cls(edits, [change.values for change in changes if change.values is not None])
+
+    def apply(self, model: nn.Module, changes: Transaction) -> None:
+        """Carry them out."""
+        apply(self.edits, model, changes)
+        for values in self.values:
+            values(changes)
+
+
+@dataclass
 class Plan:
     """What a request will do to one model; `str(plan)` is the table. Made by `plan_patch`.
 
@@ -70,6 +100,7 @@ class Plan:
         conversion: where norms are to be the same function: what `patch_model` must check.
         lengths: (config, attribute, value) where max_positions or image_size says another one.
         derived: what the model's class makes of those.
+        phases: the changes in the order in which they are carried out.
     """
 
     model_name: str
@@ -78,6 +109,12 @@ class Plan:
     conversion: Conversion | None = None
     lengths: list[tuple[Any, str, Any]] = field(default_factory=list)
     derived: Derived = field(default_factory=Derived)
+    phases: list[Phase] = field(default_factory=list)
+
+    @property
+    def edits(self) -> list[Edit]:
+        """What changes in the model's structure: all that a checkpoint stores of the patch."""
+        return [edit for phase in self.phases for edit in phase.edits]
 
     @property
     def rows(self) -> list[Row]:
@@ -87,7 +124,7 @@ class Plan:
     @property
     def empty(self) -> bool:
         """Whether nothing will change."""
-        return not any(change.apply for change in self.changes)
+        return not any(change.changes for change in self.changes)
 
     def lengths_in(self, config: Any) -> dict[str, Any]:
         """What max_positions or image_size sets in one config, by the attributes' own names."""
@@ -171,9 +208,9 @@ def make_plan(
 ) -> Plan:
     """`plan_patch` for a checked request; `inexact` says why an exact conversion that was tried isn't one."""
     require_bare(model)
-    record = getattr(model.config, KEY, None)
-    record = Record.from_json(record) if record else Record(model.config.model_type)
+    record = Record.of(model.config)
     plan = Plan(type(model).__name__, record)
+    _require_same_init(parts, record)
     parts = {kind: part for kind, part in parts.items() if not record.has(kind, part)}
     _require_order(parts, record)
     for kind, settle in SETTLERS.items():  # in this order, so that of two refusals the same is always the first
@@ -187,27 +224,55 @@ def make_plan(
             plan.conversion = Conversion.asked_for(model, part, example_inputs, inexact)
             options["conversion"] = plan.conversion
         planned[kind] = PLANNERS[kind](model, part, **options)
-        if kind == "pos" and any(change.apply for change in planned[kind]):
+        if kind == "pos" and any(change.changes for change in planned[kind]):
             plan.lengths = config_lengths(model, part)
             plan.derived = derived_from(model, part, plan.lengths)
     for kind in [kind for kind, changes in planned.items() if _is_so_already(changes)]:
         del planned[kind], parts[kind]
     for kind, changes in planned.items():
         plan.changes += changes
-        changing = sum(change.apply is not None and change.replayed for change in changes)
         settled = plan.conversion.recorded() if plan.conversion is not None and kind == "norm" else parts[kind]
-        plan.record = plan.record.plus(kind, replace(settled, modules=changing))
+        plan.record = plan.record.plus(kind, settled)
     if planned:
         globs = {option: getattr(next(iter(parts.values())), option) for option in ("only", "keep")}
         require_matches(Names.of(model), globs, [row for row in plan.rows if row.kind != "stream"])
     for kind, changes in planned.items():
         _require_change(plan, kind, parts[kind], changes)
+    plan.phases = _phases(model, plan)
+    plan.record = plan.record.with_edits(plan.edits)
     return plan
+
+
+def _phases(model: nn.Module, plan: Plan) -> list[Phase]:
+    """First what keeps the function, which is checked then: centring, and norms that become exact. Then other norms,
+    and what follows from them; last positions and MLPs."""
+    streams, exact, norms, others = (list[Change]() for _ in range(4))
+    for change in plan.changes:
+        if change.changes:
+            kept = change.row.loss is None and plan.conversion is not None
+            norm = exact if kept else norms
+            {"stream": streams, "norm": norm}.get(change.row.kind, others).append(change)
+    return [Phase.of(model, changes) for changes in (streams + exact, norms, others)]
+
+
+def _require_same_init(parts: dict[str, Part], record: Record) -> None:
+    """Refuse a request that is carried out already, now with another `init`.
+
+    Raises:
+        OptionError: says what to do instead.
+    """
+    for kind, part in parts.items():
+        if part.init != "auto" and record.has(kind, part) and getattr(record, kind)[-1].init != part.init:
+            raise OptionError(
+                f"{kind}={str(part.scheme)!r} is in place already, with init={getattr(record, kind)[-1].init!r}: "
+                f"init={part.init!r} would change nothing. Patch the original model with it, or use "
+                "repair(model, original, batches) to fit this one."
+            )
 
 
 def _is_so_already(changes: list[Change]) -> bool:
     """Whether a request, in other words, asks for what the model is."""
-    return not any(change.apply for change in changes) and any(change.row.reason == SO_ALREADY for change in changes)
+    return not any(change.changes for change in changes) and any(change.row.reason == SO_ALREADY for change in changes)
 
 
 def _require_order(parts: dict[str, Part], record: Record) -> None:
@@ -228,7 +293,7 @@ def _require_order(parts: dict[str, Part], record: Record) -> None:
 
 
 def _require_change(plan: Plan, kind: str, part: Part, changes: list[Change]) -> None:
-    if not any(change.apply for change in changes):
+    if not any(change.changes for change in changes):
         reasons = "; ".join(dict.fromkeys(str(change.row.reason) for change in changes))
         raise NothingToPatchError(
             f"{plan.model_name}: {kind}={part.scheme.name!r} has nothing to change; "

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import ROTARY
-from .errors import UnsupportedError
-from .stacks import FoundStack, find_stacks
+from .runtime.attention import ROTARY
+from .runtime.errors import UnsupportedError
+from .sites.stacks import FoundStack, find_stacks
 
 SHIFT = 10  # positions by which a whole stack is moved
 SAME, DIFFERENT = 1e-4, 1e-2  # at most, and at least, what outputs change by; angles are in float32

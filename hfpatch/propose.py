@@ -23,19 +23,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .architectures import Architecture, Stack
-from .attention import NUMBER_OF_HEADS, Fused, Projections, Window
-from .edits import Edits
-from .errors import UnsupportedError
-from .limits import AnyImageSize, AnyRow, AnyTextLength, ZeroArguments
+from .core.registry import ARCHITECTURES
+from .core.transaction import Transaction
 from .measure.twin import twin
-from .positions import RoPE
 from .proof import DIFFERENT, SAME, Proof, decodes_alike, floating_tensors, outputs, prove
-from .record import Part
-from .registry import ARCHITECTURES
-from .stacks import find_stacks
-from .swap_positions import plan_positions
-from .view import host_class
+from .runtime.attention import NUMBER_OF_HEADS, Fused, Projections, Window
+from .runtime.errors import UnsupportedError
+from .runtime.length_lenses import AnyImageSize, AnyRow, AnyTextLength, ZeroArguments
+from .runtime.lens import host_class
+from .schemes.request import Part
+from .schemes.rope import RoPE
+from .sites.records.record import Architecture, Stack
+from .sites.stacks import find_stacks
+from .swap.positions import plan_positions
 
 _HEAD_DIMS = ("head_dim", "attention_head_size", "dim_per_head", "d_kv", "head_size")
 _HEADS = (*NUMBER_OF_HEADS, "heads")
@@ -73,10 +73,12 @@ class Proposal:
         """Python for a file of one's own; importing it registers the record."""
         names = sorted({name for stack in self.record.stacks for name in _classes(stack)})
         extra = (
-            [f"from hfpatch.limits import {', '.join(n for n in names if n in _LIMITS)}"] if _LIMITS & {*names} else []
+            [f"from hfpatch.runtime.length_lenses import {', '.join(n for n in names if n in _LIMITS)}"]
+            if _LIMITS & {*names}
+            else []
         )
         plain = ", ".join(["ARCHITECTURES", "Architecture", "Stack", *(n for n in names if n not in _ELSEWHERE)])
-        extra += ["from hfpatch.attention import Window"] if "Window" in names else []
+        extra += ["from hfpatch.runtime.attention import Window"] if "Window" in names else []
         stacks = "".join(f"            {_text(stack, 12)},\n" for stack in self.record.stacks)
         return (
             f"from hfpatch import {plain}\n" + "".join(f"{line}\n" for line in sorted(extra)) + "\n"
@@ -583,7 +585,7 @@ def _patched(small: nn.Module) -> Any:
     parent = nn.ModuleDict({"model": copy.deepcopy(small)})
     for change in plan_positions(parent, Part(RoPE(), (), (), "auto")):
         if change.apply is not None:
-            change.apply(Edits())
+            change.apply(Transaction())
     return parent["model"]
 
 

@@ -12,7 +12,7 @@ from embed import Embedding
 from encoder import find_model
 from transformers import PreTrainedModel
 
-from hfpatch.errors import first_line
+from hfpatch.runtime.errors import first_line
 
 
 def lm_eval_figures(

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from hfpatch import compile_model, patch_model
+from hfpatch.compile import compile_model
+from hfpatch.patch import patch_model
 
 HEAD_DIM, TOKENS = 64, 512
 KINDS = ("norm", "norm of a sum", "rotary")

@@ -16,8 +16,10 @@ from timing import MODES, Entrant, race
 from torch import nn
 from transformers import PreTrainedModel
 
-from hfpatch import PatchError, compile_model, native_model, patch_model
-from hfpatch.errors import first_line
+from hfpatch.compile import compile_model
+from hfpatch.export.native import native_model
+from hfpatch.patch import patch_model
+from hfpatch.runtime.errors import PatchError, first_line
 
 UNPATCHED, NATIVE = "unpatched", "native"
 TRAINING, FORWARD, DECODING = "training step", "forward", "decoding"

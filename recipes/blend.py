@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from hfpatch import MLP, NothingToPatchError, NotPreservedWarning, patch_model
+from hfpatch.errors import NothingToPatchError, NotPreservedWarning
+from hfpatch.patch import patch_model
+from hfpatch.schemes.mlps import MLP
 
 EXACT = 1e-4  # of the outputs' largest: rounding, where weights were scaled or centred
 _LAYER = re.compile(r"(.*?\.\d+)(?:\.|$)")

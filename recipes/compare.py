@@ -51,8 +51,8 @@ from run import (
 from settings import CONTROL, FREE_TO_CHANGE, check, parse_variant, read_run
 from start import INIT, Baseline
 
-from hfpatch import plan_patch
 from hfpatch.memory import keep_freed_memory
+from hfpatch.plan import plan_patch
 
 STARTS = ("repaired", "self", "auto", "copied", "reset")
 

@@ -7,7 +7,8 @@ import torch
 from data import RecipeError
 from torch import nn
 
-from hfpatch import UnsupportedError, compile_model, compiled_calls, uncompile_model
+from hfpatch.compile import compile_model, compiled_calls, uncompile_model
+from hfpatch.runtime.errors import UnsupportedError
 
 
 def require_blocks(model: nn.Module) -> None:

@@ -46,9 +46,8 @@ from tasks import Task, find_task, load
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from hfpatch import PatchError
-from hfpatch.errors import first_line
 from hfpatch.memory import keep_freed_memory
+from hfpatch.runtime.errors import PatchError, first_line
 
 MULTIPLES = (1, 2, 4, 8)  # of the trained length
 

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedModel, ViTConfig
 from transformers import ViTForImageClassification as ViT
 
-from hfpatch.errors import first_line
+from hfpatch.runtime.errors import first_line
 
 HELD_OUT = 0.2  # share of images where the data has no split of its own
 HELD_OUT_NAMES = ("test", "val", "validation", "valid", "dev")

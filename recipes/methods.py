@@ -31,7 +31,7 @@ from tasks import Batch, Task
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hfpatch.errors import first_line
+from hfpatch.runtime.errors import first_line
 
 Teacher = Callable[[], PreTrainedModel]  # makes a copy of the unpatched model
 METHODS = ("finetune", "distil", "staged", "annealed")

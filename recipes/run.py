@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from hfpatch import PatchError
+from hfpatch.runtime.errors import PatchError
 
 
 class TrainingError(RuntimeError):

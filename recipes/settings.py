@@ -16,7 +16,7 @@ from data import RecipeError
 from tasks import TASKS, find_task
 from transformers import HfArgumentParser
 
-from hfpatch import MLPS, NORMS, POSITIONS
+from hfpatch.core.registry import MLPS, NORMS, POSITIONS
 
 CONTROL = "control"
 

@@ -52,8 +52,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from hfpatch import patch_model, plan_patch
 from hfpatch.memory import keep_freed_memory
+from hfpatch.patch import patch_model
+from hfpatch.plan import plan_patch
 
 NATIVE = {"post": False, "pre": True}  # OPT's do_layer_norm_before
 

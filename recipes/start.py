@@ -15,7 +15,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from hfpatch import NotPreservedWarning, patch_model, plan_patch, sample_batches, show_progress
+from hfpatch.core.progress import show_progress
+from hfpatch.errors import NotPreservedWarning
+from hfpatch.patch import patch_model
+from hfpatch.plan import plan_patch
+from hfpatch.repairs.sample import sample_batches
 
 INIT = {"copied": {"init": "copy"}, "reset": {"init": "reset"}}  # patch_model's, where it isn't its default
 

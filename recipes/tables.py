@@ -10,7 +10,7 @@ from typing import Any
 
 from data import RecipeError
 
-from hfpatch.errors import first_line
+from hfpatch.runtime.errors import first_line
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
 Table = list[dict[str, Any]]

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from hfpatch import PatchError
-from hfpatch.errors import first_line
+from hfpatch.runtime.errors import PatchError, first_line
 
 Batch = dict[str, torch.Tensor]
 Figures = dict[str, float | None]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from hfpatch import compiled_calls, uncompile_model
-from hfpatch.errors import first_line
+from hfpatch.compile import compiled_calls, uncompile_model
+from hfpatch.runtime.errors import first_line
 
 MODES = ("eager", "compiled")
 AT_LEAST = 0.003  # seconds that one sample lasts: shorter work is repeated within it

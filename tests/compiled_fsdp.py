@@ -8,7 +8,7 @@ from tiny_models import inputs, patch, tiny
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hfpatch import compile_model, compiled_calls
+from hfpatch.compile import compile_model, compiled_calls
 
 
 def losses(model, given):

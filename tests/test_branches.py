@@ -11,9 +11,9 @@ from tiny_models import inputs, tiny
 from torch import Tensor, nn
 from transformers import Dinov2Config, Dinov2Model, GPTNeoXConfig, GPTNeoXModel, PreTrainedModel
 
-from hfpatch import CheckpointError
-from hfpatch.branches import Branch, Junction, find_branches, junction_of, junction_to_json, junctions_from_json
-from hfpatch.initial import scaled_weights, values_of
+from hfpatch.runtime.errors import CheckpointError
+from hfpatch.sites.branches import Branch, Junction, find_branches, junction_of, junction_to_json, junctions_from_json
+from hfpatch.sites.deepnorm_init import scaled_weights, values_of
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -38,10 +38,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2DoubleHeadsModel, GPT2LMHeadModel
 from transformers.models.auto import modeling_auto
 
-from hfpatch import NORMS, RMS, CheckpointError, Derf, DyT, HfpatchConfig, PatchError, RoPE, plan_patch
-from hfpatch.checkpoint import WithoutValues
-from hfpatch.norms import AffineNorm
-from hfpatch.positions import RotaryEmbedding
+from hfpatch.checkpoint.classes import HfpatchConfig, WithoutValues
+from hfpatch.core.registry import NORMS
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import CheckpointError, PatchError
+from hfpatch.runtime.norms import AffineNorm
+from hfpatch.runtime.rotary import RotaryEmbedding
+from hfpatch.schemes.norms import RMS, Derf, DyT
+from hfpatch.schemes.rope import RoPE
 
 BOTH = {"norm": DyT(0.4), "pos": RoPE(theta=300.0)}
 

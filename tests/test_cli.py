@@ -10,8 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hfpatch import ARCHITECTURES, Report, __version__
+from hfpatch import __version__
 from hfpatch.cli import app
+from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.verification.report import Report
 
 run = CliRunner()
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from hfpatch import UnsupportedError, plan_patch
-from hfpatch.checkpoint import patched_model_class
-from hfpatch.derived import Derived, derive
-from hfpatch.edits import Edits
+from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.core.transaction import Transaction
+from hfpatch.plan import plan_patch
 from hfpatch.proof import floating_tensors
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.swap.config_diff import Derived, derive
 
 sys.path.insert(0, str(Path(__file__).parent / "positions"))
 import proof
@@ -97,10 +98,10 @@ def test_a_window_of_the_old_length_isnt_made_anew() -> None:
 def test_what_the_patch_has_changed_itself_stays() -> None:
     model = make("whisper")
     derived = Derived([("model.decoder", "max_target_positions", 31, 99)])
-    derived.apply(model, Edits())
+    derived.apply(model, Transaction())
     assert model.model.decoder.max_target_positions == 32
     derived = Derived([("model.decoder", "max_target_positions", 32, 99)])
-    edits = Edits()
+    edits = Transaction()
     derived.apply(model, edits)
     assert model.model.decoder.max_target_positions == 99
     edits.undo()

@@ -18,7 +18,9 @@ from tiny_models import difference, inputs, load, outputs, patch, tiny
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
 
-from hfpatch import CheckpointError, DyT, RoPE
+from hfpatch.runtime.errors import CheckpointError
+from hfpatch.schemes.norms import DyT
+from hfpatch.schemes.rope import RoPE
 
 BOTH = {"norm": DyT(0.4), "pos": RoPE(theta=300.0)}
 SENTENCES = ["Return the length of an object.", "Open a file for reading.", "Sort the items of a list in place."]

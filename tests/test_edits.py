@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import changes, fingerprint
 from torch import nn
 
-from hfpatch.edits import Edits
+from hfpatch.core.transaction import Transaction
 
 
 class Child(nn.Linear):
@@ -34,7 +34,7 @@ def tree() -> nn.Module:
 def test_undo_restores_order_and_identity() -> None:
     model = tree()
     before = fingerprint(model)
-    edits = Edits()
+    edits = Transaction()
     edits.set_module(model, "norm", None)
     edits.set_module(model, "first", nn.Identity())
     edits.set_module(model, "new", nn.Identity())
@@ -67,7 +67,7 @@ _OPERATIONS = st.lists(
 @given(_OPERATIONS)
 def test_undo_restores_any_sequence(operations: list[tuple[str, str]]) -> None:
     model = tree()
-    before, edits = fingerprint(model), Edits()
+    before, edits = fingerprint(model), Transaction()
     for kind, name in operations:
         if kind == "module":
             edits.set_module(model, name, nn.LayerNorm(3))
@@ -86,7 +86,7 @@ def test_undo_restores_any_sequence(operations: list[tuple[str, str]]) -> None:
 def test_set_attribute_doesnt_reach_into_the_class() -> None:
     model = tree()
     type_level = dict(vars(type(model)))
-    edits = Edits()
+    edits = Transaction()
     edits.set_attribute(model, "limit", 7)
     assert vars(type(model)) == type_level
     edits.undo()
@@ -96,7 +96,7 @@ def test_set_attribute_doesnt_reach_into_the_class() -> None:
 def test_lists_and_keys() -> None:
     a, b = object(), object()
     target, mapping = [a, b], {"x": a, "y": b, "z": 1}
-    edits = Edits()
+    edits = Transaction()
     edits.set_list(target, [b])
     edits.drop_key(mapping, "y")
     edits.drop_key(mapping, "absent")
@@ -111,7 +111,7 @@ def test_lists_and_keys() -> None:
 def test_then_undoes_both_in_reverse() -> None:
     model = tree()
     before = fingerprint(model)
-    first, second = Edits(), Edits()
+    first, second = Transaction(), Transaction()
     first.set_module(model, "norm", nn.Identity())
     second.set_module(model, "norm", nn.ReLU())
     joined = first.then(second)
@@ -123,7 +123,7 @@ def test_then_undoes_both_in_reverse() -> None:
 def test_mode_moves_to_the_new_module() -> None:
     model = tree().eval()
     model.norm.train()
-    edits = Edits()
+    edits = Transaction()
     edits.set_module(model, "norm", nn.Identity())
     edits.set_module(model, "first", nn.Identity())
     assert model.norm.training
@@ -148,7 +148,7 @@ def test_every_kind_of_hook_moves_to_the_new_module() -> None:
 
     everything = run()
     assert len(everything) == 7
-    edits = Edits()
+    edits = Transaction()
     edits.set_module(model, "norm", nn.Linear(3, 3))
     assert run() == everything
     edits.undo()
@@ -158,7 +158,7 @@ def test_every_kind_of_hook_moves_to_the_new_module() -> None:
 def test_a_moved_hook_can_be_removed_by_its_old_handle() -> None:
     model, seen = tree(), []
     handle = model.norm.register_forward_hook(lambda *a: seen.append(1))
-    Edits().set_module(model, "norm", nn.Identity())
+    Transaction().set_module(model, "norm", nn.Identity())
     model.norm(torch.ones(3))
     handle.remove()
     model.norm(torch.ones(3))
@@ -168,7 +168,7 @@ def test_a_moved_hook_can_be_removed_by_its_old_handle() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_log_copies_together_with_its_model(copied) -> None:
     model = tree()
-    edits = Edits()
+    edits = Transaction()
     edits.set_module(model, "norm", nn.Identity())
     edits.set_parameter(model, "table", None)
     edits.set_attribute(model, "limit", 9)
@@ -184,7 +184,7 @@ def test_a_log_copies_together_with_its_model(copied) -> None:
 
 
 def test_a_class_that_stays_leaves_the_log_empty() -> None:
-    model, edits = tree(), Edits()
+    model, edits = tree(), Transaction()
     edits.set_class(model, type(model))
     assert len(edits) == 0
 
@@ -192,7 +192,7 @@ def test_a_class_that_stays_leaves_the_log_empty() -> None:
 def test_values_of_a_parameter_change_and_come_back() -> None:
     model = tree()
     parameter, before = model.table, fingerprint(model)
-    given, edits = torch.full((12,), 0.1, dtype=torch.float64), Edits()
+    given, edits = torch.full((12,), 0.1, dtype=torch.float64), Transaction()
     edits.set_values(model, "table", given)
     edits.set_values(model.first, "weight", torch.ones(3, 3))
     assert model.table is parameter
@@ -204,7 +204,7 @@ def test_values_of_a_parameter_change_and_come_back() -> None:
 
 
 def test_values_are_copied() -> None:
-    model, edits = tree(), Edits()
+    model, edits = tree(), Transaction()
     given = torch.ones(3, 3)
     edits.set_values(model.first, "weight", given)
     edits.set_values(model.last, "weight", given)
@@ -214,7 +214,7 @@ def test_values_are_copied() -> None:
 
 
 def test_undo_down_to_a_length() -> None:
-    model, edits = tree(), Edits()
+    model, edits = tree(), Transaction()
     untouched = fingerprint(model)
     edits.set_module(model, "norm", nn.Identity())
     middle, mark = fingerprint(model), len(edits)
@@ -230,7 +230,7 @@ def test_undo_down_to_a_length() -> None:
 
 
 def test_old_values_follow_the_parameters_dtype_and_shape() -> None:
-    model, edits = tree(), Edits()
+    model, edits = tree(), Transaction()
     old = model.table.detach().clone()
     edits.set_values(model, "table", torch.zeros(4, 3))
     edits.set_values(model, "scale", torch.zeros(3))
@@ -243,7 +243,7 @@ def test_old_values_follow_the_parameters_dtype_and_shape() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_values_copy_together_with_their_model(copied) -> None:
-    model, edits = tree(), Edits()
+    model, edits = tree(), Transaction()
     old = model.table.detach().clone()
     edits.set_values(model, "table", torch.zeros(4, 3))
     model.__dict__["way_back"] = edits

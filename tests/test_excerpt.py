@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from hfpatch.checkpoint.classes.weight_digest import cut_down, digest, sample
 from tiny_models import changes, inputs, patch, tiny
 from tiny_models import fingerprint as trace
 from torch import nn
-
-from hfpatch.excerpt import cut_down, digest, sample
 
 
 def test_small_tensors_are_read_in_full() -> None:

@@ -18,14 +18,18 @@ import transformers
 import zoo
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from hfpatch.checkpoint.classes.fingerprint import Fingerprint, Forward, texture
 from safetensors.torch import load_file, save_file
 from tiny_models import RECORDED, changes, difference, inputs, patch, randomise, tiny
 from tiny_models import fingerprint as trace
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from hfpatch import CheckpointError, DyT, PatchError, RoPE, excerpt, fingerprint
-from hfpatch.fingerprint import Fingerprint, Forward, texture
+from hfpatch.checkpoint.classes import fingerprint
+from hfpatch.checkpoint.classes import weight_digest as excerpt
+from hfpatch.runtime.errors import CheckpointError, PatchError
+from hfpatch.schemes.norms import DyT
+from hfpatch.schemes.rope import RoPE
 
 AUTOS = ("AutoModelForCausalLM", "AutoModel", "AutoModelForTokenClassification")
 another = pytest.raises(CheckpointError, match=r"isn't the one that was saved.*check_fingerprint=False")

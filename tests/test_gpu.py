@@ -13,7 +13,9 @@ import pytest
 import torch
 from tiny_models import difference, inputs, outputs, patch, tiny
 
-from hfpatch import MLPS, NORMS, POSITIONS, PatchError, compile_model, compiled_calls
+from hfpatch.compile import compile_model, compiled_calls
+from hfpatch.core.registry import MLPS, NORMS, POSITIONS
+from hfpatch.runtime.errors import PatchError
 
 DEVICE = os.environ.get("HFPATCH_GPU_TESTS_ON", "cuda")  # "cpu" tries the tests themselves out
 pytestmark = [

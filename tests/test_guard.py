@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hfpatch.checkpoint.classes.record import Record
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from tiny_models import CONFIGS, RECORDED, difference, load, norms_of, patch, tiny, tiny_config
 from transformers import (
@@ -26,11 +27,11 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from hfpatch import CheckpointError, RoPE, UnsupportedError
-from hfpatch.checkpoint import patched_config_class
-from hfpatch.guard import SENTENCE, guarded, released
-from hfpatch.norms.dyt import DynamicTanh
-from hfpatch.record import Record
+from hfpatch.checkpoint.classes import patched_config_class
+from hfpatch.runtime.errors import CheckpointError, UnsupportedError
+from hfpatch.runtime.norms import DynamicTanh
+from hfpatch.runtime.refuse_host import SENTENCE, guarded, released
+from hfpatch.schemes.rope import RoPE
 
 refused = pytest.raises(StrictDataclassFieldValidationError, match=r"patched by hfpatch.*import hfpatch.*Auto class")
 

@@ -18,9 +18,11 @@ from tiny_models import RECORDED, difference, inputs, load, norms_of, outputs, p
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
 
-from hfpatch import CheckpointError, DyT, RoPE
-from hfpatch.norms import AffineNorm
-from hfpatch.positions import RotaryEmbedding
+from hfpatch.runtime.errors import CheckpointError
+from hfpatch.runtime.norms import AffineNorm
+from hfpatch.runtime.rotary import RotaryEmbedding
+from hfpatch.schemes.norms import DyT
+from hfpatch.schemes.rope import RoPE
 
 BOTH = {"norm": DyT(0.4), "pos": RoPE(theta=300.0)}
 CAUSAL = "AutoModelForCausalLM"

@@ -34,23 +34,16 @@ from tiny_models import (
 from torch import nn
 from transformers import EncoderDecoderModel, GPT2LMHeadModel, GPT2Model, VisionTextDualEncoderModel
 
-from hfpatch import (
-    NORMS,
-    RMS,
-    DyT,
-    NotPreservedWarning,
-    NotReversibleError,
-    OptionError,
-    RoPE,
-    WrappedModelError,
-    patch_model,
-    plan_patch,
-    unpatch_model,
-)
-from hfpatch.convert.find import find_centring
-from hfpatch.edits import Edits
-from hfpatch.norms import AffineNorm
-from hfpatch.positions import RotaryEmbedding
+from hfpatch.core.registry import NORMS
+from hfpatch.core.transaction import Transaction
+from hfpatch.errors import NotPreservedWarning, NotReversibleError, OptionError, WrappedModelError
+from hfpatch.exact.search import find_centring
+from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.norms import AffineNorm
+from hfpatch.runtime.rotary import RotaryEmbedding
+from hfpatch.schemes.norms import RMS, DyT
+from hfpatch.schemes.rope import RoPE
 
 BOTH = {"norm": "dyt", "pos": "rope"}
 every_family = pytest.mark.parametrize("family", RECORDED)
@@ -442,7 +435,7 @@ def test_back_to_an_earlier_scheme_is_another_patch(tmp_path: Path) -> None:
 # All or nothing
 
 
-_ORIGINAL_RECORD = Edits._record
+_ORIGINAL_RECORD = Transaction._record
 
 
 class StopHereError(Exception):
@@ -495,19 +488,19 @@ def test_a_failure_at_any_step_restores_everything(
     """Each change is logged by one call; the model is the same objects and bits whichever of them fails."""
     model = tiny(family)
     found = find_centring(model)
-    monkeypatch.setattr("hfpatch.conversion.find_centring", lambda *a: found)
+    monkeypatch.setattr("hfpatch.exact.search.find_centring", lambda *a: found)
     optimizer = trained(model)
     model.train()
     before = fingerprint(model, optimizer)
-    counted = failing_at(monkeypatch, Edits, "_record", lambda call: None)
+    counted = failing_at(monkeypatch, Transaction, "_record", lambda call: None)
     rehearsal = copy.deepcopy(model)
     patch(rehearsal, **request_, optimizer=trained(rehearsal))
     steps = counted[0]
     assert steps > 15
     for step in range(1, steps + 1):
         with monkeypatch.context() as context:
-            context.setattr(Edits, "_record", _ORIGINAL_RECORD)
-            failing_at(context, Edits, "_record", lambda call, step=step: moment if call == step else None)
+            context.setattr(Transaction, "_record", _ORIGINAL_RECORD)
+            failing_at(context, Transaction, "_record", lambda call, step=step: moment if call == step else None)
             with pytest.raises(StopHereError):
                 patch(model, **request_, optimizer=optimizer, reversible=True)
         assert not changes(before, fingerprint(model, optimizer)), f"step {step} of {steps}"
@@ -519,7 +512,7 @@ def test_a_failure_after_a_change_restores_everything(name: str, monkeypatch: py
     optimizer = trained(model)
     before = fingerprint(model, optimizer)
     for step in itertools.count(1):
-        count = failing_at(monkeypatch, Edits, name, lambda call, step=step: "after" if call == step else None)
+        count = failing_at(monkeypatch, Transaction, name, lambda call, step=step: "after" if call == step else None)
         try:
             patch(copy.deepcopy(model) if step > 40 else model, **BOTH, optimizer=optimizer)
         except StopHereError:
@@ -534,13 +527,13 @@ def test_a_failure_after_a_change_restores_everything(name: str, monkeypatch: py
 @pytest.mark.parametrize(
     ("target", "error"),
     [
-        ("hfpatch.patch.patched_model_class", StopHereError),
-        ("hfpatch.patch.registered_config_class", KeyboardInterrupt),
+        ("hfpatch.checkpoint.classes.patched_model_class", StopHereError),
+        ("hfpatch.checkpoint.classes.registered_config_class", KeyboardInterrupt),
         ("hfpatch.patch.copy.deepcopy", MemoryError),
-        ("hfpatch.norms.rms.RMSNorm.__init__", ValueError),
-        ("hfpatch.record.Record.to_json", StopHereError),
-        ("hfpatch.limits.ConstantPositions.__init__", StopHereError),
-        ("hfpatch.view.lensed_class", SystemExit),
+        ("hfpatch.runtime.norms.RMSNorm.__init__", ValueError),
+        ("hfpatch.checkpoint.record.Record.to_json", StopHereError),
+        ("hfpatch.runtime.constants.ConstantPositions.__init__", StopHereError),
+        ("hfpatch.runtime.lens.lensed_class", SystemExit),
     ],
 )
 def test_a_failure_in_what_a_step_calls(target: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -584,7 +577,7 @@ def test_a_third_party_scheme_that_fails_midway() -> None:
 def test_a_failing_second_patch_restores_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch(tiny("gpt2"), norm="rms", reversible=True)
     before = fingerprint(model)
-    failing_at(monkeypatch, Edits, "_record", lambda call: "after" if call == 9 else None)
+    failing_at(monkeypatch, Transaction, "_record", lambda call: "after" if call == 9 else None)
     with pytest.raises(StopHereError):
         patch(model, **BOTH, reversible=True)
     monkeypatch.undo()

@@ -14,16 +14,12 @@ from by_hand import MODELS, POST, RATE, STEPS, error, every_model, make, run, wi
 from tiny_models import changes, fingerprint, inputs, norms_of, patch, reload, tiny
 from torch import Tensor
 
-from hfpatch import (
-    PLACEMENTS,
-    NothingToPatchError,
-    NotPreservedWarning,
-    UnsupportedError,
-    patch_model,
-    plan_patch,
-    unpatch_model,
-)
-from hfpatch.norms import AffineNorm
+from hfpatch.core.registry import PLACEMENTS
+from hfpatch.errors import NothingToPatchError, NotPreservedWarning
+from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.norms import AffineNorm
 
 every_placement = pytest.mark.parametrize("placement", ["pre", "post", "olmo2", "sandwich"])
 

@@ -13,21 +13,13 @@ from tiny_models import RECORDED, changes, fingerprint, patch, tiny, tiny_config
 from torch import nn
 from transformers import EncoderDecoderModel, GPT2Model
 
-from hfpatch import (
-    ARCHITECTURES,
-    DyT,
-    NoMatchError,
-    NothingToPatchError,
-    OptionError,
-    PatchError,
-    RoPE,
-    UnknownNameError,
-    UnsupportedError,
-    WrappedModelError,
-    patch_model,
-    plan_patch,
-)
-from hfpatch.plan import Plan
+from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.errors import NoMatchError, NothingToPatchError, OptionError, UnknownNameError, WrappedModelError
+from hfpatch.patch import patch_model
+from hfpatch.plan import Plan, plan_patch
+from hfpatch.runtime.errors import PatchError, UnsupportedError
+from hfpatch.schemes.norms import DyT
+from hfpatch.schemes.rope import RoPE
 
 # Purity
 

@@ -12,9 +12,9 @@ from tiny_models import inputs, patch, tiny
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from hfpatch import sample_batches, show_progress
 from hfpatch.cli import app
-from hfpatch.progress import tell
+from hfpatch.core.progress import show_progress, tell
+from hfpatch.repairs.sample import sample_batches
 
 LOGGER = logging.getLogger("hfpatch")
 

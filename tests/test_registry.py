@@ -14,23 +14,14 @@ import torch
 from tiny_models import difference, outputs, patch, registered, reload, tiny
 from torch import Tensor, nn
 
-from hfpatch import (
-    ARCHITECTURES,
-    MLPS,
-    NORMS,
-    POSITIONS,
-    RMS,
-    AffineNorm,
-    CheckpointError,
-    Norm,
-    NormFacts,
-    PatchError,
-    Position,
-    Registry,
-    RoPE,
-    UnknownNameError,
-    plan_patch,
-)
+from hfpatch.core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS, Registry
+from hfpatch.errors import UnknownNameError
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import CheckpointError, PatchError
+from hfpatch.runtime.norms import AffineNorm, NormFacts
+from hfpatch.schemes.norms import RMS, Norm
+from hfpatch.schemes.positions import Position
+from hfpatch.schemes.rope import RoPE
 
 
 def test_what_ships_is_registered() -> None:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfpatch import rewrite as rewriting
-from hfpatch.edits import Edits
-from hfpatch.rewrite import Rewrite
+from hfpatch.core import rewrite as rewriting
+from hfpatch.core.rewrite import Rewrite
+from hfpatch.core.transaction import Transaction
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 KINDS = ["centre", "add", "multiply", "ones"]
@@ -45,7 +45,7 @@ def operand(kind: str, shape: tuple[int, ...], axis: int, seed: int = 1) -> Tens
     return torch.randn(along, generator=generator, dtype=torch.float64) + 0.7
 
 
-def rewrite(module: nn.Module, kind: str, axis: int, edits: Edits) -> None:
+def rewrite(module: nn.Module, kind: str, axis: int, edits: Transaction) -> None:
     value = operand(kind, tuple(module.value.shape), axis)
     if kind == "ones":
         value = module.value.detach().double().clone()
@@ -81,7 +81,7 @@ def test_forward_is_the_formula_and_undo_restores_every_bit(
         for axis, order in itertools.product(range(len(shape)), [None, tuple(reversed(range(len(shape))))]):
             module = holder(shape, dtype, order=order)
             before, kept, old = bits(module.value), facts(module), module.value.detach().clone()
-            edits = Edits()
+            edits = Transaction()
             rewrite(module, kind, axis, edits)
             expected = formula(kind, old, axis)
             assert torch.equal(module.value.detach(), expected.to(dtype))
@@ -95,7 +95,7 @@ def test_forward_is_the_formula_and_undo_restores_every_bit(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(0, 6), (5, 0), (0,)])
 def test_parameters_without_elements(kind: str, shape: tuple[int, ...]) -> None:
-    module, edits = holder(shape, torch.float32), Edits()
+    module, edits = holder(shape, torch.float32), Transaction()
     rewrite(module, kind, 0, edits)
     edits.undo()
     assert module.value.shape == shape
@@ -116,7 +116,7 @@ def test_any_values_come_back(values: list[float], dtype: torch.dtype, kind: str
     module = nn.Module()
     module.value = nn.Parameter(torch.tensor(values, dtype=torch.float64).to(dtype).reshape(2, 3))
     before = bits(module.value)
-    edits = Edits()
+    edits = Transaction()
     rewrite(module, kind, axis, edits)
     rewrite(module, "centre", 1 - axis, edits)
     edits.undo()
@@ -135,7 +135,7 @@ def test_a_stop_at_any_moment_is_taken_back(kind: str, name: str, moment: str, m
     stopped = 0
     for step in itertools.count(1):
         module = holder((5, 6), torch.float32)
-        before, edits, calls = bits(module.value), Edits(), [0]
+        before, edits, calls = bits(module.value), Transaction(), [0]
         with monkeypatch.context() as context:
             interrupt(context, name, moment, step, calls)
             try:
@@ -186,7 +186,7 @@ def interrupt(context: Any, name: str, moment: str, step: int, calls: list[int])
 def test_the_log_copies_with_its_model(copied: Any) -> None:
     module = holder((4, 6), torch.float32)
     before = bits(module.value)
-    edits = Edits()
+    edits = Transaction()
     for kind in ("centre", "multiply", "add"):
         rewrite(module, kind, 1, edits)
     module.__dict__["way_back"] = edits
@@ -200,7 +200,7 @@ def test_the_log_copies_with_its_model(copied: Any) -> None:
 def test_undo_after_training_adds_the_mean_back() -> None:
     for dtype in DTYPES:
         module = holder((40, 6), dtype)
-        old, edits = module.value.detach().clone(), Edits()
+        old, edits = module.value.detach().clone(), Transaction()
         rewrite(module, "centre", 1, edits)
         with torch.no_grad():
             module.value[7:9] += 0.25
@@ -214,14 +214,14 @@ def test_undo_after_training_adds_the_mean_back() -> None:
 
 def test_undo_after_a_change_of_dtype_or_size() -> None:
     module = holder((40, 6), torch.float32)
-    old, edits = module.value.detach().clone(), Edits()
+    old, edits = module.value.detach().clone(), Transaction()
     rewrite(module, "centre", 1, edits)
     module.value.data = module.value.data.double()
     edits.undo()
     assert (module.value - old).abs().max() < 1e-6
     for rows in (30, 50):  # as resize_token_embeddings does
         module = holder((40, 6), torch.float32)
-        edits = Edits()
+        edits = Transaction()
         rewrite(module, "centre", 1, edits)
         resized = torch.zeros(rows, 6)
         resized[: min(rows, 40)] = module.value.detach()[:rows]
@@ -230,7 +230,7 @@ def test_undo_after_a_change_of_dtype_or_size() -> None:
         assert torch.equal(module.value[: min(rows, 40)], old[:rows])
         assert not module.value[40:].any()
     module = holder((40, 6), torch.float32)
-    edits = Edits()
+    edits = Transaction()
     rewrite(module, "centre", 1, edits)
     module.value.data = torch.ones(3, 3)
     edits.undo()
@@ -240,7 +240,7 @@ def test_undo_after_a_change_of_dtype_or_size() -> None:
 def test_parameters_of_inference_mode() -> None:
     with torch.inference_mode():
         module = holder((4, 6), torch.float32)
-    before, edits = bits(module.value), Edits()
+    before, edits = bits(module.value), Transaction()
     rewrite(module, "centre", 0, edits)
     assert not torch.equal(bits(module.value), before)
     edits.undo()
@@ -293,7 +293,7 @@ def test_memory_stays_far_below_the_parameter(shape: tuple[int, int], axis: int)
     module = nn.Module()
     module.value = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02)
     size = module.value.nbytes
-    edits = Edits()
+    edits = Transaction()
     before = bits(module.value)
     with Allocations() as allocations:
         allocations.known.add(module.value.untyped_storage().data_ptr())

@@ -12,24 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfpatch import (
-    NORMS,
-    POSITIONS,
-    RMS,
-    ALiBi,
-    Derf,
-    DyT,
-    Layer,
-    Learned,
-    NoPE,
-    OptionError,
-    PatchError,
-    RoPE,
-    Sinusoidal,
-    UnknownNameError,
-)
-from hfpatch.norms import Norm
-from hfpatch.positions import Position
+from hfpatch.core.registry import NORMS, POSITIONS
+from hfpatch.errors import OptionError, UnknownNameError
+from hfpatch.runtime.errors import PatchError
+from hfpatch.schemes.learned import Learned
+from hfpatch.schemes.norms import RMS, Derf, DyT, Layer, Norm
+from hfpatch.schemes.positions import ALiBi, NoPE, Position, Sinusoidal
+from hfpatch.schemes.rope import RoPE
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

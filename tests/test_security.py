@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import difference, inputs, outputs, patch, tiny
 from transformers import AutoConfig, AutoModel
 
-from hfpatch import CheckpointError, RoPE
+from hfpatch.runtime.errors import CheckpointError
+from hfpatch.schemes.rope import RoPE
 
 Damage = Callable[[Path], Any]
 

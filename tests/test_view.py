@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hfpatch.view import LENS, LiveView, View, lensed_class
+from hfpatch.runtime.lens import LENS, LiveView, View, lensed_class
 
 
 class Host(nn.Module):

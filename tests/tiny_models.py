@@ -21,7 +21,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hfpatch import NotPreservedWarning, patch_model
+from hfpatch.errors import NotPreservedWarning
+from hfpatch.patch import patch_model
 
 B, T, D, VOCABULARY, PAD = 2, 12, 32, 97, 0
 _TEXT = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.4}

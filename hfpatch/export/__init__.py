@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OptionError
-from ..view import host_class
+from ..runtime.lens import host_class
 from .files import require_plain_options, staged
 from .native import Exported, export_native, native_model
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..pairing import order
-from ..positions import ALiBi, RoPE
+from ..runtime.attention import order
+from ..schemes.positions import ALiBi
+from ..schemes.rope import RoPE
 
 CLOSE = 1e-11  # eps of norms that differ by less are alike
 

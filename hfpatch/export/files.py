@@ -13,7 +13,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from ..errors import OptionError, PatchError
+from ..errors import OptionError
+from ..runtime.errors import PatchError
 
 _SAMPLE = "The quick (brown) fox: 12.5 jumps; c1ccccc1O naïve\n"
 _GENERIC = "PreTrainedTokenizerFast"  # reads tokenizer.json as it stands, whatever the model's type

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import transformers
 
-from ..errors import UnknownNameError, UnsupportedError, VerificationError
+from ..errors import UnknownNameError, VerificationError
 from ..plan import require_bare
-from ..positions import RoPE
-from ..positions.rope import ADAPTIVE
-from ..view import host_class
+from ..runtime.errors import UnsupportedError
+from ..runtime.lens import host_class
+from ..runtime.rotary import ADAPTIVE
+from ..schemes.rope import RoPE
 from .equality import Measured, compare
 from .files import require_plain_options, staged
 from .layouts import BASE, LAYOUTS, LM, MASKED, QUESTION, SEQUENCE, TOKEN, Layout

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ..attention import BIAS, ROTARY
-from ..errors import UnsupportedError
-from ..limits import ConstantPositions
-from ..mlps import GatedActivation, GatedLinear
-from ..native_rope import find_rotations, pairing_of
-from ..norms import describe
-from ..pairing import rotating_attentions
-from ..positions import ALiBi, RoPE, RotaryEmbedding
-from ..positions.alibi import LinearBias
-from ..residual import Gains, Joins
-from ..view import CENTRED, lens_of
+from ..runtime.alibi import LinearBias
+from ..runtime.attention import BIAS, ROTARY
+from ..runtime.constants import ConstantPositions
+from ..runtime.errors import UnsupportedError
+from ..runtime.gated import GatedActivation, GatedLinear
+from ..runtime.joins import Gains, Joins
+from ..runtime.lens import CENTRED, lens_of
+from ..runtime.rotary import RotaryEmbedding
+from ..schemes.positions import ALiBi
+from ..schemes.rope import RoPE
+from ..sites.norms import describe
+from ..sites.pairing import rotating_attentions
+from ..swap.native_rope import find_rotations, pairing_of
 from .anatomy import Affine, Anatomy, Block, NormValues
 from .layouts import OUTPUT, Layout
 

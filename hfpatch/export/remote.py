@@ -1,8 +1,7 @@
 """A checkpoint that opens with `trust_remote_code=True` where hfpatch isn't installed.
 
-Beside the weights lies one generated file. It holds the modules of the patch, cut out of hfpatch's own sources, and a
-method that says in the open which module of the host each of them replaces: what replaying the patch record comes to,
-not the code that replays it.
+Beside the weights lie the files of hfpatch/runtime, byte for byte, and a modeling file that names the model's classes:
+the code that hfpatch itself runs and tests, and the edits in config.json.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedError, VerificationError
+from ..errors import VerificationError
 from ..measure.inputs import example_inputs as made_inputs
 from ..measure.quiet_forward import device_of, fitting, quiet
 from ..plan import require_bare
+from ..runtime.errors import UnsupportedError
 from . import fresh
 from .files import require_free, require_plain_options, staged
-from .modeling import FILE, modeling_file
+from .modeling import auto_class, write_code
 
 _TIMEOUT = 1800  # seconds for the other process
 
@@ -43,8 +43,8 @@ def export_remote(
 ) -> Path:
     """Save a patched model so that it opens without hfpatch, by `from_pretrained(folder, trust_remote_code=True)`.
 
-    The folder gets what `save_pretrained` writes, `modeling_hfpatch.py` and, in config.json, an `auto_map` that names
-    its classes: that of the model, and every other head of the family for which the file makes what hfpatch makes. A
+    The folder gets what `save_pretrained` writes, the runtime's files, `modeling_hfpatch.py` and, in config.json, an
+    `auto_map` that names its classes: that of the model, and every other head of the family. A
     process without hfpatch and without `trust_remote_code=True` refuses the checkpoint. Where hfpatch is imported, it
     opens the checkpoint itself, whatever `trust_remote_code` says, and runs nothing of the file.
 
@@ -72,17 +72,16 @@ def export_remote(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
     require_free(folder, overwrite)
-    code = modeling_file(model)
+    auto = auto_class(model)
     with staged(folder, overwrite, tokenizer) as written:
         model.save_pretrained(written, **save_options)
-        (written / FILE).write_text(code.text, encoding="utf-8")
-        _tell_config(written / "config.json", code.auto_map)
+        _set_auto_map(written / "config.json", write_code(model, written))
         if verify:
-            verify_remote(model, written, code.auto_of(type(model).__name__), example_inputs)
+            verify_remote(model, written, auto, example_inputs)
     return folder
 
 
-def _tell_config(path: Path, auto_map: Mapping[str, str]) -> None:
+def _set_auto_map(path: Path, auto_map: Mapping[str, str]) -> None:
     stored = json.loads(path.read_text(encoding="utf-8"))
     stored["auto_map"] = dict(auto_map)
     path.write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n", encoding="utf-8")

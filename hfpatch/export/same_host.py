@@ -13,18 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import BIAS, ROTARY
-from ..errors import UnsupportedError
-from ..limits import ConstantPositions
-from ..mlps import GatedLinear
-from ..native_rope import Unrotated, find_rotations, rotary_dim_of
-from ..norms import AffineNorm, describe
-from ..pairing import Rotating, order, reordered_rows, rotating_attentions
-from ..relative import Given, find_biases
-from ..scheme import KEY
-from ..stacks import find_stacks, max_positions
-from ..tables import ComputedPositions
-from ..view import SCALED, host_class, lens_of
+from ..runtime.attention import BIAS, ROTARY, order
+from ..runtime.constants import ConstantPositions, Given, Unrotated
+from ..runtime.errors import UnsupportedError
+from ..runtime.gated import GatedLinear
+from ..runtime.lens import SCALED, host_class, lens_of
+from ..runtime.norms import AffineNorm
+from ..runtime.record import KEY
+from ..runtime.tables import ComputedPositions
+from ..sites.biases import find_biases
+from ..sites.norms import describe
+from ..sites.pairing import Rotating, reordered_rows, rotating_attentions
+from ..sites.stacks import find_stacks, max_positions
+from ..swap.native_rope import find_rotations, rotary_dim_of
 from .anatomy import CLOSE
 from .read import gains_of
 

@@ -10,10 +10,11 @@ import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
-from ..errors import UnsupportedError
-from ..norms import describe
-from ..positions import ALiBi, RoPE
-from ..positions.rope import FACTOR_BY_LENGTH, ORIGINAL
+from ..runtime.errors import UnsupportedError
+from ..runtime.rotary import ORIGINAL
+from ..schemes.positions import ALiBi
+from ..schemes.rope import FACTOR_BY_LENGTH, RoPE
+from ..sites.norms import describe
 from .anatomy import CLOSE, Affine, Anatomy, Block, NormValues, centre, fold_gains, fold_shifts, with_pairing
 from .layouts import Layout
 from .read import body_of, found, fuse, slot

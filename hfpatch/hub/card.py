@@ -15,7 +15,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import CONFIG_MAPPING
 
 from ..errors import OptionError
-from ..record import KEY, KINDS
+from ..runtime.record import KEY
+from ..schemes.request import KINDS
 from .folder import Folder
 from .section import Facts, parts_of, section
 

@@ -10,12 +10,13 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
-from ..checkpoint import patched_model_class
-from ..errors import CheckpointError, OptionError, first_line
+from ..checkpoint.classes import patched_model_class
+from ..errors import OptionError
 from ..export import FORMS, export_model
 from ..export.modeling import FILE
 from ..plan import require_bare
-from ..record import KEY
+from ..runtime.errors import CheckpointError, first_line
+from ..runtime.record import KEY
 from .folder import CARD, Folder, read_folder, travelling
 
 _VOCABULARIES = ("tokenizer", "vocab", "spiece")

@@ -26,12 +26,11 @@ from ..errors import (
     NotAModelRepoError,
     NotLoggedInError,
     NoWriteAccessError,
-    PatchError,
     PushConflictError,
     RepoIdError,
     UnreachableError,
-    first_line,
 )
+from ..runtime.errors import PatchError, first_line
 
 T = TypeVar("T")
 HTTPError: type[Exception] = hub_errors.HTTPError  # httpx's or httpx2's, as the client has it

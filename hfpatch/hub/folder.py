@@ -14,10 +14,11 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING
 
-from ..checkpoint import HfpatchConfig
-from ..errors import CheckpointError, PatchError
-from ..record import KEY, Record
-from ..weights import broken_file
+from ..checkpoint.classes import HfpatchConfig
+from ..checkpoint.files import broken_file
+from ..runtime.errors import CheckpointError, PatchError
+from ..runtime.record import KEY
+from ..schemes.request import Record
 
 CONFIG, CARD, INDEX = "config.json", "README.md", "model.safetensors.index.json"
 # globs over the lower-case name of a file, or with a slash at the end of a folder; the first that fits is the reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..rows import table
+from ..core.plan_table import table
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from ..record import KINDS, Part, Record
+from ..schemes.request import KINDS, Part, Record
 from ..verification.report import Report, output_lines
 from .folder import Folder
 

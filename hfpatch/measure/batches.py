@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import OptionError, UnsupportedError
+from ..errors import OptionError
+from ..runtime.errors import UnsupportedError
 from .inputs import example_inputs
 
 Batch = Mapping[str, Any]

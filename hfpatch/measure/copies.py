@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..scheme import KEY
-from ..view import host_class
+from ..runtime.lens import host_class
+from ..runtime.record import KEY
 
 
 def unpatched_config(config: PreTrainedConfig) -> Any:

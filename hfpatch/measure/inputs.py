@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..errors import UnsupportedError
+from ..runtime.errors import UnsupportedError
 from .randomness import own_randomness
 from .shrink import BATCH, IMAGE_SIZE, TOKENS, parts_of
 

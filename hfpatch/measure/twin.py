@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..errors import UnsupportedError
-from ..select import pattern_of
+from ..core.globs import pattern_of
+from ..runtime.errors import UnsupportedError
 from .float64 import outputs_in_float64
 from .inputs import example_inputs as make_example_inputs
 from .quiet_forward import cast, default_device

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedError
 from ..measure.batches import Batch
 from ..measure.outputs import Outputs
+from ..runtime.errors import UnsupportedError
 from .dtype_copy import Subject
 from .report import LayerRow, OutputRow
 from .sums import NO_TARGET, LayerSums, OutputSums

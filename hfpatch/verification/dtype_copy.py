@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..errors import UnsupportedError, first_line
 from ..measure.copies import copy_with
 from ..measure.outputs import Outputs
 from ..measure.quiet_forward import cast
 from ..measure.randomness import seeded
+from ..runtime.errors import UnsupportedError, first_line
 
 _OPTIONS = {"output_hidden_states": True, "return_dict": True, "use_cache": False}  # of a copy's config
 

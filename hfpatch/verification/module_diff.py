@@ -8,15 +8,18 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..attention import BIAS, ROTARY, AttentionLens
-from ..errors import PatchError
-from ..limits import MEAN_ROW, NOTHING, ConstantPositions, LengthLimit, NoPositions
-from ..norms import NormFacts, describe
-from ..norms.detect import looks_like_norm
-from ..plan import PLANNERS
-from ..record import KEY, Record
-from ..rows import Row
-from ..view import CENTRED, LENS, host_class
+from ..core.plan_table import Row
+from ..runtime.attention import BIAS, ROTARY, AttentionLens
+from ..runtime.constants import ConstantPositions, NoPositions
+from ..runtime.errors import PatchError
+from ..runtime.length_lenses import MEAN_ROW, NOTHING, LengthLimit
+from ..runtime.lens import CENTRED, LENS, host_class
+from ..runtime.norms import NormFacts
+from ..schemes.request import Record
+from ..sites.norms import describe, looks_like_norm
+from ..swap.mlps import plan_mlps
+from ..swap.norms import plan_norms
+from ..swap.positions import plan_positions
 from .report import ModuleRow
 
 Facts = dict[nn.Module, NormFacts | None]
@@ -43,16 +46,12 @@ def compare_modules(model: PreTrainedModel, reference: PreTrainedModel) -> list[
 
 
 def _planned(model: PreTrainedModel, reference: PreTrainedModel) -> dict[str, Row]:
-    """What the model's own record says of each module: the reasons why some are kept."""
-    stored = getattr(model.config, KEY, None)
-    if not stored:
-        return {}
-    record = Record.from_json(stored)
-    found: dict[str, Row] = {}
-    for kind, planner in PLANNERS.items():
+    """What planning the model's requests again says of each module of the reference: the reasons why some are kept."""
+    record, found = Record.of(model.config), dict[str, Row]()
+    for kind, planner in (("norm", plan_norms), ("pos", plan_positions), ("mlp", plan_mlps)):
         for part in getattr(record, kind):
             try:
-                changes = planner(reference, part, strict=False)
+                changes = planner(reference, part) if not getattr(part.scheme, "branchwise", False) else []  # type: ignore[operator]
             except PatchError:  # the reference is of another make than what was patched: no reasons to be had
                 continue
             for change in changes:

@@ -11,8 +11,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ..core.plan_table import grouped, table
 from ..errors import MissingPackageError, OptionError
-from ..rows import grouped, table
 
 VERSION = 1
 STATES = {  # and how the table counts them

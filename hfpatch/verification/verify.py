@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from ..checkpoint import patched_model_class
-from ..errors import CheckpointError, OptionError, UnsupportedError, WrappedModelError
+from ..checkpoint.classes import patched_model_class
+from ..errors import OptionError, WrappedModelError
 from ..measure.batches import RANDOM, Batch, as_batches, count_examples, count_tokens
 from ..plan import require_bare
-from ..record import KEY, Record
-from ..view import host_class
+from ..runtime.errors import CheckpointError, UnsupportedError
+from ..runtime.lens import host_class
+from ..runtime.record import KEY
+from ..schemes.request import KINDS, Record
 from .comparison import DTYPES, Comparison
 from .dtype_copy import Subject, isolated
 from .module_diff import compare_modules
@@ -140,14 +142,6 @@ def _load(name: str | PathLike[str], model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _titled(model: PreTrainedModel) -> str:
-    stored = getattr(model.config, KEY, None)
-    if not stored:
-        return type(model).__name__
-    parts = Record.from_json(stored).to_json()
-    schemes = (
-        f"{kind}={part['scheme']['name']}"
-        for kind, listed in parts.items()
-        if isinstance(listed, list)
-        for part in listed
-    )
-    return f"{type(model).__name__} ({', '.join(schemes)})"
+    record = Record.of(model.config)
+    schemes = [f"{kind}={part.scheme.name}" for kind in KINDS for part in getattr(record, kind)]
+    return type(model).__name__ + (f" ({', '.join(schemes)})" if schemes else "")

@@ -10,7 +10,7 @@ import torch
 from tiny_models import changes, fingerprint, inputs, norms_of, patch, tiny
 from torch import Tensor, nn
 
-from hfpatch.convert.check import Reference, Verdict, mean_ratios
+from hfpatch.exact.check import Reference, Verdict, mean_ratios
 from hfpatch.measure.outputs import outputs_of
 from hfpatch.measure.quiet_forward import fitting, quiet
 

@@ -7,9 +7,9 @@ import torch
 from tiny_models import inputs, norms_of, tiny
 from torch import nn
 
-from hfpatch.convert.check import mean_ratios
-from hfpatch.convert.compensate import compensate, find_pairs
-from hfpatch.edits import Edits
+from hfpatch.core.transaction import Transaction
+from hfpatch.exact.check import mean_ratios
+from hfpatch.exact.compensate import compensate, find_pairs
 
 LAYER = "encoder.layer.{}"
 
@@ -42,7 +42,7 @@ def test_it_takes_away_the_mean_of_the_earlier_norms_shift() -> None:
     given, stream = {"input_ids": inputs(model)["input_ids"]}, norms_of(model, nn.LayerNorm)[1:]
     writers = [name for name, _ in model.named_modules() if name.endswith("output.dense")]
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
-    edits = Edits()
+    edits = Transaction()
     pairs = find_pairs(model, given, stream, norms_of(model, nn.LayerNorm), writers)
     measured = compensate(model, given, pairs, edits)
     assert set(measured) == set(stream)
@@ -68,7 +68,7 @@ def test_it_is_kept_only_where_it_helps(shift: float) -> None:
     given = inputs(model)
     pairs = find_pairs(model, given, [f"{name}.LayerNorm"], norms_of(model, nn.LayerNorm), [f"{name}.dense"])
     old = writer.bias.detach().clone()
-    before, after = compensate(model, given, pairs, Edits())[f"{name}.LayerNorm"]
+    before, after = compensate(model, given, pairs, Transaction())[f"{name}.LayerNorm"]
     if shift:
         assert after < before
         assert torch.allclose(writer.bias, old - 1.0)

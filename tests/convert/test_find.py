@@ -11,12 +11,12 @@ import zoo
 from tiny_models import changes, fingerprint, patch, tiny
 from torch import nn
 
-from hfpatch import UnsupportedError
-from hfpatch.convert import find
-from hfpatch.convert.centring import Axis, Centring
-from hfpatch.convert.find import carry_out, find_centring, search
-from hfpatch.convert.measure import observe, relative_error
+from hfpatch.exact import search as find
+from hfpatch.exact.centring import Axis, Centring
+from hfpatch.exact.observe import observe, relative_error
+from hfpatch.exact.search import carry_out, find_centring, search
 from hfpatch.measure.twin import twin
+from hfpatch.runtime.errors import UnsupportedError
 
 
 def axes(centring: Centring) -> set[tuple[str, int]]:

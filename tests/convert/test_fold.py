@@ -28,26 +28,19 @@ from tiny_models import (
 from torch import Tensor, nn
 from transformers import Dinov2Config, Dinov2Model, GPT2LMHeadModel
 
-from hfpatch import (
-    RMS,
-    NothingToPatchError,
-    NotPreservedWarning,
-    OptionError,
-    UnsupportedError,
-    VerificationError,
-    WrappedModelError,
-    patch_model,
-    plan_patch,
-    unpatch_model,
-)
-from hfpatch.convert.centring import Axis, Centring
-from hfpatch.convert.check import mean_ratios
-from hfpatch.convert.find import find_centring
-from hfpatch.convert.fold import centre, steps
-from hfpatch.edits import Edits
-from hfpatch.norms import AffineNorm
-from hfpatch.select import pattern_of
-from hfpatch.view import CENTRED, LENS
+from hfpatch.core.globs import pattern_of
+from hfpatch.core.transaction import Transaction
+from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError, WrappedModelError
+from hfpatch.exact.centring import Axis, Centring
+from hfpatch.exact.check import mean_ratios
+from hfpatch.exact.fold import centre, steps
+from hfpatch.exact.search import find_centring
+from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.lens import CENTRED, LENS
+from hfpatch.runtime.norms import AffineNorm
+from hfpatch.schemes.norms import RMS
 
 LM, BASE = "AutoModelForCausalLM", "AutoModel"
 
@@ -230,7 +223,7 @@ HAND: dict[str, tuple[Callable[[], Any], Centring]] = {
 def test_centre_keeps_a_layernorm_model_and_is_undone(make: Callable, centring: Centring, mode: str) -> None:
     """Whatever was centred, a LayerNorm that reads it doesn't see it."""
     model = make().double()
-    before, plain, edits = fingerprint(model), copy.deepcopy(model), Edits()
+    before, plain, edits = fingerprint(model), copy.deepcopy(model), Transaction()
     centre(model, centring, edits, mode)
     assert distance(plain, model) < 1e-9
     if mode == "fold":
@@ -248,7 +241,7 @@ def test_absorbing_a_scale_of_zero_is_undone() -> None:
     model = dinov2().double()
     with torch.no_grad():
         model.encoder.layer[0].layer_scale2.lambda1[::3] = 0.0
-    before, plain, edits = fingerprint(model), copy.deepcopy(model), Edits()
+    before, plain, edits = fingerprint(model), copy.deepcopy(model), Transaction()
     centre(model, HAND["dinov2"][1], edits)
     assert distance(plain, model) < 1e-9
     assert bool((model.encoder.layer[0].layer_scale2.lambda1 == 1).all())
@@ -260,7 +253,7 @@ def test_a_parameter_in_two_places_is_centred_once() -> None:
     model = tiny("gpt2").double()
     model.add_module("other", nn.Module())
     model.other.weight = model.wpe.weight
-    edits = Edits()
+    edits = Transaction()
     centre(model, Centring(axes(**{"wpe.weight": 1, "other.weight": 1})), edits)
     assert len(edits) == 1
 
@@ -268,7 +261,7 @@ def test_a_parameter_in_two_places_is_centred_once() -> None:
 def test_modes_and_weights_that_cant_be_centred() -> None:
     model = tiny("gpt2")
     with pytest.raises(OptionError, match="mode must be one of fold, parametrize, not 'both'"):
-        centre(model, Centring(), Edits(), "both")
+        centre(model, Centring(), Transaction(), "both")
     for mode in ("Fold", None, 3):
         with pytest.raises(OptionError, match="mode must be fold or parametrize"):
             RMS(mode)
@@ -315,7 +308,7 @@ def test_lenses_and_centring_share_a_class() -> None:
     for order in itertools.permutations(["rope", "centre"]):
         both = copy.deepcopy(model)
         for what in order:
-            patch(both, pos="rope") if what == "rope" else centre(both, attention, Edits())
+            patch(both, pos="rope") if what == "rope" else centre(both, attention, Transaction())
         assert difference(both, plain) < 1e-5
         assert both.transformer.h[0].attn.__dict__.keys() >= {CENTRED, LENS}
 
@@ -333,7 +326,7 @@ def test_fullgraph_compilation() -> None:
 def test_the_mean_is_taken_in_float32(dtype: torch.dtype) -> None:
     module = nn.Module()
     module.drop = nn.Dropout()
-    centre(module, Centring(outputs=(("drop", -1),)), Edits())
+    centre(module, Centring(outputs=(("drop", -1),)), Transaction())
     x = (torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)) + 30).to(dtype)
     y = module.eval().drop(x)
     assert y.dtype == dtype
@@ -433,7 +426,7 @@ def test_copy_and_reset_look_for_nothing(init: str, monkeypatch: pytest.MonkeyPa
     def fail(*args: Any) -> None:
         pytest.fail("a small model was built")
 
-    monkeypatch.setattr("hfpatch.conversion.find_centring", fail)
+    monkeypatch.setattr("hfpatch.exact.search.find_centring", fail)
     model = tiny("gpt2", LM)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".ln_" not in name}
     patch(model, norm="rms", init=init)
@@ -451,7 +444,7 @@ def test_a_search_that_fails_leaves_a_plain_copy_with_the_reason(
     def fail(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr("hfpatch.conversion.find_centring", fail)
+    monkeypatch.setattr("hfpatch.exact.search.find_centring", fail)
     model = tiny("gpt2", LM)
     copied = patch(copy.deepcopy(model), norm="rms", init="copy")
     with pytest.raises(UnsupportedError, match=str(error)):
@@ -464,7 +457,7 @@ def test_a_search_that_fails_leaves_a_plain_copy_with_the_reason(
 
 
 def test_a_model_without_a_norm_to_change_looks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfpatch.conversion.find_centring", lambda *a: pytest.fail("a small model was built"))
+    monkeypatch.setattr("hfpatch.exact.search.find_centring", lambda *a: pytest.fail("a small model was built"))
     with pytest.raises(NothingToPatchError):
         plan_patch(tiny("llama"), norm="rms")
 
@@ -495,7 +488,7 @@ WRONG: dict[str, tuple[str, Callable[[Centring], Centring]]] = {
 @pytest.fixture
 def wrongly(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
     def set_wrong(change: Callable[[Centring], Centring]) -> None:
-        monkeypatch.setattr("hfpatch.conversion.find_centring", lambda *a: change(find_centring(*a)))
+        monkeypatch.setattr("hfpatch.exact.search.find_centring", lambda *a: change(find_centring(*a)))
 
     return set_wrong
 
@@ -555,8 +548,8 @@ def test_inputs_that_the_model_doesnt_take(monkeypatch: pytest.MonkeyPatch) -> N
     bad = {"input_ids": torch.full((1, 3), 97)}  # one beyond the vocabulary
     with pytest.raises(UnsupportedError, match=r"no small model like this GPT2LMHeadModel could be made and run"):
         plan_patch(tiny("gpt2", LM), norm="rms", init="exact", example_inputs=bad)
-    monkeypatch.setattr("hfpatch.conversion.find_centring", lambda *a: found)
-    monkeypatch.setattr("hfpatch.conversion.example_inputs", lambda *a: bad)
+    monkeypatch.setattr("hfpatch.exact.search.find_centring", lambda *a: found)
+    monkeypatch.setattr("hfpatch.measure.inputs.example_inputs", lambda *a: bad)
     model = tiny("gpt2", LM)
     before = fingerprint(model)
     with pytest.raises(OptionError, match=r"doesn't run on the inputs \(input_ids\) that it must be checked on"):
@@ -615,7 +608,7 @@ def test_unpatch_after_training_keeps_the_training() -> None:
 def test_saved_and_opened(name: str, request_: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch(MAKE[name]() if name in MAKE else tiny(name), **request_)
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr("hfpatch.conversion.find_centring", lambda *a: pytest.fail("loading built a small model"))
+    monkeypatch.setattr("hfpatch.exact.search.find_centring", lambda *a: pytest.fail("loading built a small model"))
     again = load(tmp_path, LM if name == "gpt2" else BASE)
     assert difference(model, again) == 0
     centred = [[n for n, m in one.named_modules() if CENTRED in m.__dict__] for one in (model, again)]
@@ -663,7 +656,7 @@ def test_a_norm_that_writes_to_the_stream_is_replaced_and_centred(
         parametrized=first + tuple((writer, -1) for writer in writers),
         exact=tuple(f"transformer.{norm}" for norm in norms),
     )
-    monkeypatch.setattr("hfpatch.conversion.find_centring", lambda *a: found)
+    monkeypatch.setattr("hfpatch.exact.search.find_centring", lambda *a: found)
     model = tiny("bloom", LM)
     plain, before = copy.deepcopy(model), fingerprint(model)
     silent(model, norm=RMS(mode), reversible=True)

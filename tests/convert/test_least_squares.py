@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hfpatch.convert import least_squares
-from hfpatch.convert.least_squares import PENALTIES, Affine, Fit, Ridge
+from hfpatch.repairs import least_squares
+from hfpatch.repairs.least_squares import PENALTIES, Affine, Fit, Ridge
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 10_000)

@@ -12,10 +12,14 @@ from tiny_models import patch, tiny
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hfpatch import OptionError, RepairReport, RoPE, patch_model, repair, repair_report
-from hfpatch.convert import maps
-from hfpatch.convert import repair as engine
-from hfpatch.convert.maps import Example, eager, fit_maps, map_in, map_of
+from hfpatch.errors import OptionError
+from hfpatch.patch import patch_model, repair_report
+from hfpatch.repairs import attention_maps as maps
+from hfpatch.repairs import repair as engine
+from hfpatch.repairs.attention_maps import Example, eager, fit_maps, map_in, map_of
+from hfpatch.repairs.repair import repair
+from hfpatch.repairs.report import RepairReport
+from hfpatch.schemes.rope import RoPE
 
 LM = "AutoModelForCausalLM"
 
@@ -205,7 +209,7 @@ def test_what_is_a_map() -> None:
 
 def test_an_attention_that_shows_no_map_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = maps.map_in
-    monkeypatch.setattr("hfpatch.convert.repair.map_of", lambda module, call: None)
+    monkeypatch.setattr("hfpatch.repairs.attention_maps.map_of", lambda module, call: None)
     original = tiny("gpt2", LM)
     model = patch_model(copy.deepcopy(original), pos="rope", calibration=batches(original))
     told = [step for step in repair_report(model).steps if step.kind == "maps"]

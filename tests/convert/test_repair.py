@@ -20,17 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import hfpatch
-from hfpatch import (
-    NotPreservedWarning,
-    OptionError,
-    WrappedModelError,
-    patch_model,
-    repair,
-    repair_report,
-    unpatch_model,
-)
-from hfpatch.convert import repair as engine
-from hfpatch.edits import Edits
+from hfpatch.core.transaction import Transaction
+from hfpatch.errors import NotPreservedWarning, OptionError, WrappedModelError
+from hfpatch.patch import patch_model, repair_report, unpatch_model
+from hfpatch.repairs import repair as engine
+from hfpatch.repairs.repair import repair
 
 LM = "AutoModelForCausalLM"
 ONE_LAYER = {"encoder_layers": 1, "decoder_layers": 1, "num_hidden_layers": 1}
@@ -552,16 +546,16 @@ class StopHereError(Exception):
 
 def test_a_failure_at_any_logged_change_restores_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("gpt2", LM, n_layer=1)
-    data, original, count = batches(model, 2), Edits._record, [0]
+    data, original, count = batches(model, 2), Transaction._record, [0]
     before = fingerprint(model)
 
-    def record(self: Edits, kind: str, *inverse: Any) -> None:
+    def record(self: Transaction, kind: str, *inverse: Any) -> None:
         count[0] += 1
         if count[0] == stop:
             raise StopHereError
         original(self, kind, *inverse)
 
-    monkeypatch.setattr(Edits, "_record", record)
+    monkeypatch.setattr(Transaction, "_record", record)
     stop = 0
     patch(copy.deepcopy(model), norm="dyt", calibration=data)
     steps = count[0]
@@ -651,7 +645,7 @@ def test_bad_batches_are_refused_before_anything_changes(
 ) -> None:
     model = tiny("gpt2", LM)
     before = fingerprint(model)
-    monkeypatch.setattr(Edits, "_record", lambda *a: pytest.fail("the model was changed"))
+    monkeypatch.setattr(Transaction, "_record", lambda *a: pytest.fail("the model was changed"))
     with pytest.raises(OptionError, match=text):
         patch_model(model, norm="dyt", calibration=calibration)
     assert not changes(before, fingerprint(model))
@@ -666,7 +660,7 @@ def test_fresh_parameters_are_not_fitted() -> None:
 
 
 def test_an_exact_patch_draws_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfpatch.patch.sample_batches", lambda *_: pytest.fail("nothing has to be repaired"))
+    monkeypatch.setattr("hfpatch.repairs.sample.sample_batches", lambda *_: pytest.fail("nothing has to be repaired"))
     model = patch_model(tiny("gpt2", LM), norm="rms", calibration="self")
     assert repair_report(model) is None
 

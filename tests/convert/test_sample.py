@@ -11,8 +11,10 @@ from tiny_models import PAD, changes, fingerprint, patch, tiny
 from torch import Tensor
 
 import hfpatch.patch
-from hfpatch import OptionError, repair_report, sample_batches
-from hfpatch.edits import Edits
+from hfpatch.core.transaction import Transaction
+from hfpatch.errors import OptionError
+from hfpatch.patch import repair_report
+from hfpatch.repairs.sample import sample_batches
 
 LM, SEQ2SEQ = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
 Batch = dict[str, Tensor]
@@ -128,7 +130,7 @@ def test_what_doesnt_write_text_is_refused_before_anything_changes(
 ) -> None:
     model = tiny(family, head)
     before = fingerprint(model)
-    monkeypatch.setattr(Edits, "_record", lambda *a: pytest.fail("the model was changed"))
+    monkeypatch.setattr(Transaction, "_record", lambda *a: pytest.fail("the model was changed"))
     with pytest.raises(OptionError, match="doesn't generate text"):
         patch(model, norm="dyt", calibration="self")
     assert not changes(before, fingerprint(model))

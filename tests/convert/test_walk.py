@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hfpatch import OptionError
-from hfpatch.convert.walk import Batches, Walk, calibration_inputs, is_linear_map, segments_of, tried_batches
+from hfpatch.errors import OptionError
+from hfpatch.repairs.block_replay import Batches, Walk, calibration_inputs, is_linear_map, segments_of, tried_batches
 
 
 def norms_in(model: nn.Module) -> list[str]:

@@ -9,7 +9,9 @@ from typing import Any
 
 from tiny_models import patch, randomise, tiny
 
-from hfpatch import RMS, DyT, RoPE, SwiGLU
+from hfpatch.schemes.mlps import SwiGLU
+from hfpatch.schemes.norms import RMS, DyT
+from hfpatch.schemes.rope import RoPE
 
 HEADS = {
     "gpt2": "AutoModelForCausalLM",

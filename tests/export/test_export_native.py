@@ -18,11 +18,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hfpatch import OptionError, PatchError, UnknownNameError, UnsupportedError, VerificationError, export_model
 from hfpatch.cli import app
-from hfpatch.export import layouts, native, write
+from hfpatch.errors import OptionError, UnknownNameError, VerificationError
+from hfpatch.export import export_model, layouts, native, write
 from hfpatch.export.equality import compare
 from hfpatch.export.native import candidates
+from hfpatch.runtime.errors import PatchError, UnsupportedError
 
 
 def one(name: str) -> Case:

@@ -17,10 +17,13 @@ from tiny_models import patch, registered, tiny
 from torch import nn
 
 import hfpatch
-from hfpatch import NORMS, Norm, OptionError, PatchError, UnsupportedError, VerificationError
+from hfpatch.core.registry import NORMS
+from hfpatch.errors import OptionError, VerificationError
 from hfpatch.export import export_model, remote
 from hfpatch.export.modeling import FILE, modeling_file
 from hfpatch.export.remote import export_remote
+from hfpatch.runtime.errors import PatchError, UnsupportedError
+from hfpatch.schemes.norms import Norm
 
 # The file
 
@@ -168,7 +171,7 @@ def test_a_scheme_that_needs_another_package(tmp_path: Path) -> None:
 
 
 def test_a_scheme_from_inside_a_function() -> None:
-    from hfpatch.norms import AffineNorm
+    from hfpatch.runtime.norms import AffineNorm
 
     class Inner(AffineNorm):
         def normalise(self, h: Any) -> Any:

@@ -17,9 +17,10 @@ import transformers
 from exported_models import HEADS, REQUESTS, build, own_scheme
 from tiny_models import CONFIGS, difference, inputs, outputs, patch, registered, tiny
 
-from hfpatch import NORMS, POSITIONS, PatchError
+from hfpatch.core.registry import NORMS, POSITIONS
 from hfpatch.export.modeling import FILE
 from hfpatch.export.remote import export_remote
+from hfpatch.runtime.errors import PatchError
 
 NINE = ("gpt2", "bert", "roberta", "distilbert", "bart", "opt", "gpt_neo", "vit", "whisper")
 CASES = [
@@ -275,7 +276,7 @@ def test_hfpatch_opens_it_by_itself(trust: bool | None, tmp_path: Path) -> None:
 
 
 def test_another_files_classes_stay_in_a_config() -> None:
-    from hfpatch.checkpoint import without_remote_code
+    from hfpatch.checkpoint.classes import without_remote_code
 
     stored = {"auto_map": {"AutoModel": "me/it--modeling_hfpatch.A", "AutoConfig": "other.B"}, "x": 1}
     assert without_remote_code(stored) == {"auto_map": {"AutoConfig": "other.B"}, "x": 1}

@@ -11,11 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
-from hfpatch import UnsupportedError
 from hfpatch.export.sources import Extract, Import, defined, import_lines
-from hfpatch.norms import RMSNorm
-from hfpatch.positions import RoPE
+
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.norms import RMSNorm
+from hfpatch.schemes.rope import RoPE
 
 LEAVES = '''
 """Leaves.
@@ -154,14 +154,14 @@ def test_schemes_lose_what_records_need() -> None:
 
 
 def test_a_class_is_found_where_it_is_defined() -> None:
-    assert defined(RMSNorm) == ("hfpatch.norms.rms", "RMSNorm")
+    assert defined(RMSNorm) == ("hfpatch.schemes.norms", "RMSNorm")
 
 
 def test_a_class_without_a_source() -> None:
     with pytest.raises(UnsupportedError, match="can't be written into a modeling file"):
-        defined(type("Made", (), {"__module__": "hfpatch.norms.rms"}))
+        defined(type("Made", (), {"__module__": "hfpatch.schemes.norms"}))
     with pytest.raises(UnsupportedError, match="it isn't defined at the top of a file"):
-        defined(type("Made", (), {"__module__": "hfpatch.norms.rms"}))
+        defined(type("Made", (), {"__module__": "hfpatch.schemes.norms"}))
 
 
 def test_import_lines() -> None:

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from hfpatch.export.spelling import WIDTH, Call, Speller, laid_out, quoted
 from torch import nn
 
-from hfpatch import UnsupportedError
-from hfpatch.attention import AttentionLens, Fused, Projections, Window
-from hfpatch.export.spelling import WIDTH, Call, Speller, laid_out, quoted
-from hfpatch.limits import RefusedArguments, ZeroArguments
-from hfpatch.norms import NormFacts
-from hfpatch.positions import ALiBi, RoPE
+from hfpatch.runtime.attention import AttentionLens, Fused, Projections, Window
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.length_lenses import RefusedArguments, ZeroArguments
+from hfpatch.runtime.norms import NormFacts
+from hfpatch.schemes.positions import ALiBi
+from hfpatch.schemes.rope import RoPE
 
 VALUES: list[Any] = [
     None,

@@ -14,10 +14,13 @@ from local_cards import problems
 from local_hub import LocalHub
 from tiny_models import patch, tiny
 
-from hfpatch import DyT, OptionError, RoPE, verify
+from hfpatch.errors import OptionError
 from hfpatch.hub.card import BEGIN, END, card
 from hfpatch.hub.folder import Folder, read_folder
 from hfpatch.hub.section import Base, Facts
+from hfpatch.schemes.norms import DyT
+from hfpatch.schemes.rope import RoPE
+from hfpatch.verification.verify import verify
 
 RESULT = EvalResult(
     task_type="text-generation",

@@ -13,9 +13,11 @@ import torch
 from tiny_models import patch, tiny
 from typer.testing import CliRunner
 
-from hfpatch import CheckpointError, OptionError, UnreachableError, WrappedModelError, push_patched
 from hfpatch.cli import app
+from hfpatch.errors import OptionError, UnreachableError, WrappedModelError
 from hfpatch.hub.folder import is_stale, read_folder
+from hfpatch.hub.push import push_patched
+from hfpatch.runtime.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import zoo
 from tiny_models import tiny
 from torch import nn
 
-from hfpatch import UnsupportedError
 from hfpatch.measure.inputs import example_inputs
+from hfpatch.runtime.errors import UnsupportedError
 
 TYPES = ["gpt2", "bert", "bart", "t5", "vit", "clip", "whisper", "wav2vec2", "videomae", "vivit", "timesformer"]
 TYPES += ["audio-spectrogram-transformer", "speech_to_text", "blip", "beit", "llava", "reformer", "convnext"]

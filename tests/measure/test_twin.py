@@ -10,9 +10,9 @@ import zoo
 from tiny_models import inputs, patch, tiny, tiny_config
 from torch import nn
 
-from hfpatch import UnsupportedError
 from hfpatch.measure.shrink import shallow
 from hfpatch.measure.twin import twin
+from hfpatch.runtime.errors import UnsupportedError
 
 
 def on_meta(config: transformers.PreTrainedConfig, auto: str = "AutoModel") -> nn.Module:

@@ -13,9 +13,14 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.pytorch_utils import Conv1D
 
-from hfpatch import GeGLU, NothingToPatchError, UnsupportedError, WrappedModelError, patch_model, plan_patch
-from hfpatch.mlps import GatedActivation, GatedLinear, MLPSite, find_mlps
-from hfpatch.mlps.flow import bare_copy, is_activation
+from hfpatch.errors import NothingToPatchError, WrappedModelError
+from hfpatch.patch import patch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.gated import GatedActivation, GatedLinear, bare_copy
+from hfpatch.schemes.mlps import GeGLU
+from hfpatch.sites.mlp_flow import is_activation
+from hfpatch.sites.mlps import MLPSite, find_mlps
 
 
 class Host(nn.Module):

@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from hfpatch import MLP, MLPS, GeGLU, OptionError, PatchError, ReGLU, SwiGLU, UnknownNameError
-from hfpatch.mlps import GatedActivation, GatedLinear
+from hfpatch.core.registry import MLPS
+from hfpatch.errors import OptionError, UnknownNameError
+from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.gated import GatedActivation, GatedLinear
+from hfpatch.schemes.mlps import MLP, GeGLU, ReGLU, SwiGLU
 
 
 @pytest.mark.parametrize("name", ["swiglu", "geglu", "reglu"])

@@ -28,11 +28,15 @@ from tiny_models import (
 )
 from torch import Tensor, nn
 
-from hfpatch import MLP, MLPS, PatchError, SwiGLU, UnsupportedError, plan_patch, unpatch_model
-from hfpatch.checkpoint import patched_model_class
-from hfpatch.edits import Edits
-from hfpatch.mlps import GatedActivation, GatedLinear, find_mlps
-from hfpatch.mlps.scheme import SCALES
+from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.core.registry import MLPS
+from hfpatch.core.transaction import Transaction
+from hfpatch.patch import unpatch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import PatchError, UnsupportedError
+from hfpatch.runtime.gated import GatedActivation, GatedLinear
+from hfpatch.schemes.mlps import MLP, SCALES, SwiGLU
+from hfpatch.sites.mlps import find_mlps
 
 # family -> (head, the activation's kind)
 FAMILIES = {
@@ -149,14 +153,14 @@ def test_each_activation_is_as_near_as_the_plan_says(family: str, scheme: str) -
 @pytest.mark.parametrize("family", ["gpt2", "bert", "clip"])
 def test_control_the_scale(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """silu(x) for gelu(x), as a gate of W1 and an up bias of 1 would have it."""
-    monkeypatch.setattr("hfpatch.mlps.scheme.SCALES", SCALES[:1])
+    monkeypatch.setattr("hfpatch.schemes.mlps.SCALES", SCALES[:1])
     assert activation_error(family, "swiglu") > 0.1
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_control_the_up_bias(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "hfpatch.swap_mlps.torch.full", lambda size, value, **options: torch.ones(size, **options) * 0.9
+        "hfpatch.swap.mlps.torch.full", lambda size, value, **options: torch.ones(size, **options) * 0.9
     )
     model, given = make(family)
     before = answer(model, given)
@@ -484,15 +488,15 @@ def test_a_failure_restores_every_object_and_bit(
 ) -> None:
     model = tiny(family)
     before = fingerprint(model)
-    real, calls = getattr(Edits, step), []
+    real, calls = getattr(Transaction, step), []
 
-    def fail_late(self: Edits, *args: Any) -> None:
+    def fail_late(self: Transaction, *args: Any) -> None:
         calls.append(args)
         real(self, *args)
         if len(calls) == (1 if step == "set_class" else 3):
             raise MemoryError
 
-    monkeypatch.setattr(Edits, step, fail_late)
+    monkeypatch.setattr(Transaction, step, fail_late)
     with pytest.raises(MemoryError):
         patch(model, mlp="swiglu", init=init)
     assert not changes(before, fingerprint(model))

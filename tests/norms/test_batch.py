@@ -12,18 +12,14 @@ import torch
 from tiny_models import B, T, changes, fingerprint, inputs, norms_of, patch, reload, tiny
 from torch import Tensor, nn
 
-from hfpatch import (
-    BatchNorm,
-    NotPreservedWarning,
-    OptionError,
-    PositionError,
-    UnsupportedError,
-    patch_model,
-    plan_patch,
-    unpatch_model,
-)
-from hfpatch.norms import MaskedBatchNorm, describe
-from hfpatch.padding import kept_positions
+from hfpatch.errors import NotPreservedWarning, OptionError
+from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.batch_norm import MaskedBatchNorm
+from hfpatch.runtime.errors import PositionError, UnsupportedError
+from hfpatch.runtime.padding import kept_positions
+from hfpatch.schemes.norms import BatchNorm
+from hfpatch.sites.norms import describe
 
 HOSTS = {"bert": "post", "bart": "post", "vit": "pre", "whisper": "pre", "distilbert": "post", "t5": "pre"}
 every_host = pytest.mark.parametrize("family", HOSTS)

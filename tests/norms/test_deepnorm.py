@@ -14,17 +14,11 @@ from tiny_models import changes, difference, fingerprint, inputs, outputs, patch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hfpatch import (
-    CheckpointError,
-    NotPreservedWarning,
-    OptionError,
-    UnsupportedError,
-    patch_model,
-    plan_patch,
-    unpatch_model,
-)
-from hfpatch.norms import DeepNorm
-from hfpatch.norms.deepnorm import Depth
+from hfpatch.errors import NotPreservedWarning, OptionError
+from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import CheckpointError, UnsupportedError
+from hfpatch.schemes.norms import DeepNorm, Depth
 
 ALPHA = 1.7
 

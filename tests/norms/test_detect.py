@@ -16,8 +16,10 @@ from transformers.models.dinov2.modeling_dinov2 import Dinov2LayerScale
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-from hfpatch import NothingToPatchError, plan_patch
-from hfpatch.norms import NormFacts, describe
+from hfpatch.errors import NothingToPatchError
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.norms import NormFacts
+from hfpatch.sites.norms import describe
 
 D_ = 16
 

@@ -9,25 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from hfpatch.checkpoint.classes.record import Record
 from peft import LoraConfig, get_peft_model
 from tiny_models import changes, difference, fingerprint, inputs, outputs, patch, reload, tiny, tiny_config
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hfpatch import (
-    CheckpointError,
-    DyT,
-    NothingToPatchError,
-    OptionError,
-    UnsupportedError,
-    patch_model,
-    plan_patch,
-    unpatch_model,
-)
-from hfpatch.norms import Norm
-from hfpatch.norms.dyt import DynamicTanh, llm_alpha
-from hfpatch.record import KEY, Record
-from hfpatch.view import SCALE
+from hfpatch.errors import NothingToPatchError, OptionError
+from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import CheckpointError, UnsupportedError
+from hfpatch.runtime.lens import SCALE
+from hfpatch.runtime.norms import DynamicTanh
+from hfpatch.runtime.record import KEY
+from hfpatch.schemes.norms import DyT, Norm, llm_alpha
 
 WIDE = 4096  # where the table tells attentions from others: .8 and .2
 CAUSAL = "AutoModelForCausalLM"
@@ -302,7 +297,7 @@ def test_a_failure_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
     model = make("gpt2")
     before = fingerprint(model)
-    monkeypatch.setattr("hfpatch.patch.patched_model_class", fail)
+    monkeypatch.setattr("hfpatch.checkpoint.classes.patched_model_class", fail)
     with pytest.raises(RuntimeError, match="stop"):
         start(model)
     assert not changes(before, fingerprint(model))

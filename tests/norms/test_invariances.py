@@ -10,11 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hfpatch import RMS
-from hfpatch.convert.centring import Axis, Centring
-from hfpatch.convert.fold import centre
-from hfpatch.edits import Edits
-from hfpatch.norms import AffineNorm, describe
+from hfpatch.core.transaction import Transaction
+from hfpatch.exact.centring import Axis, Centring
+from hfpatch.exact.fold import centre
+from hfpatch.runtime.norms import AffineNorm
+from hfpatch.schemes.norms import RMS
+from hfpatch.sites.norms import describe
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -73,7 +74,7 @@ def has_spread(stream: Tensor) -> bool:
 @given(cases())
 def test_on_a_centred_writer_it_is_layernorm(case: Case) -> None:
     wanted = case.norm(case.stream())
-    centre(case.writer, Centring((Axis("weight", 0), Axis("bias", 0))), Edits())
+    centre(case.writer, Centring((Axis("weight", 0), Axis("bias", 0))), Transaction())
     assert close(rms(case.norm)(case.stream()), wanted)
     assert close(case.norm(case.stream()), wanted)  # which doesn't mind
 
@@ -102,7 +103,7 @@ def test_in_any_dtype_it_is_layernorm_up_to_rounding(case: Case) -> None:
     wanted = F.layer_norm(
         stream, case.norm.normalized_shape, case.norm.weight.double(), case.norm.bias.double(), case.norm.eps
     )
-    centre(case.writer, Centring((Axis("weight", 0), Axis("bias", 0))), Edits())
+    centre(case.writer, Centring((Axis("weight", 0), Axis("bias", 0))), Transaction())
     found = rms(case.norm)(case.stream())
     assert found.dtype == dtype
     assert bool(((found.double() - wanted).abs().max(-1).values <= allowed).all())

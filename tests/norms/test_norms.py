@@ -25,8 +25,11 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from hfpatch import NORMS, RMS, Derf, DyT, Layer, plan_patch
-from hfpatch.norms import AffineNorm, describe
+from hfpatch.core.registry import NORMS
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.norms import AffineNorm
+from hfpatch.schemes.norms import RMS, Derf, DyT, Layer
+from hfpatch.sites.norms import describe
 
 D_ = 16
 
@@ -402,7 +405,7 @@ def test_reset_keeps_requires_grad() -> None:
 
 
 def test_exact_refuses_and_accepts() -> None:
-    from hfpatch import UnsupportedError
+    from hfpatch.runtime.errors import UnsupportedError
 
     model = tiny("bert")
     before = fingerprint(model)

@@ -11,7 +11,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from hfpatch import ARCHITECTURES, NotPreservedWarning, patch_model
+from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.errors import NotPreservedWarning
+from hfpatch.patch import patch_model
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import zoo

@@ -22,11 +22,13 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
-from hfpatch import ARCHITECTURES, NotPreservedWarning, Stack, patch_model
-from hfpatch.checkpoint import patched_model_class
+from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.errors import NotPreservedWarning
 from hfpatch.measure.inputs import make_inputs
 from hfpatch.measure.randomness import own_randomness, randomise
 from hfpatch.measure.shrink import shrunk
+from hfpatch.patch import patch_model
 from hfpatch.proof import (
     DIFFERENT,
     SAME,
@@ -39,7 +41,8 @@ from hfpatch.proof import (
     reached,
     steps_alike,
 )
-from hfpatch.stacks import FoundStack, find_stacks, max_positions
+from hfpatch.sites.records.record import Stack
+from hfpatch.sites.stacks import FoundStack, find_stacks, max_positions
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import zoo

@@ -13,29 +13,21 @@ from torch import Tensor, nn
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from hfpatch import ALiBi, OptionError, PositionError, UnsupportedError, plan_patch
-from hfpatch.attention import BIAS, AttentionLens
-from hfpatch.checkpoint import patched_model_class
-from hfpatch.positions import LinearBias
-from hfpatch.view import LENS
+from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.errors import OptionError
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.alibi import LinearBias
+from hfpatch.runtime.attention import BIAS, AttentionLens
+from hfpatch.runtime.errors import PositionError, UnsupportedError
+from hfpatch.runtime.lens import LENS
+from hfpatch.schemes.positions import ALiBi
 
 sys.path.insert(0, str(Path(__file__).parent))
 import zoo
-from checks import (
-    RECORDED,
-    TEXT,
-    base,
-    difference,
-    generated,
-    generator,
-    owners,
-    patched,
-    states,
-    tokens,
-)
+from checks import RECORDED, TEXT, base, difference, generated, generator, owners, patched, states, tokens
 from families import make
 
-from hfpatch import ARCHITECTURES
+from hfpatch.core.registry import ARCHITECTURES
 
 REFUSED = {"mvp"}  # compares its mask's shape with one head's
 SERVED = [name for name in RECORDED if name not in REFUSED]

@@ -11,7 +11,7 @@ from tiny_models import changes, fingerprint, patch, reload, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hfpatch import patch_model, unpatch_model
+from hfpatch.patch import patch_model, unpatch_model
 
 TABLES = {  # table, its first row that holds a position
     "gpt2": ("wpe.weight", 0),

@@ -19,10 +19,14 @@ from daily import todays
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from hfpatch import NORMS, POSITIONS, CheckpointError, NotPreservedWarning, patch_model
-from hfpatch.attention import ROTARY, AttentionLens, Fused, Projections, Rotated
-from hfpatch.checkpoint import patched_model_class
-from hfpatch.positions import Position, RotaryEmbedding
+from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.core.registry import NORMS, POSITIONS
+from hfpatch.errors import NotPreservedWarning
+from hfpatch.patch import patch_model
+from hfpatch.runtime.attention import ROTARY, AttentionLens, Fused, Projections, Rotated
+from hfpatch.runtime.errors import CheckpointError
+from hfpatch.runtime.rotary import RotaryEmbedding
+from hfpatch.schemes.positions import Position
 
 sys.path.insert(0, str(Path(__file__).parent))
 from families import FAMILIES, inputs, logits, make

@@ -13,8 +13,8 @@ import transformers as hf
 from torch import Tensor
 from transformers import CompileConfig
 
-from hfpatch import ARCHITECTURES
-from hfpatch.attention import AttentionLens
+from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.runtime.attention import AttentionLens
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checks import RECORDED, difference, generated, generator, patched

@@ -14,19 +14,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
-from hfpatch import (
-    NotPreservedWarning,
-    OptionError,
-    Position,
-    RoPE,
-    UnsupportedError,
-    patch_model,
-    plan_patch,
-    unpatch_model,
-)
-from hfpatch.attention import ROTARY, Projections, Rotated
-from hfpatch.errors import PositionError
-from hfpatch.positions import RotaryEmbedding
+from hfpatch.errors import NotPreservedWarning, OptionError
+from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.attention import ROTARY, Projections, Rotated
+from hfpatch.runtime.errors import PositionError, UnsupportedError
+from hfpatch.runtime.rotary import RotaryEmbedding
+from hfpatch.schemes.positions import Position
+from hfpatch.schemes.rope import RoPE
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import zoo
@@ -460,7 +455,7 @@ def test_gradient_checkpointing_changes_nothing(model_type: str) -> None:
 
 
 def test_control_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hfpatch.grid import Grid
+    from hfpatch.runtime.grid import Grid
 
     real, sizes = Grid.positions, []
 

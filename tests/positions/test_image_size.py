@@ -13,12 +13,15 @@ import torch
 import transformers
 from torch import Tensor
 
-from hfpatch import Learned, NothingToPatchError, OptionError, UnsupportedError, plan_patch, unpatch_model
-from hfpatch.checkpoint import patched_model_class
-from hfpatch.positions.learned import GRID_METHODS
+from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.errors import NothingToPatchError, OptionError
+from hfpatch.patch import unpatch_model
+from hfpatch.plan import plan_patch
 from hfpatch.proof import floating_tensors
-from hfpatch.scheme import KEY
-from hfpatch.view import host_class
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.lens import host_class
+from hfpatch.runtime.record import KEY
+from hfpatch.schemes.learned import GRID_METHODS, Learned
 
 sys.path.insert(0, str(Path(__file__).parent))
 import proof

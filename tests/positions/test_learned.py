@@ -10,17 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from hfpatch import (
-    ARCHITECTURES,
-    Learned,
-    NothingToPatchError,
-    OptionError,
-    UnsupportedError,
-    plan_patch,
-    unpatch_model,
-)
-from hfpatch.checkpoint import patched_model_class
-from hfpatch.positions.learned import METHODS
+from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.errors import NothingToPatchError, OptionError
+from hfpatch.patch import unpatch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.schemes.learned import METHODS, Learned
 
 sys.path.insert(0, str(Path(__file__).parent))
 import zoo

@@ -8,7 +8,7 @@ import proof
 import pytest
 from proof import HOMES
 
-from hfpatch.stacks import find_stacks
+from hfpatch.sites.stacks import find_stacks
 
 POSITIONS = re.compile(
     r"(^|[._])(pos|position|positional|time|temporal|row|col|column)[a-z]*_?(pos\w*)?_?(emb|enc|table)"

@@ -10,16 +10,21 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from hfpatch.checkpoint.classes.generation import is_unlimited
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
 
-from hfpatch import ARCHITECTURES, NothingToPatchError, OptionError, RoPE, UnsupportedError, plan_patch, unpatch_model
-from hfpatch.checkpoint import patched_model_class
+from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.cli import app
-from hfpatch.generation import is_unlimited
-from hfpatch.positions.rope import AdaptiveRotaryEmbedding
+from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.errors import NothingToPatchError, OptionError
+from hfpatch.patch import unpatch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.rotary import AdaptiveRotaryEmbedding
+from hfpatch.schemes.rope import RoPE
 
 sys.path.insert(0, str(Path(__file__).parent))
 import zoo

@@ -13,20 +13,15 @@ import pytest
 import torch
 from transformers import AutoModel, PretrainedConfig
 
-from hfpatch import (
-    NothingToPatchError,
-    NotPreservedWarning,
-    OptionError,
-    RoPE,
-    UnsupportedError,
-    patch_model,
-    plan_patch,
-    unpatch_model,
-)
+from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError
 from hfpatch.measure.outputs import outputs_of
 from hfpatch.measure.randomness import own_randomness
-from hfpatch.native_rope import SETTINGS_AT, find_rotations, pairing_of
-from hfpatch.positions import RotaryEmbedding
+from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.rotary import RotaryEmbedding
+from hfpatch.schemes.rope import RoPE
+from hfpatch.swap.native_rope import SETTINGS_AT, find_rotations, pairing_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import zoo

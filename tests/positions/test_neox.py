@@ -7,7 +7,8 @@ import torch
 from tiny_models import patch, tiny
 from transformers import GPT2LMHeadModel
 
-from hfpatch import RoPE, native_model
+from hfpatch.export.native import native_model
+from hfpatch.schemes.rope import RoPE
 
 LM = "AutoModelForCausalLM"
 

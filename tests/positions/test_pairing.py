@@ -12,25 +12,20 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from hfpatch import (
-    NothingToPatchError,
-    NotPreservedWarning,
-    OptionError,
-    RoPE,
-    UnsupportedError,
-    VerificationError,
-    convert_pairing,
-    patch_model,
-    reorder,
-    unpatch_model,
-)
-from hfpatch import pairing as layouts
+from hfpatch.contrib import convert_pairing as reorder
+from hfpatch.contrib.convert_pairing import convert_pairing
+from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError
 from hfpatch.measure.outputs import outputs_of
 from hfpatch.measure.randomness import own_randomness
-from hfpatch.native_rope import find_rotations, pairing_of, rotary_dim_of
-from hfpatch.pairing import HostOrder, order, rotating_attentions
-from hfpatch.positions import RotaryEmbedding
-from hfpatch.view import lens_of
+from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.runtime.attention import HostOrder, order
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.lens import lens_of
+from hfpatch.runtime.rotary import RotaryEmbedding
+from hfpatch.schemes.rope import RoPE
+from hfpatch.sites import pairing as layouts
+from hfpatch.sites.pairing import rotating_attentions
+from hfpatch.swap.native_rope import find_rotations, pairing_of, rotary_dim_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import zoo

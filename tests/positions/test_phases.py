@@ -12,8 +12,9 @@ import pytest
 import torch
 from tiny_models import inputs, patch, tiny
 
-from hfpatch.attention import PHASES, Rotation
-from hfpatch.positions import RoPE, RotaryEmbedding
+from hfpatch.runtime.attention import PHASES, Rotation
+from hfpatch.runtime.rotary import RotaryEmbedding
+from hfpatch.schemes.rope import RoPE
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ import torch
 from proof import DIFFERENT, EXACT, HOMES, STACKS
 from torch import Tensor, nn
 
-from hfpatch import NotPreservedWarning, patch_model
-from hfpatch.grid import Grid
+from hfpatch.errors import NotPreservedWarning
+from hfpatch.patch import patch_model
+from hfpatch.runtime.grid import Grid
 
 OWNERS = proof.here()
 ON_A_GRID = [owner for owner in OWNERS if STACKS[owner].grid is not None and type(STACKS[owner].grid) is Grid]

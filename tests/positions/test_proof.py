@@ -12,10 +12,12 @@ import pytest
 import torch
 from proof import DIFFERENT, EXACT, SAME, Stack
 
-from hfpatch import ARCHITECTURES, Architecture, Fused, Projections, swap_relative
-from hfpatch.attention import WindowProjections
+from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.proof import Proof, decodes_alike, difference, outputs, prove, steps_alike
-from hfpatch.stacks import find_stacks
+from hfpatch.runtime.attention import Fused, Projections, WindowProjections
+from hfpatch.sites.records.record import Architecture
+from hfpatch.sites.stacks import find_stacks
+from hfpatch.swap import biases as swap_relative
 
 
 @contextmanager

@@ -12,17 +12,13 @@ import pytest
 import torch
 import zoo
 
-from hfpatch import (
-    ARCHITECTURES,
-    NotPreservedWarning,
-    PositionError,
-    UnsupportedError,
-    patch_model,
-    plan_patch,
-    unpatch_model,
-)
-from hfpatch.architectures import REFUSED, WITHOUT_GRID
-from hfpatch.stacks import find_stacks
+from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.errors import NotPreservedWarning
+from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import PositionError, UnsupportedError
+from hfpatch.sites.records.refused import REFUSED, WITHOUT_GRID
+from hfpatch.sites.stacks import find_stacks
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import tiny_models

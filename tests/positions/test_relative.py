@@ -15,12 +15,17 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from hfpatch import NotPreservedWarning, RoPE, UnsupportedError, patch_model, plan_patch, swap_relative, unpatch_model
-from hfpatch.architectures.relative import BIASES
-from hfpatch.attention import ROTARY
-from hfpatch.checkpoint import patched_model_class
+from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.errors import NotPreservedWarning
 from hfpatch.measure.randomness import own_randomness, randomise
-from hfpatch.relative import find_biases
+from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.attention import ROTARY
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.schemes.rope import RoPE
+from hfpatch.sites.biases import find_biases
+from hfpatch.sites.records.biases import BIASES
+from hfpatch.swap import biases as swap_relative
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import zoo

@@ -17,10 +17,13 @@ import torch
 from daily import todays
 from torch import Tensor, nn
 
-from hfpatch import NotPreservedWarning, UnsupportedError, patch_model, plan_patch
-from hfpatch.attention import BIAS
+from hfpatch.errors import NotPreservedWarning
+from hfpatch.patch import patch_model
+from hfpatch.plan import plan_patch
 from hfpatch.proof import difference, floating_tensors
-from hfpatch.stacks import find_stacks
+from hfpatch.runtime.attention import BIAS
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.sites.stacks import find_stacks
 
 sys.path.insert(0, str(Path(__file__).parent))
 import proof

@@ -16,9 +16,13 @@ from transformers.models.marian.modeling_marian import MarianSinusoidalPositiona
 from transformers.models.whisper.modeling_whisper import sinusoids
 from transformers.models.xglm.modeling_xglm import XGLMSinusoidalPositionalEmbedding
 
-from hfpatch import ARCHITECTURES, NothingToPatchError, OptionError, Sinusoidal, UnsupportedError, plan_patch
-from hfpatch.checkpoint import patched_model_class
-from hfpatch.tables import ComputedPositions
+from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.errors import NothingToPatchError, OptionError
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.tables import ComputedPositions
+from hfpatch.schemes.positions import Sinusoidal
 
 sys.path.insert(0, str(Path(__file__).parent))
 import zoo

@@ -7,8 +7,9 @@ import pytest
 import torch
 from proof import DIFFERENT, EXACT, HOMES, STACKS
 
-from hfpatch import NotPreservedWarning, patch_model
-from hfpatch.limits import AnyInputLength
+from hfpatch.errors import NotPreservedWarning
+from hfpatch.patch import patch_model
+from hfpatch.runtime.length_lenses import AnyInputLength
 
 OWNERS = proof.here()
 WINDOWED = [owner for owner in OWNERS if any(isinstance(limit, AnyInputLength) for _, limit in STACKS[owner].limits)]

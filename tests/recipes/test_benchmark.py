@@ -18,7 +18,9 @@ from bench_report import benchmark_report, in_place, of_copy
 from timing import Entrant, race
 from torch import nn
 
-from hfpatch import compile_model, native_model, patch_model
+from hfpatch.compile import compile_model
+from hfpatch.export.native import native_model
+from hfpatch.patch import patch_model
 
 SMALL = ["--layers", "1", "--width", "64", "--vocab_size", "50", "--new_tokens", "2", "--block_size", "8"]
 MODELS = ["--parts", "models", *SMALL]

@@ -23,7 +23,8 @@ from tiny_encoder import POSITIONS
 from tiny_models import randomise
 from transformers import AutoModel, AutoTokenizer, BartConfig, BartModel
 
-from hfpatch import NotPreservedWarning, patch_model
+from hfpatch.errors import NotPreservedWarning
+from hfpatch.patch import patch_model
 
 
 def rotary(task, folder):

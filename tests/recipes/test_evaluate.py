@@ -26,7 +26,8 @@ from transformers import (
     BertForMaskedLM,
 )
 
-from hfpatch import NotPreservedWarning, patch_model
+from hfpatch.errors import NotPreservedWarning
+from hfpatch.patch import patch_model
 
 
 @pytest.fixture(scope="module")

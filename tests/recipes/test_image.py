@@ -18,7 +18,7 @@ from run_files import ROOT, read_results
 from torch.utils.data import DataLoader
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
-from hfpatch.errors import first_line
+from hfpatch.runtime.errors import first_line
 
 TINY = "--task image --layers 1 --width 32 --batch_size 32 --baseline_steps 80 --steps 6 --learning_rate 3e-3"
 TINY += " --tracker none --eval_every 3 --save_every 50 --heldout_images 60 --curve_images 20 --warmup_steps 2"

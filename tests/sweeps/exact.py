@@ -31,11 +31,11 @@ import workers
 import zoo
 from torch import Tensor, nn
 
-from hfpatch import PatchError
-from hfpatch.convert.centring import Axis, Centring
-from hfpatch.convert.find import find_centring
+from hfpatch.exact.centring import Axis, Centring
+from hfpatch.exact.search import find_centring
 from hfpatch.measure.float64 import Float64
-from hfpatch.norms import describe
+from hfpatch.runtime.errors import PatchError
+from hfpatch.sites.norms import describe
 
 HERE = Path(__file__).resolve().parent
 SECONDS, BATCH = 60, 50  # per type, types per process

@@ -27,7 +27,7 @@ import transformers
 from repair_cost import Peak, jittered, resident
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from hfpatch import patch_model
+from hfpatch.patch import patch_model
 
 WAYS = ("unpatched", "patched, unchecked", "patched, checked")
 TINY = {"n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 99, "bos_token_id": 0, "eos_token_id": 0}

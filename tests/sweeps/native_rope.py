@@ -28,10 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import workers
 from zoo import Unbuildable, last_line, model_types, tiny
 
-from hfpatch import NoPE, PatchError, Position, RoPE, patch_model
 from hfpatch.measure.outputs import outputs_of
 from hfpatch.measure.randomness import own_randomness
-from hfpatch.native_rope import find_rotations
+from hfpatch.patch import patch_model
+from hfpatch.runtime.errors import PatchError
+from hfpatch.schemes.positions import NoPE, Position
+from hfpatch.schemes.rope import RoPE
+from hfpatch.swap.native_rope import find_rotations
 
 REPORT = Path(__file__).resolve().with_suffix(".json")
 SECONDS, BATCH = 300, 50  # per type, types per process

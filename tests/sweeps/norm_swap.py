@@ -31,7 +31,10 @@ import workers
 import zoo
 from torch import Tensor, nn
 
-from hfpatch import NothingToPatchError, PatchError, Plan, patch_model, plan_patch
+from hfpatch.errors import NothingToPatchError
+from hfpatch.patch import patch_model
+from hfpatch.plan import Plan, plan_patch
+from hfpatch.runtime.errors import PatchError
 
 HERE = Path(__file__).resolve().parent
 SECONDS, BATCH = 120, 100  # per type, types per process

@@ -20,8 +20,9 @@ import torch
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
-from hfpatch import patch_model, plan_patch
-from hfpatch.convert import find
+from hfpatch.exact import search as find
+from hfpatch.patch import patch_model
+from hfpatch.plan import plan_patch
 
 OUT = Path(__file__).with_name("patching_cost.md")
 REPEATS = 5

@@ -31,9 +31,11 @@ import transformers
 import workers
 import zoo
 
-from hfpatch import NotPreservedWarning, PatchError, patch_model
-from hfpatch.architectures.refused import REFUSED
-from hfpatch.stacks import find_stacks
+from hfpatch.errors import NotPreservedWarning
+from hfpatch.patch import patch_model
+from hfpatch.runtime.errors import PatchError
+from hfpatch.sites.records.refused import REFUSED
+from hfpatch.sites.stacks import find_stacks
 
 HERE = Path(__file__).resolve().parent
 SECONDS, BATCH = 180, 40  # per type, types per process

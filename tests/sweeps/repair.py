@@ -37,7 +37,9 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hfpatch
-from hfpatch import NotPreservedWarning, patch_model, sample_batches
+from hfpatch.errors import NotPreservedWarning
+from hfpatch.patch import patch_model
+from hfpatch.repairs.sample import sample_batches
 
 Figures = Callable[[Any], dict[str, float]]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hfpatch import patch_model, repair_report
+from hfpatch.patch import patch_model, repair_report
 
 MIB = 2**20
 PAGE = 4096

@@ -12,9 +12,9 @@ import transformers
 import zoo
 from daily import todays
 
-from hfpatch import patch_model
-from hfpatch.convert.centring import Axis, Centring
-from hfpatch.norms import RMSNorm
+from hfpatch.exact.centring import Axis, Centring
+from hfpatch.patch import patch_model
+from hfpatch.runtime.norms import RMSNorm
 
 FIXED = ["gpt2", "olmo", "cohere", "nemotron", "bloom", "dinov2", "opt", "gpt_neox"]  # all of their norms are exact
 SAMPLE = 5

@@ -51,11 +51,11 @@ class TestFailuresAreSeen:
     """Controls: a swap that does nothing, or the wrong thing, must not pass."""
 
     def test_rotations_that_do_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("hfpatch.positions.rope.RotaryEmbedding.rotate", lambda self, x, phases: x)
+        monkeypatch.setattr("hfpatch.runtime.rotary.RotaryEmbedding.rotate", lambda self, x, phases: x)
         assert _examined("gpt2").wrong.startswith("1 attentions aren't rotated") or "aren't" in _examined("gpt2").wrong
 
     def test_rotations_by_other_angles_than_the_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from hfpatch.attention import Fused
+        from hfpatch.runtime.attention import Fused
 
         original = Fused.rotated
 

@@ -19,19 +19,14 @@ from tiny_models import PAD, VOCABULARY, B, D, T, changes, fingerprint, inputs, 
 from torch import Tensor, nn
 
 import hfpatch
-from hfpatch import (
-    CheckpointError,
-    MissingPackageError,
-    OptionError,
-    Report,
-    UnsupportedError,
-    WrappedModelError,
-    patch_model,
-    verify,
-)
+from hfpatch.errors import MissingPackageError, OptionError, WrappedModelError
+from hfpatch.patch import patch_model
+from hfpatch.runtime.errors import CheckpointError, UnsupportedError
 from hfpatch.verification.comparison import Comparison
 from hfpatch.verification.dtype_copy import Subject
+from hfpatch.verification.report import Report
 from hfpatch.verification.sums import LayerSums, OutputSums, channels_last
+from hfpatch.verification.verify import verify
 
 Make = Callable[..., tuple[Any, Any]]
 

@@ -1,0 +1,1 @@
+"""Patched classes, the patch record in config.json, fingerprints: saving and opening."""

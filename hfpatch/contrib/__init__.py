@@ -1,0 +1,1 @@
+"""Rarely needed features, registered like a third party's."""

@@ -1,1 +1,0 @@
-"""Conversions that keep the function, or fit what can't be kept."""

@@ -1,0 +1,109 @@
+"""Which modules a request names: globs over module names, the same for the bare model and for every head."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import NoMatchError, OptionError
+from ..runtime.lens import named_modules
+from .plan_table import Row
+
+
+def as_globs(option: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
+    """`only` or `keep` as a tuple of globs; one string is one glob.
+
+    Raises:
+        OptionError: something in it is no non-empty string.
+    """
+    if value is None:
+        return ()
+    globs: tuple[Any, ...] = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    for glob in globs:
+        if not isinstance(glob, str) or not glob:
+            raise OptionError(f"{option} takes globs over module names such as '*.h.[0-5].*', not {glob!r:.80}.")
+    return globs
+
+
+def pattern_of(name: str) -> str:
+    """A module's or parameter's name with `*` for every number between dots."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+@dataclass
+class Names:
+    """A model's module names as globs see them: with and without the prefix of the base model.
+
+    `transformer.h.0.*` written for GPT2LMHeadModel thus also names the modules of a bare GPT2Model, whose own names
+    start at `h`, and the other way round.
+
+    Attributes:
+        prefix: transformers' name for the base model inside a model with a head ("transformer"), "" for none.
+        has_prefix: whether this model has one inside.
+        headed: (where a model with a head is, where its base model is) for it and for all models inside it.
+    """
+
+    prefix: str
+    has_prefix: bool
+    headed: list[tuple[str, str]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Names:
+        prefix = getattr(model, "base_model_prefix", "")
+        headed = []
+        for name, module in named_modules(model):
+            base = getattr(module, "base_model_prefix", "") if isinstance(module, PreTrainedModel) else ""
+            if base and base in module._modules:
+                here = f"{name}." if name else ""
+                headed.append((here, f"{here}{base}."))
+        return cls(prefix, bool(prefix) and prefix in model._modules, headed)
+
+    def forms(self, name: str) -> tuple[str, ...]:
+        if not self.prefix:
+            return (name,)
+        if not self.has_prefix:
+            return (name, f"{self.prefix}.{name}")
+        inside = name.startswith(self.prefix + ".")
+        return (name, name[len(self.prefix) + 1 :]) if inside else (name,)
+
+    def in_head(self, name: str) -> bool:
+        """Whether a module belongs to a head rather than to a base model."""
+        return any(name.startswith(model) and not name.startswith(base) for model, base in self.headed)
+
+    def reason_to_keep(self, names: Sequence[str], only: Sequence[str], keep: Sequence[str]) -> str | None:
+        """Why a module of these names stays, going by the request's globs; None where they leave it to change."""
+        if any(self.matches(glob, names) for glob in keep):
+            return "keep"
+        if only and not any(self.matches(glob, names) for glob in only):
+            return "not in only"
+        return None
+
+    def matches(self, glob: str, names: Iterable[str]) -> bool:
+        return any(fnmatch.fnmatchcase(form, glob) for name in names for form in self.forms(name))
+
+
+def require_matches(names: Names, globs: dict[str, tuple[str, ...]], rows: Sequence[Row]) -> None:
+    """Refuse globs that match none of the modules that the request could touch.
+
+    Args:
+        names: the model's.
+        globs: `only` and `keep`.
+        rows: every line of the plan, those of kept modules included.
+
+    Raises:
+        NoMatchError: names the glob and some of the modules that it could have matched.
+    """
+    for option, patterns in globs.items():
+        for glob in patterns:
+            if not any(names.matches(glob, (row.module, *row.aliases)) for row in rows):
+                shown = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", row.module) for row in rows)
+                raise NoMatchError(
+                    f"{option}={glob!r} matches none of the {len(rows)} modules that this request could change. "
+                    f"Their names look like: {', '.join(list(shown)[:8])}."
+                )

@@ -1,0 +1,87 @@
+"""Keeping an optimizer that was made before a patch: it must hold the Parameters that the model has now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..errors import OptionError
+from .transaction import Transaction
+
+Replaced = nn.Module | nn.Parameter | None
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Refuse what isn't an optimizer of this model.
+
+    Raises:
+        OptionError: it has no parameter groups, or none with a Parameter of the model.
+    """
+    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+        raise OptionError(f"optimizer must be a torch optimizer, not {type(optimizer).__name__}.")
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in held for parameter in model.parameters()):
+        raise OptionError("optimizer holds none of this model's parameters, so there is nothing in it to swap.")
+
+
+def swap_parameters(
+    model: nn.Module,
+    optimizer: Any,
+    before: list[nn.Parameter],
+    replaced: list[tuple[Replaced, Replaced]],
+    edits: Transaction,
+) -> None:
+    """Take the Parameters that left the model out of the optimizer (with their state) and let the new ones in.
+
+    A new Parameter joins the group of what it replaced, else of its module's other Parameters, else the first group
+    that trains this model; a frozen one doesn't join. Parameters of other models stay.
+
+    Args:
+        model: after the change.
+        optimizer: anything with `param_groups` and `state`.
+        before: the model's Parameters before the change.
+        replaced: pairs (old, new) of the modules and Parameters that were exchanged.
+        edits: the log that can take the swap back.
+    """
+    present = {id(parameter): name for name, parameter in model.named_parameters()}
+    old = {id(parameter) for parameter in before}
+    home = {id(parameter): i for i, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
+    default = next(home[key] for key in [*map(id, before), *present] if key in home)
+    neighbours = {id(p): _all(gone) + _all(new) for gone, new in replaced for p in _all(new)}
+    for module in model.modules():
+        for parameter in _own(module):
+            neighbours.setdefault(id(parameter), _own(module))
+    joining: dict[int, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if id(parameter) not in old and id(parameter) not in home and parameter.requires_grad:
+            group = next((home[id(p)] for p in neighbours[id(parameter)] if id(p) in home), default)
+            joining.setdefault(group, []).append(parameter)
+    for i, group in enumerate(optimizer.param_groups):
+        _regroup(optimizer, group, old, present, joining.get(i, []), edits)
+
+
+def _all(value: Replaced) -> list[nn.Parameter]:
+    return list(value.parameters()) if isinstance(value, nn.Module) else _own(value)
+
+
+def _own(value: Replaced) -> list[nn.Parameter]:
+    if isinstance(value, nn.Parameter):
+        return [value]
+    return list(value.parameters(recurse=False)) if value is not None else []
+
+
+def _regroup(
+    optimizer: Any, group: dict, old: set[int], present: dict[int, str], joining: list[nn.Parameter], edits: Transaction
+) -> None:
+    names = group.get("param_names", [None] * len(group["params"]))
+    kept = []
+    for parameter, name in zip(group["params"], names, strict=True):
+        if id(parameter) in old and id(parameter) not in present:
+            edits.drop_key(optimizer.state, parameter)
+        else:
+            kept.append((parameter, present.get(id(parameter), name)))
+    kept += [(parameter, present[id(parameter)]) for parameter in joining]
+    edits.set_list(group["params"], [parameter for parameter, _ in kept])
+    if "param_names" in group:
+        edits.set_list(group["param_names"], [name for _, name in kept])

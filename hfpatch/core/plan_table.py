@@ -1,0 +1,138 @@
+"""One line of a plan, and the change behind it; rows of modules that differ in their numbers as one line."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import nn
+
+from ..errors import WrappedModelError
+from ..runtime.edits import Edit
+from .transaction import Transaction
+
+SO_ALREADY = "is so already"  # reason of a row that a request would change into what it is
+
+
+class Named(Protocol):
+    """A row about one module."""
+
+    module: str
+
+
+R = TypeVar("R", bound=Named)
+
+
+@dataclass
+class Row:
+    """What happens to one module.
+
+    Attributes:
+        kind: "norm", "position" or "mlp"; "stream" for what is centred so that norms may change, or scaled.
+        action: "replace" or "keep".
+        module: its name in the model.
+        now, becomes: what it is, and what it will be (None where it is kept).
+        reason: why it is kept, or a note on the replacement.
+        loss: what the replacement doesn't preserve; None where the function stays the same.
+        aliases: further names of the same module.
+    """
+
+    kind: str
+    action: str
+    module: str
+    now: str
+    becomes: str | None = None
+    reason: str | None = None
+    loss: str | None = None
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass
+class Change:
+    """A row and how it is carried out.
+
+    Attributes:
+        row: for the plan; its action says whether anything changes.
+        edits: what changes in the model's structure, each of one place, by its name in the model.
+        values: then, what changes in Parameters' values. It is in the weights, and no checkpoint records it.
+    """
+
+    row: Row
+    edits: tuple[Edit, ...] = ()
+    values: Callable[[Transaction], None] | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether the module isn't kept."""
+        return self.row.action == "replace"
+
+
+def refuse_private_forward(name: str, module: nn.Module) -> None:
+    """Refuse a module whose instance carries a forward of its own, which would outlive a change of class.
+
+    Raises:
+        WrappedModelError: some speed and quantization libraries do that.
+    """
+    if "forward" in module.__dict__:
+        raise WrappedModelError(
+            f"{name} carries a forward of its own, put there by another library, which would go on running. "
+            "Patch the model first, then wrap it."
+        )
+
+
+def grouped(rows: list[R], alike: Callable[[R], tuple[object, ...]]) -> list[tuple[list[R], str]]:
+    """Rows that differ in the numbers of their names alone, as one line each: (the rows, `h.{0-11}.ln_1`).
+
+    `alike` gives what the rows of one line must have in common besides the words of their names.
+    """
+    groups: dict[tuple, list[R]] = {}
+    for row in rows:
+        pattern = re.sub(r"\d+", "#", row.module)
+        groups.setdefault((pattern, *alike(row)), []).append(row)
+    return [line for members in groups.values() for line in _lines(members)]
+
+
+def _lines(rows: list[R]) -> list[tuple[list[R], str]]:
+    """One line if the numbers make a full grid; else one for each value of what follows the first number."""
+    pieces = [re.split(r"(\d+)", row.module) for row in rows]
+    values = [{piece[i] for piece in pieces} for i in range(len(pieces[0]))]
+    if math.prod(map(len, values)) == len(rows):
+        return [(rows, "".join(map(_ranges, values)))]
+    tails: dict[tuple[str, ...], list[R]] = {}
+    for row, piece in zip(rows, pieces, strict=True):
+        tails.setdefault(tuple(piece[2:]), []).append(row)
+    return [line for members in tails.values() for line in _lines(members)]
+
+
+def _ranges(values: set[str]) -> str:
+    if len(values) == 1:
+        return next(iter(values))
+    numbers = sorted(map(int, values))
+    runs = [[numbers[0], numbers[0]]]
+    for number in numbers[1:]:
+        if number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return "{" + ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs) + "}"
+
+
+def table(lines: Sequence[Sequence[str]], alignment: str = "") -> str:
+    """Lines of cells, the headings first, as text in columns with a rule below the headings.
+
+    Args:
+        alignment: `<` or `>` for each column; by default all to the left. A last column to the left is ragged.
+    """
+    alignment = alignment or "<" * len(lines[0])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    if alignment.endswith("<"):
+        widths[-1] = len(lines[0][-1])
+    text = [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, alignment, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(text)

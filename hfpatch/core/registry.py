@@ -1,0 +1,126 @@
+"""Names of schemes and architectures: one registry each, filled by decorator or by entry point."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from torch import nn
+
+from ..errors import UnknownNameError
+from ..runtime.errors import PatchError
+from ..runtime.lens import R
+
+T = TypeVar("T")
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """A mapping from names to schemes (or records) that third parties extend.
+
+    In a module of your own: `@NORMS.register("mynorm")` over the class. In a package: an entry point in the group
+    `hfpatch.<kind>s` whose name is the scheme's and whose value is the class; it is imported when it is first needed.
+
+    Args:
+        kind: what an entry is called in messages ("norm", "position", ...).
+    """
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self.base: type | None = None  # what entries must derive from, where they are classes
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator (or plain call) that adds an entry under `name`.
+
+        Raises:
+            PatchError: the name is taken by something else, or the entry is no class of the right kind.
+        """
+
+        def add(entry: T) -> T:
+            if self.base is not None and not (isinstance(entry, type) and issubclass(entry, self.base)):
+                raise PatchError(
+                    f"{self.kind} {name!r} must be a subclass of hfpatch.{self.base.__name__}, not {entry!r}."
+                )
+            if self._entries.get(name, entry) is not entry:
+                raise PatchError(f"{self.kind} {name!r} is registered already, by {self._entries[name]!r}.")
+            self._entries[name] = entry
+            return entry
+
+        return add
+
+    def unregister(self, name: str) -> None:
+        """Remove an entry; used by tests and notebooks that redefine a scheme."""
+        self._entries.pop(name, None)
+
+    def name_of(self, entry: object) -> str:
+        """The name under which `entry` is registered.
+
+        Raises:
+            UnknownNameError: it isn't.
+        """
+        for name, registered in self._entries.items():
+            if registered is entry:
+                return name
+        for name in set(self._points) - set(self._entries):
+            if self[name] is entry:
+                return name
+        raise UnknownNameError(
+            f"{entry!r} is no registered {self.kind}. Add it with @{self.kind.upper()}S.register('a name'), "
+            "so that checkpoints can name it."
+        )
+
+    @functools.cached_property
+    def _points(self) -> dict[str, EntryPoint]:
+        return {point.name: point for point in entry_points(group=f"hfpatch.{self.kind}s")}
+
+    def _load(self, point: EntryPoint) -> T:
+        try:
+            return self.register(point.name)(point.load())
+        except Exception as error:
+            package = point.dist.name if point.dist else "an unknown package"
+            raise PatchError(
+                f"{self.kind} {point.name!r} of {package} can't be loaded from {point.value!r}: {error!r}. "
+                f"Repair or uninstall {package}."
+            ) from error
+
+    def __getitem__(self, name: str) -> T:
+        if name in self._entries:
+            return self._entries[name]
+        if name in self._points:
+            return self._load(self._points[name])
+        known = list(self)
+        close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise UnknownNameError(f"no {self.kind} called {name!r}.{hint} Registered: {', '.join(known)}.")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries or name in self._points
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted({*self._entries, *self._points}))
+
+    def __len__(self) -> int:
+        return len({*self._entries, *self._points})
+
+
+NORMS: Registry[type] = Registry("norm")
+
+
+POSITIONS: Registry[type] = Registry("position")
+
+
+MLPS: Registry[type] = Registry("mlp")
+
+
+PLACEMENTS: Registry[type] = Registry("placement")
+
+
+ARCHITECTURES: Registry = Registry("architecture")
+
+
+def by_class(records: Mapping[str, R], module: nn.Module) -> R | None:
+    """The record of a module's class, or of the nearest class that it derives from; classes go by their names."""
+    return next((records[base.__name__] for base in type(module).__mro__ if base.__name__ in records), None)

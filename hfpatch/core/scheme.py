@@ -1,0 +1,129 @@
+"""What norm, position and MLP schemes share: a frozen dataclass whose fields are its options and its JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+from ..errors import OptionError
+from ..runtime.errors import PatchError
+from .registry import Registry
+
+S = TypeVar("S", bound="Scheme")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Options, behaviour and JSON of one scheme; subclasses are registered under the name that checkpoints store."""
+
+    registry: ClassVar[Registry]
+
+    @property
+    def name(self) -> str:
+        """The registered name, such as "rms"."""
+        return self.registry.name_of(type(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"name": ..., option: value, ...}` with every option, so that a later change of defaults changes nothing."""
+        return {"name": self.name, **asdict(self)}
+
+    def __str__(self) -> str:
+        """What `resolve` reads: the name, and every option that isn't at its default."""
+        own = [(one.name, getattr(self, one.name), one.default) for one in fields(self)]
+        options = [(name, value) for name, value, default in own if value != default]
+        text = ",".join(f"{name}={value if _is_word(value) else json.dumps(value)}" for name, value in options)
+        return f"{self.name}:{text}" if text else self.name
+
+    def settled(self: S, init: str) -> S:
+        """The scheme with every option that hangs on how new parameters start; what a checkpoint records."""
+        return self
+
+    @classmethod
+    def from_json(cls: type[S], record: Any) -> S:
+        """The scheme that `to_json` wrote.
+
+        Raises:
+            UnknownNameError: the name isn't registered.
+            OptionError: the record is no mapping, has unknown options or values outside their domain.
+        """
+        if not isinstance(record, Mapping) or not isinstance(record.get("name"), str):
+            raise OptionError(
+                f"a {cls.registry.kind} scheme is stored as {{'name': ..., options}}, not {record!r:.80}."
+            )
+        options = {key: value for key, value in record.items() if key != "name"}
+        return construct(cls.registry, record["name"], options)
+
+    @classmethod
+    def resolve(cls: type[S], value: Any) -> S | None:
+        """A scheme from what a user writes: None, a registered name, `"name:option=value,..."`, or a scheme object.
+
+        Raises:
+            UnknownNameError, OptionError: as in `from_json`.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, str):
+            example = (
+                value if isinstance(value, type) and issubclass(value, cls) else cls.registry[next(iter(cls.registry))]
+            )
+            raise OptionError(
+                f"a {cls.registry.kind} is a registered name or a scheme object such as {example.__name__}(), "
+                f"not {value!r:.80}."
+            )
+        name, _, options = value.partition(":")
+        return construct(cls.registry, name, _parse_options(value, options))
+
+
+def construct(registry: Registry, name: str, options: Mapping[str, Any]) -> Any:
+    """`registry[name](**options)` with errors that name the option."""
+    scheme = registry[name]
+    known = [field.name for field in fields(scheme)]
+    for option in options:
+        if option not in known:
+            raise OptionError(
+                f"{registry.kind} {name!r} has no option {option!r}. Options: {', '.join(known) or 'none'}."
+            )
+    try:
+        return scheme(**options)
+    except PatchError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"{registry.kind} {name!r} can't be made from {dict(options)!r}: {error}") from error
+
+
+def _is_word(value: Any) -> bool:
+    """Whether a string stands for itself in options; others are JSON."""
+    return isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", value) is not None and value not in _JSON
+
+
+_JSON = ("true", "false", "null", "NaN", "Infinity")
+
+
+def _parse_options(text: str, options: str) -> dict[str, Any]:
+    parsed: dict[str, Any] = {}
+    for part in re.split(r",\s*(?=[A-Za-z_]\w*=)", options) if options else ():
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise OptionError(f"{part!r} in {text!r} is not option=value; write for example 'dyt:alpha=0.8'.")
+        try:
+            parsed[key.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            parsed[key.strip()] = value.strip()
+    return parsed
+
+
+def require_number(
+    owner: str, option: str, value: Any, *, above: float, at_most: float | None = None, inclusive: bool = False
+) -> None:
+    """Refuse what isn't a finite number in (above, at_most], or in [above, at_most] with `inclusive`."""
+    domain = f"{'[' if inclusive else '('}{above:g}, {'inf)' if at_most is None else f'{at_most:g}]'}"
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number:
+        enough = value >= above if inclusive else value > above
+        if enough and value <= sys.float_info.max and (at_most is None or value <= at_most):
+            return
+    raise OptionError(f"{owner}: {option} must be a number in {domain}, not {value!r:.80}.")

@@ -1,0 +1,175 @@
+"""The transaction under every patch: each change of the model is logged with its inverse, so all can be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .rewrite import Rewrite
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+_MISSING: Any = object()
+
+
+class Transaction:
+    """Changes made so far, newest last; `undo` takes them back in reverse order, exactly.
+
+    Nothing that a patch does to a model may bypass these methods. The log holds what was replaced, so it pickles and
+    deep-copies together with the model.
+    """
+
+    def __init__(self) -> None:
+        self._log: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __len__(self) -> int:
+        return len(self._log)
+
+    def _record(self, kind: str, *inverse: Any) -> None:
+        self._log.append((kind, inverse))
+
+    def _record_item(self, target: dict, key: Any) -> None:
+        old = (target[key],) if key in target else None
+        same = key.__eq__ if isinstance(key, str) else lambda present: present is key  # Tensors compare elementwise
+        place = next((i for i, present in enumerate(target) if same(present)), None)
+        self._record("item", target, key, old, place)
+
+    def set_module(self, parent: nn.Module, name: str, new: nn.Module | None) -> None:
+        """Put a child where another (or none) was; None removes it. Hooks of a replaced child move to the new one."""
+        old = parent._modules.get(name, _MISSING)
+        self._record_item(parent._modules, name)
+        if new is None:
+            parent._modules.pop(name, None)
+            return
+        new.train(old.training if isinstance(old, nn.Module) else parent.training)
+        if isinstance(old, nn.Module):
+            for hooks in _HOOKS:
+                if old.__dict__.get(hooks) not in (None, {}):
+                    new.__dict__[hooks] = old.__dict__[hooks]
+        parent._modules[name] = new
+
+    def set_parameter(self, module: nn.Module, name: str, new: nn.Parameter | None) -> None:
+        """Replace a Parameter; None leaves the name without one."""
+        self._record_item(module._parameters, name)
+        module._parameters[name] = new
+
+    def set_buffer(self, module: nn.Module, name: str, new: Tensor) -> None:
+        """Replace a buffer; whether it is saved stays as it was."""
+        self._record_item(module._buffers, name)
+        module._buffers[name] = new
+
+    def set_values(self, module: nn.Module, name: str, values: Tensor) -> None:
+        """Give a Parameter other values, in its own dtype, shape and device; it stays the same object."""
+        parameter = module._parameters[name]
+        assert parameter is not None
+        self._record("values", module, name, parameter.data)
+        parameter.data = values.detach().to(parameter.device, parameter.dtype, copy=True).reshape(parameter.shape)
+
+    def set_attribute(self, target: Any, name: str, value: Any) -> None:
+        """Set a plain attribute (not a child, Parameter or buffer)."""
+        old = target.__dict__.get(name, _MISSING)
+        # the object rather than its __dict__, which is another one after deepcopy or pickle
+        self._record("attribute", target, name, None if old is _MISSING else (old,))
+        target.__dict__[name] = value
+
+    def set_class(self, target: Any, new: type) -> None:
+        """Change an object's class to a subclass of it, or back."""
+        if type(target) is not new:
+            self._record("class", target, type(target))
+            target.__class__ = new
+
+    def set_list(self, target: list, new: list) -> None:
+        """Replace a list's contents in place."""
+        self._record("list", target, list(target))
+        target[:] = new
+
+    def drop_key(self, target: dict, key: Any) -> None:
+        """Remove a key from a dictionary, if it is there."""
+        if key in target:
+            self._record_item(target, key)
+            del target[key]
+
+    def rewrite(
+        self, module: nn.Module, name: str, kind: str, operand: Tensor | None = None, axis: int | None = None
+    ) -> None:
+        """Change a Parameter's values in place, in little memory; kinds and their inverses as in `Rewrite`."""
+        rewrite = Rewrite(module, name, kind, axis) if operand is None else Rewrite(module, name, kind, axis, operand)
+        self._record("rewrite", rewrite)
+        rewrite.run()
+
+    def replacements(self) -> list[tuple[nn.Module | nn.Parameter | None, nn.Module | nn.Parameter | None]]:
+        """Pairs (old, new) of the children and Parameters that were exchanged; None where there was or is none."""
+        pairs = []
+        for kind, inverse in self._log:
+            if kind == "item":
+                target, key, old, _ = inverse
+                pairs.append((old[0] if old else None, target.get(key)))
+        return pairs
+
+    def then(self, later: Transaction) -> Transaction:
+        """This log continued by a later one; undoing it takes back both."""
+        self._log += later._log
+        return self
+
+    def undo(self, length: int = 0) -> None:
+        """Take changes back, newest first, until `length` of them are left."""
+        while len(self._log) > length:
+            kind, inverse = self._log.pop()
+            _UNDO[kind](*inverse)
+
+
+def _undo_item(target: dict, key: Any, old: tuple[Any] | None, place: int | None) -> None:
+    if old is None:
+        target.pop(key, None)
+    elif key in target:
+        target[key] = old[0]
+    else:  # the order of modules and parameters is part of a model
+        items = list(target.items())
+        items.insert(len(items) if place is None else place, (key, old[0]))
+        target.clear()
+        target.update(items)
+
+
+def _undo_attribute(target: Any, name: str, old: tuple[Any] | None) -> None:
+    if old is None:
+        target.__dict__.pop(name, None)
+    else:
+        target.__dict__[name] = old[0]
+
+
+def _undo_class(target: Any, old: type) -> None:
+    target.__class__ = old
+
+
+def _undo_list(target: list, old: list) -> None:
+    target[:] = old
+
+
+def _undo_values(module: nn.Module, name: str, old: Tensor) -> None:
+    parameter = module._parameters[name]
+    if parameter is not None and parameter.shape == old.shape:  # a resized one has no old values
+        parameter.data = old.to(parameter.device, parameter.dtype)
+
+
+def _undo_rewrite(rewrite: Rewrite) -> None:
+    rewrite.undo()
+
+
+_UNDO: dict[str, Callable[..., None]] = {
+    "item": _undo_item,
+    "attribute": _undo_attribute,
+    "class": _undo_class,
+    "list": _undo_list,
+    "values": _undo_values,
+    "rewrite": _undo_rewrite,
+}

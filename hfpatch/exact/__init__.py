@@ -1,0 +1,1 @@
+"""LayerNorm to RMSNorm without changing the function: search, folding, check."""

@@ -1,0 +1,110 @@
+"""Post-norm: the nearest closed form where a norm's input can't be made zero-mean exactly.
+
+The input of a norm that follows a norm is x + f(x) with x = gain * h + shift the earlier norm's output. With every
+writer centred its mean over the channels is mean(gain * h) + mean(shift): the second part is a constant, and
+subtracting it from the bias of the writer f takes it away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.transaction import Transaction
+from ..measure.outputs import outputs_of
+from ..measure.quiet_forward import quiet
+from ..sites.norms import describe
+from .check import mean_ratios
+
+
+@dataclass
+class Pair:
+    """A norm in the stream, the norm before it and the biased writer between the two, by name."""
+
+    norm: str
+    earlier: str
+    writer: str
+
+
+def find_pairs(
+    model: nn.Module, given: Mapping[str, Any], norms: list[str], stream: list[str], writers: list[str]
+) -> list[Pair]:
+    """For each norm the writer and the norm that run last before it, in the order of one forward.
+
+    Args:
+        model, given: the model and inputs of it.
+        norms: to find pairs for.
+        stream: all norms of the stream.
+        writers: modules with a bias that is among what was centred.
+    """
+    order: list[str] = []
+    names = {id(model.get_submodule(name)): name for name in (*stream, *norms, *writers)}
+
+    def passed(module: nn.Module, args: Any, output: Any) -> None:
+        order.append(names[id(module)])
+
+    with quiet(model):
+        for module in model.modules():
+            if id(module) in names:
+                module.register_forward_hook(passed)
+        outputs_of(model, given)
+    found: dict[tuple[str, str, str], Pair] = {}
+    for i, name in enumerate(order):
+        if name in norms:
+            writer = next((before for before in reversed(order[:i]) if before not in stream), None)
+            earlier = next((before for before in reversed(order[:i]) if before in stream), None)
+            if writer is not None and earlier is not None and writer in order[_last(order[:i], earlier) : i]:
+                found[name, earlier, writer] = Pair(name, earlier, writer)
+    return list(found.values())
+
+
+def _last(order: list[str], name: str) -> int:
+    return len(order) - 1 - order[::-1].index(name)
+
+
+def compensate(
+    model: nn.Module, given: Mapping[str, Any], pairs: list[Pair], edits: Transaction
+) -> dict[str, tuple[float, float]]:
+    """Subtract the mean of the earlier norm's shift from the writer's bias, and keep that only where it helps.
+
+    A writer that feeds several norms (ALBERT runs one layer many times) takes the mean of what each of them needs.
+
+    Returns:
+        norm -> the root mean square of mean / standard deviation at its input before and after.
+    """
+    needs: dict[str, list[float]] = {}
+    for pair in pairs:
+        needs.setdefault(pair.writer, []).append(_mean_shift(model.get_submodule(pair.earlier)))
+    norms = list(dict.fromkeys(pair.norm for pair in pairs))
+    before = mean_ratios(model, given, norms)
+    for writer, means in needs.items():
+        _add(model.get_submodule(writer), -sum(means) / len(means), edits)
+    after = mean_ratios(model, given, norms)
+    measured = {norm: (_rms(before[norm]), _rms(after[norm])) for norm in norms}
+    for writer, means in needs.items():
+        fed = [measured[pair.norm] for pair in pairs if pair.writer == writer]
+        if sum(a for _, a in fed) > sum(b for b, _ in fed):
+            _add(model.get_submodule(writer), sum(means) / len(means), edits)
+    return measured
+
+
+def _mean_shift(norm: nn.Module) -> float:
+    facts = describe(norm)
+    shift = facts.parameters_of(norm)[1] if facts is not None else None
+    return 0.0 if shift is None else float(shift.detach().double().mean())
+
+
+def _add(writer: nn.Module, value: float, edits: Transaction) -> None:
+    bias = writer._parameters["bias"]
+    assert bias is not None
+    if value:
+        operand = torch.full((1,) * bias.dim(), value, dtype=torch.float64, device=bias.device)
+        edits.rewrite(writer, "bias", "add", operand)
+
+
+def _rms(ratios: Tensor) -> float:
+    return float(ratios.square().mean().sqrt())

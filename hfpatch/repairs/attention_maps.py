@@ -1,0 +1,187 @@
+"""Attention maps: after a change of positions, queries and keys are fitted until they draw the original's maps.
+
+Constant vectors b_q, b_k under a rotation give b_q' R(m - n) b_k, a profile over distances: biases alone can draw the
+average map that a table of positions drew; weights fit the rest. What is minimised is KL(original map || present map),
+averaged over heads and over queries that aren't padding, by Adam on the module's own forward, whatever its layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ..errors import OptionError
+from .block_replay import first_tensor
+
+FITS = ("qk", "bias")
+STEPS, LOOKS = 200, 8  # and how often the held-out queries are looked at, for the best values so far
+RATE = 2.0  # of Adam, divided by the width of what is projected
+_LEAST = 1e-9  # a probability, for its logarithm
+_SUMS_TO_ONE = 1e-2
+
+Call = tuple[tuple, dict[str, Any]]
+
+
+@dataclass
+class Example:
+    """One batch at an attention: how the module is called, the original's maps (B, H, T, S), and rows by what they do.
+
+    Attributes:
+        fitted, held_out: queries (B, T) that are fitted to, and those that judge.
+    """
+
+    call: Call
+    target: Tensor
+    fitted: Tensor
+    held_out: Tensor
+    entropy: Tensor = field(init=False)  # of the target, times -1: (B, H, T)
+
+    def __post_init__(self) -> None:
+        target = self.target.float()
+        self.entropy = torch.special.xlogy(target, target.clamp_min(_LEAST)).sum(-1)
+
+    def divergence(self, present: Tensor, rows: Tensor) -> Tensor:
+        """Mean of KL(target || present) over heads and over the chosen queries (B, T)."""
+        cross = (self.target.float() * present.float().clamp_min(_LEAST).log()).sum(-1)
+        return (self.entropy - cross).transpose(1, 2)[rows].mean()
+
+
+@dataclass
+class MapFit:
+    """Mean KL divergence on held-out queries before and after, and the values that were fitted, by Parameter name."""
+
+    before: float
+    after: float
+    values: dict[str, Tensor]
+
+
+@contextlib.contextmanager
+def eager(model: nn.Module) -> Iterator[None]:
+    """Attention that returns its maps, and masks that it can read."""
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            configs[id(config)] = config
+    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = "eager"
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+def require_fit(fit: Any) -> None:
+    """Refuse what isn't one of `FITS`.
+
+    Raises:
+        OptionError: it isn't.
+    """
+    if fit not in FITS:
+        raise OptionError(f"fit must be one of {', '.join(map(repr, FITS))}, not {fit!r:.40}.")
+
+
+def map_of(module: nn.Module, call: Call) -> Tensor | None:
+    """The attention map (B, H, T, S) that a module returns beside its output; None where it returns none."""
+    args, kwargs = call
+    return map_in(module(*args, **kwargs))
+
+
+def map_in(returned: Any) -> Tensor | None:
+    """The attention map among what a module returned, after its output."""
+    for item in returned[1:] if isinstance(returned, tuple | list) else ():
+        if isinstance(item, Tensor) and item.dim() == 4 and item.is_floating_point() and item.numel():
+            sums = item.detach().float().sum(-1)
+            if (sums.median() - 1).abs() <= _SUMS_TO_ONE:
+                return item
+    return None
+
+
+def wide(value: Any) -> Any:
+    """Arguments of a call with their floats in float32."""
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(map(wide, value))
+    return {name: wide(item) for name, item in value.items()} if type(value) is dict else value
+
+
+def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]) -> MapFit | None:
+    """Fit an attention's queries and keys to the original's maps; the module itself isn't changed.
+
+    Args:
+        module: the attention; a copy in float32 is what runs.
+        examples: batches that are fitted to, in turn.
+        fit: "qk" for weights and biases, "bias" for biases alone.
+        own: names of Parameters that no other module shares.
+
+    Returns:
+        None where no such Parameter moves the maps.
+    """
+    work = copy.deepcopy(module).float().requires_grad_(False)
+    with eager(work):
+        return _fit(work, examples, fit, own)
+
+
+def _fit(work: nn.Module, examples: list[Example], fit: str, own: set[str]) -> MapFit | None:
+    first = examples[0]
+    chosen = {name: p.requires_grad_() for name, p in work.named_parameters() if name in own and _wanted(name, p, fit)}
+    if not chosen:
+        return None
+    loss = _loss(work, first)
+    gradients = torch.autograd.grad(loss, list(chosen.values()), allow_unused=True) if loss.requires_grad else ()
+    chosen = {name: p for (name, p), g in zip(chosen.items(), gradients, strict=False) if g is not None and g.any()}
+    for name, p in work.named_parameters():
+        p.requires_grad_(name in chosen)
+    if not chosen:
+        return None
+    before = after = _judge(work, examples)
+    best = {name: p.detach().clone() for name, p in chosen.items()}
+    width = first_tensor([*first.call[0], *first.call[1].values()]).shape[-1]
+    optimizer = torch.optim.Adam(chosen.values(), lr=RATE / width, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for step in range(STEPS):
+        loss = _loss(work, examples[step % len(examples)])
+        if loss.isfinite():
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        schedule.step()
+        if (step + 1) * LOOKS // STEPS > step * LOOKS // STEPS:
+            error = _judge(work, examples)
+            if error < after:
+                after, best = error, {name: p.detach().clone() for name, p in chosen.items()}
+    return MapFit(before, after, best)
+
+
+def _wanted(name: str, parameter: Tensor, fit: str) -> bool:
+    return parameter.is_floating_point() and (fit == "qk" or name.rpartition(".")[2] == "bias")
+
+
+def _loss(module: nn.Module, example: Example) -> Tensor:
+    with torch.enable_grad():
+        present = map_of(module, example.call)
+        assert present is not None
+        return example.divergence(present, example.fitted)
+
+
+def _judge(module: nn.Module, examples: list[Example]) -> float:
+    total, rows = 0.0, 0
+    with torch.no_grad():
+        for example in examples:
+            chosen = example.held_out
+            if chosen.any():
+                present = map_of(module, example.call)
+                assert present is not None
+                total += float(example.divergence(present, chosen)) * int(chosen.sum())
+                rows += int(chosen.sum())
+    return total / max(rows, 1)

@@ -1,0 +1,117 @@
+"""Calibration without data: sequences that a language model draws from itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..core.progress import tell
+from ..errors import OptionError
+from ..measure.quiet_forward import device_of, quiet
+
+_log = logging.getLogger(__name__)
+SEQUENCES, LENGTH, BATCH = 256, 128, 32
+_OFFSET = 2  # rows of a position table that RoBERTa and its like don't use
+
+
+def sample_batches(
+    model: PreTrainedModel, sequences: int = SEQUENCES, length: int = LENGTH, seed: int = 0
+) -> list[dict[str, Tensor]]:
+    """Inputs for calibration, sampled from a causal or encoder-decoder language model at temperature 1.
+
+    A causal model starts at its bos token (else at random tokens). An encoder-decoder first reads random tokens; what
+    it answers is its input then, so that both its sides see its own language.
+
+    Args:
+        model: a model that generates.
+        sequences: how many; (batch, T) with T of at most `length` tokens and of the model's positions.
+        length: tokens a sequence.
+        seed: of the draw; the global random stream isn't touched.
+
+    Returns:
+        Dictionaries with `input_ids` and `attention_mask`, for encoder-decoders also `decoder_input_ids`.
+
+    Raises:
+        OptionError: the model doesn't generate text from tokens.
+    """
+    config = model.config.get_text_config()
+    if not generates(model):
+        raise OptionError(
+            f"{type(model).__name__} doesn't generate text, so it can't be calibrated on samples of its own. Pass "
+            "batches of inputs (calibration=[...])."
+        )
+    most = getattr(config, "max_position_embeddings", None) or length + _OFFSET
+    length = max(2, min(length, most - _OFFSET))
+    batches = []
+    with quiet(model), _plain_generation(model, length):
+        torch.manual_seed(seed)  # inside a fork of the random stream
+        for start in range(0, sequences, BATCH):
+            tell(_log, "own sequences", start, sequences, f"drawing up to {length} tokens each")
+            count = min(BATCH, sequences - start)
+            if model.config.is_encoder_decoder:
+                read = torch.randint(config.vocab_size, (count, length), device=device_of(model))
+                read = _generate(model, input_ids=read)
+                drawn = _generate(model, input_ids=read, attention_mask=_mask(read, model))
+                batches.append(
+                    {"input_ids": read, "attention_mask": _mask(read, model), "decoder_input_ids": drawn}
+                    | {"decoder_attention_mask": _mask(drawn, model)}
+                )
+            else:
+                drawn = _generate(model, input_ids=_starts(model, config, count))
+                batches.append({"input_ids": drawn, "attention_mask": _mask(drawn, model)})
+    tell(_log, "own sequences", sequences, sequences, "drawn")
+    return batches
+
+
+def generates(model: PreTrainedModel) -> bool:
+    """Whether a model writes tokens after tokens."""
+    return model.can_generate() and model.main_input_name == "input_ids"
+
+
+def _starts(model: PreTrainedModel, config: Any, count: int) -> Tensor:
+    bos = model.generation_config.bos_token_id
+    if isinstance(bos, int) and 0 <= bos < config.vocab_size:
+        return torch.full((count, 1), bos, device=device_of(model))
+    return torch.randint(config.vocab_size, (count, 1), device=device_of(model))
+
+
+@contextmanager
+def _plain_generation(model: PreTrainedModel, length: int) -> Iterator[None]:
+    """Sampling at temperature 1: a model's own settings may ask for beams, lengths, penalties or forced tokens."""
+    own = model.generation_config
+    tokens = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "decoder_start_token_id")}
+    pad = own.pad_token_id if own.pad_token_id is not None else _first(own.eos_token_id) or 0
+    plain = GenerationConfig(
+        **tokens, pad_token_id=pad, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_length=length
+    )
+    model.generation_config = plain
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _generate(model: PreTrainedModel, **given: Tensor) -> Tensor:
+    given.setdefault("attention_mask", torch.ones_like(given["input_ids"]))
+    drawn: Any = model.generate(**given)
+    return drawn
+
+
+def _mask(ids: Tensor, model: PreTrainedModel) -> Tensor:
+    """1 up to the first end-of-sequence token after the start, 0 behind it."""
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        return torch.ones_like(ids)
+    ends = torch.isin(ids, torch.tensor(eos, device=ids.device))
+    ends[:, 0] = False
+    return ((ends.cumsum(1) - ends.long()) == 0).long()
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and value else value

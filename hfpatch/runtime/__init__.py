@@ -1,0 +1,1 @@
+"""The modules, lenses and edits that a patched model runs; remote code ships these files as they are."""

@@ -1,0 +1,57 @@
+"""Attention with linear biases, ALiBi (Press et al. 2022, arXiv:2108.12409, section 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+class LinearBias(nn.Module):
+    """-slope_h * |i - j|, added to the attention score of query i and key j in head h.
+
+    Slopes live in a non-persistent float32 buffer: a state dict has no key for them, half precision leaves them alone.
+
+    Args:
+        num_heads: heads of the attention.
+        max_bias: the largest slope's exponent over all heads.
+    """
+
+    slopes: Tensor
+
+    def __init__(self, num_heads: int, max_bias: float = 8.0):
+        super().__init__()
+        self.num_heads, self.max_bias = num_heads, max_bias
+        self.register_buffer("slopes", self._slopes(), persistent=False)
+
+    def _slopes(self) -> Tensor:
+        return torch.tensor(slopes_of(self.num_heads, self.max_bias), dtype=torch.float32, device="cpu")
+
+    def reset(self) -> None:
+        """Fill the buffer again, on the device where it is; loading and moving a model need it."""
+        self.slopes = self._slopes().to(self.slopes.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearBias:
+        super()._apply(fn, recurse)  # moves the buffer, and with .half() also rounds it
+        self.reset()
+        return self
+
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """The bias (B or 1, H, T, S) in float32, of positions (B or 1, T) of queries and (S,) of keys."""
+        distances = (queries[:, None, :, None] - keys).abs().float()
+        return -self.slopes.to(distances.device)[:, None, None] * distances
+
+    def extra_repr(self) -> str:
+        return f"max_bias={self.max_bias:g}"
+
+
+def slopes_of(num_heads: int, max_bias: float) -> list[float]:
+    """m_h = 2^(-max_bias h / n) of every head h = 1..n; for n no power of two, every other one of the next as well."""
+    power = 2 ** int(math.log2(num_heads))
+
+    def geometric(n: int) -> list[float]:
+        return [2.0 ** (-max_bias * (h + 1) / n) for h in range(n)]
+
+    return geometric(power) + geometric(2 * power)[0::2][: num_heads - power]

@@ -1,0 +1,270 @@
+"""Applies edits to a model, and condenses edits of single places into few at patterns of names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+
+from . import components as _components  # noqa: F401  # known to the text of edits by being imported
+from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SCALE_SLOT, Call, Edit, value_text
+from .errors import CheckpointError
+from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, with_lens
+
+
+class Direct:
+    """Writes to a model that was just built: nothing is remembered. `core.transaction` has the form that undoes."""
+
+    def set_module(self, parent: nn.Module, name: str, new: nn.Module | None) -> None:
+        """Put a child where another (or none) was; None removes it."""
+        old = parent._modules.get(name)
+        if new is None:
+            parent._modules.pop(name, None)
+            return
+        parent._modules[name] = new.train(old.training if old is not None else parent.training)
+
+    def set_parameter(self, module: nn.Module, name: str, new: nn.Parameter | None) -> None:
+        """Replace a Parameter; None leaves the name without one."""
+        module._parameters[name] = new
+
+    def set_attribute(self, target: Any, name: str, value: Any) -> None:
+        """Set a plain attribute."""
+        target.__dict__[name] = value
+
+    def set_class(self, target: Any, new: type) -> None:
+        """Change an object's class to a subclass of it, or back."""
+        target.__class__ = new
+
+
+def apply(edits: Iterable[Edit], model: nn.Module, changes: Any = None, fresh: bool = False) -> int:
+    """Carry edits out, in their order.
+
+    Args:
+        edits: of this model's class, or of another head on the same base model.
+        model: a transformers model.
+        changes: what writes: a transaction, or None to write without a way back.
+        fresh: the model was just built: parts of it that were built patched are left alone, and a name that the class
+            doesn't have is an error where it is the class that was saved.
+
+    Returns:
+        How many places were assigned.
+
+    Raises:
+        CheckpointError: `fresh`, and the class has no such place.
+    """
+    return sum(_apply(edit, model, changes or Direct(), fresh) for edit in edits)
+
+
+def _apply(edit: Edit, model: nn.Module, changes: Any, fresh: bool) -> int:
+    tree = Tree(model, fresh)
+    done: dict[Any, Any] = {}
+    value = edit.value
+    if isinstance(value, Call) and edit.at[0].endswith(LENS_SLOT):
+        value = value.make()  # one for all: torch.compile checks once what it reads of it
+    missing = set(edit.at)
+    count = 0
+    for path, owner, leaf in tree.places(edit.at):
+        missing.discard(path)
+        if owner is None:  # a part that was built patched
+            continue
+        count += _assign(owner, leaf, value, tree, changes, done, model)
+    if missing and fresh and type(model).__name__ in (getattr(model, "config", None).architectures or []):  # type: ignore[union-attr]
+        raise CheckpointError(
+            f"{type(model).__name__} of transformers {transformers.__version__} has no {', '.join(sorted(missing))}, "
+            "which its patch record changes. Open it without overriding its settings, and with the versions of hfpatch "
+            "and transformers that it was made with."
+        )
+    return count
+
+
+class Tree:
+    """A model's modules by their names inside the base model, and every place where each of them stands.
+
+    Args:
+        model: a transformers model.
+        fresh: leave parts alone that were built patched.
+    """
+
+    def __init__(self, model: nn.Module, fresh: bool = False):
+        self.model = model
+        base = getattr(model, "base_model_prefix", "")
+        self.base = base if base and base in model._modules else ""
+        self.modules: dict[str, nn.Module] = {}
+        self.standing: dict[int, list[tuple[nn.Module, str]]] = {}
+        self.built: set[str] = set()  # names of modules in parts that were built patched
+        above: tuple[str, ...] = ()
+        for name, module in model.named_modules(remove_duplicate=False):
+            inside = self.inside(name)
+            self.modules[inside] = module
+            if fresh and name:
+                if f"{name}.".startswith(above or ("\n",)):
+                    self.built.add(inside)
+                elif hasattr(type(module), "hfpatch_model"):
+                    above = (*above, f"{name}.")
+                    self.built.add(inside)
+            for child, inner in module._modules.items():
+                places = self.standing.setdefault(id(inner), [])
+                if inner is not None and not any(parent is module and one == child for parent, one in places):
+                    places.append((module, child))
+
+    def inside(self, name: str) -> str:
+        """A module's name inside the base model: "" is the base model itself."""
+        if not self.base:
+            return name
+        if name == self.base or name.startswith(f"{self.base}."):
+            return name[len(self.base) + 1 :]
+        return f"{HEAD}.{name}".rstrip(".")
+
+    def places(self, patterns: Iterable[str]) -> Iterator[tuple[str, nn.Module | None, str]]:
+        """(pattern, module, what of it is assigned) of every place that a pattern names; None for what is built."""
+        for pattern in patterns:
+            above, _, leaf = pattern.rpartition(".")
+            if "*" not in above:
+                found = [(above, self.modules[above])] if above in self.modules else []
+            else:
+                matches = re.compile(re.escape(above).replace(r"\*", r"\d+")).fullmatch
+                found = [(name, module) for name, module in self.modules.items() if matches(name)]
+            for name, module in found:
+                for one in [child for child in module._modules if child.isdigit()] if leaf == "*" else [leaf]:
+                    if _has(module, one) or one.startswith("@") or name not in self.built:
+                        yield pattern, None if name in self.built else module, one
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    return any(name in own for own in (module._modules, module._parameters, module._buffers, vars(module)))
+
+
+def _assign(
+    owner: nn.Module, leaf: str, value: Any, tree: Tree, changes: Any, done: dict[Any, Any], model: nn.Module
+) -> int:
+    place = id(owner), leaf
+    if leaf in _SLOTS:
+        if place in done:
+            return 0
+        done[place] = owner
+        _SLOTS[leaf](owner, value, changes, model)
+        return 1
+    old = owner._modules.get(leaf)
+    if old is not None:
+        if id(old) in done:
+            return 0
+        new = value.make_module(old, owner) if isinstance(value, Call) else value
+        if new is not None and CENTRED in vars(old):
+            vars(new)[CENTRED] = vars(old)[CENTRED]
+            new.__class__ = lensed_class(host_class(type(new)))
+        done[id(old)] = done[id(new)] = new
+        for parent, name in tree.standing[id(old)]:
+            changes.set_module(parent, name, new)
+            if new is None:
+                changes.set_attribute(parent, name, None)
+    elif place in done:
+        return 0
+    elif isinstance(value, Call) and value.is_module():
+        done[place] = owner
+        present = getattr(owner, leaf, None)  # a function in the place of a module
+        new = value.make_module(present, owner) if present is not None else value.make_module(None, owner)
+        if leaf in vars(owner) and present is not None:
+            changes.set_attribute(owner, leaf, new)
+        else:
+            changes.set_module(owner, leaf, new)
+    elif leaf in owner._parameters:
+        done[place] = owner
+        present = owner._parameters[leaf]
+        if present is None and value is not None and not isinstance(value, Call):
+            return 0
+        changes.set_parameter(owner, leaf, value.make(present) if isinstance(value, Call) else value)
+    elif hasattr(owner, leaf) or leaf.startswith("_hfpatch"):  # heads differ in what they have
+        done[place] = owner
+        present = getattr(owner, leaf, None)
+        changes.set_attribute(owner, leaf, value.make(present) if isinstance(value, Call) else value)
+    else:
+        return 0
+    return 1
+
+
+def _see(module: nn.Module, lens: Any, changes: Any, model: nn.Module) -> None:
+    bound = lens.bound(module) if hasattr(lens, "bound") else lens
+    changes.set_attribute(module, LENS, None if bound is None else with_lens(module, bound))
+    _look(module, changes, model)
+
+
+def _centre(module: nn.Module, axis: int, changes: Any, model: nn.Module) -> None:
+    changes.set_attribute(module, CENTRED, axis)
+    _look(module, changes, model)
+
+
+def _scale(module: nn.Module, start: float, changes: Any, model: nn.Module) -> None:
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    changes.set_parameter(module, SCALE, nn.Parameter(weight.detach().new_full((1,), start)))
+    changes.set_attribute(module, SCALED, start)
+    _look(module, changes, model)
+
+
+def _look(module: nn.Module, changes: Any, model: nn.Module) -> None:
+    if module is not model:  # whose class, a patched model's, looks through lenses by itself
+        changes.set_class(module, lensed_class(host_class(type(module))))
+
+
+_SLOTS: dict[str, Callable[..., None]] = {LENS_SLOT: _see, CENTRE_SLOT: _centre, SCALE_SLOT: _scale}
+
+
+def pattern_of(name: str) -> str:
+    """A module's name with `*` for every number that is a piece of it."""
+    return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
+
+
+def condensed(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
+    """Transaction of single places, by names in `model`, as few edits at patterns inside its base model.
+
+    A pattern stands for several places only where the model has no other place that it names; equal values in
+    different places become one edit.
+
+    Args:
+        edits: each of one place. Of two edits of one place the later holds.
+        model: as it is before the edits are applied.
+    """
+    tree = Tree(model)
+    values: dict[str, Any] = {}
+    for edit in edits:
+        (path,) = edit.at
+        above, _, leaf = path.rpartition(".")
+        inside = f"{tree.inside(above)}.{leaf}".strip(".")
+        key = inside
+        if leaf == LENS_SLOT and edit.value is not None:  # lenses of different kinds, and joins, add up
+            key = f"{inside} {edit.value if hasattr(edit.value._component(), 'over') else edit.value.name}"
+        elif isinstance(edit.value, Call) and edit.value.is_module():  # each is made of what stands there
+            key = f"{inside} {edit.value}"
+        values[key] = edit.value
+    groups: dict[tuple[str, str], list[str]] = {}
+    for key, value in values.items():
+        path = key.partition(" ")[0]
+        groups.setdefault((pattern_of(path), value_text(value)), []).append(path)
+    merged: dict[tuple[str, str], list[str]] = {}
+    by_text = {value_text(value): value for value in values.values()}
+    for (pattern, text), paths in groups.items():
+        leaf = pattern.rpartition(".")[2]
+        whole = len(paths) > 1 and set(_named(tree, pattern)) <= {_place(tree, path) for path in paths}
+        names = [pattern] if whole else paths
+        kind = leaf if leaf.startswith("@") or not isinstance(by_text[text], Call) else ""
+        merged.setdefault((text, kind), []).extend(names)
+    return [Edit(tuple(names), by_text[text]) for (text, _), names in merged.items()]
+
+
+def _named(tree: Tree, pattern: str) -> Iterator[Any]:
+    """The places that a pattern names in a model."""
+    above, _, leaf = pattern.rpartition(".")
+    matches = re.compile(re.escape(above).replace(r"\*", r"\d+")).fullmatch
+    for name, module in tree.modules.items():
+        if matches(name):
+            for one in [child for child in module._modules if child.isdigit()] if leaf == "*" else [leaf]:
+                yield _place(tree, f"{name}.{one}".strip("."))
+
+
+def _place(tree: Tree, path: str) -> Any:
+    """The same for every name of a place: a module, or what of a module is assigned."""
+    above, _, leaf = path.rpartition(".")
+    found = tree.modules.get(path)
+    return (id(tree.modules[above]), leaf) if found is None else id(found)

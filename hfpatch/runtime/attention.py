@@ -1,0 +1,675 @@
+"""The lens on an attention: queries and keys leave their projections rotated, its mask carries a bias, causal masks fit
+any length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C import _is_tracing
+from torch.compiler import is_dynamo_compiling
+
+from .errors import PositionError
+from .lens import TAKEN, Arguments
+
+ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an attention
+
+
+BIAS = "score_bias"  # and of the one whose output is added to its scores
+
+
+TAKE_A_BIAS = ("eager", "sdpa")  # attention implementations that add a float mask (B or 1, H, T, S) to the scores
+
+
+NUMBER_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")  # attributes that say it
+
+
+PHASES = "position_phases"  # keyword argument in which a stack's owner hands them down, see grid.py
+
+
+Rotate = Callable[[Tensor], Tensor]  # of x (B, T, H, head_dim)
+
+
+class Rotation:
+    """Turns x (B, T, H, head_dim) by its tokens' phases.
+
+    Args:
+        rotary: the module that a scheme attached.
+        positions: of the tokens (B or 1, T).
+        phases: what its forward makes of them, made when needed where it isn't given.
+
+    Attributes:
+        by_calls: whether the number of operations counts and not their sizes, as where one token is decoded eagerly.
+    """
+
+    def __init__(self, rotary: Any, positions: Tensor | None, phases: Any = None):
+        self.rotary, self.positions, self.phases = rotary, positions, phases
+        self.by_calls = False
+        self.turners: dict[Any, Rotate] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.phases is None:
+            self.phases = self.rotary(self.positions)
+        return self.rotary.rotate(x, self.phases)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "turners": {}}  # which can't be pickled, as the tensor that a rotation is left on can
+
+    def at(self, positions: Tensor) -> Rotation:
+        """The same at other positions (B or 1, T)."""
+        return Rotation(self.rotary, positions)
+
+    def first(self, y: Tensor, heads: int, turned: int) -> Tensor:
+        """One token's y (B, 1, heads * head_dim) with the first heads turned."""
+        kind = heads, turned, y.dtype
+        if kind not in self.turners:
+            self.turners[kind] = self.rotary.turner(self.positions, *kind)
+        return self.turners[kind](y)
+
+
+class RotationInLine(Rotation):
+    """Turns x (T, H, head_dim) or (B, rows, columns, H, head_dim)."""
+
+    def __init__(self, rotary: Any, phases: Any, tokens: _Tokens):
+        super().__init__(rotary, None, phases)
+        self.tokens = tokens
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.tokens.as_given(super().__call__(self.tokens.in_line(x)))
+
+
+class Rotated:
+    """A projection whose output is turned; its other attributes are the projection's."""
+
+    def __init__(self, projection: nn.Module, turn: Callable[[Tensor], Tensor]):
+        self.projection, self.turn = projection, turn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.turn(self.projection(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.projection, name)
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Separate projections of queries and keys, each (B, T, heads * head_dim).
+
+    Attributes:
+        query, key: names of the projections.
+        time: axis of the tokens in what they return: 0 for (T, B, heads * head_dim), 2 for (B, heads * head_dim, T).
+        beside_keys: argument (T, T, B, head_dim) whose products with queries are added to the scores: what is at
+            [i, j] turns with query i, so that the product stays.
+    """
+
+    query: str
+    key: str
+    time: int = 1
+    beside_keys: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The projections that queries and keys come from."""
+        return self.query, self.key
+
+    def query_width(self, module: nn.Module) -> int:
+        """heads * head_dim."""
+        return getattr(module, self.query).weight.shape[0]
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        """Attributes of the attention's view: projections whose output is turned."""
+
+        def turn(y: Tensor) -> Tensor:
+            return self._turned(y, head_dim, rotate)
+
+        return {name: Rotated(getattr(module, name), turn) for name in (self.query, self.key)}
+
+    def _turned(self, y: Tensor, head_dim: int, rotate: Rotate) -> Tensor:
+        y = rotate(_swapped(y, self.time).unflatten(-1, (-1, head_dim))).flatten(-2)
+        return _swapped(y, self.time).contiguous()
+
+    def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
+        """Arguments of the attention that turn as well."""
+        if self.beside_keys is None:
+            return {}
+        x = arguments[self.beside_keys]
+        return {self.beside_keys: rotate(x.permute(2, 0, 1, 3)).permute(1, 2, 0, 3).reshape(x.shape)}
+
+
+@dataclass(frozen=True)
+class WindowProjections(Projections):
+    """Projections of an attention in windows that has others for tokens which attend to all (Longformer's).
+
+    Attributes:
+        global_query: of those tokens alone, the first of each text, then the second: (G, B, heads * head_dim).
+        global_key: of all tokens.
+        marks: argument (B, T), true for tokens that attend to all.
+    """
+
+    global_query: str = "query_global"
+    global_key: str = "key_global"
+    marks: str = "is_index_global_attn"
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Any) -> dict[str, Any]:
+        attributes = super().rotated(module, arguments, head_dim, rotate)
+
+        def turn_keys(y: Tensor) -> Tensor:
+            return self._turned(y, head_dim, rotate)
+
+        def turn_queries(y: Tensor) -> Tensor:
+            marks = arguments[self.marks].long()
+            slots = marks.sort(dim=1, descending=True, stable=True).indices[:, : y.shape[0]]  # marked ones, in order
+            return self._turned(y, head_dim, rotate.at(slots))
+
+        attributes[self.global_key] = Rotated(getattr(module, self.global_key), turn_keys)
+        attributes[self.global_query] = Rotated(getattr(module, self.global_query), turn_queries)
+        return attributes
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One projection to (B, T, channels) of queries, keys and values.
+
+    Attributes:
+        name: of the projection.
+        by_head: channels are `[q k v]` of the first head, then of the next; else blocks `[q | k | v]` of all heads.
+        shared: attribute that says whether all heads share one key and one value: then blocks, k and v of one head.
+        query_bias: Parameter (heads * head_dim,) that the attention adds to the queries itself.
+    """
+
+    name: str
+    by_head: bool = False
+    shared: str | None = None
+    query_bias: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The projection that queries and keys come from."""
+        return (self.name,)
+
+    def query_width(self, module: nn.Module) -> int:
+        """heads * head_dim."""
+        projection = getattr(module, self.name)
+        return getattr(projection, "nf", projection.weight.shape[0]) // 3  # transformers' Conv1D is transposed
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        """Attributes of the attention's view: the projection, whose queries and keys are turned."""
+        shared = self.shared is not None and getattr(module, self.shared)
+        bias = getattr(module, self.query_bias) if self.query_bias else None
+        few_calls = isinstance(rotate, Rotation) and rotate.by_calls
+
+        def turn_blocks(y: Tensor) -> Tensor:
+            heads = y.shape[-1] // head_dim
+            turned = heads - 1 if shared else 2 * (heads // 3)
+            if few_calls:
+                return rotate.first(y, heads, turned)  # type: ignore[attr-defined]
+            x = y.view(*y.shape[:-1], heads, head_dim)
+            if is_dynamo_compiling():  # what is chosen fuses with the rotation, where what is joined would be a copy
+                is_turned = torch.arange(heads, device=y.device)[:, None] < turned
+                return torch.where(is_turned, rotate(x), x).view(y.shape)
+            qk, rest = x.split((turned, heads - turned), -2)
+            return torch.cat((rotate(qk), rest), dim=-2).view(y.shape)
+
+        def turn_heads(y: Tensor) -> Tensor:
+            heads = y.unflatten(-1, (-1, 3, head_dim))
+            if bias is not None:
+                heads = heads + nn.functional.pad(bias.view(-1, 1, head_dim), (0, 0, 0, 2))
+            if is_dynamo_compiling():
+                x = heads.flatten(-3, -2)
+                is_turned = torch.arange(x.shape[-2], device=y.device)[:, None] % 3 < 2
+                return torch.where(is_turned, rotate(x), x).flatten(-2)
+            qk, value = heads.split((2, 1), dim=-2)
+            qk = rotate(qk.flatten(-3, -2)).unflatten(-2, (-1, 2))
+            return torch.cat((qk, value), dim=-2).flatten(-3)
+
+        turn = turn_heads if self.by_head and not shared else turn_blocks
+        attributes: dict[str, Any] = {self.name: Rotated(getattr(module, self.name), turn)}
+        if bias is not None:  # is added above, where it turns with the queries
+            attributes[self.query_bias] = torch.zeros_like(bias)  # type: ignore[index]
+        return attributes
+
+
+def channels_per_head(module: nn.Module, attribute: str, projections: Projections | Fused) -> int:
+    """The attention's head_dim; `attribute` names what holds it, or two as in "embed_dim / num_heads" or "/ num_heads"
+    (of the width that queries have).
+    """
+    if "/" not in attribute:  # an attention's forward comes by here
+        return getattr(module, attribute)
+    whole, _, heads = (part.strip() for part in attribute.partition("/"))
+    channels = getattr(module, whole) if whole else projections.query_width(module)
+    return channels // getattr(module, heads)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A square causal mask buffer of the old maximum length, and the attributes that make it a local one.
+
+    Attributes:
+        buffer: the buffer's name.
+        local: attribute of the attention that is "local" where the window applies, None where there is none.
+        size: config attribute with the window's size.
+    """
+
+    buffer: str
+    local: str | None = None
+    size: str = ""
+
+    def mask(self, module: nn.Module, slots: Tensor) -> CausalMask:
+        local = self.local is not None and getattr(module, self.local) == "local"
+        dtype = getattr(module, self.buffer).dtype
+        return CausalMask(slots, getattr(module.config, self.size) if local else None, dtype)
+
+
+class CausalMask:
+    """Answers `[:, :, rows, :columns]` like the square buffer that it stands for, at any length.
+
+    The rows are the queries' own slots, whatever is asked for: right for static caches too, where hosts that count
+    rows from the end of the keys are not.
+    """
+
+    def __init__(self, slots: Tensor, size: int | None, dtype: torch.dtype = torch.bool):
+        self.slots, self.size, self.dtype = slots, size, dtype
+
+    def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Tensor:
+        keys = torch.arange(index[3].stop, device=self.slots.device)
+        queries = self.slots[..., None]
+        allowed = keys <= queries
+        if self.size is not None:
+            allowed = allowed & (keys > queries - self.size)
+        return allowed[None].to(self.dtype)
+
+
+def score_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of queries and keys that are made of hidden states of this dtype."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+
+
+def attention_implementation(module: nn.Module) -> str:
+    """What computes an attention's scores, by transformers' name; modules that don't choose compute them themselves."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) or "eager"
+
+
+def no_bias(where: str, kind: str) -> str:
+    """Why an implementation of attention takes no bias, and what to do."""
+    reason = "reads a mask of one head for all" if kind == "flex_attention" else "adds no float mask to the scores"
+    return (
+        f"{where}: attention {kind!r} {reason}, so ALiBi's bias would be lost. Choose another first: "
+        "model.set_attn_implementation('sdpa'), or 'eager'."
+    )
+
+
+@dataclass(frozen=True)
+class AttentionLens:
+    """Queries and keys are rotated by their positions, if a scheme attached a rotation; scores get a bias, if it
+    attached one; masks are made at any length.
+
+    Positions are the caller's `position_ids` where the host hands them on, else the slots in the cache: rotation is
+    relative, so both are right as long as one forward doesn't mix them. A bias counts in slots, since keys in the cache
+    have no other positions.
+
+    Attributes:
+        projections: how q and k leave the input.
+        head_dim, cache, layer_index, window, mask, states, time, biases, position_ids: as in `architectures.Stack`.
+    """
+
+    projections: Projections | Fused
+    head_dim: str
+    cache: str | None
+    layer_index: str
+    window: Window | None
+    mask: str | None = "attention_mask"
+    states: str = "hidden_states"
+    time: int = 1
+    biases: tuple[str, ...] = ()
+    position_ids: str | None = "position_ids"
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        states, positions = arguments[self.states], arguments.get(self.position_ids)  # type: ignore[arg-type]
+        children, handed_down = module._modules, arguments.get(PHASES)
+        rotary: Any = children.get(ROTARY)
+        bias: Any = children.get(BIAS)
+        attributes: dict[str, Any] = {}
+        filled: Arguments = {}
+        for name in self.biases:
+            (attributes if hasattr(module, name) else filled)[name] = 0
+        rotation = None
+        if rotary is not None and positions is not None and handed_down is None:
+            rotation = _left(rotary, positions, states, self.time)
+        if self.window is not None or bias is not None or (rotary is not None and rotation is None):
+            tokens = _Tokens.of(_swapped(states, self.time))
+            slots = phases = None
+            if handed_down is not None:
+                phases = self._handed_down(module, rotary, handed_down, tokens)
+            if self.window is not None or bias is not None or (phases is None and positions is None):
+                slots = self._slots(module, tokens, arguments)
+            if rotary is not None and rotation is None:
+                rotation = self._rotation(module, rotary, phases, positions, slots, tokens)
+            if self.window is not None:
+                assert slots is not None
+                attributes[self.window.buffer] = self.window.mask(module, slots)
+            if bias is not None:
+                assert slots is not None
+                assert self.mask is not None
+                filled[self.mask] = self._biased(module, bias, tokens, states.dtype, slots, arguments)
+        if rotation is not None:
+            head_dim = channels_per_head(module, self.head_dim, self.projections)
+            attributes.update(self.projections.rotated(module, arguments, head_dim, rotation))
+            if isinstance(self.projections, Projections):
+                filled.update(self.projections.turned(arguments, rotation))
+        if handed_down is not None:
+            filled[PHASES] = TAKEN
+        return attributes, filled
+
+    def _biased(
+        self,
+        module: nn.Module,
+        bias: nn.Module,
+        tokens: _Tokens,
+        dtype: torch.dtype,
+        slots: Tensor,
+        arguments: Arguments,
+    ) -> Tensor:
+        """The float mask (B or 1, H, T, S) that does what the host's own would, and adds the bias to the scores."""
+        kind = attention_implementation(module)
+        if kind not in TAKE_A_BIAS:
+            raise PositionError(no_bias(type(module).__name__, kind))
+        mask, cache = arguments.get(self.mask or ""), arguments.get(self.cache) if self.cache else None
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+            shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise PositionError(
+                f"{type(module).__name__} was given {self.mask} {shape}; a bias on its scores needs (B, 1, T, S)."
+            )
+        length, start = tokens.number, 0
+        if cache is not None:
+            length, start = cache.get_mask_sizes(tokens.number, getattr(module, self.layer_index))
+        if mask is not None:
+            length = mask.shape[-1]  # a host may have cut it
+        keys = torch.arange(length, device=tokens.device) + start
+        dtype = score_dtype(tokens.device.type, dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        scores, lowest = bias(slots, keys).to(wide), torch.finfo(dtype).min
+        if mask is None:
+            causal = arguments.get("is_causal")
+            causal = getattr(module, "is_causal", True) if causal is None else causal
+            if causal and kind == "sdpa" and tokens.number > 1:  # eager attentions are always given their mask
+                scores = scores.masked_fill(keys > slots[:, None, :, None], lowest)
+        elif mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, lowest)
+        else:
+            scores = (scores + mask.to(wide)).clamp(min=lowest)
+        return scores.to(dtype)
+
+    @staticmethod
+    def _handed_down(module: nn.Module, rotary: Any, handed_down: Any, tokens: _Tokens) -> Any:
+        """The phases that the stack's owner made for this rotation, None if it made none."""
+        positions, phases = handed_down.get(getattr(rotary, "key", None), (None, None))
+        if positions is None:
+            return None
+        if positions.shape[1] != tokens.number:
+            raise PositionError(
+                f"{type(module).__name__} was given {tokens.number} tokens, but the input has {positions.shape[1]} "
+                "positions: some were dropped or added on the way, and which isn't known here."
+            )
+        return rotary(positions) if phases is None or has_hooks(rotary) else phases
+
+    def _rotation(
+        self,
+        module: nn.Module,
+        rotary: Any,
+        phases: Any,
+        positions: Tensor | None,
+        slots: Tensor | None,
+        tokens: _Tokens,
+    ) -> Rotation:
+        """The rotation by phases that were handed down or, if there are none, by those that the attention makes."""
+        if phases is None:
+            axes = getattr(rotary, "axes", 1)
+            if axes == 2 and tokens.lie_on_a_grid:
+                phases = rotary(tokens.places())
+            elif axes > 1:
+                raise PositionError(
+                    f"{type(module).__name__} wasn't told where on the {axes}-axis grid its tokens lie: it was called "
+                    "by another way than its model's forward. Use axes=1 for that."
+                )
+            elif positions is None:
+                phases = rotary(slots)
+            else:
+                checked = self._checked(positions, tokens)
+                rotation = _leave(rotary, checked, positions) if tokens.in_batches else None
+                if rotation is not None:
+                    return rotation
+                phases = rotary(checked)
+        return Rotation(rotary, None, phases) if tokens.in_batches else RotationInLine(rotary, phases, tokens)
+
+    def _slots(self, module: nn.Module, tokens: _Tokens, arguments: Arguments) -> Tensor:
+        slots = torch.arange(tokens.number, device=tokens.device)[None]
+        cache = arguments.get(self.cache) if self.cache else None
+        if cache is None:
+            return slots
+        layer = getattr(module, self.layer_index, None)
+        if layer is None:
+            raise PositionError(
+                f"{type(module).__name__} was given a cache but has no {self.layer_index!r}, so its positions in the "
+                "cache are unknown. Pass position_ids, or use_cache=False."
+            )
+        return slots + cache.get_seq_length(layer)
+
+    @staticmethod
+    def _checked(positions: Tensor, tokens: _Tokens) -> Tensor:
+        positions = positions[None] if positions.dim() == 1 else positions
+        if positions.shape[-1] != tokens.number:
+            raise PositionError(
+                f"position_ids {tuple(positions.shape)} don't fit hidden states {tuple(tokens.shape)} (B, T, d); "
+                "pass one position per token of this call."
+            )
+        return positions
+
+
+class _Tokens(NamedTuple):
+    """How hidden states lie: (T, d), (B, T, d), or (B, rows, columns, d), whose tokens count row after row."""
+
+    shape: torch.Size
+    device: torch.device
+    number: int  # T, or rows * columns
+    in_batches: bool  # (B, T, d)
+
+    @classmethod
+    def of(cls, states: Tensor) -> _Tokens:
+        shape = states.shape
+        if len(shape) == 3:
+            return cls(shape, states.device, shape[1], True)
+        return cls(shape, states.device, math.prod(shape[1:-1]) if len(shape) > 2 else shape[0], False)
+
+    @property
+    def lie_on_a_grid(self) -> bool:
+        return len(self.shape) == 4
+
+    def places(self) -> Tensor:
+        """Rows and columns (1, T, 2) of tokens on a grid."""
+        rows, columns = (torch.arange(size, device=self.device) for size in self.shape[1:3])
+        return torch.cartesian_prod(rows, columns)[None]
+
+    def in_line(self, x: Tensor) -> Tensor:
+        """x (*leading, H, head_dim), not (B, T, H, head_dim), as the latter."""
+        return x.flatten(1, -3) if len(self.shape) == 4 else x[None]
+
+    def as_given(self, x: Tensor) -> Tensor:
+        """The way back."""
+        return x.unflatten(1, self.shape[1:-1]) if len(self.shape) == 4 else x[0]
+
+
+def _swapped(x: Tensor, time: int) -> Tensor:
+    """x with axis 1 and that of the tokens swapped; no call where they are the same."""
+    return x if time == 1 else x.transpose(1, time)
+
+
+def _leave(rotary: Any, positions: Tensor, given: Tensor) -> Rotation | None:
+    """A rotation by positions (B or 1, T) that is left on the tensor they were given as, for the layers that follow.
+
+    None where nothing may be left: on a CPU alone, since elsewhere a CUDA graph would replay what was left before it
+    was captured.
+    """
+    if torch.compiler.is_compiling() or _is_tracing():
+        return None
+    key = getattr(rotary, "key", None)
+    if key is None or has_hooks(rotary):
+        return None
+    if not given.is_cpu or torch.is_inference_mode_enabled() or given.is_inference():
+        return None
+    rotation = Rotation(rotary, positions.detach())  # another tensor, else each would hold the other
+    rotation.by_calls = positions.shape[1] == 1 and getattr(rotary, "has_turner", False)
+    setattr(given, PHASES, {**getattr(given, PHASES, {}), key: (given._version, rotation)})
+    return rotation
+
+
+def _left(rotary: Any, positions: Tensor, states: Tensor, time: int) -> Rotation | None:
+    """The rotation that an earlier layer left on its positions, if it fits these states."""
+    if is_dynamo_compiling() or _is_tracing() or not hasattr(positions, PHASES) or has_hooks(rotary):
+        return None
+    version, rotation = getattr(positions, PHASES).get(getattr(rotary, "key", None), (None, None))
+    shape = states.shape
+    fits = version == positions._version and len(shape) == 3 and rotation.positions.shape[1] == shape[time]
+    return rotation if fits else None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something listens to a module's calls, so that no other one's result may be used for it."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+@dataclass(frozen=True)
+class Clipped(Fused):
+    """One projection to blocks `[q | k | v]` whose values the host clips to [-c, c]: here before they are turned.
+
+    Attributes:
+        clip: attribute of the attention that holds c, None or 0 for none.
+    """
+
+    clip: str = "clip_qkv"
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        clip = getattr(module, self.clip)
+        attributes = super().rotated(module, arguments, head_dim, rotate)
+        turn = attributes[self.name].turn
+
+        def clipped(y: Tensor) -> Tensor:
+            return turn(y.clamp(-clip, clip) if clip else y)
+
+        return {**attributes, self.name: Rotated(getattr(module, self.name), clipped), self.clip: None}
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """One projection to several slices of channels, each `[q | v | k]` of some of the heads (CodeGen, for TPU cores).
+
+    Attributes:
+        name: of the projection.
+        slices: how many.
+    """
+
+    name: str
+    slices: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The projection that queries and keys come from."""
+        return (self.name,)
+
+    def query_width(self, module: nn.Module) -> int:
+        """heads * head_dim."""
+        return getattr(module, self.name).weight.shape[0] // 3
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        def turned(x: Tensor) -> Tensor:
+            heads = x.unflatten(-1, (-1, head_dim))
+            return rotate(heads.flatten(-3, -2)).reshape(x.shape)
+
+        def turn(y: Tensor) -> Tensor:
+            q, v, k = y.unflatten(-1, (self.slices, 3, -1)).unbind(-2)
+            return torch.stack((turned(q), v, turned(k)), dim=-2).flatten(-3)
+
+        return {self.name: Rotated(getattr(module, self.name), turn)}
+
+
+@dataclass(frozen=True)
+class SharedFused(Fused):
+    """One projection to blocks `[q | k | v]` where k and v have fewer heads than q.
+
+    Attributes:
+        heads: attribute of the attention, or of its config, that holds the number of heads of k and v.
+    """
+
+    heads: str = "num_key_value_heads"
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        heads: int = getattr(module, self.heads, None) or getattr(module.config, self.heads)
+
+        def turn(y: Tensor) -> Tensor:
+            width = y.shape[-1] - heads * head_dim
+            qk = rotate(y[..., :width].unflatten(-1, (-1, head_dim))).flatten(-2)
+            return torch.cat((qk, y[..., width:]), dim=-1)
+
+        return {self.name: Rotated(getattr(module, self.name), turn)}
+
+
+@dataclass(frozen=True)
+class GatedQuery(Projections):
+    """Separate projections, of which that of the queries is to `[q gate]` of the first head, then of the next."""
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        attributes = super().rotated(module, arguments, head_dim, rotate)
+
+        def turn(y: Tensor) -> Tensor:
+            q, gate = y.unflatten(-1, (-1, 2, head_dim)).unbind(-2)
+            return torch.stack((rotate(q), gate), dim=-2).flatten(-3)
+
+        return {**attributes, self.query: Rotated(getattr(module, self.query), turn)}
+
+
+# Attentions that rotate by themselves and whose layout their children's names don't tell.
+LAYOUTS: dict[str, Any] = {
+    **dict.fromkeys(("Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"), GatedQuery("q_proj", "k_proj")),
+    "GPTNeoXAttention": Fused("query_key_value", by_head=True),
+    "GPTNeoXJapaneseAttention": Fused("query_key_value", by_head=True),
+    "PersimmonAttention": Fused("query_key_value", by_head=True),
+    "Phi3Attention": SharedFused("qkv_proj"),
+    "Phi4MultimodalAttention": SharedFused("qkv_proj"),
+    "ModernBertAttention": Fused("Wqkv"),
+}
+
+
+def order(rotary_dim: int, head_dim: int, to: str) -> Tensor:
+    """Which channel of a head comes to each place when it goes from the other pairing to `to`; (head_dim,)."""
+    first = torch.arange(rotary_dim)
+    turned = first.view(2, -1).T if to == "interleaved" else first.view(-1, 2).T
+    return torch.cat((turned.flatten(), torch.arange(rotary_dim, head_dim)))
+
+
+@dataclass(frozen=True)
+class HostOrder:
+    """A lens on an attention that rotates by itself: queries and keys in the other pairing reach it in its own.
+
+    Attributes:
+        pairing: the order in which the projections' rows, and the gains of norms behind them, are.
+        layout: how q and k leave the input; norms that follow are part of it.
+        head_dim, rotary_dim: channels of a head, and how many of them are turned.
+    """
+
+    pairing: str
+    layout: Any
+    head_dim: int
+    rotary_dim: int
+    hfpatch_note: ClassVar[str] = "queries and keys are put into the host's order of channels"
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        host = "half" if self.pairing == "interleaved" else "interleaved"
+        places = order(self.rotary_dim, self.head_dim, host)
+
+        def put_back(x: Tensor) -> Tensor:
+            return x[..., places.to(x.device)]
+
+        return self.layout.rotated(module, arguments, self.head_dim, put_back), {}

@@ -1,0 +1,145 @@
+"""Patched classes: a host's config with a patch record in it, and a host's model that is patched when it is built.
+
+In memory they are called as the host's are and have its `model_type`, since PEFT, pipelines and tokenizers go by that.
+On disk the model type is "hfpatch" and the architecture "Hfpatch..." in front of the host's name: what goes by either
+(a process without hfpatch, a converter, a server's registry) finds nothing that it knows, rather than half a model.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import nn
+
+from .apply import apply
+from .attention import BIAS, ROTARY
+from .constants import SETTINGS_AT, refill
+from .generation import without_old_length
+from .lens import SCALE, SCALED, lensed_forward
+from .norms import AffineNorm
+from .record import FINGERPRINT, KEY, edits_of
+from .refuse_host import guarded, released
+from .tables import ComputedPositions
+
+ARCHITECTURE = "Hfpatch"  # what stands before the host's name in a checkpoint's `architectures`
+
+
+class PatchedConfig:
+    """First base of a patched config's class: how it is written and read."""
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> Any:
+        stored, unused = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
+        return {**stored, "model_type": cls.model_type}, unused  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """The config in memory: the host's model type and architecture, and the record without its fingerprint."""
+        where = str(config_dict.get("_name_or_path") or "this checkpoint's config.json")
+        settings: Any = released(config_dict, where)
+        settings = {**settings, "model_type": cls.model_type}  # type: ignore[attr-defined]
+        settings["architectures"] = [name.removeprefix(ARCHITECTURE) for name in settings.get("architectures") or []]
+        record = settings.get(KEY)
+        if isinstance(record, dict):
+            settings[KEY] = {name: value for name, value in record.items() if name != FINGERPRINT}
+        return super().from_dict(settings, **kwargs)  # type: ignore[misc]
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """The config on disk."""
+        stored = {**json.loads(super().to_json_string(use_diff=use_diff)), "model_type": KEY}  # type: ignore[misc]
+        names = stored.get("architectures") or []
+        stored["architectures"] = [ARCHITECTURE + name.removeprefix(ARCHITECTURE) for name in names]
+        for auto, reference in stored.get("auto_map", {}).items():  # a pair, where a class has "Tokenizer" in its name
+            stored["auto_map"][auto] = reference if isinstance(reference, str) else reference[0]
+        return json.dumps(guarded(self, stored), indent=2, sort_keys=True) + "\n"  # type: ignore[arg-type]
+
+
+class PatchedModel:
+    """First base of a patched model's class: the host's model, changed by its config's edits when it is built.
+
+    A class whose own forward sees something else (one with a lens on itself) is made with `lensed=True`.
+    """
+
+    hfpatch_model = True
+    hfpatch_host: type
+
+    def __init_subclass__(cls, lensed: bool = False, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if "hfpatch_host" not in vars(cls):
+            cls.hfpatch_host = next(base for base in cls.__mro__[1:] if issubclass(base, nn.Module))
+        if lensed:
+            cls.forward = lensed_forward(cls.hfpatch_host, cls)  # type: ignore[attr-defined,arg-type]
+        for name, method in without_old_length(cls.hfpatch_host, is_unlimited).items():
+            setattr(cls, name, method)
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        patch_built(self)  # type: ignore[arg-type]
+
+    def initialize_weights(self) -> None:
+        super().initialize_weights()  # type: ignore[misc]
+        start_values(self)  # type: ignore[arg-type]
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        return False
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return cls.hfpatch_host._can_set_attn_implementation()  # type: ignore[attr-defined]
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls.hfpatch_host._can_set_experts_implementation()  # type: ignore[attr-defined]
+
+
+def is_unlimited(model: Any) -> bool:
+    """Whether the config's length is a number that a table of positions left behind."""
+    return bool((getattr(model.config, KEY, None) or {}).get("any_length"))
+
+
+def patch_built(model: Any) -> None:
+    """Patch a freshly built model of a host's class as its config's record says.
+
+    Raises:
+        CheckpointError: the config carries no usable record, or its edits name what the class doesn't have.
+    """
+    apply(edits_of(model.config, type(model).__name__), model, fresh=True)
+    if model.all_tied_weights_keys.keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
+        # what the host ties goes by other names now (zamba2's norms)
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+@torch.no_grad()
+def start_values(model: nn.Module) -> None:
+    """Values of what a patch put in and no checkpoint filled; transformers calls this after loading."""
+    for module in model.modules():
+        made: list[Any] = [module._modules.get(name) for name in (ROTARY, BIAS)]
+        for one in (*made, *([module] if isinstance(module, ComputedPositions) else [])):
+            if hasattr(one, "reset"):
+                one.reset()
+        if SETTINGS_AT in vars(module):
+            refill(module)
+        values = module.initial_values() if isinstance(module, AffineNorm) else {}
+        if SCALED in vars(module):
+            values[SCALE] = vars(module)[SCALED]
+        for name, parameter in module.named_parameters(recurse=False) if values else ():
+            if name in values and not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
+                parameter.fill_(values[name])
+
+
+def register(config: type, models: dict[str, type]) -> None:
+    """Let the Auto classes build patched models of a config: else they would go by its name and build the host's.
+
+    Args:
+        config: a patched config's class.
+        models: by an Auto class's name the class that it builds.
+    """
+    import transformers
+
+    for name, model in models.items():
+        auto = getattr(transformers, name, None)
+        if auto is not None and name != "AutoConfig":
+            auto.register(config, model, exist_ok=True)

@@ -1,0 +1,246 @@
+"""Transaction: what a patch changes of a model, as plain data; their text, its strict reader, and what applies them.
+
+An edit assigns a value to places of a model, and is written like an assignment:
+
+    h.*.ln_1 | h.*.ln_2 | ln_f = RMSNorm(eps=1e-05)           put a module where another is
+    h.*.attn.rotary_emb = RotaryEmbedding(8, theta=10000.0)   add a child
+    encoder.rel_embeddings = None                             drop a child, or leave a Parameter's name without one
+    encoder.relative_attention = False                        set an attribute
+    h.*.attn.@lens = AttentionLens(Fused("c_attn"))           let a module's forward see something else (lens.py)
+    drop.@centre = -1                                         subtract the mean over an axis from a module's output
+    wte.@scale = 5.6                                          multiply a module's output by a learned scalar
+
+Names are those inside the base model; `*` stands for one number, `<head>` for the model around the base model. A value
+is None, a bool, number or string, a tuple, list or dict of such, or a call of a component: a class of this folder, or
+one that `register_component` made known. The text is parsed, never evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+from torch import nn
+
+from .errors import CheckpointError, UnsupportedError
+
+HEAD = "<head>"  # the model around the base model; its other modules are called "<head>.classifier"
+LENS_SLOT, CENTRE_SLOT, SCALE_SLOT = "@lens", "@centre", "@scale"
+_LONGEST, _MOST = 20_000, 10_000  # characters of an edit, edits of a record
+_NAME = re.compile(r"(@(lens|centre|scale)|<head>|\*|[A-Za-z0-9]\w*|_hfpatch_\w+|_[a-z]\w*)")
+COMPONENTS: dict[str, Any] = {}
+
+
+def register_component(component: Any) -> Any:
+    """Make a class (or function) known by its name to the text of edits; serves as a decorator.
+
+    A module that takes the place of another may have a class method `replacing(old, parent, *args, **kwargs)`, which
+    makes it from what stands there (None where nothing does); others are made by their constructor. A function is
+    called with the Parameter or tensor that it replaces, then the arguments.
+
+    Raises:
+        UnsupportedError: another component has that name.
+    """
+    known = COMPONENTS.setdefault(component.__name__, component)
+    if known is not component:
+        raise UnsupportedError(f"a component called {component.__name__} is registered already: {known.__module__}.")
+    return component
+
+
+@dataclass(frozen=True)
+class Call:
+    """A component and its arguments, as plain data.
+
+    Attributes:
+        name: the component's.
+        args, kwargs: plain values or calls; kwargs as pairs.
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, component: Any, *args: Any, **kwargs: Any) -> Call:
+        """A call of a registered component; values may be dataclasses that are components themselves."""
+        name = component if isinstance(component, str) else component.__name__
+        return cls(name, tuple(map(as_data, args)), tuple((key, as_data(value)) for key, value in kwargs.items()))
+
+    def __str__(self) -> str:
+        named = [f"{name}={value_text(value)}" for name, value in self.kwargs]
+        return f"{self.name}({', '.join([*map(value_text, self.args), *named])})"
+
+    def make(self, *first: Any) -> Any:
+        """What the call makes; `first` come before its own arguments."""
+        return self._component()(*first, *self._args(), **self._kwargs())
+
+    def make_module(self, old: nn.Module | None, parent: nn.Module) -> nn.Module:
+        """The module that takes the place of `old` in `parent`, on its device and in its dtype."""
+        component = self._component()
+        if hasattr(component, "replacing"):
+            return component.replacing(old, parent, *self._args(), **self._kwargs())
+        new = component(*self._args(), **self._kwargs())
+        like = next((p for p in (old or parent).parameters()), None)
+        if like is not None and not like.is_meta:  # a buffer on meta would miss its values later
+            new.to(like.device, like.dtype)
+        return new
+
+    def is_module(self) -> bool:
+        """Whether it makes a module."""
+        component = self._component()
+        return isinstance(component, type) and issubclass(component, nn.Module)
+
+    def builds_on_old(self) -> bool:
+        """Whether what it makes is made of what stands there."""
+        return not self.is_module() or hasattr(self._component(), "replacing")
+
+    def _component(self) -> Any:
+        try:
+            return COMPONENTS[self.name]
+        except KeyError:
+            raise CheckpointError(
+                f"no component called {self.name!r:.80} is known here. If it comes from a package of its own, import "
+                "that first; else update hfpatch: pip install -U hfpatch"
+            ) from None
+
+    def _args(self) -> list[Any]:
+        return [_made(value) for value in self.args]
+
+    def _kwargs(self) -> dict[str, Any]:
+        return {name: _made(value) for name, value in self.kwargs}
+
+
+def as_data(value: Any) -> Any:
+    """A plain value as it is, a dataclass that is a component as the call that makes it.
+
+    Raises:
+        UnsupportedError: it is neither.
+    """
+    if value is None or isinstance(value, bool | int | float | str | Call):
+        return value
+    if isinstance(value, tuple | list):
+        return type(value)(map(as_data, value))
+    if isinstance(value, dict):
+        return {key: as_data(inner) for key, inner in value.items()}
+    if is_dataclass(value) and COMPONENTS.get(type(value).__name__) is type(value):
+        return _call_of(value)
+    raise UnsupportedError(f"an edit can't hold {type(value).__module__}.{type(value).__qualname__} ({value!r:.80}).")
+
+
+def _call_of(value: Any) -> Call:
+    """The call that makes a dataclass; arguments at their defaults are left out."""
+    args: list[Any] = []
+    kwargs: list[tuple[str, Any]] = []
+    for name, parameter in inspect.signature(type(value)).parameters.items():
+        own, default = getattr(value, name), parameter.default
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            args += map(as_data, own)
+        elif default is parameter.empty and not kwargs:
+            args.append(as_data(own))
+        elif type(default) is not type(own) or default != own:
+            kwargs.append((name, as_data(own)))
+    return Call(type(value).__name__, tuple(args), tuple(kwargs))
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, Call):
+        return value.make()
+    if isinstance(value, tuple | list):
+        return type(value)(map(_made, value))
+    if isinstance(value, dict):
+        return {key: _made(inner) for key, inner in value.items()}
+    return value
+
+
+def value_text(value: Any) -> str:
+    """A value as the text of an edit has it."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(value_text, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{value_text(key)}: {value_text(inner)}" for key, inner in value.items()) + "}"
+    return str(value) if isinstance(value, Call) else repr(value)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One assignment. Its parts are as in the module's docstring.
+
+    Attributes:
+        at: names or patterns, each a module's with the child, attribute or slot that is assigned.
+        value: what is assigned.
+    """
+
+    at: tuple[str, ...]
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{' | '.join(self.at)} = {value_text(self.value)}"
+
+    @classmethod
+    def of(cls, path: str, value: Any) -> Edit:
+        """An edit of one place; a dataclass that is a component becomes the call that makes it."""
+        return cls((path.strip("."),), as_data(value))
+
+    def gives_way(self, later: Edit) -> bool:
+        """Whether a later edit assigns all places of this one, whatever stood there before."""
+        if not set(self.at) <= set(later.at):
+            return False
+        mine, other = self.value, later.value
+        if isinstance(mine, Call) and self.at[0].endswith(LENS_SLOT):  # lenses of different kinds, and joins, add up
+            same = isinstance(other, Call) and other.name == mine.name and not hasattr(mine._component(), "over")
+            return same or other is None
+        return not isinstance(other, Call) or not other.builds_on_old()
+
+    @classmethod
+    def parse(cls, text: Any, where: str = "the patch record") -> Edit:
+        """The edit that `str` wrote.
+
+        Raises:
+            CheckpointError: it is no such text, too long, or names an unknown component.
+        """
+        if not isinstance(text, str) or len(text) > _LONGEST:
+            raise CheckpointError(f"{where}: an edit is a string of at most {_LONGEST} characters, not {text!r:.80}.")
+        places, equals, value = text.partition(" = ")
+        at = tuple(places.split(" | "))
+        if not equals or not all(all(map(_NAME.fullmatch, place.split("."))) for place in at):
+            raise CheckpointError(f"{where}: {text!r:.80} isn't an edit: names, ' = ' and a value.")
+        try:
+            return cls(at, _value(ast.parse(value, mode="eval").body))
+        except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError) as error:
+            raise CheckpointError(f"{where}: the value of the edit {text!r:.80} can't be read: {error}.") from error
+
+
+def parse_edits(stored: Any, where: str = "the patch record") -> tuple[Edit, ...]:
+    """The edits of a record.
+
+    Raises:
+        CheckpointError: it isn't a list of at most 10,000 edits.
+    """
+    if not isinstance(stored, list | tuple) or len(stored) > _MOST:
+        raise CheckpointError(f"{where}: its edits are no list of at most {_MOST}.")
+    return tuple(Edit.parse(text, where) for text in stored)
+
+
+def _value(node: ast.expr) -> Any:
+    """A node of the text as a value: literals, and calls of components by their bare names."""
+    match node:
+        case ast.Constant(value=None | bool() | int() | float() | str() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.Tuple(elts=items):
+            return tuple(map(_value, items))
+        case ast.List(elts=items):
+            return list(map(_value, items))
+        case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
+            return {key.value: _value(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=named) if all(one.arg for one in named):
+            call = Call(name, tuple(map(_value, args)), tuple((str(one.arg), _value(one.value)) for one in named))
+            call._component()
+            return call
+    raise ValueError(f"{ast.unparse(node)[:80]} is neither a plain value nor a component")

@@ -1,0 +1,24 @@
+"""Everything that hfpatch raises or warns. Each message says what, where, and what to do next."""
+
+from __future__ import annotations
+
+
+class PatchError(Exception):
+    """Base of all errors raised by hfpatch; catching it catches them all."""
+
+
+class UnsupportedError(PatchError):
+    """The model can't take this patch; the message names the reason and the nearest thing that works."""
+
+
+class PositionError(PatchError, ValueError):
+    """Positions at run time don't fit the hidden states that they should rotate."""
+
+
+class CheckpointError(PatchError):
+    """A checkpoint's patch record or weights can't be used."""
+
+
+def first_line(error: BaseException) -> str:
+    """What it says, in one line: its type's name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

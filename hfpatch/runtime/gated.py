@@ -1,0 +1,147 @@
+"""The two modules of a gated MLP: projections that return a pair, and the activation that multiplies the pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from .edits import Call
+
+
+class GatedLinear(nn.Module):
+    """x -> (gate(x), up(x)), in place of an MLP's first projection; x is (..., d), each of the pair (..., d_ff).
+
+    Nothing but a `GatedActivation` takes the pair: a host that did anything else between the two would fail at once
+    rather than compute something else.
+
+    Args:
+        kind: the registered name of the scheme.
+        gate, up: the projections, of the replaced one's class (`nn.Linear`, or transformers' transposed `Conv1D`).
+    """
+
+    def __init__(self, kind: str, gate: nn.Module, up: nn.Module):
+        super().__init__()
+        self.kind, self.gate, self.up = kind, gate, up
+
+    @classmethod
+    def replacing(
+        cls, old: nn.Module | None, parent: nn.Module, kind: str, width: int | None = None, *biases: bool
+    ) -> GatedLinear:
+        """What takes the place of a projection.
+
+        Args:
+            old, parent: the projection, and what it stands in.
+            kind: the registered name of the scheme.
+            width: hidden channels, with fresh projections; None keeps the projection as the gate.
+            biases: with a width, whether gate and up have a bias.
+        """
+        assert old is not None
+        if width is None:  # V = 0 with a bias of 1: the gate alone
+            weight, up = old.weight, bare_copy(old)
+            up._parameters["weight"] = _like(weight, torch.zeros_like(weight))  # type: ignore[arg-type]
+            up._parameters["bias"] = _like(weight, torch.ones(projection_sizes(old)[1]))
+            return cls(kind, bare_copy(old), up)
+        d_in = projection_sizes(old)[0]
+        return cls(kind, *(new_projection(old, d_in, width, bias) for bias in biases))
+
+    @property
+    def weight(self) -> Tensor:
+        """The gate's, for hosts that read a dtype from it or initialise it by name."""
+        return self.gate.weight  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The gate's."""
+        return self.gate.bias  # type: ignore[return-value]
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        return self.gate(hidden_states), self.up(hidden_states)
+
+    def extra_repr(self) -> str:
+        return self.kind
+
+
+class GatedActivation(nn.Module):
+    """(gate, up) -> act(gate) * up, in place of an MLP's activation; what is no pair goes to the one that was there.
+
+    Args:
+        act: the activation of the gate.
+        replaced: the activation that stood here.
+    """
+
+    def __init__(self, act: nn.Module, replaced: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.act, self.replaced = act, replaced
+
+    @classmethod
+    def replacing(cls, old: Any, parent: nn.Module, act: str | None = None) -> GatedActivation:
+        """What takes the place of an activation.
+
+        Args:
+            old, parent: the activation (a module or a function), and what it stands in.
+            act: name of the gate's in `torch.nn`; None for that which stands there.
+        """
+        replaced = bare_copy(old) if isinstance(old, nn.Module) else old  # its hooks go to the one that takes its place
+        return cls(replaced if act is None else activation(act), replaced)
+
+    def forward(self, hidden_states: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        if isinstance(hidden_states, torch.Tensor):
+            return self.replaced(hidden_states)
+        gate, up = hidden_states
+        return self.act(gate) * up
+
+
+class Projection(nn.Module):
+    """Makes a projection of another width; never stands in a model itself."""
+
+    @classmethod
+    def replacing(cls, old: nn.Module | None, parent: nn.Module, width: int, bias: bool) -> nn.Module:
+        """A fresh projection to what `old` projects to, from `width` channels."""
+        assert old is not None
+        return new_projection(old, width, projection_sizes(old)[1], bias)
+
+
+def activation(name: str) -> nn.Module:
+    """An activation of torch, or a registered component that is made without arguments.
+
+    Raises:
+        CheckpointError: there is none of that name.
+    """
+    found = getattr(nn.modules.activation, name, None)
+    if isinstance(found, type) and issubclass(found, nn.Module):
+        return found()
+    return Call(name).make()
+
+
+def new_projection(like: nn.Module, d_in: int, d_out: int, bias: bool) -> nn.Module:
+    """A projection of a class (Conv1D can't do without a bias), in its dtype, on its device."""
+    weight = like.weight
+    with torch.device("meta" if weight.is_meta else "cpu"):
+        new = Conv1D(d_out, d_in) if isinstance(like, Conv1D) and bias else nn.Linear(d_in, d_out, bias)
+    return new if weight.is_meta else new.to(weight.device, weight.dtype)  # type: ignore[arg-type]
+
+
+def projection_sizes(module: nn.Module) -> tuple[int, int]:
+    """Channels that a projection takes, and that it returns; transformers' Conv1D holds its matrix transposed."""
+    rows, columns = module.weight.shape  # type: ignore[union-attr,misc]
+    return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
+
+
+def bare_copy(module: nn.Module) -> Any:
+    """A copy with the same children, Parameters and buffers, but without hooks; other attributes are shared."""
+    new: Any = type(module).__new__(type(module))
+    for name, value in module.__dict__.items():
+        if isinstance(value, dict) and "hooks" in name:
+            value = type(value)()
+        elif name in ("_modules", "_parameters", "_buffers"):
+            value = value.copy()
+        new.__dict__[name] = value
+    return new
+
+
+def _like(old: Any, value: Tensor) -> nn.Parameter:
+    return nn.Parameter(value.to(old.device, old.dtype), requires_grad=old.requires_grad)

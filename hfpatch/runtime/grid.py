@@ -1,0 +1,319 @@
+"""Where the patches of an image or video lie: their positions are found once a forward and handed down to attentions.
+
+A stack's owner sees the pixels, its attentions only a line of tokens. So a lens on the owner adds one keyword argument
+to its forward, which most hosts hand on to their attentions as they do all they don't know; where they don't, each
+module on the way calls the next one with it. The attention's lens takes it out again. No state is written anywhere: two
+forwards of different sizes may wait for one backward, and torch.compile sees plain arguments.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .attention import PHASES, ROTARY, has_hooks
+from .errors import PositionError
+from .lens import TAKEN, Arguments, ListView, lens_of
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A line of tokens in which the patches of a grid stand, row after row (and frame after frame).
+
+    Attributes:
+        projection: path, from the owner, of the convolution that cuts the input into patches.
+        before, after: how many other tokens (class, distillation, register, detection tokens) stand before and behind
+            the patches: numbers, and names of config attributes that hold one.
+        argument: the owner's argument that is cut; of a video (B, frames, channels, height, width).
+        transposed: whether rows are cut from its last dimension (AST: frequencies, of (B, time, frequencies)).
+        interpolation: how the host fits its table to images of another size, as `positions.Learned` calls it.
+    """
+
+    projection: str
+    before: tuple[int | str, ...] = (1,)
+    after: tuple[int | str, ...] = ()
+    argument: str = "pixel_values"
+    transposed: bool = False
+    interpolation: str = "bicubic"
+    handed_down: ClassVar[bool] = True
+
+    def axes(self, owner: nn.Module) -> int:
+        """Coordinates of a patch."""
+        return len(self._convolution(owner).kernel_size)
+
+    def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
+        """Positions (B or 1, T) of all tokens, or (B or 1, T, axes) with those that are no patches at the origin.
+
+        Raises:
+            PositionError: the input that the patches are cut from isn't there.
+        """
+        pixels = self.cut(owner, arguments)
+        before, after = (self._count(owner, counts) for counts in (self.before, self.after))
+        sizes = self._sizes(owner, pixels)
+        if axes == 1:
+            return torch.arange(before + math.prod(sizes) + after, device=pixels.device)[None]
+        lines = [torch.arange(size, device=pixels.device) for size in sizes]
+        patches = torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1).flatten(0, -2)
+        return nn.functional.pad(patches, (0, 0, before, after))[None]
+
+    def filled(self, owner: nn.Module, arguments: Arguments) -> Arguments:
+        """Arguments of the owner that must be known before its positions are."""
+        return {}
+
+    def cut(self, owner: nn.Module, arguments: Arguments) -> Tensor:
+        """The input that is cut into patches."""
+        pixels = arguments.get(self.argument)
+        if not isinstance(pixels, Tensor):
+            raise PositionError(
+                f"{type(owner).__name__} was called without {self.argument}, which tells where its patches lie."
+            )
+        return pixels
+
+    def _sizes(self, owner: nn.Module, pixels: Tensor) -> list[int]:
+        """Patches along each axis."""
+        convolution = self._convolution(owner)
+        axes = len(convolution.kernel_size)
+        sides = pixels.shape[-2:][::-1] if self.transposed else pixels.shape[-2:]
+        pixel_sizes = [*(pixels.shape[1:2] if axes == 3 else ()), *sides]
+        return self._cuts(convolution, pixel_sizes)
+
+    @staticmethod
+    def _cuts(convolution: Any, pixel_sizes: list[int]) -> list[int]:
+        """Patches along the last axes of a convolution, one for each number of pixels."""
+        axes, given = len(convolution.kernel_size), len(pixel_sizes)
+        padding = (0,) * axes if convolution.padding == "valid" else convolution.padding
+        settings = (setting[-given:] for setting in (convolution.kernel_size, convolution.stride, padding))
+        cuts = zip(pixel_sizes, *settings, strict=True)
+        return [(size + 2 * pad - kernel) // stride + 1 for size, kernel, stride, pad in cuts]
+
+    def cut_sizes(self, owner: nn.Module, height: int, width: int) -> list[int]:
+        """Rows and columns of patches in an image of so many pixels."""
+        return self._cuts(self._convolution(owner), [height, width])
+
+    def tokens(self, owner: nn.Module, counts: tuple[int | str, ...]) -> int:
+        """How many tokens `before` or `after` stands for."""
+        return self._count(owner, counts)
+
+    def _convolution(self, owner: nn.Module) -> Any:
+        return owner.get_submodule(self.projection)
+
+    @staticmethod
+    def _count(owner: Any, counts: tuple[int | str, ...]) -> int:
+        return sum(count if isinstance(count, int) else getattr(owner.config, count) for count in counts)
+
+
+@dataclass(frozen=True)
+class MaskedGrid(Grid):
+    """A grid of which a random part is kept, in random order (ViT-MAE): `noise` ranks the patches.
+
+    Attributes:
+        noise: the owner's argument with one random number a patch (B, patches); drawn here, as the host would draw it,
+            where it isn't given.
+        ratio: config attribute with the share of patches that is left out.
+    """
+
+    noise: str = "noise"
+    ratio: str = "mask_ratio"
+
+    def filled(self, owner: nn.Module, arguments: Arguments) -> Arguments:
+        if arguments.get(self.noise) is not None:
+            return {}
+        pixels = self.cut(owner, arguments)
+        return {self.noise: torch.rand(len(pixels), math.prod(self._sizes(owner, pixels)), device=pixels.device)}
+
+    def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
+        noise, everywhere = arguments[self.noise], super().positions(owner, arguments, axes)
+        leading = self._count(owner, self.before)
+        config: Any = owner.config
+        kept = torch.argsort(noise, dim=1)[:, : int(noise.shape[1] * (1 - getattr(config, self.ratio)))]
+        first = torch.arange(leading, device=kept.device).expand(len(kept), -1)
+        return everywhere[0][torch.cat((first, kept.to(first.device) + leading), dim=1)]
+
+
+@dataclass(frozen=True)
+class KeptGrid(Grid):
+    """A grid of which the patches that a mask names are left out, the others staying in their order (VideoMAE).
+
+    Attributes:
+        mask: the owner's argument (B, patches), True for those that are left out, as many in each input.
+    """
+
+    mask: str = "bool_masked_pos"
+
+    def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
+        everywhere, mask = super().positions(owner, arguments, axes), arguments.get(self.mask)
+        if mask is None:
+            return everywhere
+        kept = (~mask.bool()).nonzero()[:, 1].reshape(len(mask), -1)
+        return everywhere[0][kept.to(everywhere.device)]
+
+
+@dataclass(frozen=True)
+class PackedGrid(Grid):
+    """Images of several sizes in one batch, each cut into patches already (SigLIP 2): (B, patches, channels).
+
+    Attributes:
+        shapes: the owner's argument with the rows and columns of each image (B, 2).
+    """
+
+    projection: str = ""
+    before: tuple[int | str, ...] = ()
+    shapes: str = "spatial_shapes"
+
+    def axes(self, owner: nn.Module) -> int:
+        return 2
+
+    def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
+        pixels = self.cut(owner, arguments)
+        line = torch.arange(pixels.shape[1], device=pixels.device)[None]
+        if axes == 1:
+            return line
+        columns = arguments[self.shapes][:, 1:].to(line.device)
+        return torch.stack((line // columns, line % columns), dim=-1)
+
+
+@dataclass(frozen=True)
+class PlacedGrid(Grid):
+    """Patches in any order, each after its own row and column (Pix2Struct): (B, patches, 2 + channels)."""
+
+    projection: str = ""
+    before: tuple[int | str, ...] = ()
+    argument: str = "flattened_patches"
+
+    def axes(self, owner: nn.Module) -> int:
+        return 2
+
+    def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
+        patches = self.cut(owner, arguments)
+        return torch.arange(patches.shape[1], device=patches.device)[None] if axes == 1 else patches[..., :2].long()
+
+
+@dataclass(frozen=True)
+class SeenGrid(Grid):
+    """Hidden states (B, rows, columns, d), of whole images or windows: the attentions see where they are."""
+
+    projection: str = ""
+    handed_down: ClassVar[bool] = False
+
+    def axes(self, owner: nn.Module) -> int:
+        return 2
+
+
+@dataclass(frozen=True)
+class GridLens:
+    """On a stack's owner: makes the phases once for all attentions that are rotated alike, and hands them down.
+
+    Attributes:
+        grid: where the positions come from.
+        attentions: paths of the stack's attentions from the owner.
+        children: paths of the owner's children to call with the phases; none where the host hands arguments on.
+    """
+
+    grid: Grid
+    attentions: tuple[str, ...]
+    children: tuple[str, ...] = ()
+    hfpatch_note: ClassVar[str] = "hands positions down"
+
+    def bound(self, owner: nn.Module) -> GridLens:
+        """The lens with the names that its patterns stand for in an owner; `*` is a number."""
+        return GridLens(self.grid, named(owner, self.attentions), named(owner, self.children))
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        filled = self.grid.filled(module, arguments)
+        arguments = {**arguments, **filled}
+        phases: dict[str, Any] = {}
+        for path in self.attentions:
+            rotary: Any = module.get_submodule(path)._modules.get(ROTARY)
+            key = getattr(rotary, "key", None)
+            if key is None:
+                continue
+            if key not in phases:
+                phases[key] = (self.grid.positions(module, arguments, rotary.axes), None)
+            positions, made = phases[key]
+            if made is None and not has_hooks(rotary):
+                phases[key] = (positions, rotary(positions))
+        if not phases:
+            return {}, {}
+        if self.children:
+            return handing_down(module, self.children, phases), filled
+        return {}, {**filled, PHASES: phases}
+
+
+@dataclass(frozen=True)
+class Relay:
+    """On a module between a stack's owner and its attentions, whose host hands no unknown arguments on: it does here.
+
+    Attributes:
+        children: paths of the children to call with the phases, "layers.0" in a list.
+    """
+
+    children: tuple[str, ...]
+    hfpatch_note: ClassVar[str] = "hands positions down"
+
+    def bound(self, owner: nn.Module) -> Relay:
+        """The lens with the names that its patterns stand for in an owner; `*` is a number."""
+        return Relay(named(owner, self.children))
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        phases = arguments.get(PHASES)
+        return ({}, {}) if phases is None else (handing_down(module, self.children, phases), {PHASES: TAKEN})
+
+
+class Handed:
+    """Stands in the view of a module for a child, which is called with the phases besides what it is given."""
+
+    def __init__(self, child: nn.Module, phases: dict[str, Any]):
+        self.child, self.phases = child, phases
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.child(*args, **kwargs, **{PHASES: self.phases})
+
+    def __getattr__(self, name: str) -> Any:
+        child = self.__dict__["child"]
+        relay = lens_of(child, Relay)  # some hosts call grandchildren themselves
+        below = handing_down(child, relay.children, self.__dict__["phases"]) if relay is not None else {}
+        return below[name] if name in below else getattr(child, name)
+
+
+def handing_down(module: nn.Module, children: tuple[str, ...], phases: dict[str, Any]) -> dict[str, Any]:
+    """Attributes of the module's view in which these children are called with the phases."""
+    attributes: dict[str, Any] = {}
+    in_lists: dict[str, dict[str, Any]] = {}
+    for path in children:
+        name, _, place = path.partition(".")
+        child: Any = module.get_submodule(path)
+        if place:
+            in_lists.setdefault(name, {})[place] = Handed(child, phases)
+        else:
+            attributes[name] = Handed(child, phases)
+    for name, elements in in_lists.items():
+        attributes[name] = ListView(module.get_submodule(name), elements)  # type: ignore[arg-type]
+    return attributes
+
+
+def named(owner: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of an owner's modules that patterns stand for."""
+    found: list[str] = []
+    for pattern in patterns:
+        matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+        found += [name for name, _ in owner.named_modules() if matches(name)] if "*" in pattern else [pattern]
+    return tuple(found)
+
+
+def relays(owner: nn.Module, attentions: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """For each module on the ways from the owner to its attentions (by path): the children that come next."""
+    found: dict[str, dict[str, None]] = {}
+    for path in attentions:
+        names, here = path.split("."), ""
+        while names:
+            step = names.pop(0)
+            if isinstance(owner.get_submodule(f"{here}.{step}".strip(".")), nn.ModuleList | nn.Sequential):
+                step = f"{step}.{names.pop(0)}"
+            found.setdefault(here, {})[step] = None
+            here = f"{here}.{step}".strip(".")
+    return {path: tuple(children) for path, children in found.items()}

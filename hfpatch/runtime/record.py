@@ -1,0 +1,62 @@
+"""The patch record in config.json: what opening a checkpoint needs of it, checked before it is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .edits import Edit, parse_edits
+from .errors import CheckpointError
+
+KEY = "hfpatch"  # of the config, in memory and on disk: the patch record; also the model_type on disk
+VERSION = 2
+FINGERPRINT = "fingerprint"  # entry of the record on disk
+_REQUIRED = {"version", "base_model_type", "request", "edits"}
+_OPTIONAL = {"any_length", FINGERPRINT}
+_MOST_REQUESTS = 1_000
+
+
+def checked(stored: Any, where: str) -> str:
+    """The `base_model_type` of a stored record whose form is right; its edits and requests are read elsewhere.
+
+    Raises:
+        CheckpointError: it is malformed, or of another version.
+    """
+    if not isinstance(stored, Mapping):
+        raise CheckpointError(f"{where}: its patch record is {type(stored).__name__}, not an object.")
+    version = stored.get("version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise CheckpointError(f"{where}: its patch record has no valid version (found {version!r:.40}).")
+    if version < VERSION:
+        raise CheckpointError(
+            f"{where}: it was saved by hfpatch 0.1, whose patch record (version {version}) this version doesn't read. "
+            "Open it with hfpatch 0.1 (pip install 'hfpatch<0.2'), or patch the original again."
+        )
+    if version > VERSION:
+        raise CheckpointError(
+            f"{where}: its patch record has version {version!r:.40}, this hfpatch reads version {VERSION}. "
+            "Update with: pip install -U hfpatch"
+        )
+    wrong = (set(stored) - _REQUIRED - _OPTIONAL) | (_REQUIRED - set(stored))
+    if wrong:
+        raise CheckpointError(f"{where}: entries of its patch record are unknown or missing: {sorted(wrong)!r:.200}.")
+    base = stored["base_model_type"]
+    if not isinstance(base, str) or not base or base == KEY:
+        raise CheckpointError(f"{where}: its patch record names no base_model_type (found {base!r:.40}).")
+    if not isinstance(stored["request"], list) or len(stored["request"]) > _MOST_REQUESTS:
+        raise CheckpointError(f"{where}: the requests of its patch record are no list of at most {_MOST_REQUESTS}.")
+    if not isinstance(stored.get("any_length", False), bool):
+        raise CheckpointError(f"{where}: any_length in its patch record is neither true nor false.")
+    return base
+
+
+def edits_of(config: Any, where: str) -> tuple[Edit, ...]:
+    """The edits of a patched config.
+
+    Raises:
+        CheckpointError: the config carries no usable record.
+    """
+    stored = getattr(config, KEY, None)
+    checked(stored, where)
+    assert isinstance(stored, Mapping)
+    return parse_edits(stored["edits"], where)

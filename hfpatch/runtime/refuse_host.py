@@ -1,0 +1,119 @@
+"""What makes a host's own class refuse a patched checkpoint, where it would open it unpatched.
+
+`GPT2LMHeadModel.from_pretrained(folder)` asks no registry: it only warns that the file speaks of another model type.
+So one setting that only the host's config class reads, and that it requires to be a number, is a sentence on disk; the
+number is kept in the patch record, and `released` puts it back. The general `PreTrainedConfig`, which tokenizers fall
+back on where hfpatch isn't imported, takes any value there. Nothing in this file needs the rest of the package.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from .errors import CheckpointError
+from .record import KEY
+
+ENTRY = "guarded"  # of the record on disk: dotted name of a setting -> its value
+SENTENCE = (
+    "This checkpoint is patched by hfpatch. Install hfpatch, `import hfpatch`, and open it with an Auto class: "
+    "the class named here would open it unpatched."
+)
+_PREFIX = "This checkpoint is patched"  # of this version's sentence and of later ones
+_PREFERRED = ("initializer_range", "init_std", "initializer_factor", "layer_norm_eps", "rms_norm_eps")
+_MOST, _LONGEST, _LARGEST = 100, 1_000, 1e30
+
+
+def guarded(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a patched config as they go to disk, which its host's class and those of its parts refuse.
+
+    Args:
+        config: the patched config.
+        stored: its settings, with the patch record.
+    """
+    guarded = copy.deepcopy(dict(stored))
+    kept = {}
+    for path, part in _parts(config):
+        settings = _at(guarded, path)
+        name = _refused_as_text(part) if settings is not None else None
+        if settings is not None and name is not None:
+            kept[".".join((*path, name))] = vars(part)[name]
+            settings[name] = SENTENCE
+    if kept:
+        guarded[KEY] = {**guarded[KEY], ENTRY: kept}
+    return guarded
+
+
+def released(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The settings that `guarded` was given; those of older checkpoints, which aren't guarded, as they are.
+
+    Raises:
+        CheckpointError: what should be put back is malformed.
+    """
+    record = stored.get(KEY)
+    if not isinstance(record, Mapping):
+        return dict(stored)  # which no record of a patch is: the reader of that says so
+    kept = record.get(ENTRY, {})
+    if not isinstance(kept, Mapping) or len(kept) > _MOST or not all(map(_is_setting, kept.items())):
+        raise CheckpointError(f"{where}: {ENTRY} in its patch record is no object of at most {_MOST} settings.")
+    released = copy.deepcopy(dict(stored))
+    released[KEY].pop(ENTRY, None)
+    for path, value in kept.items():
+        *parents, name = path.split(".")
+        settings = _at(released, tuple(parents))
+        if settings is not None and _is_sentence(settings.get(name)):
+            settings[name] = value
+    lost = [name for name, value in released.items() if _is_sentence(value)]
+    if lost:
+        raise CheckpointError(f"{where}: its patch record lacks the value of {lost[0]}, so it can't be opened.")
+    return released
+
+
+def _is_sentence(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(_PREFIX)
+
+
+def _is_setting(item: tuple[Any, Any]) -> bool:
+    path, value = item
+    named = isinstance(path, str) and len(path) <= _LONGEST
+    return named and isinstance(value, bool | int | float) and abs(value) < _LARGEST
+
+
+def _at(settings: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any] | None:
+    """The settings of a part, None where there are none."""
+    for name in path:
+        inner = settings.get(name)
+        if not isinstance(inner, dict):
+            return None
+        settings = inner
+    return settings
+
+
+def _parts(config: PreTrainedConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], PreTrainedConfig]]:
+    """The config and those of its parts, by their path."""
+    yield path, config
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts(value, (*path, name))
+
+
+def _refused_as_text(config: PreTrainedConfig) -> str | None:
+    """A setting of this class's own that must be a number; None where it checks none of its settings."""
+    general = {field.name for field in fields(PreTrainedConfig)}
+    own = [field.name for field in fields(config) if field.name not in general and not field.name.startswith("_")]
+    numbers = [name for name in own if _is_setting((name, vars(config).get(name)))]
+    numbers.sort(key=lambda name: (_PREFERRED.index(name) if name in _PREFERRED else len(_PREFERRED), own.index(name)))
+    return next((name for name in numbers if _refuses(config, name)), None)
+
+
+def _refuses(config: PreTrainedConfig, name: str) -> bool:
+    for validate in getattr(config, "__validators__", {}).get(name, ()):
+        try:
+            validate(SENTENCE)
+        except (TypeError, ValueError):
+            return True
+    return False

@@ -1,0 +1,150 @@
+"""Tables of positions that stay: computed by a rule, or resized. Their host goes on counting positions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .lens import CENTRED, LENS, View, host_class, once_per_class
+
+
+@dataclass(frozen=True)
+class Sinusoids:
+    """PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos(pos / base^(2i/d)), times a scale.
+
+    Vaswani et al. 2017, arXiv:1706.03762, section 3.5; layouts as in `schemes.positions.Sinusoidal`.
+    """
+
+    base: float = 10_000.0
+    layout: str = "interleaved"
+    scale: float = 1.0
+
+    def rows(self, positions: Tensor, width: int) -> Tensor:
+        """PE at integer positions (...), as (..., width) in float32."""
+        sines = (width + 1) // 2
+        steps = torch.arange(sines, device=positions.device, dtype=torch.float32)
+        denominator = max(width // 2 - 1, 1) if self.layout == "tensor2tensor" else width / 2
+        angles = positions[..., None].float() * self.base ** (-steps / denominator)
+        sin, cos = angles.sin(), angles.cos()
+        if self.layout == "interleaved":
+            rows = torch.stack((sin, cos), dim=-1).flatten(-2)[..., :width]
+        else:
+            rows = torch.cat((sin, cos[..., : width // 2]), dim=-1)
+        return self.scale * rows
+
+    def __str__(self) -> str:
+        scale = "" if self.scale == 1 else f", scale={self.scale:g}"
+        return f"Sinusoidal(base={self.base:g}, {self.layout}{scale})"
+
+
+class ComputedPositions(nn.Embedding):
+    """An embedding whose rows follow a scheme's rule, so that there are as many as asked for.
+
+    The rows of the old table's length lie in a non-persistent buffer called `weight`, for hosts that ask for its device
+    or dtype; a forward computes its own. Rows before the first position (reserved ones, padding) are zeros.
+
+    Attributes:
+        rule: with `rows(positions, width)`, such as `Sinusoids`.
+        first: the row of position 0.
+    """
+
+    rule: Any
+    first: int
+
+    @classmethod
+    def replacing(cls, old: nn.Module | None, parent: nn.Module, rule: Any, first: int) -> ComputedPositions:
+        """What takes the place of a table."""
+        assert isinstance(old, nn.Embedding)
+        return computed(old, rule, first)
+
+    @property
+    def hfpatch_note(self) -> str:
+        """What a report says of it."""
+        return f"rows computed: {self.rule}"
+
+    def reset(self) -> None:
+        """Fill the buffer again, on the device where it is; loading and moving a model need it."""
+        rows = torch.arange(self.num_embeddings, device=self.weight.device)
+        self._buffers["weight"] = self.rows(rows)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ComputedPositions:
+        super()._apply(fn, recurse)  # moves the buffer, and with .half() rounds it from what was rounded before
+        self.reset()
+        return self
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """The rows (..., d) at integer indices (...), in the table's dtype."""
+        positions = indices - self.first
+        rows = self.rule.rows(positions, self.embedding_dim)
+        return rows.masked_fill((positions < 0)[..., None], 0.0).to(self.weight.dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.rows(input)
+
+    def extra_repr(self) -> str:
+        return f"{self.rule}, {self.embedding_dim}"
+
+
+class RowsByIndex:
+    """Stands for a table that its host takes rows from by `table[rows]`, a slice or a tensor."""
+
+    def __init__(self, table: ComputedPositions):
+        self.table = table
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if isinstance(index, slice):
+            index = torch.arange(index.start or 0, index.stop, device=self.table.weight.device)
+        return self.table.rows(index)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.table.weight, name)
+
+
+@once_per_class
+def computed_class(host: type[nn.Embedding]) -> type[ComputedPositions]:
+    """The class of a computed table in the place of one of class `host`, whose forward still says which rows."""
+    body: dict[str, Any] = {
+        "__module__": host.__module__,
+        "__qualname__": host.__qualname__,
+        "__doc__": host.__doc__,
+        "__reduce_ex__": _reduce,
+        "hfpatch_host": host,
+    }
+    if host is nn.Embedding:
+        return type(host.__name__, (ComputedPositions,), body)
+    if "__class__" not in inspect.unwrap(host.forward).__code__.co_freevars:  # no super(): it takes the rows itself
+        host_forward = host.forward
+
+        def forward(self: ComputedPositions, *args: Any, **kwargs: Any) -> Tensor:
+            stand_in: Any = View(self, {"weight": RowsByIndex(self)})
+            return host_forward(stand_in, *args, **kwargs)
+
+        body["forward"] = forward
+    return type(host.__name__, (host, ComputedPositions), body)
+
+
+def _reduce(self: nn.Module, protocol: Any) -> tuple:
+    return _rebuild, (host_class(type(self)),), self.__dict__
+
+
+def _rebuild(host: type[nn.Embedding]) -> nn.Module:
+    cls = computed_class(host)
+    return cls.__new__(cls)
+
+
+def computed(table: nn.Embedding, rule: Any, first: int) -> ComputedPositions:
+    """What takes the place of a table when its rows are to be computed; settings of the host's class are kept."""
+    cls = computed_class(host_class(type(table)))
+    new = cls.__new__(cls)
+    nn.Module.__init__(new)
+    own = {name: value for name, value in vars(table).items() if name not in vars(new) and name not in (LENS, CENTRED)}
+    vars(new).update(own, rule=rule, first=first)
+    new.register_buffer("weight", table.weight.detach(), persistent=False)
+    if not table.weight.is_meta:
+        new.reset()
+    return new

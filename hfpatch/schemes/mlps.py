@@ -1,0 +1,178 @@
+"""What all MLP schemes share: gated linear units, how wide they are, and how one starts from a trained MLP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..core.registry import MLPS
+from ..core.scheme import Scheme, require_number
+from ..errors import OptionError
+
+M = TypeVar("M", bound="MLP")
+
+
+# act(x) is near target(k x) / k for one of these: k = 1; quick_gelu's own 1.702; and 1.712, the least squares fit of
+# silu to gelu for x ~ N(0, 1), whose largest error (.0193, tanh form .0197) is also below 1.702's (.0203, .0207)
+SCALES = (1.0, 1.702, 1.712)
+
+
+EXACT = 1e-12  # largest difference of two activations that are the same function, in float64
+
+
+FARTHEST = 0.25  # ... of two that still count as near
+
+
+_GRID = torch.linspace(-20.0, 20.0, 20_001, dtype=torch.float64, device="cpu")
+
+
+@dataclass(frozen=True)
+class Start:
+    """act(x) = target(scale * x) / scale, up to `error` anywhere in [-20, 20]."""
+
+    scale: float
+    error: float
+
+    @property
+    def exact(self) -> bool:
+        return self.error <= EXACT
+
+
+@dataclass(frozen=True)
+class MLP(Scheme):
+    """A gated MLP (act(x W) * (x V)) W2 in place of act(x W1) W2. Its fields are its options.
+
+    From trained weights it starts as the function that was there: W = scale * W1, V = 0 with a bias of 1 / scale, the
+    last projection untouched, so that act(scale * x W1) / scale stands for the replaced activation. That needs all of
+    d_ff. With `init="reset"` all three projections are fresh and d_ff is two thirds, for an equal number of weights
+    (Shazeer 2020, arXiv:2002.05202, section 2).
+
+    Args:
+        d_ff: hidden channels, instead of a share of the replaced MLP's.
+        ratio: hidden channels as a share of the replaced MLP's, rounded up to a multiple of 8; None for the rule above.
+        bias: whether V has a bias; None: a start from trained weights needs one, and fresh weights have one where W1
+            had. The other two have one where they had. False: none of the three has one, as in the paper.
+
+    Raises:
+        OptionError: an option is outside its domain, or both d_ff and ratio are given.
+    """
+
+    registry: ClassVar = MLPS
+    label: ClassVar[str] = "MLP"  # as plans print it
+
+    d_ff: int | None = None
+    ratio: float | None = None
+    bias: bool | None = None
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        if self.d_ff is not None:
+            require_number(owner, "d_ff", self.d_ff, above=0)
+            if not isinstance(self.d_ff, int):
+                raise OptionError(f"{owner}: d_ff must be a whole number of channels, not {self.d_ff!r}.")
+        if self.ratio is not None:
+            require_number(owner, "ratio", self.ratio, above=0.0)
+            if self.d_ff is not None:
+                raise OptionError(f"{owner}: give d_ff or ratio, not both.")
+        if not isinstance(self.bias, bool | None):
+            raise OptionError(f"{owner}: bias must be True, False or None, not {self.bias!r}.")
+
+    def settled(self: M, init: str) -> M:
+        fresh, ratio = init == "reset", self.ratio
+        if ratio is None and self.d_ff is None:
+            ratio = 2 / 3 if fresh else 1.0
+        return replace(self, ratio=ratio, bias=True if self.bias is None and not fresh else self.bias)
+
+    def width(self, d_ff: int) -> int:
+        """Hidden channels of what replaces an MLP with `d_ff` of them."""
+        if self.d_ff is not None:
+            return self.d_ff
+        if self.ratio is None or self.ratio == 1.0:
+            return d_ff
+        return 8 * math.ceil(self.ratio * d_ff / 8 - 1e-9)
+
+    def activation(self, replaced: Activation) -> nn.Module:
+        """The activation of the gate; may be the replaced one itself."""
+        raise NotImplementedError(f"{type(self).__name__} must define activation(replaced).")
+
+    def start(self, replaced: Activation) -> Start:
+        """The scale at which this gate's activation is nearest to the replaced one, by measurement."""
+        target, wanted = self.activation(replaced), apply_activation(replaced, _GRID)
+        errors = {k: float((apply_activation(target, k * _GRID) / k - wanted).abs().max()) for k in SCALES}
+        scale = min(errors, key=errors.__getitem__)  # the first of equal ones
+        return Start(scale, errors[scale])
+
+
+MLPS.base = MLP
+
+
+_GELU_FORMS = 1e-3  # the tanh forms are within 5e-4 of the erf form
+
+
+_GELU_GRID = torch.linspace(-20.0, 20.0, 2_001, dtype=torch.float64, device="cpu")
+
+
+@MLPS.register("swiglu")
+@dataclass(frozen=True)
+class SwiGLU(MLP):
+    """(silu(x W) * (x V)) W2, silu(x) = x sigmoid(x); Shazeer 2020, arXiv:2002.05202, eq. 6 (Swish with beta 1).
+
+    Starts exactly from silu and quick_gelu, within 0.0203 per activation from gelu: silu(1.712 x) / 1.712 is never
+    farther than that from either of its forms. Options as in `MLP`.
+    """
+
+    label: ClassVar[str] = "SwiGLU"
+
+    def activation(self, replaced: Activation) -> nn.Module:
+        return nn.SiLU()
+
+
+@MLPS.register("geglu")
+@dataclass(frozen=True)
+class GeGLU(MLP):
+    """(gelu(x W) * (x V)) W2; Shazeer 2020, arXiv:2002.05202, eq. 6.
+
+    Starts exactly from gelu, whose form (erf or tanh) is kept. Options as in `MLP`.
+    """
+
+    label: ClassVar[str] = "GeGLU"
+
+    def activation(self, replaced: Activation) -> nn.Module:
+        gelu = nn.GELU()
+        if isinstance(replaced, nn.Module):
+            near = (
+                apply_activation(replaced, _GELU_GRID) - apply_activation(gelu, _GELU_GRID)
+            ).abs().max() < _GELU_FORMS
+            if near:
+                return replaced
+        return gelu
+
+
+@MLPS.register("reglu")
+@dataclass(frozen=True)
+class ReGLU(MLP):
+    """(relu(x W) * (x V)) W2; Shazeer 2020, arXiv:2002.05202, eq. 6.
+
+    Starts exactly from relu. Options as in `MLP`.
+    """
+
+    label: ClassVar[str] = "ReGLU"
+
+    def activation(self, replaced: Activation) -> nn.Module:
+        return nn.ReLU()
+
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def apply_activation(activation: Activation, x: Tensor) -> Tensor:
+    """Its values, without the user's hooks and whatever the default device is while a model loads."""
+    with torch.no_grad(), torch.device("cpu"):
+        if isinstance(activation, nn.Module):
+            return type(activation).forward(activation, x.clone())
+        return activation(x.clone())

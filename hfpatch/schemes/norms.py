@@ -1,0 +1,429 @@
+"""Norm schemes: LayerNorm, RMSNorm, DyT, Derf, DeepNorm, BatchNorm, their options and what they keep of a norm."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from ..core.registry import NORMS
+from ..core.scheme import Scheme, require_number
+from ..errors import OptionError
+from ..runtime.batch_norm import MaskedBatchNorm
+from ..runtime.edits import Call, register_component
+from ..runtime.errors import UnsupportedError
+from ..runtime.norms import (
+    AffineNorm,
+    DynamicErf,
+    DynamicTanh,
+    LayerNorm,
+    NormFacts,
+    PartialRMSNorm,
+    RMSNorm,
+    parameter_names,
+)
+
+
+@dataclass(frozen=True)
+class Norm(Scheme):
+    """A norm scheme. Its fields are its options, those of its module among them.
+
+    Attributes:
+        component: the class of the module that takes a norm's place; its constructor's further arguments are fields of
+            the scheme.
+    """
+
+    registry: ClassVar = NORMS
+    component: ClassVar[type[AffineNorm]]
+    needs_padding: ClassVar[bool] = False  # whether it must be told of padding, and serves no causal stack
+    why_left: ClassVar[str] = "not exact"  # why norms that a record leaves out stay
+    branchwise: ClassVar[bool] = False  # whether it changes how residual branches meet their stream (swap/branches.py)
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if "component" in cls.__dict__:
+            register_component(cls.component)
+
+    @property
+    def label(self) -> str:
+        """What plans call the module."""
+        return self.component.__name__
+
+    def module_class(self) -> type[AffineNorm]:
+        """The class of the module for these options."""
+        return self.component
+
+    def module_options(self) -> dict[str, Any]:
+        """Arguments of that class besides what every norm has: the scheme's fields of the same names."""
+        taken = inspect.signature(self.module_class()).parameters
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name in taken}
+
+    def kept(self, facts: NormFacts) -> NormFacts:
+        """The facts of a norm as far as the module takes them over."""
+        return facts
+
+    def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
+        """The call of the component that makes the module.
+
+        Args:
+            facts: what the replaced norm computes.
+            old: that norm; None for a norm where none was.
+        """
+        facts, own = self.kept(facts), parameter_names(old)
+        given: dict[str, Any] = {"eps": facts.eps}
+        sizes = [getattr(old, name).shape for name in (facts.gain, facts.shift) if name] if old is not None else []
+        if not sizes or tuple(sizes[0]) != facts.shape:
+            given["shape"] = facts.shape
+        if facts.channels_first:
+            given["channels_first"] = True
+        if facts.offset:
+            given["offset"] = facts.offset
+        for argument, usual in zip(("gain", "shift"), own, strict=True):
+            if getattr(facts, argument) != usual:
+                given[argument] = getattr(facts, argument)
+        kind = self.module_class().kind
+        if kind not in (self.name, "prms"):
+            given["kind"] = self.name
+        return Call.of(self.module_class(), **given, **self.module_options())
+
+    def build(
+        self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor
+    ) -> AffineNorm:
+        """The module that replaces a norm.
+
+        Args:
+            facts: what the replaced norm computes.
+            gain, shift: its Parameters; the new module holds these same objects.
+            like: a tensor whose dtype and device new parameters take.
+        """
+        facts = self.kept(facts)
+        gain, shift = (one if name else None for one, name in ((gain, facts.gain), (shift, facts.shift)))
+        return self.module_class()(facts, gain, shift, **self.module_options(), like=like)
+
+    def reason_to_keep(self, facts: NormFacts) -> str | None:
+        """Why a norm that matches the request stays as it is; None to replace it."""
+        return f"is {facts.kind} already" if facts.kind == self.name else None
+
+    @property
+    def by_branch(self) -> bool:
+        """Whether norms start in a way of their own before attentions, and token embeddings get a learned scale.
+
+        That is for language models from scratch, with `init="reset"`; `from_scratch.py` finds both on the model.
+        """
+        return False
+
+    def at(self, attention: bool, width: int) -> tuple[Norm, str | None]:
+        """The scheme for one norm of a model, and what the plan says of it.
+
+        Args:
+            attention: whether the norm is that of an attention's branch.
+            width: of the model's residual stream.
+        """
+        return self, None
+
+    @property
+    def centring(self) -> str | None:
+        """How the stream is made zero-mean where that makes the swap exact: "fold", "parametrize"; None: not at all."""
+        return None
+
+    def loss(self, facts: NormFacts) -> str | None:
+        """What the swap doesn't preserve when gain and shift are copied; None where the function stays the same."""
+        return "another function"
+
+
+NORMS.base = Norm
+
+
+@NORMS.register("layer")
+@dataclass(frozen=True)
+class Layer(Norm):
+    """Layer normalisation itself: the control of an ablation, or with `bias=False` LayerNorm without its shift.
+
+    (x - mean) / sqrt(var + eps) * gain [+ shift], Ba et al. 2016, arXiv:1607.06450.
+
+    Args:
+        bias: keep the shift. Without it the swap is exact only where the shift was zero or absent.
+
+    Raises:
+        OptionError: `bias` is no bool.
+    """
+
+    bias: bool = True
+    component: ClassVar[type[AffineNorm]] = LayerNorm
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bias, bool):
+            raise OptionError(f"Layer: bias must be True or False, not {self.bias!r}.")
+
+    def kept(self, facts: NormFacts) -> NormFacts:
+        return replace(facts, shift=facts.shift if self.bias else None)
+
+    def reason_to_keep(self, facts: NormFacts) -> str | None:
+        return None
+
+    def loss(self, facts: NormFacts) -> str | None:
+        if facts.kind != "layer":
+            return "the mean of the norm's input is removed now"
+        return "the shift is dropped" if facts.shift and not self.bias else None
+
+
+@NORMS.register("rms")
+@dataclass(frozen=True)
+class RMS(Norm):
+    """Root mean square normalisation: LayerNorm without the subtraction of the mean.
+
+    x / sqrt(mean(x^2) + eps) * gain + shift, Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4. Gain, shift and eps are
+    the replaced norm's. It is the same function wherever the input's mean over the channels is zero, so everything that
+    writes to the residual stream is centred first, wherever that leaves the model's outputs as they are. Hidden states
+    that the model records (`output_hidden_states=True`) lose their mean.
+
+    Args:
+        mode: "fold" subtracts the mean from the weights: an RMSNorm model, whose training takes another course than the
+            LayerNorm model's. "parametrize" leaves the weights and centres each branch's output in every forward, so
+            that training follows the LayerNorm model's trajectory.
+        fold_bias: move the shift into the linear layers that read the norm, where nothing else does.
+        fraction: below 1 the root mean square is estimated on the first ceil(fraction * d) channels alone: pRMSNorm,
+            0.0625 in the paper's section 4.2. Another function whatever the input's mean, so nothing is centred.
+
+    Raises:
+        OptionError: no such mode; `fold_bias` is no bool, or asked for together with "parametrize"; `fraction` isn't in
+            (0, 1], or asked for together with an option that keeps the function.
+    """
+
+    mode: str = "fold"
+    fold_bias: bool = False
+    fraction: float = 1.0
+    component: ClassVar[type[AffineNorm]] = RMSNorm
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("fold", "parametrize"):
+            raise OptionError(f"RMS: mode must be fold or parametrize, not {self.mode!r}.")
+        if not isinstance(self.fold_bias, bool):
+            raise OptionError(f"RMS: fold_bias must be True or False, not {self.fold_bias!r}.")
+        if self.fold_bias and self.mode == "parametrize":
+            raise OptionError("RMS: fold_bias writes to weights, which mode='parametrize' doesn't. Choose one of them.")
+        require_number("RMS", "fraction", self.fraction, above=0.0, at_most=1.0)
+        if self.fraction < 1 and (self.fold_bias or self.mode != "fold"):
+            raise OptionError("RMS: fraction below 1 is another function, which mode and fold_bias can't keep.")
+
+    @property
+    def centring(self) -> str | None:
+        return self.mode if self.fraction == 1 else None
+
+    def module_class(self) -> type[AffineNorm]:
+        return PartialRMSNorm if self.fraction < 1 else RMSNorm
+
+    def reason_to_keep(self, facts: NormFacts) -> str | None:
+        return super().reason_to_keep(facts) if self.fraction == 1 else None
+
+    def loss(self, facts: NormFacts) -> str | None:
+        if self.fraction < 1:
+            return f"the root mean square is estimated on the first {self.fraction:.4g} of the channels"
+        if facts.kind != "layer":
+            return f"another function than {facts.kind}'s"
+        return "the mean of the norm's input is no longer removed"
+
+
+# (width of the stream, alpha0 of attentions' norms, of the others): LLaMA of the paper, up to 70B
+_LLM = ((1024, 1.0, 1.0), (2048, 1.0, 0.5), (4096, 0.8, 0.2), (5120, 0.6, 0.15), (8192, 0.2, 0.05))
+
+
+def llm_alpha(width: int, attention: bool) -> float:
+    """The paper's alpha0 of a language model: at its widths the table's, between two interpolated in log(width) and
+    log(alpha0), beyond the first and the last theirs.
+
+    Args:
+        width: of the residual stream.
+        attention: whether the norm is that of an attention's branch; feed-forward and last norms are not.
+    """
+    known = [(row[0], row[1] if attention else row[2]) for row in _LLM]
+    width = min(max(width, known[0][0]), known[-1][0])
+    (low, start), (high, end) = next(pair for pair in pairwise(known) if width <= pair[1][0])
+    if width in (low, high):
+        return start if width == low else end
+    return start * (end / start) ** (math.log(width / low) / math.log(high / low))
+
+
+@NORMS.register("dyt")
+@dataclass(frozen=True)
+class DyT(Norm):
+    """Dynamic Tanh: an elementwise squashing in place of normalisation.
+
+    gain * tanh(alpha x) + shift, Zhu et al. 2025, arXiv:2503.10622, eq. 2 (gamma and beta there). gain and shift are
+    the replaced norm's own Parameters.
+
+    Args:
+        alpha: starting value of the learned scalar; the paper's default outside LLMs is 0.5. "llm" is the paper's way
+            to train a language model from scratch, with `init="reset"` only: the starting value hangs on the stream's
+            width and on whether the norm is that of an attention's branch,
+
+                width                       1024   2048   4096   5120   8192
+                norms of attentions            1      1     .8     .6     .2
+                other norms, the last too      1     .5     .2    .15    .05
+
+            between these interpolated on log-log axes, beyond them as at the nearest; and the output of the token
+            embedding is multiplied by a learned scalar, its `stream_scale`, that starts at the root of the width (of
+            the whole model, whatever `only` and `keep` choose; not where the model multiplies it itself, as Gemma).
+            Pre-norm decoders are what the paper has. In post-norm models LN(x + f(x)) is the norm of f; an
+            encoder-decoder has two scales; whatever mixes positions, as Mamba does, counts as an attention.
+
+    Raises:
+        OptionError: alpha is neither a positive finite number nor "llm".
+    """
+
+    alpha: float | str = 0.5
+    component: ClassVar[type[AffineNorm]] = DynamicTanh
+
+    def __post_init__(self) -> None:
+        if isinstance(self.alpha, str) and self.alpha != "llm":
+            raise OptionError(f"DyT: alpha must be a number in (0, inf), not {self.alpha!r:.80}; or the word 'llm'.")
+        if self.alpha != "llm":
+            require_number("DyT", "alpha", self.alpha, above=0.0)
+
+    @property
+    def by_branch(self) -> bool:
+        return self.alpha == "llm"
+
+    def at(self, attention: bool, width: int) -> tuple[Norm, str | None]:
+        if not self.by_branch:
+            return self, None
+        alpha = llm_alpha(width, attention)
+        return replace(self, alpha=alpha), f"alpha0 = {alpha:.4g}" + (", norm of an attention" if attention else "")
+
+    def module_options(self) -> dict[str, Any]:
+        if isinstance(self.alpha, str):
+            raise UnsupportedError(f"DyT(alpha={self.alpha!r}) starts each norm of a model in its own way: ask at().")
+        return super().module_options()
+
+    def loss(self, facts: NormFacts) -> str | None:
+        return "the scale of its input isn't removed; on trained weights DyT needs repair (calibration=) or training"
+
+
+@NORMS.register("derf")
+@dataclass(frozen=True)
+class Derf(Norm):
+    """Dynamic erf: like DyT with the error function and a learned shift inside.
+
+    gain * erf(alpha x + s) + shift, arXiv:2512.10938. gain and shift are the replaced norm's own Parameters.
+
+    Args:
+        alpha: starting value of the learned slope (paper: 0.5).
+        s: starting value of the learned inner shift (paper: 0).
+
+    Raises:
+        OptionError: alpha is no positive finite number, or s no finite one.
+    """
+
+    alpha: float = 0.5
+    s: float = 0.0
+    component: ClassVar[type[AffineNorm]] = DynamicErf
+
+    def __post_init__(self) -> None:
+        require_number("Derf", "alpha", self.alpha, above=0.0)
+        require_number("Derf", "s", self.s, above=float("-inf"))
+
+    def loss(self, facts: NormFacts) -> str | None:
+        return "the scale of its input isn't removed; on trained weights Derf needs repair (calibration=) or training"
+
+
+@dataclass(frozen=True)
+class Depth:
+    """Sublayers (residual branches) of the stack that a branch is in, and of the decoder that reads it, if one does."""
+
+    sublayers: int
+    decoder_sublayers: int = 0
+
+
+@NORMS.register("deepnorm")
+@dataclass(frozen=True)
+class DeepNorm(Norm):
+    """LN(a x + f(x)) in every residual branch f, in place of LN(x + f(x)) or x + f(LN(x)).
+
+    With N encoder layers of two branches and M decoder layers of three (Wang et al. 2022, arXiv:2203.00555, fig. 2):
+
+        model                     a                   b
+        encoder or decoder only   (2N)^(1/4)          (8N)^(-1/4)
+        encoder-decoder: encoder  .81(N^4 M)^(1/16)   .87(N^4 M)^(-1/16)
+                         decoder  (3M)^(1/4)          (12M)^(-1/4)
+
+    a weighs the stream in every forward. b scales weights once, with `init="reset"`: those of feed-forward networks
+    (gates and experts included, routers not), of values and of outputs of attentions, their biases start at zero;
+    queries and keys stay as the model has them. The paper draws them by Xavier's rule with gain b (1 for queries and
+    keys); here the model's own initial values are multiplied by b, so `init="reset"` is for models just built.
+
+    Post-norm models are changed by LN_eps(a x + f(x)) = LN_(eps/a^2)(x + f(x)/a): a gain on the branch and a smaller
+    eps. In pre-norm models the norm moves behind the sum; the stack's last norm stays.
+
+    Args:
+        alpha, beta: a and b for all stacks, instead of the table's.
+        preserve: for trained post-norm models: output projections are multiplied by a and eps by a^2, so that the model
+            starts as the same function.
+
+    Raises:
+        OptionError: an option outside its domain.
+    """
+
+    alpha: float | None = None
+    beta: float | None = None
+    preserve: bool = False
+    label: ClassVar[str] = "DeepNorm"
+    branchwise: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.alpha is not None:
+            require_number("DeepNorm", "alpha", self.alpha, above=0.0)
+        if self.beta is not None:
+            require_number("DeepNorm", "beta", self.beta, above=0.0)
+        if not isinstance(self.preserve, bool):
+            raise OptionError(f"DeepNorm: preserve must be True or False, not {self.preserve!r}.")
+
+    def gains(self, depth: Depth) -> tuple[float, float]:
+        """(a, b) of a stack; layers may be any number of branches, so depths are counted in those."""
+        if depth.decoder_sublayers:
+            n, m = depth.sublayers / 2, depth.decoder_sublayers / 3
+            alpha, beta = 0.81 * (n**4 * m) ** (1 / 16), 0.87 * (n**4 * m) ** (-1 / 16)
+        else:
+            alpha, beta = depth.sublayers**0.25, (4 * depth.sublayers) ** -0.25
+        return (alpha if self.alpha is None else self.alpha), (beta if self.beta is None else self.beta)
+
+    def reason_to_keep(self, facts: NormFacts) -> str | None:
+        return None if facts.kind in ("layer", "rms") else f"DeepNorm needs LayerNorm or RMSNorm, not {facts.kind}"
+
+
+@NORMS.register("batch")
+@dataclass(frozen=True)
+class BatchNorm(Norm):
+    """Batch normalisation per channel, over all positions of the batch that aren't padding.
+
+    (x - mean_c) / sqrt(var_c + eps) * gain + shift, Ioffe & Szegedy 2015, arXiv:1502.03167. For encoders: in a causal
+    stack the statistics of a batch would tell a position of later ones, so such stacks keep their norms, and a causal
+    model is refused. Padding is known from the attention mask of the block around a norm; in models that take a mask,
+    norms outside of any block stay. The running averages start at mean 0 and variance 1: before training, eval mode
+    passes x * gain + shift on.
+
+    Args:
+        momentum: weight of the newest batch in the running averages.
+
+    Raises:
+        OptionError: momentum is no number in (0, 1].
+    """
+
+    momentum: float = 0.1
+    component: ClassVar[type[AffineNorm]] = MaskedBatchNorm
+    needs_padding: ClassVar[bool] = True
+    why_left: ClassVar[str] = "a causal stack, or out of a padding mask's reach"
+
+    def __post_init__(self) -> None:
+        require_number("BatchNorm", "momentum", self.momentum, above=0.0, at_most=1.0)
+
+    def reason_to_keep(self, facts: NormFacts) -> str | None:
+        if len(facts.shape) != 1:
+            return "its channels aren't the last axis alone"
+        return super().reason_to_keep(facts)
+
+    def loss(self, facts: NormFacts) -> str | None:
+        return "statistics are the batch's, no longer each position's; running averages need training"

@@ -1,0 +1,52 @@
+"""Where the norm of a residual branch stands. Changing it changes the function: for training from scratch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..core.registry import PLACEMENTS
+from ..core.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Placement(Scheme):
+    """How a branch f with its norm meets the stream x. Norms keep their Parameters, branches everything."""
+
+    registry: ClassVar = PLACEMENTS
+    formula: ClassVar[str] = ""
+
+
+PLACEMENTS.base = Placement
+
+
+@PLACEMENTS.register("pre")
+@dataclass(frozen=True)
+class Pre(Placement):
+    """x + f(LN(x)): GPT-2, Llama; Xiong et al. 2020, arXiv:2002.04745. The stack wants a norm at its end."""
+
+    formula: ClassVar[str] = "x + f(LN(x))"
+
+
+@PLACEMENTS.register("post")
+@dataclass(frozen=True)
+class Post(Placement):
+    """LN(x + f(x)): BERT; Vaswani et al. 2017, arXiv:1706.03762."""
+
+    formula: ClassVar[str] = "LN(x + f(x))"
+
+
+@PLACEMENTS.register("olmo2")
+@dataclass(frozen=True)
+class OLMo2(Placement):
+    """x + LN(f(x)): OLMo 2; arXiv:2501.00656."""
+
+    formula: ClassVar[str] = "x + LN(f(x))"
+
+
+@PLACEMENTS.register("sandwich")
+@dataclass(frozen=True)
+class Sandwich(Placement):
+    """x + LN2(f(LN(x))): CogView (arXiv:2105.13290), Gemma 2. LN2 is a new norm, called as the first with `_after`."""
+
+    formula: ClassVar[str] = "x + LN2(f(LN(x)))"

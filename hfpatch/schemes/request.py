@@ -1,0 +1,131 @@
+"""What was asked for: a scheme, where, and how new parameters start; and the record of all that a model got."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..core.scheme import Scheme
+from ..runtime.edits import Edit, parse_edits
+from ..runtime.errors import CheckpointError, PatchError
+from ..runtime.record import KEY, VERSION, checked
+from .mlps import MLP
+from .norms import Norm
+from .placements import Placement
+from .positions import Position
+
+KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP, "placement": Placement}
+INITS = ("auto", "exact", "copy", "reset")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One scheme and where it was asked for.
+
+    Attributes:
+        scheme: a norm, position, MLP or placement scheme, settled for `init`.
+        only, keep: globs over module names; empty means everywhere, and nowhere.
+        init: how new parameters start.
+        left: patterns of norms that stay although globs and scheme would take them; found before planning.
+        branches: where residual branches meet the stream, for schemes that change that; likewise.
+        attention: patterns of the norms of attentions' branches, where those start in their own way; likewise.
+        embeddings: patterns of the token embeddings whose output gets a learned scale; likewise.
+    """
+
+    scheme: Scheme
+    only: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    init: str = field(default="auto", compare=False)
+    left: tuple[str, ...] = field(default=(), compare=False)
+    branches: tuple[Any, ...] = field(default=(), compare=False)
+    attention: tuple[str, ...] = field(default=(), compare=False)
+    embeddings: tuple[str, ...] = field(default=(), compare=False)
+
+    def to_json(self, kind: str) -> dict[str, Any]:
+        """The request as a user writes it: `{"norm": "dyt:alpha=0.4", "only": ["h.0.*"], "init": "reset"}`."""
+        globs = {name: list(getattr(self, name)) for name in ("only", "keep") if getattr(self, name)}
+        init = {} if self.init == "auto" else {"init": self.init}
+        return {kind: str(self.scheme), **globs, **init}
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that was patched: what was asked for, kind by kind, and the edits that it came to, in their order.
+
+    Attributes:
+        base_model_type: the host's `model_type`.
+        norm, pos, mlp, placement: the requests of each kind, the newest last.
+        edits: of the model's structure; applied to a freshly built host they make the patched model.
+        any_length: whether inputs may be longer than the config says, since no table of positions is left.
+    """
+
+    base_model_type: str
+    norm: tuple[Part, ...] = ()
+    pos: tuple[Part, ...] = ()
+    mlp: tuple[Part, ...] = ()
+    placement: tuple[Part, ...] = ()
+    edits: tuple[Edit, ...] = ()
+    any_length: bool = False
+
+    def has(self, kind: str, part: Part) -> bool:
+        """Whether the newest request of this kind is the same."""
+        return getattr(self, kind)[-1:] == (part,)
+
+    def plus(self, kind: str, part: Part) -> Record:
+        """The record with one more request."""
+        return replace(self, **{kind: (*getattr(self, kind), part)})  # type: ignore[arg-type]
+
+    def with_edits(self, edits: Iterable[Edit]) -> Record:
+        """The record with further edits; those that a later one of the same places takes the place of are left out."""
+        later = list(edits)
+        kept = [one for one in self.edits if not any(one.gives_way(other) for other in later)]
+        return replace(self, edits=(*kept, *later))
+
+    def to_json(self) -> dict[str, Any]:
+        requests = [part.to_json(kind) for kind in KINDS for part in getattr(self, kind)]
+        stored: dict[str, Any] = {"version": VERSION, "base_model_type": self.base_model_type, "request": requests}
+        stored["edits"] = list(map(str, self.edits))
+        return {**stored, "any_length": True} if self.any_length else stored
+
+    @classmethod
+    def from_json(cls, stored: Any, where: str = "the checkpoint") -> Record:
+        """The record that `to_json` wrote.
+
+        Raises:
+            CheckpointError: it is malformed, of another version, or names what isn't registered here.
+        """
+        base = checked(stored, where)
+        record = cls(base, edits=parse_edits(stored["edits"], where), any_length=stored.get("any_length", False))
+        for index, item in enumerate(stored["request"]):
+            kind, part = _part(item, f"{where}: request {index} of its patch record")
+            record = record.plus(kind, part)
+        return record
+
+    @classmethod
+    def of(cls, config: Any) -> Record:
+        """The record of a model's config; an empty one where it isn't patched."""
+        stored = getattr(config, KEY, None)
+        return cls.from_json(stored) if stored else cls(config.model_type)
+
+
+def _part(stored: Any, where: str) -> tuple[str, Part]:
+    kinds = [kind for kind in KINDS if isinstance(stored, Mapping) and kind in stored]
+    if len(kinds) != 1 or set(stored) - {*kinds, "only", "keep", "init"}:
+        raise CheckpointError(f"{where} is no object with one of {', '.join(KINDS)}, and only, keep, init.")
+    (kind,) = kinds
+    only, keep, init = stored.get("only", []), stored.get("keep", []), stored.get("init", "auto")
+    if init not in INITS:
+        raise CheckpointError(f"{where}: init is {init!r:.40}, not one of {', '.join(INITS)}.")
+    for globs in (only, keep):
+        if not isinstance(globs, list) or not all(isinstance(glob, str) and 0 < len(glob) <= 1000 for glob in globs):
+            raise CheckpointError(f"{where}: only and keep are lists of globs over module names.")
+    try:
+        scheme = KINDS[kind].resolve(stored[kind])
+    except PatchError as error:
+        raise CheckpointError(
+            f"{where} can't be read here: {error} If the scheme comes from a package of its own, import it first."
+        ) from error
+    if scheme is None:
+        raise CheckpointError(f"{where} names no {kind}.")
+    return kind, Part(scheme, tuple(only), tuple(keep), init)

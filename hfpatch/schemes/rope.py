@@ -1,0 +1,216 @@
+"""Rotary position embedding, RoPE (Su et al. 2021, arXiv:2104.09864, eq. 14 and 34)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ..core.registry import POSITIONS
+from ..core.scheme import require_number
+from ..errors import OptionError
+from ..runtime.edits import Call
+from ..runtime.errors import UnsupportedError
+from ..runtime.rotary import ADAPTIVE, ORIGINAL, AdaptiveRotaryEmbedding, RotaryEmbedding, described, rotary_dim
+from .positions import Position
+
+PAIRINGS = ("half", "interleaved")
+
+
+FACTOR_BY_LENGTH = ("linear", "dynamic", "yarn", "longrope")  # whose factor is the new length over the old one
+
+
+PAPER: dict[str, Any] = {"theta": 10_000.0, "partial": 1.0, "pairing": "half", "axes": 1}
+
+
+THETA_OF_A_GRID = 100.0  # Heo et al. 2024 and DINOv3, as grids have few positions
+
+
+@POSITIONS.register("rope")
+@dataclass(frozen=True)
+class RoPE(Position):
+    """Rotary position embedding: q and k are rotated by their positions, so only differences of positions count.
+
+    Pairs of channels (x1, x2) become (x1 cos a - x2 sin a, x2 cos a + x1 sin a) with a = m * theta^(-2i/d), Su et al.
+    2021, arXiv:2104.09864, eq. 34.
+
+    With `axes=2` the tokens of an image lie on a grid: half of a head's pairs turn by the patch's row, the other half
+    by its column, with the same frequencies theta^(-4i/d) (the axial frequencies of Heo et al. 2024, arXiv:2403.13298;
+    the layout of EVA-02, Qwen2-VL and MLCD, rows first). Attention between two patches then depends on their distance
+    in rows and in columns, at any resolution and aspect ratio. Tokens that are no patches (class, distillation,
+    register and detection tokens) aren't rotated: to patches they stand at (0, 0), an absolute anchor, so the function
+    is invariant to translation among patches only.
+
+    An option that is None is the model's own where it rotates already, and otherwise the value given here.
+
+    Args:
+        theta: base of the frequencies (10,000; with several axes 100, since a grid's positions are few: Heo et al.
+            2024, DINOv3 likewise).
+        scaling: transformers' `rope_parameters` without theta, such as `{"rope_type": "yarn", "factor": 4.0}` (no
+            scaling); types default (none), linear, dynamic, yarn, longrope, llama3 and proportional.
+            `original_max_position_embeddings` defaults to the model's own, else to the removed table's length; `factor`
+            to max_positions over it, where that is given. With dynamic and longrope, frequencies change as the input
+            grows beyond the original length, and keys in a cache keep those of their time, as in transformers' own
+            models: from there on, generating with a cache isn't the function that it is without one.
+        partial: fraction of each head's channels that is rotated, in (0, 1] (1).
+        pairing: "half" pairs channel i with i + d/2 (GPT-NeoX, Llama), "interleaved" 2i with 2i + 1 (the paper, GPT-J)
+            ("half").
+        axes: coordinates of a position: 1 for sequences (and the patches of an image one after another), 2 for (row,
+            column), 3 for (frame, row, column) (1).
+
+    Raises:
+        OptionError: an option is outside its domain.
+        UnsupportedError: scaling with several axes.
+    """
+
+    theta: float | None = None
+    scaling: dict[str, Any] | None = None
+    partial: float | None = None
+    pairing: str | None = None
+    axes: int | None = None
+    _needs: ClassVar[dict[str, tuple[str, ...]]] = {
+        "default": (),
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+        "yarn": ("factor",),
+        "longrope": ("short_factor", "long_factor"),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        "proportional": (),
+    }
+    _takes: ClassVar[dict[str, tuple[str, ...]]] = {
+        "default": (),
+        "linear": (),
+        "dynamic": (),
+        "yarn": (ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        "longrope": (ORIGINAL, "attention_factor", "factor"),
+        "llama3": (ORIGINAL,),
+        "proportional": ("factor",),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.axes is not None and (self.axes not in (1, 2, 3) or isinstance(self.axes, bool)):
+            raise OptionError(f"RoPE: axes must be 1, 2 or 3, not {self.axes!r:.40}.")
+        if self.theta is not None:
+            require_number("RoPE", "theta", self.theta, above=0.0)
+        if self.partial is not None:
+            require_number("RoPE", "partial", self.partial, above=0.0, at_most=1.0)
+        if self.pairing is not None and self.pairing not in PAIRINGS:
+            raise OptionError(f"RoPE: pairing must be one of {', '.join(PAIRINGS)}, not {self.pairing!r}.")
+        if self.scaling is not None:
+            self._check_scaling(self.scaling)
+            if (self.axes or 1) > 1 and self.scaling["rope_type"] != "default":
+                raise UnsupportedError(
+                    "RoPE: scaling stretches the positions of a sequence, and a grid has no length to stretch from: "
+                    f"leave scaling or axes={self.axes} out. theta sets the longest wavelength."
+                )
+            object.__setattr__(self, "scaling", dict(self.scaling))  # the caller's own may change later
+
+    def _check_scaling(self, scaling: Any) -> None:
+        kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
+        if not isinstance(kind, str) or kind not in self._needs:
+            raise OptionError(
+                f"RoPE: scaling must be a dict with 'rope_type' in {', '.join(self._needs)}, not {scaling!r:.80}."
+            )
+        follows = {"factor"} if self.max_positions is not None and kind in FACTOR_BY_LENGTH else set()
+        missing = [name for name in self._needs[kind] if name not in scaling and name not in follows]
+        if missing:
+            raise OptionError(f"RoPE: scaling type {kind!r} needs {', '.join(missing)}; got {scaling!r:.80}.")
+        unknown = [name for name in scaling if name not in ("rope_type", *self._needs[kind], *self._takes[kind])]
+        if unknown:
+            taken = ", ".join(("rope_type", *self._needs[kind], *self._takes[kind]))
+            raise OptionError(
+                f"RoPE: scaling type {kind!r} has no {', '.join(map(repr, unknown))}; it takes {taken}. "
+                "theta and partial are options of RoPE itself."
+            )
+        for name, value in scaling.items():
+            if name in ("short_factor", "long_factor"):
+                if not isinstance(value, list) or not value:
+                    raise OptionError(f"RoPE: scaling[{name!r}] must be a list of numbers, not {value!r:.40}.")
+                for number in value:
+                    require_number("RoPE", f"scaling[{name!r}]", number, above=0.0)
+            elif name not in ("rope_type", "truncate"):
+                require_number("RoPE", f"scaling[{name!r}]", value, above=0.0)
+
+    @classmethod
+    def takes(cls, kind: str, option: str) -> bool:
+        """Whether a scaling type takes an option."""
+        return option in (*cls._needs[kind], *cls._takes[kind])
+
+    @classmethod
+    def scaling_options(cls) -> set[str]:
+        """Every name that some scaling type takes."""
+        return {"rope_type"}.union(*cls._needs.values(), *cls._takes.values())
+
+    def over(self, present: RoPE) -> RoPE:
+        """The same with another's value for every option that is None: what a model gets that rotates like that."""
+        names = ["scaling", "partial", "pairing", "axes", "original_max_positions"]
+        if self.axes in (None, present.axes):  # other axes have frequencies of their own
+            names.append("theta")
+        return replace(self, **{name: getattr(present, name) for name in names if getattr(self, name) is None})
+
+    def resolved(self) -> RoPE:
+        """The same with the paper's value for every option that is None: what a model without RoPE gets."""
+        paper = {**PAPER, "theta": PAPER["theta"] if (self.axes or 1) == 1 else THETA_OF_A_GRID}
+        return replace(self, **{name: value for name, value in paper.items() if getattr(self, name) is None})
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.to_json(), sort_keys=True))  # scaling is a dict
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many channels of a head are rotated; with several axes as many as split evenly into pairs for each."""
+        return rotary_dim(head_dim, self.partial or 1.0, self.axes or 1)
+
+    def check(self, head_dim: int, where: str) -> None:
+        rotary_dim, axes = self.rotary_dim(head_dim), self.axes or 1
+        if axes > 1 and not rotary_dim:
+            raise OptionError(
+                f"{where}: RoPE with {axes} axes needs at least {2 * axes} channels to turn, and "
+                f"partial={self.partial or 1:g} of head_dim={head_dim} is fewer; raise partial or lower axes."
+            )
+        kind = self.scaling["rope_type"] if self.scaling else "default"
+        if kind == "dynamic" and rotary_dim == 2:
+            raise OptionError(f"{where}: dynamic scaling needs more than 2 rotated channels.")
+        for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+            given = len(self.scaling[name])  # type: ignore[index]
+            if given != rotary_dim // 2:
+                raise OptionError(
+                    f"{where}: scaling[{name!r}] has {given} numbers for {rotary_dim // 2} pairs of channels."
+                )
+        if rotary_dim < 2 or rotary_dim % 2:
+            raise OptionError(
+                f"{where}: RoPE turns pairs of channels, but partial={self.partial or 1:g} of head_dim={head_dim} is "
+                f"{rotary_dim}; choose partial so that the product is even and at least 2"
+                + (f", such as partial={(rotary_dim - 1) / head_dim}." if rotary_dim > 2 else ".")
+            )
+
+    def for_lengths(self, lengths: set[int]) -> Position:
+        scheme = super().for_lengths(lengths)
+        assert isinstance(scheme, RoPE)
+        scaling, new = scheme.scaling, scheme.max_positions
+        if not scaling or new is None or "factor" in scaling or scaling["rope_type"] not in FACTOR_BY_LENGTH:
+            return scheme
+        old = scaling.get(ORIGINAL) or scheme.original_max_positions
+        return scheme if old is None else replace(scheme, scaling={**scaling, "factor": max(new / old, 1.0)})
+
+    @classmethod
+    def of(cls, rotary: RotaryEmbedding) -> RoPE:
+        """The scheme of a rotation in place."""
+        own = {name: getattr(rotary, name) for name in ("theta", "scaling", "partial", "pairing", "axes")}
+        return cls(**own, original_max_positions=rotary.length or None)
+
+    def rotation(self, head_dim: int, max_positions: int) -> Call:
+        own = self.resolved()
+        kind = self.scaling["rope_type"] if self.scaling else "default"
+        options = {"theta": own.theta}
+        options |= {name: getattr(own, name) for name in ("partial", "pairing", "axes")}
+        options = {name: value for name, value in options.items() if name == "theta" or value != PAPER[name]}
+        if kind != "default":
+            options |= {"scaling": self.scaling, "length": self.original_max_positions or max_positions}
+        made = AdaptiveRotaryEmbedding if kind in ADAPTIVE else RotaryEmbedding
+        return Call.of(made, head_dim, **options)
+
+    def describe(self, head_dim: int) -> str:
+        own = self.resolved()
+        theta, partial, pairing, axes = own.theta, own.partial, own.pairing, own.axes
+        return described(head_dim, theta, partial, pairing, axes, self.scaling)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""What is where in a model: norms, branches, MLPs, position tables and attentions."""

@@ -1,0 +1,136 @@
+"""Two orders of a head's channels: RoPE turns channels i and i + d/2 together ("half"), or 2i and 2i + 1
+("interleaved"). Reordering the rows of the query and key projections goes from one to the other.
+
+On a model that rotates by itself, in its own pairing, a lens puts the channels of queries and keys back into the host's
+order before the host turns them: scores are sums over channels, whatever their order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime.attention import LAYOUTS, Clipped, Fused, HostOrder, Projections, Rotated, WindowProjections
+from ..runtime.errors import UnsupportedError
+from ..runtime.lens import host_class, lens_of
+
+_SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("to_q", "to_k"), ("linear_q", "linear_k"))
+
+
+_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+
+
+_NORMS_BEHIND = ("NanoChatAttention",)  # attentions that normalise after the rotation
+
+
+_HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+
+
+def reordered_rows(layout: Any, module: nn.Module, head_dim: int, places: Tensor) -> dict[str, Tensor]:
+    """For each projection of an attention which output channel comes to each place, (channels,).
+
+    Raises:
+        UnsupportedError: queries meet other vectors than keys, which aren't reordered.
+    """
+    if getattr(layout, "beside_keys", None):
+        raise UnsupportedError(
+            f"{module._get_name()}: its queries meet more than keys ({layout.beside_keys}), so the order "
+            "of their channels stays."
+        )
+    if isinstance(layout, Clipped):
+        layout = Fused(layout.name)
+    if isinstance(layout, Fused) and layout.query_bias:
+        layout = replace(layout, query_bias=None)
+    if isinstance(layout, WindowProjections):
+        every = (layout.query, layout.key, layout.global_query, layout.global_key)
+        projections = {name: getattr(module, name) for name in every}
+        turns = dict.fromkeys(every, lambda y: y.unflatten(-1, (-1, head_dim))[..., places].flatten(-2))
+    else:
+        rotated = layout.rotated(module, {}, head_dim, lambda x: x[..., places])
+        rotated = {name: one for name, one in rotated.items() if isinstance(one, Rotated)}
+        projections = {name: one.projection for name, one in rotated.items()}
+        turns = {name: one.turn for name, one in rotated.items()}
+    rows = {}
+    for name, projection in projections.items():
+        channels = torch.arange(output_channels(projection))
+        rows[name] = turns[name](channels[None, None])[0, 0]
+    return rows
+
+
+def names_of(layout: Any) -> tuple[str, ...]:
+    """The children of an attention that a layout speaks of."""
+    return (layout.query, layout.key) if isinstance(layout, Projections) else (layout.name,)
+
+
+def output_channels(projection: nn.Module) -> int:
+    """How many channels a projection makes.
+
+    Raises:
+        UnsupportedError: it is no linear layer.
+    """
+    for name in ("nf", "out_features"):
+        if isinstance(getattr(projection, name, None), int):
+            return getattr(projection, name)
+    raise UnsupportedError(f"{projection._get_name()} isn't a linear layer, so its channels can't be reordered.")
+
+
+@dataclass(frozen=True)
+class Rotating:
+    """An attention that rotates by itself.
+
+    Attributes:
+        module: the attention.
+        layout: its projections.
+        last: what of it stands right before the rotation: the projections, or the norms behind them.
+        head_dim: channels of a head.
+    """
+
+    module: nn.Module
+    layout: Any
+    last: Any
+    head_dim: int
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Names of the norms between projection and rotation."""
+        return () if self.last is self.layout else names_of(self.last)
+
+    @property
+    def lens(self) -> HostOrder | None:
+        return lens_of(self.module, HostOrder)
+
+
+def rotating_attentions(rotary: nn.Module, holder: nn.Module) -> dict[str, Rotating | None]:
+    """The attentions below `holder` that take the phases of a rotary module; None where their layout isn't known."""
+    found: dict[str, Rotating | None] = {}
+    source = host_class(type(rotary)).__module__
+    for name, module in holder.named_modules():
+        host = host_class(type(module))
+        if "Attention" not in host.__name__ or host.__module__ != source:
+            continue
+        parameters = inspect.signature(getattr(host, "forward", host)).parameters
+        inside = any(name.startswith(f"{outer}.") for outer, known in found.items() if known is not None)
+        if "position_embeddings" in parameters and not inside:
+            found[name] = _rotating(module)
+    # a layer named "...Attention..." that hands the phases on isn't what turns
+    outer = {name for name in found for other in found if other.startswith(f"{name}.")}
+    return {name: known for name, known in found.items() if name not in outer}
+
+
+def _rotating(module: nn.Module) -> Rotating | None:
+    head_dim = next(
+        (getattr(module, name) for name in _HEAD_DIMS if isinstance(getattr(module, name, None), int)), None
+    )
+    pairs = (Projections(*names) for names in _SEPARATE if all(name in module._modules for name in names))
+    layout = LAYOUTS.get(host_class(type(module)).__name__) or next(pairs, None)
+    if layout is None or head_dim is None or not all(name in module._modules for name in names_of(layout)):
+        return None
+    if host_class(type(module)).__name__ in _NORMS_BEHIND:
+        return Rotating(module, layout, layout, head_dim)
+    norms = (names for names in _NORMS if all(module._modules.get(name) is not None for name in names))
+    last = next((Projections(*names) for names in norms), layout)
+    return Rotating(module, layout, last, head_dim)

@@ -1,0 +1,21 @@
+"""Architecture records, grouped by build. Importing this package registers those that ship with hfpatch."""
+
+from . import audio, decoders, encoder_decoders, encoders, rotating, text_towers, vision
+from . import biases as relative
+from .record import Architecture, Stack
+from .refused import REFUSED, WITHOUT_GRID
+
+__all__ = [
+    "REFUSED",
+    "WITHOUT_GRID",
+    "Architecture",
+    "Stack",
+    "audio",
+    "decoders",
+    "encoder_decoders",
+    "encoders",
+    "relative",
+    "rotating",
+    "text_towers",
+    "vision",
+]

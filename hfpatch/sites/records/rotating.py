@@ -1,0 +1,66 @@
+"""Records of families whose attentions rotate by tables of their own, outside transformers' rotary modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...runtime.attention import Projections, Sliced
+
+
+@dataclass(frozen=True)
+class OwnRotation:
+    """One class whose attentions turn queries and keys by sines from a table, theta 10,000.
+
+    Attributes:
+        owner: class name of the owner.
+        attention: glob of the self-attention modules, relative to the owner.
+        projections: how q and k leave the attention's input.
+        given: (argument, value) with which an attention turns by nothing: "zeros" for zeros like what it is handed.
+        rotary_dim: attribute of the attention with the number of channels that are turned, None for whole heads.
+        refused: attribute of the attention that must not be set, and why.
+        head_dim, cache, layer_index: as in `Stack`.
+        pairing: which channels are turned together.
+    """
+
+    owner: str
+    attention: str
+    projections: Any
+    given: tuple[tuple[str, Any], ...]
+    rotary_dim: str | None = None
+    refused: tuple[str, str] | None = None
+    head_dim: str = "head_dim"
+    cache: str | None = "past_key_values"
+    layer_index: str = "layer_idx"
+    pairing: str = "interleaved"
+
+
+OWN_ROTATIONS: dict[str, OwnRotation] = {
+    own.owner: own
+    for own in (
+        OwnRotation(
+            "GPTJModel",
+            "h.*.attn",
+            Projections("q_proj", "k_proj"),
+            given=(("position_ids", "zeros"),),
+            rotary_dim="rotary_dim",
+            cache="layer_past",
+        ),
+        OwnRotation(
+            "CodeGenModel",
+            "h.*.attn",
+            Sliced("qkv_proj", 4),
+            given=(("position_ids", "zeros"),),
+            rotary_dim="rotary_dim",
+            cache="layer_past",
+        ),
+        OwnRotation(
+            "RoFormerEncoder",
+            "layer.*.attention.self",
+            Projections("query", "key"),
+            given=(("sinusoidal_pos", None),),
+            refused=("rotary_value", "it turns values as well"),
+            head_dim="attention_head_size",
+        ),
+    )
+}

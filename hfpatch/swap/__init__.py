@@ -1,0 +1,1 @@
+"""From a scheme and the sites of a model to what changes."""

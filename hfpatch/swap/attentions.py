@@ -1,0 +1,162 @@
+"""What a position scheme does to one attention."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import transformers
+from torch import nn
+
+from ..core.globs import Names
+from ..core.plan_table import SO_ALREADY, Change, Row, refuse_private_forward
+from ..errors import OptionError
+from ..runtime.apply import pattern_of
+from ..runtime.attention import BIAS, ROTARY, AttentionLens, channels_per_head
+from ..runtime.edits import LENS_SLOT, Edit
+from ..runtime.errors import UnsupportedError
+from ..runtime.grid import Grid, GridLens, Relay, relays
+from ..runtime.rotary import ORIGINAL, RotaryEmbedding
+from ..schemes.positions import Position
+from ..schemes.request import Part
+from ..schemes.rope import RoPE
+from ..sites.records.record import Stack
+from ..sites.records.refused import WITHOUT_GRID
+from ..sites.stacks import FoundStack, max_positions
+from .score_bias import bias_for, require_bias
+
+
+def reason_to_keep(name: str, part: Part, names: Names) -> str | None:
+    """Why the globs leave an attention out, None where they don't."""
+    reason = names.reason_to_keep([name], part.only, part.keep)
+    return f"{reason}: sees no positions unless its table is kept" if reason == "not in only" else reason
+
+
+def attention_change(
+    model: nn.Module, name: str, module: nn.Module, item: FoundStack, scheme: Position, reason: str | None
+) -> Change:
+    """What becomes of one attention; `reason` is why it is kept, if it is.
+
+    Raises:
+        UnsupportedError: this version of transformers builds it otherwise than recorded, or it can't take the scheme.
+        OptionError: the scheme doesn't fit its heads.
+    """
+    stack = item.stack
+    if scheme.keeps_table:  # and with it what else the attention knows of positions
+        stack = replace(stack, biases=(), switched_off=(), unused=(), grid=None)
+    rotary, bias = module._modules.get(ROTARY), module._modules.get(BIAS)
+    now = module._get_name() + (f" with {rotary or bias}" if rotary or bias else "")
+    row = Row("position", "keep", name, now, reason=reason)
+    if reason is not None:
+        return Change(row)
+    _require_build(name, module, stack)
+    head_dim = channels_per_head(module, stack.head_dim, stack.projections)
+    if isinstance(scheme, RoPE) and isinstance(rotary, RotaryEmbedding):
+        scheme = scheme.over(RoPE.of(rotary))
+    scheme.check(head_dim, name)
+    _require_axes(item, scheme, name)
+    new = scheme.rotation(head_dim, _scaled_from(item, scheme))
+    same = isinstance(rotary, RotaryEmbedding) and new is not None and new.make().key == rotary.key
+    if same and bias is None and scheme.max_positions is None:
+        row.reason = SO_ALREADY
+        return Change(row)
+    lens = _lens(stack)
+    new_bias = bias_for(name, module, lens, scheme)
+    own_biases = stack.biases + stack.switched_off
+    if all(one is None for one in (new, new_bias, rotary, bias, stack.window)) and not own_biases:
+        row.reason = "its queries and keys carry no positions"
+        return Change(row)
+    refuse_private_forward(name, module)
+    row.action, row.becomes = "replace", scheme.describe(head_dim)
+    if new is not None:
+        row.loss = "queries and keys are rotated, which they were not trained for"
+    elif new_bias is not None:
+        row.loss = scheme.attends
+    elif rotary is None and bias is None:
+        row.reason = "its causal mask serves any length"
+
+    found = []
+    for child, made in ((ROTARY, new), (BIAS, new_bias)):
+        if made is not None or child in module._modules:
+            found.append(Edit.of(f"{name}.{child}", made))
+    found += [Edit.of(f"{name}.{attribute}", False) for attribute in stack.switched_off]
+    unused = [one for one in stack.unused if module._parameters.get(one) is not None]
+    found += [Edit.of(f"{name}.{one}", None) for one in unused]
+    found.append(Edit.of(f"{name}.{LENS_SLOT}", lens))
+    if stack.grid is not None and stack.grid.handed_down and new is not None:
+        found += _handing_down(item, stack.grid)
+    return Change(row, tuple(found))
+
+
+@functools.cache
+def _lens(stack: Stack) -> AttentionLens:
+    """The lens of a stack's attentions, one for all: torch.compile checks once what it reads of it."""
+    return AttentionLens(
+        *(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window, stack.mask),
+        states=stack.states,
+        time=stack.time,
+        biases=stack.biases,
+        position_ids=stack.position_ids,
+    )
+
+
+def try_bias(attentions: dict[str, nn.Module], stack: Stack, part: Part, changes: list[Change]) -> None:
+    """Try, where a scheme adds a bias to the scores, that the attentions that change don't lose it."""
+    changed = {change.row.module for change in changes if change.changes}
+    scheme = part.scheme
+    assert isinstance(scheme, Position)
+    if scheme.attends:
+        require_bias({name: attentions[name] for name in attentions if name in changed}, _lens(stack), scheme)
+
+
+def _require_build(name: str, module: nn.Module, stack: Stack) -> None:
+    """Refuse an attention that this version of transformers builds otherwise than its record says."""
+    sizes = [size.strip() for size in stack.head_dim.split("/") if size.strip()]
+    missing = [part for part in (*stack.projections.names, *sizes) if not hasattr(module, part)]
+    if missing:
+        raise UnsupportedError(
+            f"{name}: {type(module).__name__} of transformers {transformers.__version__} has no {', '.join(missing)}; "
+            "hfpatch's record is of another version. Update transformers, or name other modules in only=."
+        )
+
+
+def _handing_down(item: FoundStack, grid: Grid) -> list[Edit]:
+    """The stack's owner makes the phases for all of its attentions."""
+    paths = tuple(path.removeprefix(f"{item.name}.") for path in item.attentions)
+    ways = relays(item.owner, paths) if item.stack.relayed else {}
+    patterns = {path: tuple(dict.fromkeys(map(pattern_of, children))) for path, children in ways.items()}
+    found = [Edit.of(f"{item.name}.{path}.{LENS_SLOT}", Relay(children)) for path, children in patterns.items() if path]
+    owner = GridLens(grid, tuple(dict.fromkeys(map(pattern_of, paths))), patterns.get("", ()))
+    return [*found, Edit.of(f"{item.name}.{LENS_SLOT}", owner)]
+
+
+def _require_axes(item: FoundStack, scheme: Position, where: str) -> None:
+    """Refuse positions with more axes than the stack's tokens have, or than its attentions can be told of."""
+    axes = getattr(scheme, "axes", None) or 1
+    if axes == 1:
+        return
+    grid = item.stack.grid
+    if grid is None:
+        why = WITHOUT_GRID.get(item.stack.owner)
+        raise UnsupportedError(
+            f"{where}: axes={axes} needs to know where on a grid a token lies, and that of {type(item.owner).__name__} "
+            f"isn't known{f': {why}' if why else ''}. Use axes=1 here; only= chooses other parts."
+        )
+    if grid.axes(item.owner) != axes:
+        raise UnsupportedError(
+            f"{where}: a position in {type(item.owner).__name__} has {grid.axes(item.owner)} axes, not {axes}. "
+            f"Use axes={grid.axes(item.owner)} or 1."
+        )
+
+
+def _scaled_from(item: FoundStack, scheme: Position) -> int:
+    """The length that scaling rules start from.
+
+    Raises:
+        OptionError: there is none, and one is needed.
+    """
+    length, scaling = max_positions(item), getattr(scheme, "scaling", None) or {}
+    given = ORIGINAL in scaling or scheme.original_max_positions is not None
+    if not length and scaling.get("rope_type", "default") != "default" and not given:
+        raise OptionError(f"{item.table_name} has no length that scaling could start from; give its {ORIGINAL!r}.")
+    return length

@@ -1,0 +1,239 @@
+"""From a norm scheme that changes residual branches (DeepNorm) to the list of what changes in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.globs import Names, pattern_of
+from ..core.plan_table import Change, Row, refuse_private_forward
+from ..core.registry import NORMS
+from ..core.transaction import Transaction
+from ..errors import NothingToPatchError
+from ..runtime.edits import LENS_SLOT, Edit
+from ..runtime.errors import UnsupportedError
+from ..runtime.joins import Gains
+from ..runtime.norms import NormFacts
+from ..schemes.norms import DeepNorm, Norm
+from ..schemes.request import Part
+from ..sites.branches import Junction, has_matrix
+from ..sites.deepnorm_init import heads_of, values_of
+from ..sites.junctions import Site, discover, require_joinable, require_own_forward, require_transparent, sites_of
+from ..sites.norms import describe
+from .norms import size_of, start_afresh
+
+
+def settle_norm(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None = None) -> Part:
+    """The part with what has to be found on the model first: for schemes of branches, the junctions.
+
+    Raises:
+        UnsupportedError: the model has no branches that the scheme could change, or they were changed before.
+        NothingToPatchError: it has no branches at all.
+    """
+    scheme = part.scheme
+    if not isinstance(scheme, DeepNorm):
+        return part
+    request = f"norm={scheme.name!r}"
+    found = discover(model, request, example_inputs, weights=part.init == "reset")
+    for junction in found.junctions:
+        _require_sequential(junction, scheme)
+    if any(junction.placement == "pre" for junction in found.junctions):
+        require_transparent(found, request)
+    gains = {stack: scheme.gains(depth) for stack, depth in found.depths.items()}
+    known = [junction for junction in found.junctions if junction.block in gains]
+    settled = (replace(one, alpha=gains[one.block][0], beta=gains[one.block][1]) for one in known)
+    return replace(part, branches=tuple(settled))
+
+
+def _require_sequential(junction: Junction, scheme: DeepNorm) -> None:
+    where = f"{junction.block}.{junction.outlet}"
+    if junction.placement == "parallel":
+        raise UnsupportedError(
+            f"{where}: parallel residual: its branches read and write the same points of the stream, while DeepNorm "
+            "normalises after one branch before the next reads. There is no DeepNorm for such blocks."
+        )
+    if junction.placement not in ("pre", "post"):
+        raise UnsupportedError(
+            f"{where}: its norms are placed as {junction.placement!r}; DeepNorm is made from x + f(norm(x)) or "
+            "norm(x + f(x)) only."
+        )
+    if junction.placement == "pre" and scheme.preserve:
+        raise UnsupportedError(
+            f"{where}: preserve=True needs norm(x + f(x)), and this is x + f(norm(x)): no weights make LN(a x + f(x)) "
+            "the same function. Leave preserve out (the function changes), or keep the norms."
+        )
+
+
+def plan_branch_norms(model: nn.Module, part: Part) -> list[Change]:
+    """What a norm scheme of branches does to each of the model's norms; nothing is changed yet.
+
+    Args:
+        model: any module tree.
+        part: the scheme, settled.
+
+    Raises:
+        NothingToPatchError: none of the part's junctions is in the model.
+        UnsupportedError: `init="exact"` where the swap isn't.
+        WrappedModelError: a module carries a forward of its own, put there by another library.
+    """
+    sites = list(sites_of(model, list(part.branches)))
+    if not sites:
+        raise NothingToPatchError(f"{type(model).__name__} has none of the branches that its patch record names.")
+    reasons = reasons_to_keep(model, sites, part)
+    changes = list(other_norms(model, sites))
+    for site in sites:
+        changes += _changes(site, part, reasons, sites)
+    return changes
+
+
+def other_norms(model: nn.Module, sites: list[Site], kind: str = "norm") -> Iterator[Change]:
+    """Lines for the norms that belong to no branch."""
+    of_branches = {id(site.norm) for site in sites}
+    for name, module in model.named_modules():
+        facts = describe(module)
+        if id(module) not in of_branches and facts is not None:
+            now = module._get_name() + size_of(facts)
+            yield Change(Row(kind, "keep", name, now, reason="not the norm of a residual branch"))
+
+
+def reasons_to_keep(model: nn.Module, sites: list[Site], part: Part) -> dict[str, str | None]:
+    """For each norm of a branch why it stays, None where it changes."""
+    names = Names.of(model)
+    return {site.norm_name: _reason_to_keep(site, part, names) for site in sites}
+
+
+def _reason_to_keep(site: Site, part: Part, names: Names) -> str | None:
+    facts = describe(site.norm)
+    if facts is None:
+        return "not LayerNorm's arithmetic"
+    reason = names.reason_to_keep([site.norm_name], part.only, part.keep)
+    return reason or (part.scheme.reason_to_keep(facts) if isinstance(part.scheme, Norm) else None)
+
+
+def _changes(site: Site, part: Part, reasons: dict[str, str | None], sites: list[Site]) -> list[Change]:
+    scheme, junction, reason = part.scheme, site.junction, reasons[site.norm_name]
+    assert isinstance(scheme, DeepNorm)
+    facts = describe(site.norm)
+    row = Row("norm", "keep", site.norm_name, site.norm._get_name() + size_of(facts), reason=reason)
+    if reason is not None:
+        return [Change(row)]
+    assert facts is not None
+    refuse_private_forward(site.norm_name, site.norm)
+    a, norm = f"{junction.alpha:.4g}", "LN" if facts.kind == "layer" else "RMS"
+    before = f"{norm}(x + f(x))" if junction.placement == "post" else f"x + f({norm}(x))"
+    row.action, row.becomes, row.reason = "replace", f"{scheme.label}{size_of(facts)}", f"a = {a}"
+    row.loss = None if scheme.preserve else f"{norm}({a} x + f(x)) in place of {before}"
+    if part.init == "reset":
+        row.loss = "parameters start afresh"
+    if row.loss and part.init == "exact":
+        raise UnsupportedError(
+            f"{site.norm_name}: norm={scheme.name!r} isn't exact here: {row.loss}. Use init='auto' to accept that, or "
+            "preserve=True on a post-norm model."
+        )
+    edits = _gain(site, facts, part) if junction.placement == "post" else _join(site, facts, part, reasons, sites)
+    values = (lambda changes: start_afresh(site.norm, changes)) if part.init == "reset" else None
+    return [Change(row, edits, values), *_weights(site, part)]
+
+
+def _gain(site: Site, facts: NormFacts, part: Part) -> tuple[Edit, ...]:
+    """LN_eps(a x + f(x)) = LN_(eps/a^2)(x + f(x)/a)."""
+    junction, scheme = site.junction, part.scheme
+    assert isinstance(scheme, DeepNorm)
+    path, _, child = junction.outlet.rpartition(".")
+    parent = site.block.get_submodule(path)
+    while isinstance(parent, nn.ModuleList):  # which has no forward
+        path, _, name = path.rpartition(".")
+        parent, child = site.block.get_submodule(path), f"{name}.{child}"
+    require_own_forward(f"{site.block_name}.{path}".strip("."), parent)
+    if facts.eps is None:
+        raise UnsupportedError(f"{site.norm_name}: its eps is the dtype's, which DeepNorm can't divide by a^2.")
+    eps = facts.eps if scheme.preserve else facts.eps / junction.alpha**2
+
+    lens = Gains(((child, junction.call, 1 / junction.alpha),))
+    where = f"{site.block_name}.{path}".strip(".")
+    return Edit.of(f"{where}.{LENS_SLOT}", lens), _norm(site, replace(facts, eps=eps))
+
+
+def _join(
+    site: Site, facts: NormFacts, part: Part, reasons: dict[str, str | None], sites: list[Site]
+) -> tuple[Edit, ...]:
+    """LN(a x + f(x)) from x + f(LN(x))."""
+    require_joinable(site)
+    fresh = [_norm(site, facts)] if part.init == "reset" else []
+    return (*joins_kept(site, sites, reasons), site.edit("deepnorm"), *fresh)
+
+
+def joins_kept(site: Site, sites: list[Site], reasons: dict[str, str | None]) -> list[Edit]:
+    """Branches of the same block that stay as they are, where a join takes their dropout's rate out of the host."""
+    kept = [other for other in sites if other.block is site.block and reasons[other.norm_name] is not None]
+    return [other.edit("host") for other in kept if other.junction.dropout]
+
+
+def _norm(site: Site, facts: NormFacts) -> Edit:
+    """A norm of the same kind, in place of the branch's."""
+    return Edit.of(site.norm_name, NORMS[facts.kind]().call(facts, site.norm))
+
+
+def _weights(site: Site, part: Part) -> list[Change]:
+    """What changes in weights: with preserve=True the projection times a, from scratch what the paper scales by b."""
+    junction, scheme = site.junction, part.scheme
+    assert isinstance(scheme, DeepNorm)
+    if scheme.preserve:
+        _require_one_matrix(site, junction.projection)
+        return [_scale(site, junction.projection, "all", junction.alpha, junction.alpha)]
+    if part.init != "reset":
+        return []
+    modules = [(pattern_of(name), name) for name, module in site.block.named_modules() if has_matrix(module)]
+    return [
+        _scale(site, name, which, junction.beta, 0.0)
+        for pattern, which in junction.weights
+        for named, name in modules
+        if named == pattern
+    ]
+
+
+def _require_one_matrix(site: Site, path: str) -> None:
+    module = site.block.get_submodule(path) if path else site.block
+    matrices = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
+    if not path or len(matrices) != 1:
+        raise UnsupportedError(
+            f"{site.block_name}.{path}: preserve=True multiplies a branch's output projection, and this one has "
+            f"{len(matrices)} matrices. Leave preserve out (the function changes)."
+        )
+
+
+def _scale(site: Site, path: str, which: str, factor: float, bias: float) -> Change:
+    """A module's matrices times one factor and its biases times another; or those of the values in it alone."""
+    module = site.block.get_submodule(path)
+    values = "" if which == "all" else "values "
+    row = Row("norm", "replace", f"{site.block_name}.{path}", module._get_name(), f"{values}x {factor:.4g}")
+    if bias != factor:
+        row.reason, row.loss = "biases start at zero", "parameters start afresh"
+    heads = heads_of(site.block, module, row.module) if which == "heads" else 1
+
+    def values(edits: Transaction) -> None:
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and not parameter.is_meta:
+                by = _factors(module, parameter, which, heads, bias if parameter.dim() == 1 else factor)
+                by = by.to(parameter.device)
+                if parameter.dim() == 1 and bias == 0.0:  # no factor takes back what training makes of a zero
+                    new = (parameter.detach() * by).to(parameter.dtype)
+                    edits.set_parameter(module, name, nn.Parameter(new, requires_grad=parameter.requires_grad))
+                else:
+                    edits.rewrite(module, name, "multiply", by)
+
+    return Change(row, values=values)
+
+
+def _factors(module: nn.Module, parameter: Tensor, which: str, heads: int, factor: float) -> Tensor:
+    """What a Parameter is multiplied by: one number, or one for each of the module's outputs."""
+    one = torch.tensor(factor, dtype=torch.float64)
+    if which == "all":
+        return one
+    axis = (1 if type(module).__name__ == "Conv1D" else 0) if parameter.dim() > 1 else 0
+    by = torch.where(values_of(parameter.shape[axis], which, heads), one, 1.0)
+    return by.reshape([-1 if i == axis else 1 for i in range(parameter.dim())])

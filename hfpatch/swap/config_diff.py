@@ -1,0 +1,171 @@
+"""What a host derives from a length or a size in its config: numbers of positions, buffers of indices, checked sizes.
+
+None of it is in a record: the host's class is built twice without weights, from the config as it is and from one with
+the new numbers, and what differs between the two is what has to change. So the model becomes the one that its config
+describes, and a checkpoint of it can be opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ..core.transaction import Transaction
+from ..measure.copies import host_on_meta, unpatched_config
+from ..runtime.errors import UnsupportedError, first_line
+from ..runtime.lens import host_class
+
+_UNSET = -12345  # what no buffer of indices or offsets holds throughout
+_PLAIN = (int, float, str, bool, type(None))
+Setting = tuple[Any, str, Any]  # a config inside the model's, its attribute, the new value
+
+
+@dataclass
+class Derived:
+    """(module, name, value now, new value) of plain attributes, and (module, name, new value) of buffers."""
+
+    attributes: list[tuple[str, str, Any, Any]] = field(default_factory=list)
+    buffers: list[tuple[str, str, Tensor]] = field(default_factory=list)
+
+    def apply(self, model: nn.Module, edits: Transaction) -> None:
+        """Put them in, wherever the rest of the patch has left what was there."""
+        for path, name, now, value in self.attributes:
+            module = model.get_submodule(path)
+            if vars(module).get(name) == now:
+                edits.set_attribute(module, name, value)
+        for path, name, buffer in self.buffers:
+            module = model.get_submodule(path)
+            present = module._buffers.get(name)
+            if present is not None:
+                edits.set_buffer(module, name, buffer.to(present.device, present.dtype))
+
+
+def derive(model: nn.Module, settings: list[Setting], tables: Mapping[str, tuple[int, ...] | None]) -> Derived:
+    """What a model of this class has otherwise under other settings of its config.
+
+    Args:
+        model: the outermost model.
+        settings: what changes in its config.
+        tables: names of modules, Parameters and buffers that the patch itself changes, with the shape that they get
+            where that must be the host's.
+
+    Raises:
+        UnsupportedError: the class can't be built so, or other weights have another shape then.
+    """
+    told = ", ".join(f"{attribute}={value}" for _, attribute, value in settings)
+    before = _twin(model, [])
+    try:
+        after = _twin(model, settings)
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error):.120}"
+        raise UnsupportedError(f"{host_class(type(model)).__name__} can't be built for {told} ({reason}).") from error
+    _require_alike(model, told, tables, before, after)
+    old, new = (dict(twin.named_modules()) for twin in (before, after))
+    derived = Derived()
+    for name, module in model.named_modules():
+        if name in old and name in new and name not in tables:
+            derived.attributes += [(name, *pair) for pair in _attributes(told, name, module, old[name], new[name])]
+            buffers = _buffers(told, name, module, old[name], new[name], after)
+            derived.buffers += [(name, *pair) for pair in buffers if f"{name}.{pair[0]}".strip(".") not in tables]
+    return derived
+
+
+def _path(config: Any, wanted: Any) -> tuple[str, ...] | None:
+    """Attributes that lead from a config to one inside it."""
+    if config is wanted:
+        return ()
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            below = _path(value, wanted)
+            if below is not None:
+                return (name, *below)
+    return None
+
+
+def _twin(model: Any, settings: list[Setting]) -> Any:
+    """The host's model without weights, with other settings."""
+    config = unpatched_config(model.config)
+    for owner, attribute, value in settings:
+        path, inner = _path(model.config, owner), config
+        if path is None:
+            raise UnsupportedError(
+                f"{attribute}={value} can't be told to {type(model).__name__}: a part of it reads a copy of its config "
+                "that no checkpoint holds. Leave max_positions out."
+            )
+        for name in path:
+            inner = getattr(inner, name)
+        setattr(inner, attribute, value)
+    return host_on_meta(model, config)
+
+
+def _require_alike(
+    model: nn.Module, told: str, tables: Mapping[str, tuple[int, ...] | None], before: nn.Module, after: nn.Module
+) -> None:
+    """Refuse numbers for which more than the tables changes its shape."""
+    shapes = [{name: tuple(value.shape) for name, value in twin.named_parameters()} for twin in (before, after)]
+    old, new = shapes
+    for name, shape in tables.items():
+        if shape is not None and new.get(name) != shape:
+            raise UnsupportedError(f"{name} would be {shape} for {told}, and its host makes {new.get(name)} of that.")
+    own = dict(model.named_parameters())
+    others = [name for name in own if name in old and name not in tables and old[name] != new.get(name)]
+    if others:
+        raise UnsupportedError(
+            f"{others[0]} is made for {told} as well"
+            + (f" (and {len(others) - 1} more)" if len(others) > 1 else "")
+            + ", and this patch doesn't resize it: the model couldn't be opened again."
+        )
+
+
+def _attributes(
+    told: str, name: str, module: nn.Module, before: nn.Module, after: nn.Module
+) -> Iterator[tuple[str, Any, Any]]:
+    """The plain attributes that differ."""
+    for attribute, value in vars(after).items():
+        present = vars(before).get(attribute)
+        if isinstance(value, Tensor) and isinstance(present, Tensor) and value.shape != present.shape:
+            raise UnsupportedError(f"{name}.{attribute} is made for {told} as well, and isn't resized.")
+        if not _is_plain(value) or not _is_plain(present) or value == present:
+            continue
+        if vars(module).get(attribute) == present:
+            yield attribute, present, value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _buffers(
+    told: str, name: str, module: nn.Module, before: nn.Module, after: Any, whole: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """The buffers whose shape differs, as the host's class fills them."""
+    changed = [
+        buffer
+        for buffer, present in module._buffers.items()
+        if present is not None and _differs(before._buffers.get(buffer), after._buffers.get(buffer))
+    ]
+    if not changed:
+        return
+    after.to_empty(device="cpu", recurse=False)
+    for buffer in changed:
+        after._buffers[buffer].fill_(_UNSET)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        whole._init_weights(after)  # as transformers fills them after it has loaded a model
+    for buffer in changed:
+        value = after._buffers[buffer]
+        if bool((value == _UNSET).all()):
+            raise UnsupportedError(f"{name}.{buffer} is made for {told} as well, and what fills it isn't known.")
+        yield buffer, value
+
+
+def _differs(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.shape != other.shape

@@ -1,0 +1,210 @@
+"""How long inputs may be after a position patch: what configs say, what scaling starts from, what ends nowhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ..core.globs import Names
+from ..errors import OptionError
+from ..runtime.constants import ConstantPositions
+from ..runtime.errors import UnsupportedError
+from ..runtime.record import KEY
+from ..schemes.learned import Learned
+from ..schemes.positions import Position
+from ..schemes.request import Part
+from ..sites.biases import find_biases
+from ..sites.stacks import FoundStack, find_stacks, first_row, max_positions
+from .config_diff import Derived, derive
+from .image_tables import IMAGE_SIZE, new_size
+from .native_rope import find_rotations
+from .positions import affected_stacks
+from .tables import ends_somewhere
+
+LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
+
+
+def settle_positions(model: nn.Module, part: Part, example_inputs: Any = None) -> Part:
+    """The part with the length that the model's tables have, where another is asked for.
+
+    Raises:
+        OptionError: frequencies are scaled from that length, and the stacks have different ones.
+    """
+    scheme = part.scheme
+    assert isinstance(scheme, Position)
+    if scheme.max_positions is None:
+        return part
+    lengths: set[int] = _recorded(model, "original_max_positions")
+    if scheme.original_max_positions is not None:
+        lengths = {scheme.original_max_positions}
+    elif not lengths:
+        lengths = set(map(max_positions, affected_stacks(model, part)))
+        others = [*_configs_of_rotations(model, part), *_configs_of_biases(model, part)]
+        lengths |= {getattr(config, attribute) for config, attribute in others if getattr(config, attribute, None)}
+        lengths -= {0}  # positions that are made without a table
+    if len(lengths) > 1 and getattr(scheme, "scaling", None):
+        raise OptionError(
+            f"pos={scheme.name!r} scales from the old length, and this model has {sorted(lengths)}. Patch one stack at "
+            "a time (only=), or give original_max_positions."
+        )
+    return replace(part, scheme=scheme.for_lengths(lengths))
+
+
+def config_lengths(model: nn.Module, part: Part) -> list[tuple[Any, str, Any]]:
+    """What max_positions or image_size changes: (a config, its attribute, the new value).
+
+    Raises:
+        UnsupportedError: no config says how many positions there are.
+    """
+    scheme = part.scheme
+    assert isinstance(scheme, Position)
+    sizes = image_sizes(model, part)
+    if scheme.max_positions is None:
+        return sizes
+    rotations = _configs_of_rotations(model, part)
+    found: list[tuple[Any, str, Any]] = [(config, attribute, scheme.max_positions) for config, attribute in rotations]
+    if found and (getattr(scheme, "scaling", None) or {}).get("rope_type") == "dynamic":
+        raise UnsupportedError(
+            f"dynamic scaling starts from {type(found[0][0]).__name__}.{LENGTH}, which max_positions would change. "
+            "Leave max_positions out."
+        )
+    for config, attribute, _ in found:
+        if getattr(config, attribute, None) is None:
+            raise UnsupportedError(f"{type(config).__name__} has no {attribute} to set. Leave max_positions out.")
+    for item in affected_stacks(model, part):
+        if item.stack.grid is not None:  # a number of patches is no length of text
+            continue
+        config, attribute = getattr(item.owner, "config", None), item.stack.config_length
+        number = getattr(config, attribute, None)
+        positions = {max_positions(item), *_recorded(model, "max_positions")}
+        more = {number - p for p in positions} & {0, first_row(item)} if isinstance(number, int) else set()
+        if isinstance(number, int) and not isinstance(item.table(), nn.Embedding | ConstantPositions):
+            more = {0}  # what its host computes has as many rows as are asked for
+        if not more:
+            raise UnsupportedError(
+                f"{item.table_name}: max_positions can't be told to its config, whose {attribute} is {number!r} where "
+                f"the table holds {max_positions(item)} positions. Leave max_positions out."
+            )
+        found.append((config, attribute, scheme.max_positions + min(more)))
+    found += _pinned(model, part)
+    told = {id(config) for config, _, _ in found}
+    for config, attribute in _configs_of_biases(model, part):
+        if id(config) not in told and getattr(config, attribute, None) is not None:
+            found.append((config, attribute, scheme.max_positions))
+    found += sizes
+    if not found:
+        raise UnsupportedError(
+            f"{type(model).__name__}: none of its configs says how many positions there are. Leave max_positions out."
+        )
+    return found
+
+
+def _pinned(model: nn.Module, part: Part) -> list[tuple[Any, str, Any]]:
+    """Settings of biases that stay and are as long as the tables unless they say otherwise: they say so now."""
+    scheme, owners = part.scheme, [item.owner for item in affected_stacks(model, part)]
+    found: list[tuple[Any, str, Any]] = []
+    for item in find_biases(model):
+        config, unset = getattr(item.owner, "config", None), item.bias.as_long_as_tables
+        if unset is None or item.removed or not getattr(scheme, "keeps_table", False) or item.owner not in owners:
+            continue
+        if getattr(config, unset, None) is not None and getattr(config, unset) < 1:
+            found.append((config, unset, getattr(config, item.bias.length)))
+    return found
+
+
+def image_sizes(model: nn.Module, part: Part) -> list[tuple[Any, str, Any]]:
+    """What a resized table on a grid of patches changes in its config."""
+    scheme = part.scheme
+    if not isinstance(scheme, Learned):
+        return []
+    grids = [item for item in affected_stacks(model, part) if item.stack.grid is not None]
+    return [(item.owner.config, IMAGE_SIZE, new[0]) for item in grids if (new := new_size(item, scheme)) is not None]
+
+
+def derived_from(model: nn.Module, part: Part, settings: list[tuple[Any, str, Any]]) -> Derived:
+    """What the model's class derives from new lengths and sizes in its config.
+
+    Raises:
+        UnsupportedError: it can't be built so, or other weights than the changed tables hang on them.
+    """
+    return derive(model, settings, _changed_tables(model, part)) if settings else Derived()
+
+
+def _changed_tables(model: nn.Module, part: Part) -> dict[str, tuple[int, ...] | None]:
+    """Names of what a part resizes, removes or makes anew, with the shape that it gets where a table stays."""
+    scheme, stacks = part.scheme, affected_stacks(model, part)
+    assert isinstance(scheme, Position)
+    tables: dict[str, tuple[int, ...] | None] = {}
+    for item in stacks:
+        prefix = f"{item.name}." if item.name else ""
+        tables |= _named(model, {item.table_name, *(prefix + path for path in item.stack.others)})
+        if isinstance(scheme, Learned):
+            tables |= _resized_shape(item, scheme)
+    paths = {id(module): name for name, module in model.named_modules()}
+    for bias in [] if scheme.keeps_table else find_biases(model):
+        tables |= _named(model, {f"{paths[id(holder)]}.{name}".strip(".") for holder, name in bias.tables()})
+    if not scheme.keeps_table:  # rows that a host fills in itself are left in a buffer, as many as it will fill in
+        tables = {name: shape for name, shape in tables.items() if name not in dict(model.named_buffers())}
+        tables |= {
+            f"{name}.{unused}": None for item in stacks for name in item.attentions for unused in item.stack.unused
+        }
+    windows = [(name, item.stack.window) for item in stacks for name in item.attentions]
+    tables |= {f"{name}.{window.buffer}": None for name, window in windows if window is not None}
+    return tables | {rotation.name: None for rotation in find_rotations(model)}
+
+
+def _named(model: nn.Module, paths: set[str]) -> dict[str, None]:
+    """These paths, and the Parameters and buffers below them."""
+    values = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    below = [name for name in values if any(name.startswith(f"{path}.") for path in paths)]
+    return dict.fromkeys([*paths, *below])
+
+
+def _resized_shape(item: FoundStack, scheme: Learned) -> dict[str, tuple[int, ...]]:
+    table = item.table()
+    name = f"{item.table_name}.weight" if isinstance(table, nn.Embedding) else item.table_name
+    if item.stack.grid is not None:
+        new = new_size(item, scheme)
+        return {} if new is None else {name: new[1]}
+    if not isinstance(table, nn.Embedding) or scheme.max_positions is None:
+        return {}
+    return {name: (first_row(item) + scheme.max_positions, table.embedding_dim)}
+
+
+def _configs_of_biases(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
+    """The configs of stacks with relative biases that a part changes, and the attributes with their length."""
+    names = Names.of(model)
+    return [
+        (item.owner.config, item.bias.length)
+        for item in find_biases(model)
+        if not any(names.matches(glob, [item.name]) for glob in part.keep)
+        and not all(names.reason_to_keep([name], part.only, part.keep) for name in item.attentions)
+    ]
+
+
+def _configs_of_rotations(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
+    """The configs of the model's own rotations that a part changes, and the attribute with their length."""
+    if part.scheme.name not in ("rope", "nope"):
+        return []
+    names, configs = Names.of(model), {}
+    for rotation in find_rotations(model):
+        if rotation.path is not None and not names.reason_to_keep([rotation.name], part.only, part.keep):
+            config: Any = model.config
+            for name in rotation.path:
+                config = getattr(config, name)
+            configs[id(config)] = config
+    return [(config, LENGTH) for config in configs.values()]
+
+
+def takes_any_length(model: nn.Module) -> bool:
+    """Whether no table is left that would end somewhere, in a model that has or had one."""
+    tables = [None if item.removed_rows() is not None else item.table() for item in find_stacks(model)]
+    return bool(tables) and not any(map(ends_somewhere, tables))
+
+
+def _recorded(model: nn.Module, option: str) -> set[int]:
+    """What earlier position patches of this model set an option to."""
+    stored = getattr(getattr(model, "config", None), KEY, None) or {}
+    return {part["scheme"].get(option) for part in stored.get("pos", [])} - {None}

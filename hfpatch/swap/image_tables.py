@@ -1,0 +1,209 @@
+"""A table of positions on a grid of patches, interpolated for images of another size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.plan_table import Change, Row
+from ..core.transaction import Transaction
+from ..runtime.constants import Rows
+from ..runtime.edits import Call, Edit
+from ..runtime.errors import UnsupportedError
+from ..runtime.grid import PackedGrid, PlacedGrid
+from ..schemes.learned import Learned
+from ..schemes.request import Part
+from ..sites.stacks import FoundStack
+
+IMAGE_SIZE = "image_size"  # transformers' name
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a table's rows lie: some of other tokens, then frames of rows of columns of patches, then others again."""
+
+    before: int
+    frames: int
+    rows: int
+    columns: int
+    after: int = 0
+
+    @property
+    def patches(self) -> int:
+        return self.frames * self.rows * self.columns
+
+    def resized(self, table: Tensor, scheme: Learned, rows: int, columns: int, usual: str) -> Tensor:
+        """A table (..., width) with other rows and columns of patches; `usual` is its host's method."""
+        flat = table.reshape(-1, table.shape[-1])
+        first, last = self.before, self.before + self.patches
+        grid = flat[first:last].reshape(self.frames, self.rows, self.columns, -1)
+        new = scheme.interpolated(grid, rows, columns, usual).reshape(-1, flat.shape[-1])
+        joined = torch.cat((flat[:first], new, flat[last:]))
+        if table.dim() == 4:
+            return joined.reshape(1, rows, columns, -1)
+        return joined.reshape(*[1] * (table.dim() - 2), *joined.shape)
+
+
+def grid_table_change(item: FoundStack, part: Part, row: Row) -> Change:
+    """What becomes of a table on a grid of patches.
+
+    Args:
+        item, part: the table, and what is asked for.
+        row: what the plan says of it so far.
+
+    Raises:
+        UnsupportedError: how its patches lie isn't known, or the host's class isn't made for the new size.
+    """
+    scheme = part.scheme
+    assert isinstance(scheme, Learned)
+    if scheme.image_size is None and scheme.max_positions is None and part.init != "reset":
+        row.reason = "image_size says for which images it is to hold"
+        return Change(row)
+    table, where, usual = item.table(), item.table_name, getattr(item.stack.grid, "interpolation", "bicubic")
+    weight = table.weight if isinstance(table, nn.Embedding) else table
+    if not isinstance(weight, nn.Parameter):
+        raise UnsupportedError(f"{where}: its rows are computed ({type(table).__name__}), so none are interpolated.")
+    layout, method = layout_of(item, weight), scheme.grid_method(usual)
+    size = _new_size(item, scheme, layout)
+    rows, columns = _cut(item, *_sides(size))
+    same = (rows, columns) == (layout.rows, layout.columns)
+    if same and part.init != "reset":
+        row.reason = f"holds {rows} x {columns} patches already"
+        return Change(row)
+    new = _resized(weight, layout, scheme, rows, columns, usual)
+    if part.init == "reset":
+        _start_afresh(new, layout, rows * columns, item.owner.config)
+    row.action, row.becomes = "replace", f"Learned({rows} x {columns} patches, {method})"
+    row.reason = f"{IMAGE_SIZE}={size}"
+    row.loss = f"its {layout.rows} x {layout.columns} positions are stretched over {rows} x {columns}"
+    if part.init == "reset":
+        row.loss = "its rows start afresh"
+    if part.init == "exact":
+        raise UnsupportedError(f"{where}: pos='learned' isn't exact: {row.loss}. Use init='auto' to accept that.")
+
+    name = f"{where}.weight" if isinstance(table, nn.Embedding) else where
+    edits = [Edit.of(name, Call.of(Rows, *new.shape))]
+    if isinstance(table, nn.Embedding):
+        edits.append(Edit.of(f"{where}.num_embeddings", len(new)))
+
+    def values(changes: Transaction) -> None:
+        holder, attribute = (table, "weight") if isinstance(table, nn.Embedding) else item.holder()
+        parameter = holder._parameters[attribute]
+        assert parameter is not None
+        if not parameter.is_meta:
+            parameter.data.copy_(new)
+
+    return Change(row, tuple(edits), values)
+
+
+def _resized(weight: Tensor, layout: Layout, scheme: Learned, rows: int, columns: int, usual: str) -> Tensor:
+    return layout.resized(weight.detach(), scheme, rows, columns, usual)
+
+
+def _start_afresh(table: Tensor, layout: Layout, patches: int, config: Any) -> None:
+    spread = getattr(config, "initializer_range", None) or 0.02
+    first = layout.before
+    table.view(-1, table.shape[-1])[first : first + layout.frames * patches].normal_(std=spread)
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def new_size(item: FoundStack, scheme: Learned) -> tuple[Any, tuple[int, ...]] | None:
+    """The config's new image size and the table's new shape; None where the table keeps its size."""
+    table = item.table()
+    weight = table.weight if isinstance(table, nn.Embedding) else table
+    if not isinstance(weight, nn.Parameter) or (scheme.image_size is None and scheme.max_positions is None):
+        return None
+    layout = layout_of(item, weight)
+    size = _new_size(item, scheme, layout)
+    rows, columns = _cut(item, *_sides(size))
+    shape = tuple(weight.shape)
+    if weight.dim() == 4:
+        return size, (1, rows, columns, shape[-1])
+    return size, (*shape[:-2], shape[-2] + layout.frames * (rows * columns - layout.rows * layout.columns), shape[-1])
+
+
+def layout_of(item: FoundStack, table: Tensor) -> Layout:
+    """How the rows of a stack's table lie.
+
+    Raises:
+        UnsupportedError: the config and the record don't tell.
+    """
+    grid, config = item.stack.grid, getattr(item.owner, "config", None)
+    size = getattr(config, IMAGE_SIZE, None)
+    what = "holds a grid of patches, whose rows have two coordinates" if grid is not None else "is no nn.Embedding"
+    where = f"{item.table_name} {what}"
+    if item.stack.others:
+        raise UnsupportedError(
+            f"{where}, and isn't the only one ({', '.join(item.stack.others)}): it can't be resized."
+        )
+    if grid is None or isinstance(grid, PackedGrid | PlacedGrid) or not _is_size(size):
+        raise UnsupportedError(
+            f"{where}, and how many rows and columns it has can't be told from {type(config).__name__}. pos='rope' and "
+            "pos='nope' do without."
+        )
+    rows, columns = _cut(item, *_sides(size))
+    total = table.numel() // table.shape[-1]
+    before, after = (grid.tokens(item.owner, counts) for counts in (grid.before, grid.after))
+    frames = max(total // (rows * columns), 1) if grid.projection and grid.axes(item.owner) == 3 else 1
+    others = total - frames * rows * columns
+    if (table.dim() == 4 and table.shape[1:3] == (rows, columns)) or others == 0:
+        return Layout(0, frames, rows, columns)
+    if others == before + after:
+        return Layout(before, frames, rows, columns, after)
+    if 0 < others <= before:  # registers have no rows
+        return Layout(others, frames, rows, columns)
+    raise UnsupportedError(
+        f"{where}: {total} rows aren't the {rows} x {columns} patches of {IMAGE_SIZE}={size} with {before + after} "
+        "other tokens, so it can't be interpolated."
+    )
+
+
+def _is_size(size: Any) -> bool:
+    if isinstance(size, list | tuple):
+        return len(size) == 2 and all(type(side) is int for side in size)
+    return type(size) is int
+
+
+def _sides(size: Any) -> tuple[int, int]:
+    return (size[0], size[1]) if isinstance(size, list | tuple) else (size, size)
+
+
+def _cut(item: FoundStack, height: int, width: int) -> tuple[int, int]:
+    """Rows and columns of the patches of an image."""
+    grid = item.stack.grid
+    assert grid is not None
+    if grid.projection:
+        rows, columns = grid.cut_sizes(item.owner, height, width)
+    else:
+        patch = _sides(getattr(item.owner.config, "patch_size", None) or 0)
+        if not all(patch):
+            raise UnsupportedError(f"{item.table_name}: {type(item.owner.config).__name__} has no patch_size.")
+        rows, columns = height // patch[0], width // patch[1]
+    if rows < 1 or columns < 1:
+        raise UnsupportedError(f"{item.table_name}: an image of {height} x {width} pixels has no patch.")
+    return rows, columns
+
+
+def _new_size(item: FoundStack, scheme: Learned, layout: Layout) -> Any:
+    """The config's new image size, in the form of its old one."""
+    old = getattr(item.owner.config, IMAGE_SIZE)
+    size = scheme.image_size if scheme.image_size is not None else old
+    if scheme.max_positions is not None:
+        side = math.isqrt(scheme.max_positions)
+        if side**2 != scheme.max_positions or layout.rows != layout.columns or layout.frames > 1:
+            raise UnsupportedError(
+                f"{item.table_name} holds {layout.rows} x {layout.columns} patches, and {scheme.max_positions} of them "
+                "don't say how many rows and columns. Give image_size instead; only= chooses other parts."
+            )
+        sides = _sides(old)
+        size = tuple(length * side // cells for length, cells in zip(sides, (layout.rows, layout.columns), strict=True))
+    height, width = _sides(size)
+    if isinstance(old, list | tuple):
+        return type(old)((height, width))
+    return height if height == width else (height, width)

@@ -1,0 +1,237 @@
+"""From an MLP scheme and a model to the MLPs that become gated and those that stay, each with its reason."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..core.globs import Names
+from ..core.plan_table import Change, Row, refuse_private_forward
+from ..core.transaction import Transaction
+from ..errors import NothingToPatchError
+from ..runtime.edits import Call, Edit
+from ..runtime.errors import UnsupportedError
+from ..runtime.gated import GatedActivation, GatedLinear, Projection
+from ..schemes.mlps import FARTHEST, MLP, Activation, Start
+from ..schemes.request import Part
+from ..sites.mlps import MLPSite, Place, find_mlps, mixtures
+
+
+def plan_mlps(model: nn.Module, part: Part) -> list[Change]:
+    """What `part` does to each of the model's MLPs; nothing is changed yet.
+
+    Args:
+        model: any module tree.
+        part: an MLP scheme, settled, with its globs.
+
+    Raises:
+        NothingToPatchError: the model has no MLP of the form projection, activation, projection.
+        UnsupportedError: the start is to keep the function, and the activation is too far from the gate's, or the width
+            isn't the replaced one's, or V has no bias; or `init="exact"` where the start isn't.
+        WrappedModelError: one of an MLP's modules carries a forward of its own, put there by another library.
+    """
+    scheme = part.scheme
+    assert isinstance(scheme, MLP)
+    names, sites = Names.of(model), find_mlps(model)
+    named = _named_in_heads(sites, part, names)
+    changes = [_change(model, site, scheme, part, _reason_to_keep(site, part, names, named)) for site in sites]
+    changes += [
+        Change(Row("mlp", "keep", name, type(model.get_submodule(name)).__name__, reason="a mixture of routed experts"))
+        for name in mixtures(model)
+    ]
+    if not changes:
+        raise NothingToPatchError(
+            f"{type(model).__name__} has no MLP that can be seen through (a projection, an activation that its module "
+            f"holds, a projection back to the same width), so mlp={scheme.name!r} has nothing to replace."
+        )
+    return changes
+
+
+def _names(site: MLPSite) -> tuple[str, ...]:
+    return (site.name, site.owner) if site.owner else (site.name,)
+
+
+def _named_in_heads(sites: list[MLPSite], part: Part, names: Names) -> set[int]:
+    """MLPs of heads that a glob in `only` means, since it matches no other."""
+    meant: set[int] = set()
+    for glob in part.only:
+        matched = [site for site in sites if names.matches(glob, _names(site))]
+        if all(names.in_head(site.name) for site in matched):
+            meant |= {id(site) for site in matched}
+    return meant
+
+
+def _reason_to_keep(site: MLPSite, part: Part, names: Names, named: set[int]) -> str | None:
+    if site.reason:
+        return site.reason
+    reason = names.reason_to_keep(_names(site), part.only, part.keep)
+    if reason is None and names.in_head(site.name) and id(site) not in named:
+        return "MLP of a head: name it in only= to change it"
+    return reason
+
+
+def _change(model: nn.Module, site: MLPSite, scheme: MLP, part: Part, reason: str | None) -> Change:
+    d, d_ff = site.sizes
+    row = Row("mlp", "keep", site.name, _text(site), reason=reason, aliases=_names(site)[1:])
+    if reason is not None:
+        return Change(row)
+    for place in (site.first, site.activation, site.last if part.init == "reset" else None):
+        if place is not None and isinstance(getattr(*place), nn.Module):
+            refuse_private_forward(site.name, getattr(*place))
+    row.action, row.becomes = "replace", f"{scheme.label}({d}, {scheme.width(d_ff)})"
+    if part.init == "reset":
+        _require_resizable(site, scheme)
+        row.loss = "parameters start afresh"
+        return Change(row, _fresh_edits(model, site, scheme), lambda changes: _start_afresh(changes, model, site))
+    start = _require_start(site, scheme, part.init)
+    if not start.exact:
+        row.loss = _approximation(site, scheme, start)
+    put = Edit.of(_path(model, site.first), Call.of(GatedLinear, scheme.name))
+    edits = (put, _gated_activation(model, site, scheme))
+    return Change(row, edits, lambda changes: _start_as_it_was(changes, site, start))
+
+
+def _text(site: MLPSite) -> str:
+    d, d_ff = site.sizes
+    if site.kind is not None:
+        return f"{site.kind} MLP({d}, {d_ff})"
+    return f"MLP({d}, {d_ff}), {_activation_name(site.act)}"
+
+
+def _activation_name(activation: Activation) -> str:
+    return getattr(activation, "__name__", type(activation).__name__)
+
+
+def _approximation(site: MLPSite, scheme: MLP, start: Start) -> str:
+    gate, k = _activation_name(scheme.activation(site.act)), start.scale
+    stand_in = f"{gate}(x)" if k == 1 else f"{gate}({k:g} x) / {k:g}"
+    return f"{stand_in} stands for {_activation_name(site.act)}(x), off by at most {start.error:.4f}"
+
+
+def _require_start(site: MLPSite, scheme: MLP, init: str) -> Start:
+    """The start as the function that is there.
+
+    Raises:
+        UnsupportedError: there is none, or none that `init` allows.
+    """
+    d_ff, anew = site.sizes[1], "Use init='reset' for fresh weights"
+    if scheme.width(d_ff) != d_ff or scheme.bias is False:
+        wanted = "bias=False" if scheme.bias is False else f"d_ff={scheme.width(d_ff)}"
+        raise UnsupportedError(
+            f"{site.name}: a gated MLP that starts as the trained one needs all of its {d_ff} hidden channels and a "
+            f"bias, not {wanted}. {anew}, or leave that option out."
+        )
+    start = scheme.start(site.act)
+    if not start.error <= FARTHEST:  # it may be nan
+        raise UnsupportedError(
+            f"{site.name}: mlp={scheme.name!r} can't start as this MLP, whose activation "
+            f"{_activation_name(site.act)} is nowhere near the gate's (off by {start.error:.3g}). "
+            f"{anew}, or keep={site.name!r}."
+        )
+    if init == "exact" and not start.exact:
+        raise UnsupportedError(
+            f"{site.name}: mlp={scheme.name!r} isn't exact here: {_approximation(site, scheme, start)}. "
+            "Use init='auto' to accept that."
+        )
+    return start
+
+
+def _require_resizable(site: MLPSite, scheme: MLP) -> None:
+    """Refuse another width where something between the activation and the last projection has the old one.
+
+    Raises:
+        UnsupportedError: names it.
+    """
+    assert site.activation is not None
+    owner, d_ff = site.activation[0], site.sizes[1]
+    if site.direct or scheme.width(d_ff) == d_ff:
+        return
+    own = [site.first[0]._modules[site.first[1]], site.last and site.last[0]._modules[site.last[1]]]
+    for name, module in owner.named_modules():
+        if module not in own and any(d_ff in p.shape for p in module.parameters(recurse=False)):
+            raise UnsupportedError(
+                f"{site.name}: {name} stands behind the activation and has its {d_ff} channels, so d_ff can't become "
+                f"{scheme.width(d_ff)}. Use ratio=1."
+            )
+
+
+def _path(model: nn.Module, place: Place) -> str:
+    """The name of a module's attribute in a model."""
+    holder, attribute = place
+    name = next(name for name, module in model.named_modules() if module is holder)
+    return f"{name}.{attribute}".strip(".")
+
+
+def _gated_activation(model: nn.Module, site: MLPSite, scheme: MLP) -> Edit:
+    assert site.activation is not None
+    replaced: Activation = getattr(*site.activation)
+    act = scheme.activation(replaced)
+    options = {} if act is replaced else {"act": type(act).__name__}
+    return Edit.of(_path(model, site.activation), Call.of(GatedActivation, **options))
+
+
+def _fresh_edits(model: nn.Module, site: MLPSite, scheme: MLP) -> tuple[Edit, ...]:
+    """All three projections new, of another width."""
+    assert site.last is not None
+    width = scheme.width(site.sizes[1])
+    first, last = getattr(*site.first), getattr(*site.last)
+    biases = [module.bias is not None and scheme.bias is not False for module in (first, last)]
+    up = biases[0] if scheme.bias is None else scheme.bias
+    return (
+        Edit.of(_path(model, site.first), Call.of(GatedLinear, scheme.name, width, biases[0], up)),
+        Edit.of(_path(model, site.last), Call.of(Projection, width, biases[1])),
+        _gated_activation(model, site, scheme),
+    )
+
+
+def _start_as_it_was(changes: Transaction, site: MLPSite, start: Start) -> None:
+    """W = k W1 with its bias k b1 (the same Parameters where k is 1), V = 0 with a bias of 1 / k."""
+    if start.scale == 1.0:
+        return
+    gated = getattr(*site.first)
+    for name, old in list(gated.gate._parameters.items()):
+        if old is not None:
+            changes.set_parameter(gated.gate, name, _like(old, old.detach() * start.scale))
+    with torch.no_grad():
+        gated.up.bias.fill_(1.0 / start.scale)
+
+
+def _start_afresh(changes: Transaction, model: nn.Module, site: MLPSite) -> None:
+    """New projections' values, initialised as the host does it."""
+    assert site.last is not None
+    gated, last = getattr(*site.first), getattr(*site.last)
+    if not gated.weight.is_meta:
+        _initialise(model, site, gated, last)
+
+
+def _like(old: nn.Parameter, value: Tensor) -> nn.Parameter:
+    return nn.Parameter(value.to(old.device, old.dtype), requires_grad=old.requires_grad)
+
+
+def _initialise(model: nn.Module, site: MLPSite, gated: GatedLinear, last: nn.Module) -> None:
+    """The host's own rules: those for a projection, and those for a module that holds nothing but this MLP.
+
+    Twice, since such a rule writes to the first projection, as which the gate poses: V keeps the first draw.
+    """
+    host = _host_of(model, site.name)
+    if host is None:
+        return
+    ours = {id(parameter) for module in (gated, last) for parameter in module.parameters()}
+    places = (site.first, site.activation, site.last)
+    around = {id(place[0]): place[0] for place in places if place is not None}
+    holders = [m for m in around.values() if all(id(parameter) in ours for parameter in m.parameters())]
+    with torch.no_grad():
+        for again in (False, True):
+            for module in (gated.gate, last, *holders):
+                host._init_weights(module)
+            if not again:
+                host._init_weights(gated.up)
+                gated.up.weight.copy_(gated.gate.weight)  # type: ignore[operator,arg-type]
+
+
+def _host_of(model: nn.Module, name: str) -> PreTrainedModel | None:
+    """The innermost transformers model that a module belongs to."""
+    pieces = name.split(".")
+    inside = [model.get_submodule(".".join(pieces[:depth])) for depth in range(len(pieces))]
+    return next((module for module in reversed(inside) if isinstance(module, PreTrainedModel)), None)
