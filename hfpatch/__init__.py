@@ -9,25 +9,17 @@ from .errors import (
     HubError,
     MissingPackageError,
     NoMatchError,
-    NoSuchNamespaceError,
-    NotAModelRepoError,
     NothingToPatchError,
-    NotLoggedInError,
     NotPreservedWarning,
     NotReversibleError,
-    NoWriteAccessError,
     OptionError,
-    PushConflictError,
-    RepoIdError,
     UnknownNameError,
-    UnreachableError,
     VerificationError,
     WrappedModelError,
 )
 from .export import export_model
 from .export.native import Exported, native_model
-from .hub.outcome import Push, PushedFile
-from .hub.push import push_patched
+from .hub.push import Push, PushedFile, push_patched
 from .patch import patch_model, repair_report, unpatch_model
 from .plan import Plan, plan_patch
 from .propose import Proposal, propose_record
@@ -75,12 +67,8 @@ __all__ = [
     "MissingPackageError",
     "NoMatchError",
     "NoPE",
-    "NoSuchNamespaceError",
-    "NoWriteAccessError",
     "Norm",
     "NormFacts",
-    "NotAModelRepoError",
-    "NotLoggedInError",
     "NotPreservedWarning",
     "NotReversibleError",
     "NothingToPatchError",
@@ -93,19 +81,16 @@ __all__ = [
     "Projections",
     "Proposal",
     "Push",
-    "PushConflictError",
     "PushedFile",
     "ReGLU",
     "Registry",
     "RepairReport",
-    "RepoIdError",
     "Report",
     "RoPE",
     "Sinusoidal",
     "Stack",
     "SwiGLU",
     "UnknownNameError",
-    "UnreachableError",
     "UnsupportedError",
     "VerificationError",
     "WrappedModelError",

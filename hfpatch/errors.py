@@ -55,32 +55,4 @@ class MissingPackageError(PatchError, ImportError):
 
 
 class HubError(PatchError):
-    """A push to the Hub couldn't be done, or it isn't known whether it was."""
-
-
-class NotLoggedInError(HubError):
-    """The Hub took no token, or an invalid one (401)."""
-
-
-class NoWriteAccessError(HubError):
-    """The token may not write there (403)."""
-
-
-class NoSuchNamespaceError(HubError):
-    """The repository's user or organisation doesn't exist."""
-
-
-class RepoIdError(HubError, ValueError):
-    """The Hub could have no repository of that name."""
-
-
-class NotAModelRepoError(HubError):
-    """The repository exists, as a dataset or a space."""
-
-
-class PushConflictError(HubError):
-    """Somebody else committed to the branch during the push."""
-
-
-class UnreachableError(HubError):
-    """The Hub didn't answer, or only with errors of its own, however often it was asked."""
+    """A push to the Hub couldn't be done, or it isn't known whether it was; the cause is the client's own error."""

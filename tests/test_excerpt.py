@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hfpatch.checkpoint.classes.weight_digest import cut_down, digest, sample
+from hfpatch.checkpoint.weight_digest import cut_down, digest, sample
 from tiny_models import changes, inputs, patch, tiny
 from tiny_models import fingerprint as trace
 from torch import nn

@@ -18,7 +18,7 @@ import transformers
 import zoo
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from hfpatch.checkpoint.classes.fingerprint import Fingerprint, Forward, texture
+from hfpatch.checkpoint.fingerprint import Fingerprint, Forward, texture
 from safetensors.torch import load_file, save_file
 from tiny_models import RECORDED, changes, difference, inputs, patch, randomise, tiny
 from tiny_models import fingerprint as trace

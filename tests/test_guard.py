@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hfpatch.checkpoint.classes.record import Record
+from hfpatch.schemes.request import Record
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from tiny_models import CONFIGS, RECORDED, difference, load, norms_of, patch, tiny, tiny_config
 from transformers import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import itertools
 import pickle
 import sys
@@ -10,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ from hfpatch.errors import NotPreservedWarning, NotReversibleError, OptionError,
 from hfpatch.exact.search import find_centring
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.norms import AffineNorm
+from hfpatch.runtime.norms import AffineNorm, RMSNorm
 from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.norms import RMS, DyT
 from hfpatch.schemes.rope import RoPE
@@ -89,8 +90,8 @@ def test_two_models_that_share_a_config_object() -> None:
     patch(one, **BOTH)
     assert not changes(before, fingerprint(other))
     patch(other, norm="rms")
-    assert {part["scheme"]["name"] for part in one.config.hfpatch["norm"]} == {"dyt"}
-    assert {part["scheme"]["name"] for part in other.config.hfpatch["norm"]} == {"rms"}
+    assert one.config.hfpatch["request"][0] == {"norm": "dyt"}
+    assert other.config.hfpatch["request"] == [{"norm": "rms"}]
 
 
 def test_every_module_sees_the_patched_config() -> None:
@@ -330,9 +331,11 @@ def test_the_same_request_twice_keeps_the_way_back() -> None:
 
 
 def state(model: nn.Module) -> dict[str, Any]:
-    """Everything by value that makes two models the same."""
+    """Everything by value that makes two models the same; edits of different places may stand in any order."""
+    config = json.loads(model.config.to_json_string())
+    config["hfpatch"]["edits"].sort()
     return {
-        "config": model.config.to_json_string(),
+        "config": config,
         "modules": [(name, type(module).__name__) for name, module in model.named_modules()],
         "weights": {name: tensor.tolist() for name, tensor in model.state_dict().items()},
         "buffers": {name: tensor.tolist() for name, tensor in model.named_buffers()},
@@ -361,7 +364,7 @@ def test_norm_after_norm(family: str, chain: tuple[str, str], tmp_path: Path) ->
     model, direct = tiny(family), patch(tiny(family), norm=chain[1], init="copy")
     for norm in chain:
         patch(model, norm=norm, init="copy")
-    assert [part["scheme"]["name"] for part in model.config.hfpatch["norm"]] == list(chain)
+    assert [part["norm"] for part in model.config.hfpatch["request"]] == list(chain)
     assert difference(model, direct) < 1e-5
     assert difference(model, reload(model, tmp_path)) == 0
     assert all(
@@ -390,7 +393,7 @@ def test_position_after_position(family: str, chain: list[Any], tmp_path: Path) 
     for pos in chain:
         patch(model, pos=pos)
     assert difference(model, direct) == 0
-    assert len(model.config.hfpatch["pos"]) == len(chain)
+    assert len(model.config.hfpatch["request"]) == len(chain)
     assert difference(model, reload(model, tmp_path)) == 0
     if chain[-1] != "nope":
         assert difference(model, patch(tiny(family), pos="nope")) > 1e-3  # control
@@ -407,7 +410,7 @@ def test_parts_of_a_model_one_after_the_other(tmp_path: Path) -> None:
     assert {kinds[f"h.{i}.ln_1"] for i in (0, 1)} == {"RMSNorm"}
     assert {kinds[f"h.{i}.ln_2"] for i in (2, 3)} == {"DynamicTanh"}
     assert kinds["ln_f"] == "DynamicErf"
-    thetas = [model.h[i].attn.rotary_emb.scheme.theta for i in range(4)]
+    thetas = [model.h[i].attn.rotary_emb.theta for i in range(4)]
     assert thetas == [10_000.0, 50.0, 10_000.0, 50.0]
     assert difference(model, reload(model, tmp_path)) == 0
 
@@ -527,13 +530,13 @@ def test_a_failure_after_a_change_restores_everything(name: str, monkeypatch: py
 @pytest.mark.parametrize(
     ("target", "error"),
     [
-        ("hfpatch.checkpoint.classes.patched_model_class", StopHereError),
-        ("hfpatch.checkpoint.classes.registered_config_class", KeyboardInterrupt),
+        ("hfpatch.patch.patched_model_class", StopHereError),
+        ("hfpatch.patch.registered_config_class", KeyboardInterrupt),
         ("hfpatch.patch.copy.deepcopy", MemoryError),
         ("hfpatch.runtime.norms.RMSNorm.__init__", ValueError),
-        ("hfpatch.checkpoint.record.Record.to_json", StopHereError),
+        ("hfpatch.schemes.request.Record.to_json", StopHereError),
         ("hfpatch.runtime.constants.ConstantPositions.__init__", StopHereError),
-        ("hfpatch.runtime.lens.lensed_class", SystemExit),
+        ("hfpatch.runtime.apply.lensed_class", SystemExit),
     ],
 )
 def test_a_failure_in_what_a_step_calls(target: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,14 +560,17 @@ def test_a_failure_in_what_a_step_calls(target: str, error: type, monkeypatch: p
 def test_a_third_party_scheme_that_fails_midway() -> None:
     built: list[int] = []
 
-    @dataclass(frozen=True)
-    class Fragile(RMS):
-        def build(self, *args: Any) -> Any:
+    class FragileNorm(RMSNorm):
+        def __init__(self, *args: Any, **kwargs: Any):
             built.append(1)
             if len(built) > 3:
                 raise ZeroDivisionError("the fourth norm")
             torch.rand(1)
-            return super().build(*args)
+            super().__init__(*args, **kwargs)
+
+    @dataclass(frozen=True)
+    class Fragile(RMS):
+        component: ClassVar[type] = FragileNorm
 
     with registered(NORMS, "fragile", Fragile):
         model = tiny("gpt2")

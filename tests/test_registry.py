@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hfpatch.core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS, Registry
 from hfpatch.errors import UnknownNameError
 from hfpatch.plan import plan_patch
+from hfpatch.runtime.edits import COMPONENTS, Call, register_component
 from hfpatch.runtime.errors import CheckpointError, PatchError
 from hfpatch.runtime.norms import AffineNorm, NormFacts
 from hfpatch.schemes.norms import RMS, Norm
@@ -106,8 +107,8 @@ class MedianNorm(AffineNorm):
 
     names = ("g", "b")
 
-    def __init__(self, facts: NormFacts, kind: str, gain: Any, shift: Any, power: float, like: Tensor):
-        super().__init__(facts, kind, gain, shift)
+    def __init__(self, facts: NormFacts, gain: Any, shift: Any, power: float, like: Tensor):
+        super().__init__(facts, gain, shift)
         self.power = nn.Parameter(torch.full((1,), power, dtype=like.dtype, device=like.device))
         self.power0 = power
 
@@ -121,12 +122,10 @@ class MedianNorm(AffineNorm):
 @dataclass(frozen=True)
 class Mean(Norm):
     power: float = 1.0
-    label: ClassVar[str] = "MedianNorm"
-
-    def build(self, facts: NormFacts, gain: Any, shift: Any, like: Tensor) -> MedianNorm:
-        return MedianNorm(facts, self.name, gain, shift, self.power, like)
+    component: ClassVar[type[AffineNorm]] = MedianNorm
 
 
+@register_component
 class Tilt(nn.Module):
     """Channels of q and k scaled by exp(-speed * position), speed learned: no rotation, and with a Parameter."""
 
@@ -145,12 +144,14 @@ class Tilt(nn.Module):
 class Tilted(Position):
     speed: float = 0.05
 
-    def build(self, head_dim: int, max_positions: int) -> Tilt:
-        return Tilt(head_dim, self.speed)
+    def rotation(self, head_dim: int, max_positions: int) -> Call:
+        return Call.of(Tilt, head_dim, self.speed)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
-def test_a_third_party_norm_is_planned_patched_and_reloaded(family: str, tmp_path: Path) -> None:
+def test_a_third_party_norm_is_planned_patched_and_reloaded(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with registered(NORMS, "mean", Mean):
         model = tiny(family)
         before = outputs(model)
@@ -162,7 +163,8 @@ def test_a_third_party_norm_is_planned_patched_and_reloaded(family: str, tmp_pat
                 if isinstance(module, MedianNorm):
                     module.power.fill_(0.75)
         assert difference(model, reload(model, tmp_path)) == 0
-    with pytest.raises(CheckpointError, match=r"no norm called 'mean'.*import it first"):
+    monkeypatch.delitem(COMPONENTS, "MedianNorm")
+    with pytest.raises(CheckpointError, match=r"no component called 'MedianNorm'.*import it first"):
         reload(model, tmp_path)
 
 
@@ -259,8 +261,8 @@ hfpatch.patch_model(model, norm="plugged")
 model.save_pretrained({str(tmp_path / "saved")!r})
 again = AutoModel.from_pretrained({str(tmp_path / "saved")!r})
 ids = torch.arange(6)[None]
-print("same", float((again(ids)[0] - model(ids)[0]).abs().max()) < 1e-6, again.config.hfpatch["norm"][0]["scheme"])
+print("same", float((again(ids)[0] - model(ids)[0]).abs().max()) < 1e-6, again.config.hfpatch["request"][0])
 """
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
-    assert "same True {'name': 'plugged', " in done.stdout, done.stderr
+    assert "same True {'norm': 'plugged'}" in done.stdout, done.stderr

@@ -48,7 +48,10 @@ def swap_parameters(
     old = {id(parameter) for parameter in before}
     home = {id(parameter): i for i, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
     default = next(home[key] for key in [*map(id, before), *present] if key in home)
-    neighbours = {id(p): _all(gone) + _all(new) for gone, new in replaced for p in _all(new)}
+    neighbours: dict[int, list[nn.Parameter]] = {}
+    for gone, new in replaced:
+        for parameter in _all(new):
+            neighbours.setdefault(id(parameter), []).extend(_all(gone) + _all(new))
     for module in model.modules():
         for parameter in _own(module):
             neighbours.setdefault(id(parameter), _own(module))

@@ -122,5 +122,9 @@ ARCHITECTURES: Registry = Registry("architecture")
 
 
 def by_class(records: Mapping[str, R], module: nn.Module) -> R | None:
-    """The record of a module's class, or of the nearest class that it derives from; classes go by their names."""
-    return next((records[base.__name__] for base in type(module).__mro__ if base.__name__ in records), None)
+    """The record of a module's class, or of the nearest class of transformers' own that it derives from.
+
+    Records go by a class's name, and a class of that name from elsewhere may compute something else.
+    """
+    own = (base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformers."))
+    return next((records[name] for name in own if name in records), None)

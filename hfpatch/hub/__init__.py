@@ -1,6 +1,5 @@
-"""Pushing a patched checkpoint to the Hub: which files travel, the model card, one commit."""
+"""Pushing a patched model to the Hub: its files and a model card, as one commit."""
 
-from .outcome import Push, PushedFile
-from .push import push_patched
+from .push import Push, PushedFile, push_patched
 
 __all__ = ["Push", "PushedFile", "push_patched"]

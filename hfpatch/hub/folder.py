@@ -1,206 +1,219 @@
-"""A checkpoint's folder as the Hub should get it: the files that travel, those that don't and why, or a refusal."""
+"""The checkpoint that a push uploads: what is in its folder, whether that is whole, and which files travel."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING
+from safetensors import safe_open
+from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
-from ..checkpoint.classes import HfpatchConfig
-from ..checkpoint.files import broken_file
-from ..runtime.errors import CheckpointError, PatchError
+from ..checkpoint.classes import patched_model_class
+from ..errors import OptionError
+from ..export import export_model
+from ..export.modeling import FILE
+from ..plan import require_bare
+from ..runtime.classes import ARCHITECTURE
+from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.record import KEY
 from ..schemes.request import Record
+from .card import CARD
 
-CONFIG, CARD, INDEX = "config.json", "README.md", "model.safetensors.index.json"
-# globs over the lower-case name of a file, or with a slash at the end of a folder; the first that fits is the reason
-LEFT_OUT = {
-    "it is hidden": (".*", ".*/"),
-    "it may hold a secret": ("*.env", "*.pem", "*.key", "id_rsa*", "id_ed25519*", "credentials*", "secret*", "token"),
-    "it is a training run's": (
-        *("checkpoint-*/", "global_step*/", "optimizer*", "scheduler.*", "scaler.*", "rng_state*", "random_states*"),
-        *("training_args.*", "trainer_state.*", "zero_to_fp32.py", "pytorch_model_fsdp*/"),
-    ),
-    "it is a log": ("*.log", "events.out.tfevents*", "runs/", "logs/", "wandb/", "mlruns/"),
-    "it is a cache": ("__pycache__/", "*.pyc", "*.lock", "*.incomplete", "*.tmp"),
-    "it holds weights that were not patched": (
-        *("*.h5", "*.msgpack", "*.ot", "*.onnx", "*.gguf", "*.tflite", "*.bin.index.json"),
-    ),
-    "it is a pickle": ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.joblib", "*.npz"),
-}
-PICKLED_WEIGHTS = (
-    *("pytorch_model*.bin", "adapter_model*.bin", "model*.bin", "model*.pt", "model*.pth", "pytorch_model*.pt"),
-    *("consolidated*.pth", "*.ckpt"),
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+# Globs over the lower-case name of a file, or of a folder that it is in, which stays behind
+IGNORED = (
+    *(".*", "*.env", "*.pem", "*.key", "id_rsa*", "id_ed25519*", "credentials*", "secret*", "token"),
+    *("checkpoint-*", "global_step*", "optimizer*", "scheduler.*", "scaler.*", "rng_state*", "random_states*"),
+    *("training_args.*", "trainer_state.*", "zero_to_fp32.py", "pytorch_model_fsdp*"),
+    *("*.log", "events.out.tfevents*", "runs", "logs", "wandb", "mlruns"),
+    *("__pycache__", "*.pyc", "*.lock", "*.incomplete", "*.tmp"),
+    *("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.joblib", "*.npz"),  # pickles run code when opened
+    *("*.h5", "*.msgpack", "*.ot", "*.onnx", "*.gguf", "*.tflite", "*.bin.index.json"),  # weights that weren't patched
 )
-# what transformers would open instead of, or along with, the weights of this push
-STALE_WEIGHTS = ("model*.safetensors", INDEX, "pytorch_model*.bin", "pytorch_model.bin.index.json")
-_TOKEN = re.compile(rb"\b(hf_[A-Za-z0-9]{30,}|api_org_[A-Za-z0-9]{30,})\b")
-_LARGEST_TEXT = 5_000_000
 
 
 @dataclass
-class Folder:
-    """What a folder holds.
+class Checkpoint:
+    """A folder that can be pushed.
 
     Attributes:
         config: config.json.
-        record: the patch record; None of a native export, which needs none.
-        files: those that travel, by their path in the folder, sorted.
-        left_out: path and reason of each that doesn't; a folder's path ends in a slash.
-        notes: what there is to say about it.
+        record: the patch record; None of a native export.
+        files: the files to upload, by their path in the folder.
+        left_out: paths of those that stay behind.
     """
 
     config: dict[str, Any]
     record: Record | None
     files: dict[str, Path]
-    left_out: list[tuple[str, str]]
-    notes: list[str] = field(default_factory=list)
+    left_out: list[str]
 
     @property
     def title(self) -> str:
         """What kind of model it is."""
         return (self.config.get("architectures") or [self.config.get("model_type")])[0]
 
+    @property
+    def form(self) -> str:
+        """As in `export_model`."""
+        if self.record is None:
+            return "native"
+        return "remote" if FILE in self.files and self.config.get("auto_map") else "plugin"
 
-def read_folder(folder: Path, native: bool = False) -> Folder:
-    """The checkpoint in a folder, checked; with `native` a stock one, which has no patch record.
+
+def checkpoint_of(
+    model: PreTrainedModel | str | PathLike[str],
+    form: str | None,
+    native: bool,
+    tokenizer: Any,
+    scratch: Path,
+    save_options: dict[str, Any],
+) -> Checkpoint:
+    """The checkpoint of a model in a form, with its tokenizer; what isn't on disk yet is written to `scratch`.
 
     Raises:
-        CheckpointError: it is no checkpoint that hfpatch made, its weights are pickles, missing or cut off, or a text
-            file in it holds an access token.
+        CheckpointError, OptionError, UnsupportedError, VerificationError, WrappedModelError: as in `push_patched`.
     """
-    config = _config(folder)
-    record = _record(config, folder, native)
-    left_out: list[tuple[str, str]] = []
-    files = travelling(folder, left_out)
-    _require_weights(folder, files)
-    return Folder(config, record, files, sorted(left_out))
-
-
-def travelling(folder: Path, left_out: list[tuple[str, str]]) -> dict[str, Path]:
-    """The files of a folder that travel, by their path in it, sorted; `left_out` gets the others.
-
-    Raises:
-        CheckpointError: among them are weights as pickles, a broken link, or a text with an access token.
-    """
-    files: dict[str, Path] = {}
-    pickled = []
-    for path, name in _walk(folder, left_out):
-        if "/" not in name and _fits(name, PICKLED_WEIGHTS):
-            pickled.append(name)
-        elif reason := _reason(Path(name).name):
-            left_out.append((name, reason))
-        else:
-            files[name] = path
-    if pickled:
+    tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
+    found = None
+    if isinstance(model, str | PathLike):
+        found = read_checkpoint(Path(model), native)
+        if form in (None, found.form):
+            if tokenizer is not None:
+                tokenizer.save_pretrained(scratch / "tokenizer")
+                found.files |= _split(scratch / "tokenizer")[0]
+            return found
+        if tokenizer is None:
+            with suppress(OptionError):  # the folder has none
+                tokenizer = _tokenizer(model)
+        model = _model_of(found, model)
+    require_bare(model)
+    if not getattr(model.config, KEY, None):
         raise CheckpointError(
-            f"{folder} holds weights as pickles, which run code when they are opened: {', '.join(sorted(pickled))}. "
-            "Save the model with save_pretrained, which writes safetensors, and remove them."
+            f"this {type(model).__name__} isn't patched. Call patch_model on it first, or use its own push_to_hub."
         )
-    _require_no_token(files)
-    return dict(sorted(files.items()))
+    if any(tensor.is_meta for tensor in model.parameters()):
+        raise CheckpointError(f"this {type(model).__name__} has no weights: it is on the meta device. Load it first.")
+    export_model(model, scratch / "model", form or "plugin", tokenizer=tokenizer, **save_options)
+    written = read_checkpoint(scratch / "model", form == "native")
+    if found is not None:
+        written.files |= {name: path for name, path in found.files.items() if name == CARD}
+        written.left_out = found.left_out
+    return written
 
 
-def is_stale(name: str) -> bool:
-    """Whether a file beside the checkpoint that this push doesn't bring would be taken for its weights."""
-    return "/" not in name and _fits(name, STALE_WEIGHTS)
+def _model_of(found: Checkpoint, folder: str | PathLike[str]) -> PreTrainedModel:
+    """The patched model of a folder, as the class that it was saved from, with its head."""
+    name = (found.config.get("architectures") or [""])[0]
+    host = getattr(transformers, name, None)
+    if found.record is None or host is None:
+        raise CheckpointError(
+            f"{folder} holds {name or 'a model without a class'}, which can't be opened as a patched model of "
+            "transformers. Open it yourself, and push the model in memory."
+        )
+    return patched_model_class(host).from_pretrained(folder, dtype="auto")
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}. Pass one that save_pretrained or hfpatch patch wrote.")
+def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
+    """The checkpoint in a folder; with `native` a stock one, which has no patch record.
+
+    Raises:
+        CheckpointError: it is no checkpoint that hfpatch wrote, or its weights are missing or broken.
+    """
+    files, left_out = _split(folder)
+    if CONFIG not in files:
+        raise CheckpointError(f"{folder} has no {CONFIG}. Pass a folder that save_pretrained or hfpatch patch wrote.")
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        config = json.loads(files[CONFIG].read_text(encoding="utf-8"))
+        opened = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except PatchError:
+        raise
+    except Exception as error:  # what a family's own checks of its settings raise
         raise CheckpointError(
-            f"{folder} has no {CONFIG}, so it is no checkpoint. Pass one that save_pretrained or hfpatch patch wrote."
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{folder / CONFIG} can't be read: {error}. Save the checkpoint again.") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / CONFIG} is no object. Save the checkpoint again.")
-    return config
-
-
-def _record(config: dict[str, Any], folder: Path, native: bool) -> Record | None:
-    kind = config.get("model_type")
-    if kind == KEY:
-        try:
-            opened = HfpatchConfig.from_pretrained(folder)
-        except PatchError:
-            raise
-        except Exception as error:  # what a family's own checks of its settings raise
-            reason = " ".join(str(error).split())
-            raise CheckpointError(
-                f"{folder / CONFIG} doesn't open: {reason:.200}. Save the checkpoint again."
-            ) from error
-        return Record.from_json(getattr(opened, KEY), str(folder / CONFIG))
-    if native and (kind not in CONFIG_MAPPING or config.get("auto_map")):
+            f"{folder / CONFIG} doesn't open: {first_line(error)} Save the checkpoint again."
+        ) from error
+    config["architectures"] = [name.removeprefix(ARCHITECTURE) for name in config.get("architectures") or []]
+    if config.get("model_type") == KEY:
+        record = Record.from_json(getattr(opened, KEY), str(folder / CONFIG))
+    elif native and not config.get("auto_map"):
+        record = None
+    elif native:
+        raise CheckpointError(f"{folder} is no native export: transformers opens it by code of its own.")
+    else:
         raise CheckpointError(
-            f"{folder} is no native export: transformers {transformers.__version__} "
-            f"{'opens it by code of its own' if config.get('auto_map') else f'has no architecture {kind!r}'}."
+            f"{folder} holds a {config.get('model_type')!r} model without a patch record. Patch it first (hfpatch "
+            "patch); if it is a native export, say so with native=True (--native); else use its own push_to_hub."
         )
-    if not native:
-        raise CheckpointError(
-            f"{folder} holds a {kind!r} model without a patch record. Patch it first (hfpatch patch); if it is a "
-            "native export, say so with native=True (--native); else push it with its own push_to_hub."
-        )
-    return None
+    _require_weights(folder, files)
+    return Checkpoint(config, record, files, left_out)
 
 
-def _walk(folder: Path, left_out: list[tuple[str, str]]) -> Iterator[tuple[Path, str]]:
-    """Files of a folder and their names in it; folders that stay behind are noted and not entered."""
-    for top, folders, names in os.walk(folder):
-        base = Path(top).relative_to(folder)
-        for name in list(folders):
-            if reason := _reason(f"{name}/"):
-                folders.remove(name)
-                left_out.append((f"{(base / name).as_posix()}/", reason))
-        for name in names:
-            path = Path(top) / name
-            if not path.is_file():
-                raise CheckpointError(f"{path} is no file that can be read (a broken link?). Remove or restore it.")
-            yield path, (base / name).as_posix()
+def _split(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """The files of a folder that travel, by their path in it, and the paths that stay behind.
+
+    A link stays behind, since it may lead out of the folder; only those of a snapshot in the Hub's cache, which lead to
+    the blobs of the same repository, are followed.
+    """
+    root = folder.resolve()
+    blobs = root.parents[1] / "blobs" if root.parent.name == "snapshots" else None
+    files, left_out = {}, []
+    for path in sorted(root.rglob("*")):
+        parts = path.relative_to(root).parts
+        if any(map(_is_ignored, parts[:-1])):
+            continue
+        name, target = "/".join(parts), Path(os.path.realpath(path))
+        stays = _is_ignored(parts[-1]) or (path.is_symlink() and not (blobs and target.is_relative_to(blobs)))
+        if target.is_file() and not stays:
+            files[name] = target
+        elif stays or not target.is_dir():
+            left_out.append(f"{name}/" if target.is_dir() else name)
+    return files, left_out
 
 
-def _fits(name: str, globs: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name.lower(), glob) for glob in globs)
-
-
-def _reason(name: str) -> str | None:
-    return next((reason for reason, globs in LEFT_OUT.items() if _fits(name, globs)), None)
+def _is_ignored(name: str) -> bool:
+    return any(fnmatchcase(name.lower(), glob) for glob in IGNORED)
 
 
 def _require_weights(folder: Path, files: dict[str, Path]) -> None:
+    """Refuse a folder without safetensors, or with broken or missing ones."""
     weights = [name for name in files if name.endswith(".safetensors")]
     if not weights:
         raise CheckpointError(f"{folder} has no weights (*.safetensors). Save the model with save_pretrained.")
-    if INDEX in files:
+    name, named = INDEX, set(weights)
+    try:
+        if INDEX in files:
+            named = set(map(str, json.loads(files[INDEX].read_text(encoding="utf-8"))["weight_map"].values()))
+        for name in weights:
+            with safe_open(files[name], "pt"):  # reads the header and compares it with the file's size
+                pass
+    except Exception as error:  # of JSON in any shape, and safetensors' own
+        raise CheckpointError(f"{folder / name} can't be read: {first_line(error)}. Save the model again.") from error
+    if missing := sorted(named - set(weights)):
+        raise CheckpointError(f"{folder} lacks weights that {INDEX} names: {', '.join(missing)}. Save the model again.")
+
+
+def _tokenizer(given: Any) -> Any:
+    """A tokenizer or processor, or the one of a name or folder.
+
+    Raises:
+        OptionError: there is none.
+    """
+    found = given
+    if isinstance(given, str | PathLike):
         try:
-            named = set(json.loads(files[INDEX].read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, LookupError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{files[INDEX]} can't be read: {error!r}. Save the model again.") from error
-        if missing := sorted(named - set(weights)):
-            raise CheckpointError(
-                f"{folder} lacks weights that {INDEX} names: {', '.join(missing)}. Save the model again."
-            )
-    if reason := broken_file(folder, ""):
-        raise CheckpointError(f"{folder}: {reason}")
-
-
-def _require_no_token(files: dict[str, Path]) -> None:
-    for path in files.values():
-        if path.suffix == ".safetensors" or path.stat().st_size > _LARGEST_TEXT:
-            continue
-        if _TOKEN.search(path.read_bytes()):
-            raise CheckpointError(
-                f"{path} seems to hold an access token of the Hub. Remove it from there, and revoke it."
-            )
+            found = AutoProcessor.from_pretrained(given)
+        except Exception as error:  # tokenizers fail in many ways
+            raise OptionError(f"tokenizer: {given} has none that opens here ({first_line(error):.200}).") from error
+    if not hasattr(found, "save_pretrained"):
+        raise OptionError(f"tokenizer is a tokenizer or processor, or the name of one, not {type(found).__name__}.")
+    inner = getattr(found, "tokenizer", found)
+    if hasattr(inner, "get_vocab") and len(inner.get_vocab()) <= len(inner.all_special_ids):
+        raise OptionError("tokenizer has no vocabulary: transformers opens a folder without tokenizer files as that.")
+    return found

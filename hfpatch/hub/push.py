@@ -1,27 +1,97 @@
-"""`push_patched`: a patched model or its folder becomes one commit of a model repository on the Hub."""
+"""Pushes a patched model or its folder to a model repository on the Hub, as one commit.
+
+By `HfApi.create_commit`, not `upload_folder`: where hf_xet is installed, that commits a folder in several parts, and a
+push that breaks off would leave half a checkpoint behind.
+"""
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResult, HfApi
-from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResult, HfApi, get_token
+from huggingface_hub import errors as hub_errors
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils.sha import git_hash
 from transformers import PreTrainedModel
 
-from ..errors import HubError, NotAModelRepoError, OptionError, PushConflictError, UnreachableError
+from ..core.plan_table import table
+from ..errors import HubError, OptionError
+from ..export import FORMS
 from ..verification.report import Report
-from .base import find_base
-from .card import card
-from .contents import checkpoint_of
-from .failures import MEANWHILE, checked_repo_id, checked_token, passes, told, tried
-from .folder import CARD, Folder, is_stale
-from .outcome import Push, PushedFile
-from .remote import Local, Remote
-from .section import Facts
+from .card import CARD, CardFacts, base_of, card
+from .folder import INDEX, checkpoint_of
+
+T = TypeVar("T")
+HTTPError: type[Exception] = hub_errors.HTTPError  # httpx's or httpx2's, as the client has it
+# Weights in the repository that transformers would open instead of those of a push, or along with them
+STALE = ("model*.safetensors", INDEX, "pytorch_model*.bin", "pytorch_model.bin.index.json")
+_VOCABULARIES = ("tokenizer", "vocab", "spiece")
+_TRANSIENT = (408, 429, 500, 502, 503, 504)  # the statuses that the client itself tries again, where it does
+_LONGEST_WAIT, _LONGEST_RETRY_AFTER = 16, 120  # seconds
+
+
+@dataclass(frozen=True, order=True)
+class PushedFile:
+    """One file of a push: its path in the repository, its size in bytes, and "new", "changed", "same" or "deleted"."""
+
+    path: str
+    size: int
+    state: str
+
+
+@dataclass
+class Push:
+    """Result of `push_patched`, or with `dry_run` what it would be; `str(push)` is a table of the files.
+
+    Attributes:
+        repo_id, revision: where to; None is the main branch.
+        url: of the repository, its branch, or the pull request.
+        commit: the commit that holds the checkpoint; of a dry run the branch's newest one.
+        files: what the repository gets, keeps and loses.
+        left_out: paths in the folder that aren't uploaded: hidden files, secrets, logs, caches, pickles, links.
+        notes: what else there is to know.
+        dry_run: whether nothing was sent.
+    """
+
+    repo_id: str
+    revision: str | None
+    url: str
+    commit: str | None
+    files: list[PushedFile]
+    left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    dry_run: bool = False
+
+    @property
+    def changed(self) -> list[PushedFile]:
+        """The files that the repository didn't have like this."""
+        return [file for file in self.files if file.state != "same"]
+
+    def __str__(self) -> str:
+        lines = [("file", "bytes", "state"), *((file.path, f"{file.size:,}", file.state) for file in self.files)]
+        sent = [file.size for file in self.changed if file.state != "deleted"]
+        if not self.changed:
+            done = f"{self.url} holds exactly this; no commit is {'needed' if self.dry_run else 'made'}"
+        else:
+            done = f"{'Would push' if self.dry_run else 'Pushed'} {len(sent)} files ({sum(sent):,} bytes) to {self.url}"
+        done += f" ({self.commit})." if self.commit and not self.dry_run else "."
+        left = [f"Left out: {', '.join(self.left_out)}."] if self.left_out else []
+        return "\n".join([table(lines, "<><"), done, *left, *(f"Note: {note}." for note in self.notes)])
 
 
 def push_patched(
@@ -31,7 +101,7 @@ def push_patched(
     form: str | None = None,
     native: bool = False,
     tokenizer: Any = None,
-    base_model: str | None = None,
+    base_model: str | PathLike[str] | None = None,
     license: str | None = None,
     report: Report | None = None,
     eval_results: EvalResult | Iterable[EvalResult] = (),
@@ -46,12 +116,11 @@ def push_patched(
     retries: int = 5,
     dry_run: bool = False,
 ) -> Push:
-    """Push a patched model to a model repository of the Hub, with its card, as one commit.
+    """Push a patched model to a model repository of the Hub, with a model card, as one commit.
 
-    The commit is made when every file has arrived and been checked, and only if the branch is still where it was when
-    the push began; until then nobody sees anything of it. A push that broke off is resumed by the same call: files that
-    arrived aren't sent again. Weights travel as safetensors only. Weights in the repository that this push replaces, of
-    another number of shards say, are deleted by the same commit, since transformers might open them instead.
+    The commit is made once every file has arrived, and only if the branch is still where it was when the push began;
+    until then nobody sees anything of it. The same call again finishes a push that broke off. Weights travel as
+    safetensors only; weights in the repository that transformers might open instead are deleted by the same commit.
 
     The card says what was patched, how to open it, and what is known of quality and licence. A README.md of the folder
     (or of the repository, where the folder has none) keeps its text: only the section of an earlier push is renewed,
@@ -60,12 +129,9 @@ def push_patched(
     Args:
         model: the model in memory, or the folder that `save_pretrained` or an export wrote. A folder stays as it is.
         repo_id: user/name, or name alone for one's own. It is made where it doesn't exist.
-        form: in which form it goes there, as in `export_model`: "plugin" opens with hfpatch, "remote" also with
-            `trust_remote_code=True`, "native" with transformers alone, where a stock architecture is equal. None is
-            the form that a folder has, and "plugin" of a model in memory. A folder that has another one is opened and
-            exported; remote and native exports are verified before anything is sent.
-        native: the folder is a native export: a stock checkpoint that transformers alone opens. Without this, a folder
-            that has no patch record is refused.
+        form: "plugin", "remote" or "native" as in `export_model`. None is the form that a folder has, and "plugin" of a
+            model in memory. A folder that has another form is opened and exported.
+        native: the folder is a native export; without this, a folder that has no patch record is refused.
         tokenizer: a tokenizer or processor to carry along, or the name of one; a folder brings its own.
         base_model: the model that was patched: its Hub id, or its folder, of which only the card is read. Of a model in
             memory that came from the Hub it is known.
@@ -75,184 +141,233 @@ def push_patched(
         private: whether a repository that is made is private; one that exists stays as it is.
         revision: the branch; it is made, from the main one, where it doesn't exist. None is the main branch.
         subfolder: the folder in the repository that gets the files.
-        create_pr: open a pull request instead of committing to the branch. Such a commit is sent once: another try
-            could open a second one.
-        commit_message: its first line.
+        create_pr: open a pull request instead. It is sent once: another try could open a second one.
+        commit_message, token, endpoint: as everywhere in huggingface_hub.
         max_shard_size: of what is written here, as in `save_pretrained`.
-        token: as everywhere in huggingface_hub: None is the one that is logged in. It is written nowhere.
-        endpoint: another Hub's address.
         retries: how often what failed for a reason that passes (no connection, 408, 429, 5xx) is tried again.
-        dry_run: send nothing; tell what would be.
-
-    Returns:
-        What was done; print it.
+        dry_run: send nothing; return what would be.
 
     Raises:
-        CheckpointError: the folder is no checkpoint that hfpatch made, or its weights are pickles or broken.
+        CheckpointError: the folder is no checkpoint that hfpatch wrote, its weights are broken, or the model isn't
+            patched.
         WrappedModelError: the model is wrapped.
-        OptionError: the metadata of README.md can't be read, or the form, subfolder or tokenizer is none.
+        OptionError: an argument is outside its domain, or the metadata of README.md can't be read.
         UnsupportedError, VerificationError: the model doesn't have the form; says why.
-        PatchError: the tokenizer doesn't open again beside the model.
-        RepoIdError, NotAModelRepoError, NoSuchNamespaceError: there can't be, or is, no such model repository.
-        NotLoggedInError, NoWriteAccessError: no valid token, or one that may not write there.
-        PushConflictError: somebody else committed meanwhile.
-        UnreachableError: no answer, or no good one, after all retries.
-        HubError: parent of the last six; the Hub refused something else.
+        PatchError: the tokenizer doesn't open again with the model.
+        HubError: the Hub refused the push, somebody else committed meanwhile, or no good answer came after all retries;
+            in the words of the client, whose own error is the cause.
     """
-    api = HfApi(endpoint=endpoint, token=checked_token(token), library_name="hfpatch")
-    repo_id = checked_repo_id(repo_id)
-    subfolder = _checked_subfolder(subfolder)
     results = (eval_results,) if isinstance(eval_results, EvalResult) else tuple(eval_results)
+    texts = {"base_model": base_model, "license": license, "revision": revision, "commit_message": commit_message}
+    if not isinstance(repo_id, str):
+        raise OptionError(f"repo_id is text such as 'me/gpt2-rms', not {type(repo_id).__name__}.")
+    _require_valid(form, token, subfolder, texts, report, results)
+    folder = "/".join(filter(None, subfolder.split("/")))
+    # with True the client says how to log in where nobody is
+    api = HfApi(endpoint=endpoint, token=True if token is None and not dry_run else token, library_name="hfpatch")
+    branch = _Branch(api, repo_id, revision, retries)
+    name = str(base_model or getattr(model, "name_or_path", ""))
+    base = base_of(name, base_model is not None, api) if name not in ("", branch.repo_id) else (None, None)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = checkpoint_of(model, native, tokenizer, Path(scratch), max_shard_size, form)
-        with told(api, repo_id):
-            if not dry_run:
-                repo_id = _made(api, repo_id, private, retries)
-            elif "/" not in repo_id:
-                repo_id = f"{api.whoami()['name']}/{repo_id}"
-            remote, notes = _found(api, repo_id, revision, create_pr, retries, dry_run)
-            base = find_base(model, base_model, repo_id, api)
-            contents, said = _contents(
-                folder, Facts(repo_id, subfolder, base, license, report, results), remote, retries
-            )
-            files = _compared(contents, remote, subfolder)
-            if private and remote.private is False:
-                notes.append("the repository is public already, so anyone can read this")
-            url = f"{api.endpoint}/{repo_id}" + (f"/tree/{revision}" if revision else "")
-            notes += [*said, *folder.notes]
-            push = Push(repo_id, revision, url, remote.commit, files, folder.left_out, notes, dry_run)
-            if push.changed and not dry_run:
-                message = commit_message or f"Upload {folder.title}, patched by hfpatch"
-                push.commit, pull_request = _committed(api, push, contents, remote, message, create_pr, retries)
-                push.url = pull_request or push.url
-            return push
+        shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+        found = checkpoint_of(model, form, native, tokenizer, Path(scratch), shards)
+        notes = branch.look() if dry_run else branch.create(private, create_pr)
+        if private and branch.head.private is False:
+            notes.append("the repository is public already, so anyone can read this")
+        facts = CardFacts(found.config, found.record, branch.repo_id, folder, *base, license, report, results)
+        own = found.files.get(CARD)
+        written = branch.text(_join(folder, CARD), scratch) if own is None else own.read_text("utf-8-sig")
+        text, card_notes = card(facts, written)
+        contents: dict[str, Path | bytes] = {**found.files, CARD: text.encode()}
+        additions = [CommitOperationAdd(_join(folder, name), content) for name, content in contents.items()]
+        notes += card_notes
+        if "vocab_size" in found.config and not any(name.startswith(_VOCABULARIES) for name in contents):
+            notes.append("no tokenizer travels along: give one with tokenizer= (--tokenizer)")
+        files = _compared(additions, branch.head, folder)
+        url = f"{api.endpoint}/{branch.repo_id}" + (f"/tree/{revision}" if revision else "")
+        push = Push(branch.repo_id, revision, url, branch.head.commit, files, found.left_out, notes, dry_run)
+        if push.changed and not dry_run:
+            message = commit_message or f"Upload {found.title}, patched by hfpatch"
+            push.commit, pull_request = branch.commit(additions, folder, message, create_pr)
+            push.url = pull_request or push.url
+        return push
 
 
-def _made(api: HfApi, repo_id: str, private: bool, retries: int) -> str:
-    """The repository's full id; it exists from now on."""
-    made = tried(lambda: api.create_repo(repo_id, private=private, exist_ok=True), retries)
-    if made.repo_type not in (None, "model"):
-        raise NotAModelRepoError(f"{repo_id} is a {made.repo_type}, not a model repository. Choose another name.")
-    return repo_id if "/" in repo_id else made.repo_id
+def _join(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
 
 
-def _found(
-    api: HfApi, repo_id: str, revision: str | None, create_pr: bool, retries: int, dry_run: bool
-) -> tuple[Remote, list[str]]:
-    """What the branch holds; without one it is made, from the main one, or in a dry run said to be."""
-    try:
-        return tried(lambda: Remote.read(api, repo_id, revision), retries), []
-    except RevisionNotFoundError:
-        if create_pr or revision is None:
-            raise
-        if dry_run:
-            return Remote.read(api, repo_id, None), [f"the branch {revision} would be made from the main one"]
-    except RepositoryNotFoundError:
-        if not dry_run:
-            raise
-        return Remote(None, None, {}), ["there is no such repository yet (or the token can't see it): it would be made"]
-    except Exception as error:
-        if not dry_run or not (isinstance(error, OfflineModeIsEnabled) or passes(error)):
-            raise
-        return Remote(None, None, {}), ["the Hub can't be reached, so what it holds already isn't known"]
-    tried(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True), retries)
-    return tried(lambda: Remote.read(api, repo_id, revision), retries), []
-
-
-def _contents(folder: Folder, facts: Facts, remote: Remote, retries: int) -> tuple[dict[str, Local], list[str]]:
-    """All files by their path in the repository, the card among them, and notes on the card."""
-    prefix = _prefix(facts.subfolder)
-    contents = {f"{prefix}{name}": Local(path) for name, path in folder.files.items()}
-    own = folder.files.get(CARD)
-    written = tried(lambda: remote.text(f"{prefix}{CARD}"), retries) if own is None else own.read_text("utf-8-sig")
-    text, notes = card(folder, facts, written)
-    contents[f"{prefix}{CARD}"] = Local(text.encode())
-    return contents, notes
-
-
-def _checked_subfolder(subfolder: str) -> str:
-    """Its path without slashes at the ends.
+def _require_valid(
+    form: str | None, token: str | bool | None, subfolder: str, texts: dict[str, Any], report: Any, results: tuple
+) -> None:
+    """Refuse what can be refused before anything is exported or sent.
 
     Raises:
-        OptionError: it leads out of the repository, or to where git keeps its own.
+        OptionError: an argument is outside its domain.
+        HubError: the token has characters that no header can hold; the client's error about those would show it.
     """
-    parts = [part for part in subfolder.split("/") if part]
-    if any(part.startswith(".") or "\\" in part for part in parts):
+    if form is not None and form not in FORMS:
+        raise OptionError(f"form must be one of {', '.join(FORMS)}, not {form!r:.40}.")
+    for name, value in texts.items():
+        if not isinstance(value, str | PathLike | None):
+            raise OptionError(f"{name} is text, not {type(value).__name__}.")
+    if not isinstance(report, Report | None):
+        raise OptionError(f"report is what verify returned, not {type(report).__name__}.")
+    if not all(isinstance(result, EvalResult) for result in results):
+        raise OptionError("eval_results are EvalResults of huggingface_hub.")
+    if any(part.startswith(".") or "\\" in part for part in subfolder.split("/")):
         raise OptionError(
             f"subfolder={subfolder!r:.80} is no folder of a repository; write for example 'variants/rms'."
         )
-    return "/".join(parts)
+    sent = token if isinstance(token, str) else None if token is False else get_token()
+    if sent is not None and not (sent.isascii() and sent.isprintable() and sent.split() == [sent]):
+        raise HubError("the token has blanks, line breaks or other characters that no token has. Copy it again.")
 
 
-def _prefix(subfolder: str) -> str:
-    return f"{subfolder}/" if subfolder else ""
+@dataclass(frozen=True)
+class _Head:
+    """A commit, whether its repository is private, and its files by path; empty where there is none."""
+
+    commit: str | None = None
+    private: bool | None = None
+    files: dict[str, RepoFile] = field(default_factory=dict)
 
 
-def _compared(contents: dict[str, Local], remote: Remote, subfolder: str) -> list[PushedFile]:
-    files = [PushedFile(path, local.size, local.state(remote.files.get(path))) for path, local in contents.items()]
-    prefix = _prefix(subfolder)
-    for path, entry in remote.files.items():
-        if path not in contents and path.startswith(prefix) and is_stale(path.removeprefix(prefix)):
-            files.append(PushedFile(path, entry.size, "deleted"))
-    return sorted(files, key=lambda file: file.path)
+class _Branch:
+    """A branch of a model repository; `head` is where it was when the push began."""
+
+    def __init__(self, api: HfApi, repo_id: str, revision: str | None, retries: int):
+        self.api, self.repo_id, self.revision, self.retries = api, repo_id, revision, retries
+        self.head = _Head()
+        self.ask(lambda: validate_repo_id(repo_id))
+        if "/" not in repo_id:
+            self.repo_id = f"{self.ask(api.whoami)['name']}/{repo_id}"
+
+    def ask(self, action: Callable[[], T], once: bool = False) -> T:
+        """`action()`, tried again after errors that pass: 1, 2, 4, ... 16 seconds later, or when the Hub says.
+
+        The client itself tries again what uploads files, but neither the creation of a repository nor a commit.
+
+        Raises:
+            HubError: in the client's words.
+        """
+        tries = 0
+        while True:
+            try:
+                return action()
+            except (HTTPError, RuntimeError, OSError, ValueError) as error:
+                # what broke an upload or a download, the client wraps
+                wrapped = isinstance(error, RuntimeError | LocalEntryNotFoundError)
+                cause = error.__cause__ if wrapped and error.__cause__ else error
+                if once or tries == self.retries or not _passes(cause):
+                    raise HubError(f"{self.repo_id}: {' '.join(str(cause).split())}") from cause
+                time.sleep(max(min(2**tries, _LONGEST_WAIT), _retry_after(cause)))
+                tries += 1
+
+    def read(self, revision: str | None = None) -> _Head:
+        """The newest commit, or the one of that id."""
+        info = self.api.model_info(self.repo_id, revision=revision or self.revision)
+        tree = self.api.list_repo_tree(self.repo_id, recursive=True, revision=info.sha)  # whatever follows that commit
+        return _Head(info.sha, info.private, {entry.path: entry for entry in tree if isinstance(entry, RepoFile)})
+
+    def create(self, private: bool, create_pr: bool) -> list[str]:
+        """Make the repository and the branch where they don't exist, and read where the branch is; no notes."""
+        self.ask(lambda: self.api.create_repo(self.repo_id, private=private, exist_ok=True))
+        branch = None if create_pr else self.revision
+        if branch and not self.ask(lambda: self.api.revision_exists(self.repo_id, branch)):
+            self.ask(lambda: self.api.create_branch(self.repo_id, branch=branch, exist_ok=True))
+        self.head = self.ask(self.read)
+        return []
+
+    def look(self) -> list[str]:
+        """Read where the branch is, if that can be seen; a note where it can't."""
+        try:
+            self.head = self.ask(self.read)
+        except HubError as error:
+            if isinstance(error.__cause__, RepositoryNotFoundError | RevisionNotFoundError):
+                return ["there is no such repository or branch yet, or the token can't see it: it would be made"]
+            return [f"what the repository holds already isn't known ({error})"]
+        return []
+
+    def text(self, path: str, scratch: str) -> str | None:
+        """The content of a text file; None where there is none."""
+        if path not in self.head.files:
+            return None
+        where: dict[str, Any] = {"revision": self.head.commit, "local_dir": scratch}  # the cache would outlive the push
+        return Path(self.ask(lambda: self.api.hf_hub_download(self.repo_id, path, **where))).read_text("utf-8-sig")
+
+    def commit(
+        self, additions: list[CommitOperationAdd], folder: str, message: str, create_pr: bool
+    ) -> tuple[str | None, str | None]:
+        """Commit the files that aren't there yet; the commit's id, and the pull request's address.
+
+        Raises:
+            HubError: the branch isn't at `head` any more, the commit doesn't hold what was sent, or it isn't known
+                whether a pull request was opened.
+        """
+        where: dict[str, Any] = {"revision": self.revision, "create_pr": create_pr}
+        known = [self.head]
+
+        def send() -> tuple[str | None, str | None]:
+            head = known.pop() if known else self.read()  # an earlier try may have arrived, and only its reply got lost
+            states = {file.path: file.state for file in _compared(additions, head, folder)}
+            added = [addition for addition in additions if states[addition.path_in_repo] != "same"]
+            deleted = [CommitOperationDelete(path) for path, state in states.items() if state == "deleted"]
+            if not added and not deleted:
+                return head.commit, None
+            # by itself the client leaves out what the repository's .gitignore names, and commits the rest
+            self.api.preupload_lfs_files(self.repo_id, added, gitignore_content="# nothing is ignored\n", **where)
+            info = self.api.create_commit(
+                self.repo_id, [*added, *deleted], commit_message=message, parent_commit=self.head.commit, **where
+            )
+            return info.oid, info.pr_url
+
+        try:
+            commit, pull_request = self.ask(send, once=create_pr)
+        except HubError as error:
+            if create_pr and _passes(error.__cause__):
+                seen = f"{self.api.endpoint}/{self.repo_id}/discussions"
+                raise HubError(f"{error} A pull request may have been opened all the same: look at {seen}.") from error
+            raise
+        arrived = _compared(additions, self.ask(lambda: self.read(commit)), folder)
+        if missed := [file.path for file in arrived if file.state != "same"]:
+            raise HubError(
+                f"{self.repo_id}: commit {commit} doesn't hold what was sent of {', '.join(missed)}. Look at the "
+                "repository, then push again."
+            )
+        return commit, pull_request
 
 
-def _missed(push: Push, contents: dict[str, Local], remote: Remote) -> list[str]:
-    """What isn't in the repository as the push would have it."""
-    wrong = []
-    for file in push.files:
-        entry = remote.files.get(file.path)
-        gone = file.state == "deleted"
-        if (entry is not None) if gone else contents[file.path].state(entry) != "same":
-            wrong.append(file.path)
-    return wrong
+def _compared(additions: list[CommitOperationAdd], head: _Head, folder: str) -> list[PushedFile]:
+    """What becomes of each file that is added, and of weights that transformers would open instead of them."""
+    files = {}
+    for addition in additions:
+        path, entry = addition.path_in_repo, head.files.get(addition.path_in_repo)
+        state = "new" if entry is None else "same" if _is_same(addition, entry) else "changed"
+        files[path] = PushedFile(path, addition.upload_info.size, state)
+    for path, entry in head.files.items():
+        parent, _, name = path.rpartition("/")
+        if path not in files and parent == folder and any(fnmatchcase(name, glob) for glob in STALE):
+            files[path] = PushedFile(path, entry.size, "deleted")
+    return sorted(files.values())
 
 
-def _committed(
-    api: HfApi, push: Push, contents: dict[str, Local], remote: Remote, message: str, create_pr: bool, retries: int
-) -> tuple[str, str | None]:
-    """The new commit's id, and the pull request's address.
+def _is_same(addition: CommitOperationAdd, entry: RepoFile) -> bool:
+    if addition.upload_info.size != entry.size:
+        return False
+    if entry.lfs is not None:
+        return addition.upload_info.sha256.hex() == entry.lfs.sha256
+    with addition.as_file() as file:
+        return git_hash(file.read()) == entry.blob_id
 
-    Raises:
-        PushConflictError: the branch isn't where `remote` found it.
-        UnreachableError: whether a pull request was opened isn't known.
-        HubError: the commit doesn't hold what was sent.
-    """
-    added = [
-        CommitOperationAdd(file.path, contents[file.path].content) for file in push.changed if file.state != "deleted"
-    ]
-    deleted = [CommitOperationDelete(file.path) for file in push.changed if file.state == "deleted"]
-    where: dict[str, Any] = {"revision": push.revision, "create_pr": create_pr}
-    sent = False
 
-    def send() -> tuple[str, str | None]:
-        nonlocal sent
-        if sent:  # the commit may have been made, and only the reply lost
-            now = Remote.read(api, push.repo_id, push.revision)
-            if now.commit != remote.commit:
-                if _missed(push, contents, now):
-                    raise PushConflictError(f"{push.repo_id}: {MEANWHILE}.")
-                return str(now.commit), None
-        # by itself the client leaves out what the repository's .gitignore names, and commits the rest
-        api.preupload_lfs_files(push.repo_id, added, gitignore_content="# nothing is ignored\n", **where)
-        sent = True
-        operations: list[Any] = [*added, *deleted]
-        made = api.create_commit(push.repo_id, operations, commit_message=message, parent_commit=remote.commit, **where)
-        return made.oid, made.pr_url
+def _passes(error: BaseException | None) -> bool:
+    """Whether another try may succeed: the connection broke, or the Hub was busy or failing."""
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code in _TRANSIENT
+    return isinstance(error, HTTPError | json.JSONDecodeError)  # no JSON: from a failing server or proxy
 
-    try:
-        commit, pull_request = tried(send, 0 if create_pr else retries)
-    except Exception as error:
-        if create_pr and sent and passes(error):
-            raise UnreachableError(
-                f"{push.repo_id}: no good reply came, so a pull request may have been opened. Look at {api.endpoint}/"
-                f"{push.repo_id}/discussions, and push again if there is none."
-            ) from error
-        raise
-    arrived = tried(lambda: Remote.read(api, push.repo_id, commit), retries)
-    if missed := _missed(push, contents, arrived):
-        raise HubError(
-            f"{push.repo_id}: commit {commit} doesn't hold what was sent of {', '.join(missed)}. Look at the "
-            "repository, then push again."
-        )
-    return commit, pull_request
+
+def _retry_after(error: BaseException) -> int:
+    asked = error.response.headers.get("Retry-After", "") if isinstance(error, HfHubHTTPError) else ""
+    return min(int(asked), _LONGEST_RETRY_AFTER) if asked.isdigit() else 0

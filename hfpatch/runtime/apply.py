@@ -55,7 +55,8 @@ def apply(edits: Iterable[Edit], model: nn.Module, changes: Any = None, fresh: b
     Raises:
         CheckpointError: `fresh`, and the class has no such place.
     """
-    return sum(_apply(edit, model, changes or Direct(), fresh) for edit in edits)
+    writer = Direct() if changes is None else changes  # an empty transaction is false
+    return sum(_apply(edit, model, writer, fresh) for edit in edits)
 
 
 def _apply(edit: Edit, model: nn.Module, changes: Any, fresh: bool) -> int:

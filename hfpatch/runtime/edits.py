@@ -18,9 +18,11 @@ one that `register_component` made known. The text is parsed, never evaluated.
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import re
 from dataclasses import dataclass, is_dataclass
+from importlib.metadata import entry_points
 from typing import Any
 
 from torch import nn
@@ -31,6 +33,7 @@ HEAD = "<head>"  # the model around the base model; its other modules are called
 LENS_SLOT, CENTRE_SLOT, SCALE_SLOT = "@lens", "@centre", "@scale"
 _LONGEST, _MOST = 20_000, 10_000  # characters of an edit, edits of a record
 _NAME = re.compile(r"(@(lens|centre|scale)|<head>|\*|[A-Za-z0-9]\w*|_hfpatch_\w+|_[a-z]\w*)")
+_PLUGINS = ("hfpatch.norms", "hfpatch.positions", "hfpatch.mlps")  # groups of entry points
 COMPONENTS: dict[str, Any] = {}
 
 
@@ -44,10 +47,30 @@ def register_component(component: Any) -> Any:
     Raises:
         UnsupportedError: another component has that name.
     """
-    known = COMPONENTS.setdefault(component.__name__, component)
-    if known is not component:
+    known = COMPONENTS.get(component.__name__, component)
+    if (known.__module__, known.__qualname__) != (component.__module__, component.__qualname__):
         raise UnsupportedError(f"a component called {component.__name__} is registered already: {known.__module__}.")
+    COMPONENTS[component.__name__] = component
     return component
+
+
+def component_called(name: str) -> Any:
+    """The component of a name; packages that bring schemes of their own are imported where it isn't known.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if name not in COMPONENTS:
+        for group in _PLUGINS:
+            for point in entry_points(group=group):
+                with contextlib.suppress(Exception):  # a broken package hurts only who asks for what it brings
+                    point.load()
+    if name not in COMPONENTS:
+        raise CheckpointError(
+            f"no component called {name!r:.80} is known here. If it comes from a package of its own, import it first; "
+            "else update hfpatch: pip install -U hfpatch"
+        )
+    return COMPONENTS[name]
 
 
 @dataclass(frozen=True)
@@ -98,13 +121,7 @@ class Call:
         return not self.is_module() or hasattr(self._component(), "replacing")
 
     def _component(self) -> Any:
-        try:
-            return COMPONENTS[self.name]
-        except KeyError:
-            raise CheckpointError(
-                f"no component called {self.name!r:.80} is known here. If it comes from a package of its own, import "
-                "that first; else update hfpatch: pip install -U hfpatch"
-            ) from None
+        return component_called(self.name)
 
     def _args(self) -> list[Any]:
         return [_made(value) for value in self.args]

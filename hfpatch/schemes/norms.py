@@ -39,6 +39,7 @@ class Norm(Scheme):
 
     registry: ClassVar = NORMS
     component: ClassVar[type[AffineNorm]]
+    label: ClassVar[str] = ""  # what plans call the module; the component's name
     needs_padding: ClassVar[bool] = False  # whether it must be told of padding, and serves no causal stack
     why_left: ClassVar[str] = "not exact"  # why norms that a record leaves out stay
     branchwise: ClassVar[bool] = False  # whether it changes how residual branches meet their stream (swap/branches.py)
@@ -47,11 +48,7 @@ class Norm(Scheme):
         super().__init_subclass__(**kwargs)
         if "component" in cls.__dict__:
             register_component(cls.component)
-
-    @property
-    def label(self) -> str:
-        """What plans call the module."""
-        return self.component.__name__
+            cls.label = cls.__dict__.get("label", cls.component.__name__)
 
     def module_class(self) -> type[AffineNorm]:
         """The class of the module for these options."""
@@ -215,7 +212,7 @@ class RMS(Norm):
         return self.mode if self.fraction == 1 else None
 
     def module_class(self) -> type[AffineNorm]:
-        return PartialRMSNorm if self.fraction < 1 else RMSNorm
+        return PartialRMSNorm if self.fraction < 1 else self.component
 
     def reason_to_keep(self, facts: NormFacts) -> str | None:
         return super().reason_to_keep(facts) if self.fraction == 1 else None
@@ -414,6 +411,7 @@ class BatchNorm(Norm):
 
     momentum: float = 0.1
     component: ClassVar[type[AffineNorm]] = MaskedBatchNorm
+    label: ClassVar[str] = "BatchNorm"
     needs_padding: ClassVar[bool] = True
     why_left: ClassVar[str] = "a causal stack, or out of a padding mask's reach"
 

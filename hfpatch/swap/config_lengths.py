@@ -142,9 +142,8 @@ def _changed_tables(model: nn.Module, part: Part) -> dict[str, tuple[int, ...] |
         tables |= _named(model, {item.table_name, *(prefix + path for path in item.stack.others)})
         if isinstance(scheme, Learned):
             tables |= _resized_shape(item, scheme)
-    paths = {id(module): name for name, module in model.named_modules()}
     for bias in [] if scheme.keeps_table else find_biases(model):
-        tables |= _named(model, {f"{paths[id(holder)]}.{name}".strip(".") for holder, name in bias.tables()})
+        tables |= _named(model, {bias.prefix + path for path, _ in bias.table_paths()})
     if not scheme.keeps_table:  # rows that a host fills in itself are left in a buffer, as many as it will fill in
         tables = {name: shape for name, shape in tables.items() if name not in dict(model.named_buffers())}
         tables |= {

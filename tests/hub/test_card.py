@@ -15,9 +15,8 @@ from local_hub import LocalHub
 from tiny_models import patch, tiny
 
 from hfpatch.errors import OptionError
-from hfpatch.hub.card import BEGIN, END, card
-from hfpatch.hub.folder import Folder, read_folder
-from hfpatch.hub.section import Base, Facts
+from hfpatch.hub.card import BEGIN, END, CardFacts, card
+from hfpatch.hub.folder import Checkpoint, read_checkpoint
 from hfpatch.schemes.norms import DyT
 from hfpatch.schemes.rope import RoPE
 from hfpatch.verification.verify import verify
@@ -42,8 +41,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(checkpoint: Path) -> Folder:
-    return read_folder(checkpoint)
+def folder(checkpoint: Path) -> Checkpoint:
+    return read_checkpoint(checkpoint)
 
 
 def parsed(text: str) -> ModelCard:
@@ -52,13 +51,13 @@ def parsed(text: str) -> ModelCard:
     return ModelCard(text)
 
 
-def facts(**known: Any) -> Facts:
-    return Facts(repo_id="me/gpt2-dyt", **known)
+def facts(folder: Checkpoint, **known: Any) -> CardFacts:
+    return CardFacts(**{"config": folder.config, "record": folder.record, "repo_id": "me/gpt2-dyt", **known})
 
 
-def test_what_it_says(folder: Folder) -> None:
-    base = Base("openai/gpt2", ModelCardData(license="mit", language="en", tags=["theirs"], pipeline_tag="other"))
-    text, notes = card(folder, facts(base=base), None)
+def test_what_it_says(folder: Checkpoint) -> None:
+    base = ModelCardData(license="mit", language="en", tags=["theirs"], pipeline_tag="other")
+    text, notes = card(facts(folder, base_model="openai/gpt2", base_card=base), None)
     read = parsed(text)
     assert read.data.to_dict() == {
         "base_model": "openai/gpt2",
@@ -83,45 +82,45 @@ def test_what_it_says(folder: Folder) -> None:
     assert "`mit`, carried over from the base model's card." in text
 
 
-def test_what_is_not_known_is_said_and_left_out(folder: Folder) -> None:
-    text, notes = card(folder, facts(), None)
+def test_what_is_not_known_is_said_and_left_out(folder: Checkpoint) -> None:
+    text, notes = card(facts(folder), None)
     data = parsed(text).data.to_dict()
     assert not {"license", "base_model", "language"} & set(data)
     assert "Not known: the base model's card wasn't at hand." in text
     assert len(notes) == 2
     assert "license=" in notes[0]
     assert "base_model=" in notes[1]
-    text, _ = card(folder, facts(base=Base("a/b", ModelCardData(tags=["x"]))), None)
+    text, _ = card(facts(folder, base_model="a/b", base_card=ModelCardData(tags=["x"])), None)
     assert "license" not in parsed(text).data.to_dict()
     assert "Not known: the base model's card names none." in text
 
 
-def test_a_named_licence_comes_with_its_name_and_link(folder: Folder) -> None:
+def test_a_named_licence_comes_with_its_name_and_link(folder: Checkpoint) -> None:
     theirs = ModelCardData(license="other", license_name="their-terms", license_link="LICENSE")
-    text, _ = card(folder, facts(base=Base("a/b", theirs)), None)
+    text, _ = card(facts(folder, base_model="a/b", base_card=theirs), None)
     data = parsed(text).data
     assert (data.license, data.license_name) == ("other", "their-terms")
     assert data.license_link == "https://huggingface.co/a/b/blob/main/LICENSE"  # the file stays where it is
     assert "`other` (their-terms), carried over" in text
-    text, _ = card(folder, facts(base=Base("a/b", theirs), license="mit"), None)
+    text, _ = card(facts(folder, base_model="a/b", base_card=theirs, license="mit"), None)
     said = parsed(text).data.to_dict()
     assert said["license"] == "mit"
     assert "license_name" not in said
     assert "`mit`, as the metadata above says." in text
 
 
-def test_how_to_open_it_without_hfpatch(folder: Folder) -> None:
+def test_how_to_open_it_without_hfpatch(folder: Checkpoint) -> None:
     folder.config["auto_map"] = {"AutoConfig": "a.B", "AutoModelForCausalLM": "a.C"}
-    text, _ = card(folder, facts(subfolder="small"), None)
+    text, _ = card(facts(folder, subfolder="small"), None)
     assert 'from_pretrained("me/gpt2-dyt", subfolder="small", trust_remote_code=True)' in text
     assert "`revision=`" in text
     folder.config["auto_map"] = {"AutoModel": "a.C"}
-    assert "trust_remote_code" not in card(folder, facts(), None)[0]
+    assert "trust_remote_code" not in card(facts(folder), None)[0]
 
 
-def test_an_export_needs_nothing_but_transformers(folder: Folder) -> None:
+def test_an_export_needs_nothing_but_transformers(folder: Checkpoint) -> None:
     config = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "hfpatch": {"version": 1}}
-    text, _ = card(Folder(config, None, {}, []), facts(base=Base("openai/gpt2")), None)
+    text, _ = card(facts(folder, config=config, record=None, base_model="openai/gpt2"), None)
     assert "exported as a stock `gpt_neox` model" in text
     assert "With transformers alone" in text
     assert "import hfpatch" not in text
@@ -145,16 +144,16 @@ def test_an_export_needs_nothing_but_transformers(folder: Folder) -> None:
 def test_task_and_class(family: str, head: str, auto: str, task: str | None) -> None:
     model = patch(tiny(family, head), norm="dyt")
     config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
-    text, _ = card(Folder(config, None, {}, []), facts(), None)
+    text, _ = card(CardFacts(config, None, "me/model"), None)
     assert f"{auto}.from_pretrained" in text
     assert parsed(text).data.pipeline_tag == task
 
 
-def test_what_was_measured(folder: Folder, checkpoint: Path) -> None:
+def test_what_was_measured(folder: Checkpoint, checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     report = verify(AutoModelForCausalLM.from_pretrained(checkpoint), tiny("gpt2", "AutoModelForCausalLM"))
-    text, _ = card(folder, facts(report=report, eval_results=(RESULT,)), None)
+    text, _ = card(facts(folder, report=report, eval_results=(RESULT,)), None)
     lines = [line.strip("|").split("|") for line in text.partition("| logits |")[2].splitlines()]
     assert [line[0].strip() for line in lines[2:8]] == ["reference", "model"] * 3
     told = [line.split() for line in str(report).splitlines() if line.startswith("model ")]
@@ -196,8 +195,10 @@ with | a table | and `code`
 """
 
 
-def test_the_authors_text_stays_and_metadata_is_completed(folder: Folder) -> None:
-    text, notes = card(folder, facts(base=Base("a/b", ModelCardData(license="mit")), eval_results=(RESULT,)), MINE)
+def test_the_authors_text_stays_and_metadata_is_completed(folder: Checkpoint) -> None:
+    text, notes = card(
+        facts(folder, base_model="a/b", base_card=ModelCardData(license="mit"), eval_results=(RESULT,)), MINE
+    )
     read = parsed(text)
     assert read.text == ModelCard(MINE).text
     assert read.data.license == "gpl-3.0"
@@ -209,17 +210,17 @@ def test_the_authors_text_stays_and_metadata_is_completed(folder: Folder) -> Non
     values = {result.metric_type: result.metric_value for result in read.data.eval_results}
     assert values == {"accuracy": 0.5, "perplexity": 29.5}
     assert notes == ["README.md stays as its author wrote it; its metadata is completed"]
-    assert card(folder, facts(license="mit"), MINE)[0].count("license: mit") == 1
-    assert card(folder, facts(base=Base("a/b"), eval_results=(RESULT,)), text)[0] == text
+    assert card(facts(folder, license="mit"), MINE)[0].count("license: mit") == 1
+    assert card(facts(folder, base_model="a/b", eval_results=(RESULT,)), text)[0] == text
 
 
-def test_only_the_section_of_an_earlier_push_is_renewed(folder: Folder) -> None:
-    first, _ = card(folder, facts(base=Base("a/b", ModelCardData(license="mit"))), None)
+def test_only_the_section_of_an_earlier_push_is_renewed(folder: Checkpoint) -> None:
+    first, _ = card(facts(folder, base_model="a/b", base_card=ModelCardData(license="mit")), None)
     edited = first.replace("# gpt2-dyt\n", "# gpt2-dyt\n\nMine, above.\n")
     edited = edited.replace("- rope", "- rope\n- mine\n- deepnorm")
     edited += "\n## Training\n\nMine, below.\n"
     config = {**folder.config, "transformers_version": "9.9.9"}
-    text, notes = card(Folder(config, folder.record, {}, []), facts(), edited)
+    text, notes = card(facts(folder, config=config), edited)
     assert notes == []
     assert text.count(BEGIN) == text.count(END) == 1
     assert "Saved with transformers 9.9.9." in text
@@ -231,16 +232,16 @@ def test_only_the_section_of_an_earlier_push_is_renewed(folder: Folder) -> None:
     assert data.base_model == "a/b"
     assert "[a/b]" in text
     assert data.tags == ["hfpatch", "mine", "dyt", "rms", "rope"]  # deepnorm was another patch's
-    assert card(Folder(config, folder.record, {}, []), facts(), text)[0] == text
+    assert card(facts(folder, config=config), text)[0] == text
 
 
-def test_a_card_without_metadata_and_one_with_broken_metadata(folder: Folder) -> None:
-    text, _ = card(folder, facts(), "# Only text\n")
+def test_a_card_without_metadata_and_one_with_broken_metadata(folder: Checkpoint) -> None:
+    text, _ = card(facts(folder), "# Only text\n")
     assert parsed(text).text == "# Only text\n"
     assert parsed(text).data.tags == ["hfpatch", "dyt", "rms", "rope"]
     for broken in ("---\n- a list\n---\n", "---\na: [\n---\n", "---\nmodel-index: [{}]\n---\n"):
         with pytest.raises(OptionError, match=r"the metadata of README\.md can't be read"):
-            card(folder, facts(), broken)
+            card(facts(folder), broken)
 
 
 # On the Hub

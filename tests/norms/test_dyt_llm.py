@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hfpatch.checkpoint.classes.record import Record
+from hfpatch.schemes.request import Record
 from peft import LoraConfig, get_peft_model
 from tiny_models import changes, difference, fingerprint, inputs, outputs, patch, reload, tiny, tiny_config
 from torch import nn

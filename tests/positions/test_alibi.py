@@ -24,7 +24,18 @@ from hfpatch.schemes.positions import ALiBi
 
 sys.path.insert(0, str(Path(__file__).parent))
 import zoo
-from checks import RECORDED, TEXT, base, difference, generated, generator, owners, patched, states, tokens
+from checks import (
+    RECORDED,
+    TEXT,
+    base,
+    difference,
+    generated,
+    generator,
+    owners,
+    patched,
+    states,
+    tokens,
+)
 from families import make
 
 from hfpatch.core.registry import ARCHITECTURES

@@ -113,7 +113,7 @@ def test_a_model_in_half_precision_takes_the_angles_of_before() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_one_token_in_few_calls(dtype: torch.dtype) -> None:
-    rotary = RotaryEmbedding(RoPE(theta=100.0).resolved(), 8, 64)
+    rotary = RotaryEmbedding(8, theta=100.0)
     positions = torch.tensor([[3], [5], [0]])  # rows with positions of their own
     phases = rotary(positions)
     y = torch.randn(3, 1, 6 * 8, dtype=dtype, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -136,8 +136,8 @@ def test_one_token_in_few_calls(dtype: torch.dtype) -> None:
     [{"partial": 0.5}, {"pairing": "interleaved"}, {"axes": 2}, {"scaling": {"rope_type": "yarn", "factor": 4.0}}],
 )
 def test_rotations_of_other_kinds_take_the_usual_way(options: dict[str, Any]) -> None:
-    assert RotaryEmbedding(RoPE().resolved(), 8, 64).has_turner
-    assert not RotaryEmbedding(RoPE(**options).resolved(), 8, 64).has_turner
+    assert RotaryEmbedding(8).has_turner
+    assert not RoPE(**options).build(8, 64).has_turner
 
 
 def test_decoding_takes_the_few_calls_where_nothing_fuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_decoding_takes_the_few_calls_where_nothing_fuses_them(monkeypatch: pyte
 
 def test_frequencies_that_change_turn_one_token_otherwise() -> None:
     """What is kept of them belongs to these frequencies, as they were."""
-    rotary = RotaryEmbedding(RoPE().resolved(), 8, 64)
+    rotary = RotaryEmbedding(8)
     position, y = torch.tensor([[3]]), torch.ones(1, 1, 3 * 8)
 
     def turned() -> torch.Tensor:
