@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
 from .errors import OptionError
+from .measure.blocks import repeated_blocks
 from .runtime.errors import UnsupportedError, first_line
 
 M = TypeVar("M", bound=nn.Module)
@@ -173,26 +174,6 @@ def require_blocks(model: nn.Module) -> dict[str, nn.Module]:
     raise UnsupportedError(
         f'{type(model).__name__} has no list of repeated blocks; compile all of it with regions="model".'
     )
-
-
-def repeated_blocks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The blocks that a model repeats, by name: elements of the outermost lists that hold several of one class.
-
-    Where no two elements have the same shapes and they hold such lists themselves (stages of a vision model), theirs.
-    """
-    for name, child in model.named_children():
-        path = f"{prefix}{name}"
-        elements = list(child.named_children()) if isinstance(child, nn.ModuleList | nn.Sequential) else []
-        inside = {index: list(repeated_blocks(element, f"{path}.{index}.")) for index, element in elements}
-        distinct = len({_form(element) for _, element in elements}) == len(elements)
-        if len({type(element) for _, element in elements}) == len(elements) or (distinct and all(inside.values())):
-            yield from repeated_blocks(child, f"{path}.")
-        else:
-            yield from ((f"{path}.{index}", element) for index, element in elements)
-
-
-def _form(module: nn.Module) -> tuple[Any, ...]:
-    return type(module), *((name, p.shape) for name, p in module.named_parameters())
 
 
 def _own_call(kind: type) -> Callable[..., Any]:

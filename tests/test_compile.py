@@ -17,8 +17,9 @@ from daily import todays
 from tiny_models import RECORDED, difference, inputs, outputs, patch, tiny, tiny_config
 from torch import nn
 
-from hfpatch.compile import compile_model, compiled_calls, repeated_blocks, uncompile_model
+from hfpatch.compile import compile_model, compiled_calls, uncompile_model
 from hfpatch.errors import OptionError, WrappedModelError
+from hfpatch.measure.blocks import repeated_blocks
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import LENS
 

@@ -4,7 +4,7 @@
 >>> model(**inputs).last_hidden_state.shape
 torch.Size([2, 12, 64])
 
-Configurations are shrunk and inputs made by the library's general rules (`hfpatch.convert`); what those can't know
+Configurations are shrunk and inputs made by the library's general rules (`hfpatch.measure`); what those can't know
 stands in `zoo_overrides.OVERRIDES`. Weights have a wide spread, and every gain, shift and bias has a mean that isn't
 zero: with the usual initialisation a wrong norm or position hardly changes an output.
 """

@@ -1,4 +1,4 @@
-"""What single model types need besides the general rules of `hfpatch.convert` to be made tiny and run. Data only."""
+"""What single model types need besides the general rules of `hfpatch.measure` to be made tiny and run. Data only."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_enabled
 
-from ..exact.check import shake
 from ..measure.inputs import example_inputs
-from ..measure.quiet_forward import device_of, fitting, outputs_of, quiet
+from ..measure.outputs import outputs_of, shake
+from ..measure.quiet_forward import device_of, fitting, quiet
 from ..runtime.errors import CheckpointError, UnsupportedError
 from ..runtime.record import KEY
 from .weight_digest import cut_down, digest, parameters_of

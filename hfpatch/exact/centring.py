@@ -58,11 +58,6 @@ class Centring:
     refused: str | None = None
 
 
-def pattern_of(name: str) -> str:
-    """A module's or parameter's name with `*` for every number between dots."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
 @torch.no_grad()
 def centre_(tensor: Tensor, axis: int) -> Tensor:
     """Subtract the mean over an axis, in place."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.transaction import Transaction
-from ..measure.quiet_forward import outputs_of, quiet
+from ..measure.outputs import outputs_of
+from ..measure.quiet_forward import quiet
 from ..sites.norms import describe
 from .check import mean_ratios
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..core.globs import pattern_of
 from ..core.plan_table import refuse_private_forward
 from ..core.transaction import Transaction
 from ..errors import OptionError
@@ -15,7 +16,7 @@ from ..runtime.apply import apply, condensed
 from ..runtime.edits import CENTRE_SLOT, Edit
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import CENTRED
-from .centring import Centring, pattern_of
+from .centring import Centring
 
 MODES = ("fold", "parametrize")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

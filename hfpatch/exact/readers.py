@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..measure.quiet_forward import outputs_of, quiet
+from ..measure.outputs import outputs_of
+from ..measure.quiet_forward import quiet
 
 # ways in which a tensor is handed on as the same channels
 _HANDED_ON = (

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..core.globs import pattern_of
 from ..core.transaction import Transaction
 from ..errors import OptionError, VerificationError, WrappedModelError
+from ..measure.copies import host_on_meta, unpatched_config
 from ..measure.inputs import example_inputs
-from ..measure.quiet_forward import fitting, outputs_of, quiet
+from ..measure.outputs import outputs_of
+from ..measure.quiet_forward import fitting, quiet
 from ..runtime.errors import UnsupportedError
-from ..runtime.lens import host_class
-from ..runtime.record import KEY
 from ..schemes.norms import Norm
 from ..schemes.request import Part, Record
-from .centring import Centring, pattern_of
+from .centring import Centring
 from .check import Reference, Verdict
 from .compensate import compensate, find_pairs
 from .fold import Step, steps
@@ -166,14 +165,10 @@ class Conversion:
 
     def _unpatched(self) -> PreTrainedModel:
         """The model, or a model of its host's class without weights: what is there is found on LayerNorms."""
-        host, record = host_class(type(self.model)), Record.of(self.model.config)
+        record = Record.of(self.model.config)
         if not (record.norm or record.placement):
             return self.model
-        config = copy.deepcopy(self.model.config)
-        object.__setattr__(config, "__class__", host_class(type(config)))
-        vars(config).pop(KEY, None)
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            return host(config)
+        return host_on_meta(self.model, unpatched_config(self.model.config))
 
     def why_not_exact(self, names: list[str]) -> str | None:
         """Why a norm, under any of its names, isn't exact; None where it is."""

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.weight_digest import bytes_of
+from ..core.globs import pattern_of
 from ..measure.quiet_forward import default_device
 from ..measure.twin import twin
 from ..runtime.norms import NormFacts
 from ..schemes.norms import RMS
 from ..sites.norms import describe
-from .centring import Axis, Centring, centre_, pattern_of
-from .float64 import Forward, added, added_to_outputs, moved, observe, relative_error
+from .centring import Axis, Centring, centre_
+from .observe import Forward, added, added_to_outputs, moved, observe, relative_error
 
 _AMPLITUDES = (1.0, 0.1, 10.0)
 _EXACT = 1e-9  # largest relative error of a conversion that is called exact

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..exact.check import FACTOR, Reference
 from ..measure.inputs import Inputs, example_inputs
-from ..measure.quiet_forward import fitting, outputs_of, quiet
+from ..measure.outputs import FACTOR, Deviation, noise_floor, outputs_of
+from ..measure.quiet_forward import fitting, quiet
 from ..measure.randomness import own_randomness
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}  # relative to an output's spread
@@ -68,7 +68,7 @@ def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0,
     wide = _in_float64(model, other, longest, beyond, seed)
     if wide is not None and wide.error <= found.tolerance:
         return replace(wide, tolerance=found.tolerance)
-    return replace(found, tolerance=max(found.tolerance, FACTOR * Reference(model, there, []).floor))
+    return replace(found, tolerance=max(found.tolerance, FACTOR * noise_floor(model, there)))
 
 
 def _in_float64(model: Any, other: Any, longest: int | None, beyond: int, seed: int) -> Measured | None:
@@ -94,27 +94,22 @@ def _compared(model: Any, other: Any, longest: int | None, beyond: int, seed: in
                 outputs.append(outputs_of(one, given))
         count += 1
         for key, ours in outputs[0].items():
-            theirs = outputs[1].get(key)
-            error = float("inf") if theirs is None else _relative(ours, theirs, padding)
+            error = _deviation(ours, outputs[1].get(key), padding).spread_error
             if not error <= worst:
                 worst, where, there = error, f"{key} ({name})", given
     tolerance = TOLERANCE.get(next(model.parameters()).dtype, 1e-5)
     return Measured(worst if worst >= 0 else float("nan"), tolerance, count, where), there
 
 
-def _relative(ours: Tensor, theirs: Tensor, padding: Tensor | None) -> float:
-    if ours.shape != theirs.shape:
-        return float("inf")
+def _deviation(ours: Tensor, theirs: Tensor | None, padding: Tensor | None) -> Deviation:
+    if theirs is None:
+        return Deviation(incomparable=1)
+    deviation, kept = Deviation(equal_nan=True), None
     if padding is not None and len(ours) == len(padding):
         of_tokens = ours.dim() > 1 and ours.shape[:2] == padding.shape
-        kept = (padding if of_tokens else padding[:, 0]).bool().to(ours.device)  # encoders pool the first token
-        ours, theirs = ours[kept], theirs[kept]
-    finite = theirs.isfinite()
-    if not torch.equal(ours.isfinite(), finite):
-        return float("inf")
-    ours, theirs = ours[finite].double(), theirs[finite].double()
-    spread = ours.std(correction=0) if ours.numel() > 1 else ours.abs().max()
-    return float((ours - theirs).abs().max() / spread) if float(spread) else float((ours - theirs).abs().max())
+        kept = (padding if of_tokens else padding[:, 0]).bool()  # encoders pool the first token
+    deviation.add(ours, theirs, kept)
+    return deviation
 
 
 def batches(

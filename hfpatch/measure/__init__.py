@@ -1,1 +1,1 @@
-"""Small float64 twins, inputs, quiet forwards: how models are run to be measured."""
+"""Runs models and measures them: small twins, inputs, quiet forwards, outputs compared, repeated blocks."""

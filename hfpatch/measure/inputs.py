@@ -63,13 +63,13 @@ def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs
 
 
-def make_inputs(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs for one forward: what it requires, text where it takes text, and what `given` asks for.
+def make_inputs(model: nn.Module, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs for one forward: what it requires, text where it takes text, and what `overrides` asks for.
 
     Args:
         model: its forward's signature and its config are read.
-        given: by name `...` for the usual input of that name, None to leave one out, a function of the `Inputs` that
-            makes them, or a value.
+        overrides: by name `...` for the usual input of that name, None to leave one out, a function of the `Inputs`
+            that makes them, or a value.
 
     Raises:
         ValueError: an input isn't known by its name.
@@ -80,25 +80,25 @@ def make_inputs(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
         for name, one in parameters.items()
         if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
     }
-    asked = {name for name in ("input_ids", "attention_mask", "decoder_input_ids") if name in parameters}
+    usual = {name for name in ("input_ids", "attention_mask", "decoder_input_ids") if name in parameters}
     if "input_ids" not in parameters:
-        asked -= {"attention_mask"}
+        usual -= {"attention_mask"}
     main: Any = getattr(model, "main_input_name", None)
-    if not asked and not required and main in parameters:
-        asked.add(main)
+    if not usual and not required and main in parameters:
+        usual.add(main)
     config: Any = model.config
     images = any(
         vars(part).keys() & {"image_token_id", "image_token_index", "boi_token_id"} for part in parts_of(config)
     )
     if {"input_ids", "pixel_values"} <= parameters.keys() and not images:
-        asked.add("pixel_values")  # two towers; a language model with images reads text alone
-    if "decoder_input_ids" in asked and "input_ids" not in parameters:
-        asked.add(main)
+        usual.add("pixel_values")  # two towers; a language model with images reads text alone
+    if "decoder_input_ids" in usual and "input_ids" not in parameters:
+        usual.add(main)
     if "encoder_hidden_states" in parameters and getattr(config, "add_cross_attention", False):
-        asked.add("encoder_hidden_states")
+        usual.add("encoder_hidden_states")
     make = Inputs(config)
-    names = (required | asked | set(given)) - {n for n, how in given.items() if how is None}
-    return {name: make(name, given.get(name, ...)) for name in sorted(names)}
+    names = (required | usual | set(overrides)) - {n for n, how in overrides.items() if how is None}
+    return {name: make(name, overrides.get(name, ...)) for name in sorted(names)}
 
 
 class Inputs:

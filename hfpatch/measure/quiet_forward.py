@@ -1,4 +1,4 @@
-"""One forward of a user's model that leaves no trace: no hook of theirs runs, no mode and no random stream changes."""
+"""One forward of a user's model that leaves no trace: no hook of the user's runs, no mode or random stream changes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _AUTOCAST = "_original_forward"  # where accelerate keeps the forward around which it puts an autocast
-_SKIPPED = (
-    "past_key_values",
-    "cache",
-    "mems",
-    "attentions",
-    "hidden_states",
-)  # whatever ends in these, of many tensors
 
 
 @contextmanager
@@ -38,8 +32,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
     device = device_of(model)
     devices = [device] if device.type not in ("cpu", "meta", "mps") else []
     try:
-        for module, name, theirs in hooks:
-            kept = theirs if name in _FLAGS else {key: hook for key, hook in theirs.items() if is_library_hook(hook)}
+        for module, name, registered in hooks:
+            kept = [(key, one) for key, one in registered.items() if name in _FLAGS or is_library_hook(one)]
             module.__dict__[name] = OrderedDict(kept)
         for module, _ in modes:
             module.training = False
@@ -53,8 +47,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.__dict__.update(outer)
-        for module, name, theirs in hooks:
-            module.__dict__[name] = theirs
+        for module, name, registered in hooks:
+            module.__dict__[name] = registered
         for module, training in modes:
             module.training = training
         for module, call in compiled:
@@ -91,32 +85,16 @@ def is_library_hook(hook: Any) -> bool:
     return home.partition(".")[0] in ("torch", "transformers")  # weight norm and its like compute weights in a hook
 
 
-def fitting(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
+def fitting(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Inputs on the model's device, floats in its dtype."""
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
-    device = device_of(model)
-
-    def fit(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.to(device, like.dtype if value.is_floating_point() else None)
-
-    return {name: fit(value) for name, value in given.items()}
+    return cast(inputs, device_of(model), like.dtype)
 
 
-def outputs_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """All floats that a forward returns, by path; caches and recorded hidden states and attentions aside."""
-    return dict(_tensors("", model(**given)))
+def cast(inputs: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Copies of all tensors among the inputs, nested ones too, on a device and floats in a dtype."""
 
+    def fit(value: Tensor) -> Tensor:
+        return value.detach().to(device, dtype if value.is_floating_point() else None, copy=True)
 
-def _tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            if isinstance(item, Tensor) or not str(key).endswith(_SKIPPED):
-                yield from _tensors(f"{path}.{key}" if path else str(key), item)
-    elif isinstance(value, tuple | list):
-        for i, item in enumerate(value):
-            yield from _tensors(f"{path}[{i}]", item)
+    return recursively_apply(fit, dict(inputs))

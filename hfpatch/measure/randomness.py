@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy
@@ -14,18 +14,32 @@ from .shrink import SPREAD
 
 
 @contextmanager
-def own_randomness(seed: int) -> Iterator[None]:
-    """Seed torch, numpy and random inside, and put their states back; memory left uninitialised is NaN inside."""
-    states = random.getstate(), numpy.random.get_state()
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed), numpy.random.seed(seed), random.seed(seed)  # the CPU's alone
+def seeded(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """Seed torch, numpy and random inside, and put their states back; of torch's devices the CPU and these alone."""
+    states, devices = (random.getstate(), numpy.random.get_state()), list(devices)
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device
+        for device in devices:
+            torch.cuda.default_generators[device.index].manual_seed(seed)
+        numpy.random.seed(seed)
+        random.seed(seed)
         try:
             yield
         finally:
-            random.setstate(states[0]), numpy.random.set_state(states[1])
-            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])
+
+
+@contextmanager
+def own_randomness(seed: int) -> Iterator[None]:
+    """`seeded`, with deterministic algorithms; memory left uninitialised is NaN inside."""
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with seeded(seed):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
 
 
 def randomise(model: nn.Module, generator: torch.Generator) -> None:

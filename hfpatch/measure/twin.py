@@ -1,4 +1,4 @@
-"""A small model that is built like a given one, on which what holds for its architecture can be measured quickly."""
+"""Small twins: random float64 models of the same architecture, on which what holds for it is measured quickly."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 
-from ..exact.centring import pattern_of
-from ..exact.float64 import observe
+from ..core.globs import pattern_of
 from ..runtime.errors import UnsupportedError
+from .float64 import outputs_in_float64
 from .inputs import example_inputs as make_example_inputs
-from .quiet_forward import default_device
+from .quiet_forward import cast, default_device
 from .randomness import own_randomness, randomise
 from .shrink import shallow, shrunk
 
@@ -38,7 +38,7 @@ def twin(
     Raises:
         UnsupportedError: none of them runs, or is built like the model.
     """
-    wanted, failures = _Build.of(model), []
+    structure, failures = _structure(model), []
     for what, make in _candidates(model, example_inputs is None):
         try:
             with own_randomness(seed), default_device(torch.device("cpu")), torch.no_grad():
@@ -46,9 +46,9 @@ def twin(
                 if hasattr(small, "set_experts_implementation"):
                     small.set_experts_implementation("eager")  # the grouped product takes no float64
                 _draw(small, seed)
-                given = make_example_inputs(small, seed) if example_inputs is None else dict(example_inputs)
-                inputs = {name: _in_double(value) for name, value in given.items()}
-                reason = wanted.differs(_Build.of(small)) or _unusable(small, inputs)
+                found = make_example_inputs(small, seed) if example_inputs is None else dict(example_inputs)
+                inputs = cast(found, torch.device("cpu"), torch.float64)
+                reason = _difference(structure, _structure(small)) or _unusable(small, inputs)
         except Exception as error:  # whatever a config that its class never saw leads to
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]:.160}"
         if reason is None:
@@ -76,36 +76,26 @@ def _refuse_meta() -> nn.Module:
     raise UnsupportedError("its weights are on the meta device")
 
 
-class _Build:
-    """What a model is built of, whatever its sizes: classes by name, Parameters by name, and which are tied."""
+def _structure(model: nn.Module) -> dict[str, set[Any]]:
+    """What a model is built of, whatever its sizes: patterns of names, with classes, and which Parameters are tied."""
+    shared: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(pattern_of(name))
+    classes = {(pattern_of(name), f"{type(m).__module__}.{type(m).__qualname__}") for name, m in model.named_modules()}
+    return {
+        "modules": {name for name, _ in classes},
+        "classes": classes,
+        "parameters": {name for names in shared.values() for name in names},
+        "tied parameters": {frozenset(names) for names in shared.values() if len(names) > 1},
+    }
 
-    def __init__(self, modules: set[tuple[str, str]], parameters: set[str], ties: set[frozenset[str]]):
-        self.modules, self.parameters, self.ties = modules, parameters, ties
 
-    @classmethod
-    def of(cls, model: nn.Module) -> _Build:
-        names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        modules = {
-            (pattern_of(name), f"{type(m).__module__}.{type(m).__qualname__}") for name, m in model.named_modules()
-        }
-        parameters = {pattern_of(name) for shared in names.values() for name in shared}
-        ties = {frozenset(map(pattern_of, shared)) for shared in names.values() if len(shared) > 1}
-        return cls(modules, parameters, ties)
-
-    def differs(self, other: _Build) -> str | None:
-        """In what, for a message; None where both are built alike."""
-        for what, own, its in (
-            ("modules", {name for name, _ in self.modules}, {name for name, _ in other.modules}),
-            ("classes", self.modules, other.modules),
-            ("parameters", self.parameters, other.parameters),
-            ("tied parameters", self.ties, other.ties),
-        ):
-            if own != its:
-                odd = sorted(map(str, own ^ its))
-                return f"its {what} differ, as in {odd[0]}"
-        return None
+def _difference(structure: dict[str, set[Any]], other: dict[str, set[Any]]) -> str | None:
+    """In what two structures differ, for a message; None where they are the same."""
+    for what, parts in structure.items():
+        if odd := sorted(map(str, parts ^ other[what])):
+            return f"its {what} differ, as in {odd[0]}"
+    return None
 
 
 def _draw(model: nn.Module, seed: int) -> None:
@@ -129,21 +119,12 @@ def _is_layer(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules") or type(module).__name__ == "Conv1D"
 
 
-def _in_double(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        return value.double() if value.is_floating_point() else value.clone()
-    if isinstance(value, Mapping):
-        return {key: _in_double(one) for key, one in value.items()}
-    return type(value)(_in_double(one) for one in value) if type(value) in (list, tuple) else value
-
-
 def _unusable(model: nn.Module, inputs: dict[str, Any]) -> str | None:
     """Why the forward shows nothing; None where it does."""
-    seen = observe(model, inputs)
-    if not seen.outputs:
-        return "it returns no floats"
-    for name, value in seen.outputs.items():
+    outputs = outputs_in_float64(model, inputs)
+    if not outputs:
+        return "it returns no tensors"
+    for name, value in outputs.items():
         if value.isnan().any():
             return f"its {name} isn't a number"
     return None

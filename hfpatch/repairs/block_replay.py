@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import OptionError
 from ..measure.batches import as_inputs
+from ..measure.blocks import listed_modules
 from ..measure.quiet_forward import device_of, fitting, quiet
 
 _EMPTY = "calibration holds no batch: pass dictionaries of inputs, or tensors of input_ids."
@@ -368,7 +369,7 @@ def segments_of(walk: Walk, norms: Iterable[str]) -> tuple[list[Segment], set[st
         walk: of the model; its `forms` are filled in.
         norms: names of the norms that matter; linear maps are found.
     """
-    blocks = _blocks(walk.model)
+    blocks = listed_modules(walk.model)
     found = {name for name, module in walk.modules.items() if is_linear_map(module)} | set(norms)
     order: list[tuple[str, str]] = []
     returned: dict[str, Any] = {}
@@ -401,15 +402,6 @@ def segments_of(walk: Walk, norms: Iterable[str]) -> tuple[list[Segment], set[st
         elif kind == "in" and name in found and name not in several | unfit:
             segments[-1].modules.append(name)
     return [segment for segment in segments if segment.block or segment.modules], several
-
-
-def _blocks(model: nn.Module) -> dict[str, str]:
-    """Elements of the outermost module lists, with the list's name."""
-    found: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{block}.") for block in found):
-            found |= {f"{name}.{child}": name for child in module._modules}
-    return found
 
 
 def _form(output: Any) -> tuple | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..exact.centring import pattern_of
+from ..core.globs import pattern_of
 from .attention_maps import eager, map_in
 from .block_replay import Segment, Walk, first_tensor, is_linear_map
 

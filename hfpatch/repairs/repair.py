@@ -35,6 +35,8 @@ from transformers.pytorch_utils import Conv1D
 from ..core.progress import ProgressBar
 from ..core.transaction import Transaction
 from ..errors import OptionError, WrappedModelError
+from ..measure.blocks import listed_modules
+from ..measure.copies import copy_with
 from ..measure.quiet_forward import device_of, give_back_memory, is_library_hook, quiet
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY
@@ -130,10 +132,9 @@ def shadow(model: PreTrainedModel, writes: bool = False) -> PreTrainedModel:
         for name, hooks in vars(module).items():
             if name.endswith("_hooks") and isinstance(hooks, dict):  # the user's may hold what can't be copied
                 memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if is_library_hook(hook))
-    if not writes:
-        memo |= {id(buffer): buffer.detach() for buffer in model.buffers()}
-        memo |= {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
-    return copy.deepcopy(model, memo)
+    if writes:
+        return copy.deepcopy(model, memo)
+    return copy_with(model, lambda _, tensor: tensor.detach(), memo).requires_grad_(False)
 
 
 class _Repairer:
@@ -247,7 +248,7 @@ class _Repairer:
 
     def _is_in_block(self, name: str) -> bool:
         """Whether a module is part of an element of a module list."""
-        return any(isinstance(m, nn.ModuleList) and name.startswith(f"{n}.") for n, m in self.new.modules.items())
+        return any(name.startswith(f"{element}.") for element in listed_modules(self.new.model))
 
     def _counterpart(self, name: str) -> str:
         """The original's module of this name, or the one that this module is a part of now (a gate, say)."""

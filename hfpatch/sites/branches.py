@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..exact.centring import pattern_of
+from ..core.globs import pattern_of
 from ..runtime.errors import CheckpointError
 from .norms import describe
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..exact.centring import pattern_of
+from ..core.globs import pattern_of
 from ..runtime.attention import NUMBER_OF_HEADS
 from ..runtime.errors import UnsupportedError
 from .branches import Block, Branch, Call, Probe, observe_blocks

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..core.globs import Names
+from ..core.globs import Names, pattern_of
 from ..core.plan_table import refuse_private_forward
 from ..errors import NothingToPatchError
-from ..exact.centring import pattern_of
-from ..measure.quiet_forward import outputs_of, quiet
+from ..measure.outputs import max_error, outputs_of
+from ..measure.quiet_forward import quiet
 from ..measure.twin import twin
 from ..runtime.apply import apply, condensed
 from ..runtime.edits import LENS_SLOT, Edit
@@ -241,7 +240,7 @@ def require_transparent(found: Found, request: str) -> None:
         try:
             apply(condensed([site.edit(site.junction.placement) for site in sites], found.small), found.small)
             after = outputs_of(found.small, found.inputs)
-            same = all(torch.allclose(after[key], before[key], rtol=_SAME, atol=_SAME) for key in before)
+            same = max_error(before, after) <= _SAME
         except Exception as error:
             raise UnsupportedError(
                 f"{type(found.small).__name__}: the forward of its {type(sites[0].block).__name__} can't run on a view "

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..core.globs import pattern_of
 from ..core.plan_table import Change, refuse_private_forward
-from ..exact.centring import pattern_of
 from ..measure.twin import twin
 from ..runtime.edits import LENS_SLOT, Edit
 from ..runtime.errors import UnsupportedError

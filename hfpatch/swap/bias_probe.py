@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..measure.copies import copy_with
+from ..measure.outputs import max_error
 from ..runtime.attention import BIAS, ROTARY, AttentionLens
+from ..runtime.errors import first_line
 from ..runtime.lens import LENS, host_class, lensed_class
 
 _TOKENS, _FAR, _SLIGHT = 3, -1e4, 1e-4
+_SAME = 1e-3  # relative, in float32
 
 
 class _Apart(nn.Module):
@@ -44,26 +46,27 @@ def why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str |
         first[0] = 1.0
         single = states.split(1, dim=lens.time)
         alone = torch.cat([_run(twin, lens.states, token, everywhere) for token in single], dim=lens.time)
-        if not torch.allclose(_run(twin, lens.states, states, everywhere), alone, rtol=1e-3, atol=1e-4):
+        if not _same(alone, _run(twin, lens.states, states, everywhere)):
             return "doesn't add its mask to its scores"
-        if torch.allclose(_run(twin, lens.states, states, everywhere * _SLIGHT), alone, rtol=1e-3, atol=1e-4):
+        if _same(alone, _run(twin, lens.states, states, everywhere * _SLIGHT)):
             return "takes its mask for yes and no"
-        if num_heads > 1 and torch.allclose(_run(twin, lens.states, states, first), alone, rtol=1e-3, atol=1e-4):
+        if num_heads > 1 and _same(alone, _run(twin, lens.states, states, first)):
             return "reads a mask of one head for all"
     except Exception as error:  # whatever somebody else's forward raises about a mask that it doesn't expect
-        lines = str(error).strip().splitlines() or [""]
-        return f"couldn't be tried with a mask of its own for every head ({type(error).__name__}: {lines[0]:.120})"
+        reason = f"{type(error).__name__}: {first_line(error):.120}"
+        return f"couldn't be tried with a mask of its own for every head ({reason})"
     return None
+
+
+def _same(truth: Tensor, output: Tensor) -> bool:
+    return max_error({"states": truth}, {"states": output}) <= _SAME
 
 
 def _twin(module: nn.Module, lens: AttentionLens) -> tuple[nn.Module, int]:
     """A copy with random weights, and its hidden size."""
-    memo: dict[int, Any] = {id(getattr(module, "config", None)): getattr(module, "config", None)}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    twin = copy.deepcopy(module, memo).to_empty(device="cpu").float().eval()
+    config = getattr(module, "config", None)
+    twin = copy_with(module, lambda _, tensor: torch.empty_like(tensor, device="meta"), {id(config): config})
+    twin = twin.to_empty(device="cpu").float().eval().requires_grad_(False)
     name = next(value for value in vars(lens.projections).values() if isinstance(value, str))
     projection = twin.get_submodule(name)
     assert isinstance(projection.weight, Tensor)

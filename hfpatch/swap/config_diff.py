@@ -7,7 +7,6 @@ describes, and a checkpoint of it can be opened.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..core.transaction import Transaction
+from ..measure.copies import host_on_meta, unpatched_config
 from ..runtime.errors import UnsupportedError, first_line
 from ..runtime.lens import host_class
-from ..runtime.record import KEY
 
 _UNSET = -12345  # what no buffer of indices or offsets holds throughout
 _PLAIN = (int, float, str, bool, type(None))
@@ -92,9 +91,7 @@ def _path(config: Any, wanted: Any) -> tuple[str, ...] | None:
 
 def _twin(model: Any, settings: list[Setting]) -> Any:
     """The host's model without weights, with other settings."""
-    config: Any = copy.deepcopy(model.config)
-    vars(config).pop(KEY, None)
-    object.__setattr__(config, "__class__", host_class(type(config)))
+    config = unpatched_config(model.config)
     for owner, attribute, value in settings:
         path, inner = _path(model.config, owner), config
         if path is None:
@@ -105,9 +102,7 @@ def _twin(model: Any, settings: list[Setting]) -> Any:
         for name in path:
             inner = getattr(inner, name)
         setattr(inner, attribute, value)
-    host: Any = host_class(type(model))
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return host(config)
+    return host_on_meta(model, config)
 
 
 def _require_alike(

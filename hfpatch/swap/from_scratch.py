@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.globs import Names
+from ..core.globs import Names, pattern_of
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..errors import OptionError
-from ..exact.centring import pattern_of
 from ..measure.twin import twin
 from ..runtime.edits import SCALE_SLOT, Edit
 from ..runtime.errors import PatchError, UnsupportedError

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
+from ..measure.copies import host_on_meta, unpatched_config
 from ..runtime.attention import HostOrder
 from ..runtime.constants import SETTINGS_AT, HostRotary, Unrotated, with_settings
 from ..runtime.edits import LENS_SLOT, Call, Edit
@@ -426,17 +427,13 @@ def _differences(model: nn.Module, rotation: Rotation, new: Settings) -> list[tu
                 "scaling can change."
             )
         return []
-    config: Any = copy.deepcopy(model.config)
-    object.__setattr__(config, "__class__", host_class(type(config)))
-    now = copy.deepcopy(config)
+    now, config = unpatched_config(model.config), unpatched_config(model.config)
     tell(config, rotation, new)
-    host: Any = host_class(type(model))
     try:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            built = [dict(host(copy.deepcopy(c)).named_modules()) for c in (now, config)]
+        built = [dict(host_on_meta(model, copy.deepcopy(c)).named_modules()) for c in (now, config)]
     except Exception as error:
         raise UnsupportedError(
-            f"{rotation.name}: {host.__name__} can't be built with {new!r}: {_last_words(error)}"
+            f"{rotation.name}: {host_class(type(model)).__name__} can't be built with {new!r}: {_last_words(error)}"
         ) from error
     found = []
     rotations = {id(other.module) for other in find_rotations(built[0][""])}

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from ..core.globs import Names
+from ..core.globs import Names, pattern_of
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.transaction import Transaction
 from ..errors import NothingToPatchError
-from ..exact.centring import pattern_of
 from ..exact.fold import Step, fold_shift
 from ..exact.request import Conversion
 from ..runtime.edits import Edit

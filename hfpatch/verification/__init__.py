@@ -1,1 +1,1 @@
-"""`verify`: a patched model compared with its original on given batches."""
+"""Compares a patched model with its original: modules, outputs by dtype, and the stream layer by layer."""

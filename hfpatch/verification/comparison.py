@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from ..measure.batches import Batch
+from ..measure.outputs import Outputs
 from ..runtime.errors import UnsupportedError
-from .deviation import AgreementSum, CosineSum, ErrorSum, aligned, centred, pooled
-from .dtype_copy import Outputs, Subject, mask_of, side_of
+from .dtype_copy import Subject
 from .report import LayerRow, OutputRow
+from .sums import NO_TARGET, LayerSums, OutputSums
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Run = tuple[str, str]  # role and dtype
+TRUTH: Run = ("reference", "float64")
+_SPANS = ("start_logits", "end_logits")  # (B, T): one value per token
 
 
 @dataclass
 class _Sums:
     """All sums of one run."""
 
-    errors: dict[str, ErrorSum] = field(default_factory=dict)
-    agreement: dict[str, AgreementSum] = field(default_factory=dict)
-    cosine: dict[str, CosineSum] = field(default_factory=dict)
-    pooled: dict[str, CosineSum] = field(default_factory=dict)
-    layers: dict[tuple[str, int], tuple[ErrorSum, ErrorSum]] = field(default_factory=dict)
+    outputs: dict[str, OutputSums] = field(default_factory=lambda: defaultdict(OutputSums))
+    layers: dict[tuple[str, int], LayerSums] = field(default_factory=lambda: defaultdict(LayerSums))
 
 
 class Comparison:
@@ -36,7 +36,7 @@ class Comparison:
     def __init__(self, model: Subject, reference: Subject, batches: list[Batch]):
         self.model, self.reference, self.batches = model, reference, batches
         self.encoder_decoder = bool(getattr(reference.model.config, "is_encoder_decoder", False))
-        self.runs: dict[tuple[str, str], _Sums] = {}
+        self.runs: dict[Run, _Sums] = {}
         self.names: list[str] = []
         self.streams: list[str] = []
         self.notes: list[str] = []
@@ -44,24 +44,30 @@ class Comparison:
         self._causal: bool | None = None
 
     def measure(self, dtypes: list[str]) -> None:
+        """Run everything: the model in float64 first, since that tells whether the two can be compared."""
         exact = self.reference.copy(torch.float64)
-        self._measure_run(self.model, "float64", exact)  # first, since it tells whether the two can be compared
-        self._measure_run(self.reference, "float64", exact)
+        model = self._measure_run(self.model, "float64", exact)
+        self.runs = {TRUTH: self._measure_run(self.reference, "float64", exact), ("model", "float64"): model}
         for dtype in dtypes:
             try:
-                self._measure_run(self.reference, dtype, exact)
+                self.runs["reference", dtype] = self._measure_run(self.reference, dtype, exact)
             except UnsupportedError as error:  # nothing that the change could be blamed for
-                del self.runs["reference", dtype]
                 self.notes.append(f"{dtype} is left out: {error}")
                 continue
-            self._measure_run(self.model, dtype, exact)
-        order = {("reference", "float64"): 0, ("model", "float64"): 1}
-        self.runs = dict(sorted(self.runs.items(), key=lambda item: order.get(item[0], 2)))
+            self.runs["model", dtype] = self._measure_run(self.model, dtype, exact)
 
-    def _measure_run(self, subject: Subject, dtype: str, exact: Any) -> None:
-        sums = self.runs[subject.role, dtype] = _Sums()
-        is_truth = subject is self.reference and dtype == "float64"
-        copied = None if is_truth else subject.copy(DTYPES[dtype])
+    def output_rows(self) -> list[OutputRow]:
+        """Every output of every run."""
+        return [sums.outputs[name].row(name, *run) for name in self.names for run, sums in self.runs.items()]
+
+    def layer_rows(self) -> list[LayerRow]:
+        """Every layer of every run but the truth's."""
+        runs = [(run, sums) for run, sums in self.runs.items() if run != TRUTH]
+        return [layer.row(*place, *run) for run, sums in runs for place, layer in sums.layers.items()]
+
+    def _measure_run(self, subject: Subject, dtype: str, exact: nn.Module) -> _Sums:
+        sums = _Sums()
+        copied = None if (subject.role, dtype) == TRUTH else subject.copy(DTYPES[dtype])
         for number, batch in enumerate(self.batches):
             truth = self._truth(exact, batch, number)
             outputs = truth if copied is None else subject.run(copied, batch, DTYPES[dtype], number)
@@ -69,16 +75,16 @@ class Comparison:
                 self._match(truth, outputs)
             targets = self._targets(exact, truth, batch)
             for name in self.names:
-                self._add(sums, name, truth.tensors[name], outputs.tensors[name], batch, targets.get(name))
+                t = truth.tensors[name]
+                mask = mask_of(name, t.shape, batch, self.encoder_decoder)
+                self._note_unused_mask(name, t, mask, batch)
+                sums.outputs[name].add(name, t, outputs.tensors[name], mask, targets if name == "logits" else None)
             for stream in self.streams:
-                for i, pair in enumerate(zip(truth.layers[stream], outputs.layers[stream], strict=True)):
-                    mask = mask_of(stream, pair[0].shape, batch, self.encoder_decoder)
-                    raw, without_mean = sums.layers.setdefault((stream, i), (ErrorSum(), ErrorSum()))
-                    t, y = (_channels_last(x, mask) for x in aligned(*pair))
-                    raw.add(t, y, mask)
-                    without_mean.add(centred(t), centred(y), mask)
+                for i, (t, y) in enumerate(zip(truth.streams[stream], outputs.streams[stream], strict=True)):
+                    sums.layers[stream, i].add(t, y, mask_of(stream, t.shape, batch, self.encoder_decoder))
+        return sums
 
-    def _truth(self, exact: Any, batch: Batch, number: int) -> Outputs:
+    def _truth(self, exact: nn.Module, batch: Batch, number: int) -> Outputs:
         """The truth of one batch; the last one is remembered, so that a single batch is run once."""
         if self._last_truth is None or self._last_truth[0] != number:
             self._last_truth = None
@@ -91,80 +97,62 @@ class Comparison:
         Raises:
             UnsupportedError: nothing, or tensors of other shapes.
         """
-        kinds = type(self.model.model).__name__, type(self.reference.model).__name__
         self.names = [name for name in truth.tensors if name in outputs.tensors]
         if not self.names:
             raise UnsupportedError(
-                f"nothing to compare: the model ({kinds[0]}) returns {', '.join(outputs.tensors)}, the reference "
-                f"({kinds[1]}) {', '.join(truth.tensors)}. Load both with the same head."
+                f"nothing to compare: {self.model} returns {', '.join(outputs.tensors)}, {self.reference} "
+                f"{', '.join(truth.tensors)}. Load both with the same head."
             )
         for name in self.names:
             shapes = tuple(outputs.tensors[name].shape), tuple(truth.tensors[name].shape)
             if shapes[0] != shapes[1]:
                 raise UnsupportedError(
-                    f"{name} has shape {shapes[0]} in the model ({kinds[0]}) and {shapes[1]} in the reference "
-                    f"({kinds[1]}): these aren't two forms of one model."
+                    f"{name} has shape {shapes[0]} in {self.model} and {shapes[1]} in {self.reference}: these aren't "
+                    "two forms of one model."
                 )
         only = sorted(truth.tensors.keys() ^ outputs.tensors.keys())
         if only:
             self.notes.append(f"returned by one of the two alone, and not compared: {', '.join(only)}.")
-        for stream, layers in truth.layers.items():
-            if [x.shape for x in layers] == [x.shape for x in outputs.layers.get(stream, [])]:
+        for stream, layers in truth.streams.items():
+            if [x.shape for x in layers] == [x.shape for x in outputs.streams.get(stream, [])]:
                 self.streams.append(stream)
             else:
                 self.notes.append(f"{stream} of the two differ in number or shape, and aren't compared.")
 
-    def _add(self, sums: _Sums, name: str, truth: Tensor, output: Tensor, batch: Batch, targets: Tensor | None) -> None:
-        mask = mask_of(name, truth.shape, batch, self.encoder_decoder)
-        self._note_unused_mask(name, truth, mask, batch)
-        sums.errors.setdefault(name, ErrorSum()).add(truth, output, mask)
-        last = name.rpartition(".")[2]
-        if "logits" in last:
-            t, y = _distributions(truth, mask), _distributions(output, mask)
-            if t.shape[-1] > 1:
-                rows = mask if t.dim() == truth.dim() > 2 else None
-                sums.agreement.setdefault(name, AgreementSum()).add(t, y, rows, targets)
-        elif truth.dim() > 1 and truth.shape[-1] > 1:
-            t, y = (_channels_last(x, mask) for x in aligned(truth, output))
-            if t.dim() > 3 and mask is None:
-                t, y = t.flatten(1, -2), y.flatten(1, -2)
-            sums.cosine.setdefault(name, CosineSum()).add(t, y, mask)
-            if t.dim() == 3 and t.shape[1] > 1:
-                sums.pooled.setdefault(name, CosineSum()).add(pooled(t, mask), pooled(y, mask))
-
     def _note_unused_mask(self, name: str, truth: Tensor, mask: Tensor | None, batch: Batch) -> None:
-        given = batch.get(side_of(name, self.encoder_decoder))
-        if mask is not None or truth.dim() < 3 or not isinstance(given, Tensor) or bool(given.all()):
+        unused = batch.get(side_of(name, self.encoder_decoder))
+        if mask is not None or truth.dim() < 3 or not isinstance(unused, Tensor) or bool(unused.all()):
             return
         note = f"no attention mask fits {name} {tuple(truth.shape[1:])}, so its padding counts too."
         if not any(f"fits {name} " in one for one in self.notes):
             self.notes.append(note)
 
-    def _targets(self, exact: Any, truth: Outputs, batch: Batch) -> dict[str, Tensor]:
+    def _targets(self, exact: nn.Module, truth: Outputs, batch: Batch) -> Tensor | None:
         """Classes that a language model's logits should have predicted, (B, T) with -100 for none."""
         tokens, mask = batch.get("input_ids"), batch.get("attention_mask")
         logits, labels = truth.tensors.get("logits"), batch.get("labels")
         if self.encoder_decoder:
             tokens, mask = batch.get("decoder_input_ids"), batch.get("decoder_attention_mask")
         if logits is None or logits.dim() != 3 or not _is_language_model(self.reference.model, logits):
-            return {}
+            return None
         if self._causal is None:
             self._causal = self.encoder_decoder or self._is_causal(exact, batch, logits)
-            self._say_targets(labels is not None)
+            self._note_targets(labels is not None)
         shifts = self._causal and not (self.encoder_decoder and labels is not None)
         source = labels if labels is not None else tokens if self._causal else None
         if not isinstance(source, Tensor) or source.shape != logits.shape[:2] or source.is_floating_point():
-            return {}
+            return None
         targets = source.to(logits.device).clone()
         if isinstance(mask, Tensor) and mask.shape == targets.shape:
-            targets[mask.to(targets.device) == 0] = -100
+            padding = mask.to(targets.device) == 0
+            targets[padding] = NO_TARGET
             if shifts:  # a real token after padding is predicted from nothing
-                targets[:, 1:][mask[:, :-1].to(targets.device) == 0] = -100
+                targets[:, 1:][padding[:, :-1]] = NO_TARGET
         if shifts:
-            targets = torch.cat((targets[:, 1:], torch.full_like(targets[:, :1], -100)), dim=1)
-        return {"logits": targets}
+            targets = torch.cat((targets[:, 1:], torch.full_like(targets[:, :1], NO_TARGET)), dim=1)
+        return targets
 
-    def _is_causal(self, exact: Any, batch: Batch, logits: Tensor) -> bool:
+    def _is_causal(self, exact: nn.Module, batch: Batch, logits: Tensor) -> bool:
         """Whether another last token leaves all earlier logits as they are, and changes its own."""
         tokens = batch.get("input_ids")
         if not isinstance(tokens, Tensor) or tokens.shape != logits.shape[:2] or tokens.shape[1] < 2:
@@ -175,53 +163,33 @@ class Comparison:
         change = (again - logits).abs().amax(-1).amax(0)
         return float(change[:-1].max()) < 1e-5 * float(change[-1])
 
-    def _say_targets(self, labeled: bool) -> None:
-        given = "the batch's labels" if labeled else "decoder_input_ids" if self.encoder_decoder else "input_ids"
+    def _note_targets(self, labeled: bool) -> None:
+        source = "the batch's labels" if labeled else "decoder_input_ids" if self.encoder_decoder else "input_ids"
         if self._causal:
             shifted = "t" if labeled and self.encoder_decoder else "t + 1"
-            self.notes.append(f"perplexity: logits at position t against {given} at {shifted}, padding aside.")
+            self.notes.append(f"perplexity: logits at position t against {source} at {shifted}, padding aside.")
         elif labeled:
             self.notes.append("perplexity: logits at position t against the batch's labels at t, -100 aside.")
         else:
             self.notes.append("no perplexity: the model isn't causal and the batches have no labels.")
 
-    def output_rows(self, name: str) -> Iterator[OutputRow]:
-        for (role, dtype), sums in self.runs.items():
-            error = sums.errors[name]
-            row = OutputRow(name, role, dtype, error.max_error, error.rms_error, error.nonfinite)
-            if name in sums.agreement:
-                agreement = sums.agreement[name]
-                row.top1, row.kl, row.perplexity = agreement.top1, agreement.kl, agreement.perplexity
-            if name in sums.cosine:
-                row.cosine_mean, row.cosine_min = sums.cosine[name].mean, sums.cosine[name].smallest
-            if name in sums.pooled:
-                row.pooled_mean, row.pooled_min = sums.pooled[name].mean, sums.pooled[name].smallest
-            yield row
 
-    def layer_rows(self) -> list[LayerRow]:
-        return [
-            LayerRow(stream, i, role, dtype, raw.rms_error, without_mean.rms_error)
-            for (role, dtype), sums in self.runs.items()
-            for (stream, i), (raw, without_mean) in sums.layers.items()
-            if (role, dtype) != ("reference", "float64")
-        ]
+def mask_of(name: str, shape: torch.Size, batch: Batch, encoder_decoder: bool) -> Tensor | None:
+    """Which positions of an output count: (B, T) from the attention mask of its side, None where all do."""
+    mask = batch.get(side_of(name, encoder_decoder))
+    if not isinstance(mask, Tensor) or mask.dim() < 2:
+        return None
+    mask = mask.flatten(0, -2).bool()  # (B, choices, T) are run as (B * choices, T)
+    per_token = len(shape) > 2 or name.rpartition(".")[2] in _SPANS
+    return mask if per_token and shape[:2] == mask.shape else None
 
 
-def _channels_last(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Images (B, C, H, W) as (B, H, W, C); streams of tokens and (B, H, H, C) have their channels last already."""
-    if x.dim() != 4 or mask is not None or x.shape[1] == x.shape[2] != x.shape[3]:
-        return x
-    return x.movedim(1, -1)
+def side_of(name: str, encoder_decoder: bool) -> str:
+    """Which attention mask an output goes by."""
+    of_decoder = encoder_decoder and not name.rpartition(".")[2].startswith("encoder")
+    return "decoder_attention_mask" if of_decoder else "attention_mask"
 
 
-def _distributions(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Logits with the classes last: over channels for images, over the positions that count for spans."""
-    logits = _channels_last(logits, mask)
-    if logits.dim() == 2 and mask is not None:
-        return logits.masked_fill(~mask.to(logits.device), -torch.inf)
-    return logits
-
-
-def _is_language_model(model: PreTrainedModel, logits: Tensor) -> bool:
+def _is_language_model(model: Any, logits: Tensor) -> bool:
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
     return model.get_output_embeddings() is not None or logits.shape[-1] == vocabulary

@@ -27,21 +27,21 @@ Facts = dict[nn.Module, NormFacts | None]
 
 def compare_modules(model: PreTrainedModel, reference: PreTrainedModel) -> list[ModuleRow]:
     """A row for every module that isn't what it is in `reference`, and for every norm and position that was kept."""
-    ours, theirs = dict(model.named_modules()), dict(reference.named_modules())
+    new_parts, old_parts = dict(model.named_modules()), dict(reference.named_modules())
     planned = _planned(model, reference)
-    facts = {module: describe(module) for tree in (ours, theirs) for module in tree.values()}
+    facts = {module: describe(module) for tree in (new_parts, old_parts) for module in tree.values()}
     rows: list[ModuleRow] = []
     replaced: list[str] = []
-    for name, old in theirs.items():
+    for name, old in old_parts.items():
         if any(name.startswith(f"{parent}.") for parent in replaced):
             continue
-        row = _row(name or type(old).__name__, old, ours.get(name), planned.get(name), facts)
+        row = _row(name or type(old).__name__, old, new_parts.get(name), planned.get(name), facts)
         if row is not None:
             rows.append(row)
             if row.state == "converted":
                 replaced.append(name)
     rows += _tables_that_were_parameters(model, reference, planned)
-    rows += _added(ours, theirs, replaced, facts)
+    rows += _added(new_parts, old_parts, replaced, facts)
     return rows
 
 
@@ -95,19 +95,19 @@ def _runtime(module: nn.Module | None) -> str | None:
             notes.append(getattr(one, "hfpatch_note", f"seen through {type(one).__name__}"))
     if module.__dict__.get(CENTRED) is not None:
         notes.append("centred in every forward")
-    told = [str(note) for note in notes if note]
+    texts = [str(note) for note in notes if note]
     generated = "hfpatch_host" in vars(type(module)) and not isinstance(module, PreTrainedModel)
-    return "; ".join(told) or ("runs a forward made by hfpatch" if generated else None)
+    return "; ".join(texts) or ("runs a forward made by hfpatch" if generated else None)
 
 
 def _change(old: nn.Module, new: nn.Module) -> tuple[float, str | None]:
     """rms of the difference of the module's own Parameters, relative to the old ones'; and names that don't match."""
-    ours, theirs = (dict(m.named_parameters(recurse=False)) for m in (new, old))
-    names = [f"{name} added" for name in ours.keys() - theirs.keys()]
-    names += [f"{name} removed" for name in theirs.keys() - ours.keys()]
+    new_parts, old_parts = (dict(m.named_parameters(recurse=False)) for m in (new, old))
+    names = [f"{name} added" for name in new_parts.keys() - old_parts.keys()]
+    names += [f"{name} removed" for name in old_parts.keys() - new_parts.keys()]
     largest = 0.0
-    for name in ours.keys() & theirs.keys():
-        a, b = ours[name].detach(), theirs[name].detach()
+    for name in new_parts.keys() & old_parts.keys():
+        a, b = new_parts[name].detach(), old_parts[name].detach()
         b = b.to(a.device, a.dtype)  # another dtype alone is no change
         if a.shape != b.shape:
             names.append(f"{name} is {tuple(a.shape)}, was {tuple(b.shape)}")
@@ -132,12 +132,12 @@ def _tables_that_were_parameters(
 
 
 def _added(
-    ours: dict[str, nn.Module], theirs: dict[str, nn.Module], replaced: list[str], facts: Facts
+    new_parts: dict[str, nn.Module], old_parts: dict[str, nn.Module], replaced: list[str], facts: Facts
 ) -> Iterator[ModuleRow]:
-    for name, module in ours.items():
+    for name, module in new_parts.items():
         parent, _, attribute = name.rpartition(".")
         inside = any(name.startswith(f"{one}.") for one in replaced)
-        if name not in theirs and parent in theirs and not inside and attribute not in (ROTARY, BIAS):
+        if name not in old_parts and parent in old_parts and not inside and attribute not in (ROTARY, BIAS):
             yield ModuleRow(name, "none", _text(module, facts), "converted", None, _runtime(module))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,14 @@ from ..core.plan_table import grouped, table
 from ..errors import MissingPackageError, OptionError
 
 VERSION = 1
-STATES = ("converted", "runtime", "kept", "weights")
+STATES = {  # and how the table counts them
+    "converted": "converted",
+    "runtime": "with a runtime operation added",
+    "kept": "kept",
+    "weights": "with other weights",
+}
 _MOST_LAYERS = 14  # lines of the table; the JSON has all
-_HUES = ("#9ecae1", "#e6550d", "#31377d", "#31a354")
+_NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # what JSON has no numbers for
 
 
 @dataclass
@@ -118,7 +124,10 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain JSON values; infinite numbers and NaN, which JSON lacks, are "inf", "-inf" and "nan"."""
-        return {"version": VERSION, **_spelled(asdict(self))}
+        stored = {"version": VERSION, **asdict(self)}
+        for name in _ROWS:
+            stored[name] = [{key: _plain(value) for key, value in row.items()} for row in stored[name]]
+        return stored
 
     @classmethod
     def from_json(cls, stored: Any) -> Report:
@@ -132,10 +141,9 @@ class Report:
         if stored["version"] > VERSION:
             raise OptionError(f"the report has version {stored['version']}, this hfpatch reads up to {VERSION}.")
         plain = {name: value for name, value in stored.items() if name != "version"}
-        kinds: dict[str, type] = {"modules": ModuleRow, "outputs": OutputRow, "layers": LayerRow}
         try:
-            for name, kind in kinds.items():
-                plain[name] = [kind(**_read(kind, row)) for row in plain[name]]
+            for name, kind in _ROWS.items():
+                plain[name] = [kind(**{key: _NOT_FINITE.get(v, v) for key, v in row.items()}) for row in plain[name]]
             return cls(**plain)
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise OptionError(f"the report is malformed: {error}") from error
@@ -196,7 +204,8 @@ class Report:
         ]
         parts = ["\n".join(head), self._modules_table()]
         for output in dict.fromkeys(row.output for row in self.outputs):
-            parts.append(_output_table([row for row in self.outputs if row.output == output]))
+            lines = output_lines([row for row in self.outputs if row.output == output])
+            parts.append(table(lines, "<<" + ">" * (len(lines[0]) - 2)))
         for stream in dict.fromkeys(row.stream for row in self.layers):
             parts.append(_layer_table([row for row in self.layers if row.stream == stream]))
         if self.notes:
@@ -207,53 +216,75 @@ class Report:
         if not self.modules:
             return "No module differs."
         lines: list[tuple[str, ...]] = [("module", "reference", "model", "state", "note")]
-        for members, names in grouped(self.modules, _alike):
+        for members, names in grouped(self.modules, _in_one_line):
             row, count = members[0], len(members)
             change = max(one.change for one in members)
             changed = f"weights differ by {change:.1%}" if 0 < change < math.inf else None
             note = "; ".join(filter(None, (row.runtime, row.reason, changed)))
             now = "(same)" if row.model == row.reference and row.state != "converted" else row.model
             lines.append((names + (f"  x{count}" if count > 1 else ""), row.reference, now, row.state, note))
-        counts = (sum(row.state == state for row in self.modules) for state in STATES)
-        words = ("converted", "with a runtime operation added", "kept", "with other weights")
-        told = [f"{count} {word}" for count, word in zip(counts, words, strict=True) if count]
-        return f"{table(lines)}\n{', '.join(told)}."
+        states = Counter(row.state for row in self.modules)
+        counts = [f"{states[state]} {words}" for state, words in STATES.items() if states[state]]
+        return f"{table(lines)}\n{', '.join(counts)}."
 
 
-def _alike(row: ModuleRow) -> tuple[object, ...]:
+_ROWS: dict[str, type] = {"modules": ModuleRow, "outputs": OutputRow, "layers": LayerRow}
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _in_one_line(row: ModuleRow) -> tuple[object, ...]:
     return row.reference, row.model, row.state, row.reason, row.runtime, row.change == 0.0
+
+
+def _error(value: float) -> str:
+    return "0" if value == 0 else f"{value:.2g}" if 0.01 <= value < 1000 else f"{value:.1e}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if value < 1e5 else f"{value:.2e}"
+
+
+def _share(value: float) -> str:
+    return f"{math.floor(value * 1e4) / 100:.2f} %"  # never 100 % where it isn't
+
+
+def _cosine(value: float) -> str:
+    return "1" if value > 1 - 1e-12 else f"1 - {1 - value:.0e}" if value > 0.9999 else f"{value:.4f}"
+
+
+_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "max error": ("max_error", _error),
+    "rms error": ("rms_error", _error),
+    "top-1": ("top1", _share),
+    "KL (nats)": ("kl", _error),
+    "perplexity": ("perplexity", _number),
+    "cosine": ("cosine_mean", _cosine),
+    "its min": ("cosine_min", _cosine),
+    "pooled cosine": ("pooled_mean", _cosine),
+    "min pooled": ("pooled_min", _cosine),
+}
 
 
 def output_lines(rows: list[OutputRow]) -> list[tuple[str, ...]]:
     """One output's rows as cells, the headings first; the first two columns are words, the others numbers."""
-    columns = {
-        "max error": [_error(row.max_error) for row in rows],
-        "rms error": [_error(row.rms_error) for row in rows],
-        "top-1": [_share(row.top1) for row in rows],
-        "KL (nats)": [_error(row.kl) for row in rows],
-        "perplexity": [_number(row.perplexity) for row in rows],
-        "cosine": [_cosine(row.cosine_mean) for row in rows],
-        "its min": [_cosine(row.cosine_min) for row in rows],
-        "pooled cosine": [_cosine(row.pooled_mean) for row in rows],
-        "min pooled": [_cosine(row.pooled_min) for row in rows],
+    shown = {
+        heading: ["" if (value := getattr(row, name)) is None else spelled(value) for row in rows]
+        for heading, (name, spelled) in _COLUMNS.items()
+        if any(getattr(row, name) is not None for row in rows)
     }
-    shown = {name: cells for name, cells in columns.items() if any(cells)}
     lines = [(rows[0].output, "dtype", *shown)]
-    for i, row in enumerate(rows):
-        cells = [cells[i] for cells in shown.values()]
-        if _is_truth(row):
+    for row, *cells in zip(rows, *shown.values(), strict=True):
+        if (row.role, row.dtype) == ("reference", "float64"):
             cells[:2] = "truth", "truth"
         lines.append((row.role, row.dtype, *cells))
     return lines
 
 
-def _output_table(rows: list[OutputRow]) -> str:
-    lines = output_lines(rows)
-    return table(lines, "<<" + ">" * (len(lines[0]) - 2))
-
-
 def _layer_table(rows: list[LayerRow]) -> str:
-    runs = _runs(rows)
+    runs = list(dict.fromkeys((row.role, row.dtype) for row in rows))
     found = {(row.layer, row.role, row.dtype): row for row in rows}
     layers = sorted({row.layer for row in rows})
     step = math.ceil(len(layers) / _MOST_LAYERS)
@@ -267,69 +298,20 @@ def _layer_table(rows: list[LayerRow]) -> str:
     return f"{head}{skipped}:\n{table(lines, '<' + '>' * len(runs))}"
 
 
-def _runs(rows: Iterable[LayerRow]) -> list[tuple[str, str]]:
-    return list(dict.fromkeys((row.role, row.dtype) for row in rows))
-
-
-def _is_truth(row: OutputRow | LayerRow) -> bool:
-    return row.role == "reference" and row.dtype == "float64"
-
-
-def _error(value: float | None) -> str:
-    return "" if value is None else "0" if value == 0 else f"{value:.2g}" if 0.01 <= value < 1000 else f"{value:.1e}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}" if value < 1e5 else f"{value:.2e}"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{math.floor(value * 1e4) / 100:.2f} %"  # never 100 % where it isn't
-
-
-def _cosine(value: float | None) -> str:
-    if value is None:
-        return ""
-    return "1" if value > 1 - 1e-12 else f"1 - {1 - value:.0e}" if value > 0.9999 else f"{value:.4f}"
-
-
 def _draw(axes: Any, rows: list[LayerRow]) -> None:
-    """Hue says the dtype, a dotted line the reference; lines that lie on one another get thinner towards the top."""
-    runs = _runs(rows)
-    dtypes = list(dict.fromkeys(dtype for _, dtype in runs))
-    for role, dtype in runs:
-        mine = sorted((row for row in rows if (row.role, row.dtype) == (role, dtype)), key=lambda row: row.layer)
-        layers, place = [row.layer for row in mine], dtypes.index(dtype)
-        style = {"color": _HUES[place % len(_HUES)], "linewidth": max(4.5 - 1.6 * place, 1.2)}
-        if role == "reference":
-            style |= {"linewidth": 1.4, "zorder": 5}
-            axes.plot(layers, [_drawable(row.error) for row in mine], ":", label=f"reference {dtype}", **style)
-            continue
-        axes.plot(layers, [_drawable(row.error) for row in mine], "o-", markersize=3, label=f"model {dtype}", **style)
-        if any(row.centred < 0.5 * row.error for row in mine):
-            label = f"model {dtype}, without the mean"
-            axes.plot(layers, [_drawable(row.centred) for row in mine], "x--", markersize=4, label=label, **style)
-    axes.set_yscale("log")
-    axes.set_xlabel("layer")
-    axes.set_ylabel("rms error / rms of the truth")
+    """One line a run, dotted for the reference; dashed the model's without the mean, where that is much smaller."""
+    lines: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        style = ":" if row.role == "reference" else "o-"
+        lines.setdefault((f"{row.role} {row.dtype}", style), []).append(row.error)
+        if row.role == "model":
+            lines.setdefault((f"model {row.dtype}, without the mean", "x--"), []).append(row.centred)
+    for (label, style), errors in lines.items():
+        whole = lines[label.partition(",")[0], "o-"] if style == "x--" else errors
+        if style != "x--" or any(part < 0.5 * error for part, error in zip(errors, whole, strict=True)):
+            drawn = [error if 0 < error < math.inf else math.nan for error in errors]
+            axes.plot(sorted({row.layer for row in rows}), drawn, style, label=label, markersize=3)
+    axes.set(yscale="log", xlabel="layer", ylabel="rms error / rms of the truth")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False)
-
-
-def _drawable(error: float) -> float:
-    """A log axis has no zero, and a line with an infinite point is cut there."""
-    return max(error, 1e-17) if math.isfinite(error) else math.nan
-
-
-def _spelled(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _spelled(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_spelled(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _read(kind: type, row: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = {one.name for one in fields(kind) if "float" in str(one.type)}
-    return {name: float(v) if name in numbers and isinstance(v, str) else v for name, v in row.items()}

@@ -17,7 +17,7 @@ from ..plan import require_bare
 from ..runtime.errors import CheckpointError, UnsupportedError
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
-from ..schemes.request import Record
+from ..schemes.request import KINDS, Record
 from .comparison import DTYPES, Comparison
 from .dtype_copy import Subject, isolated
 from .module_diff import compare_modules
@@ -86,7 +86,7 @@ def verify(
         examples=sum(count_examples(batch) for batch in inputs),
         tokens=sum(count_tokens(batch) for batch in inputs),
         modules=compare_modules(model, reference),
-        outputs=[row for name in comparison.names for row in comparison.output_rows(name)],
+        outputs=comparison.output_rows(),
         layers=comparison.layer_rows(),
         notes=comparison.notes,
     )
@@ -142,14 +142,6 @@ def _load(name: str | PathLike[str], model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _titled(model: PreTrainedModel) -> str:
-    stored = getattr(model.config, KEY, None)
-    if not stored:
-        return type(model).__name__
-    parts = Record.from_json(stored).to_json()
-    schemes = (
-        f"{kind}={part['scheme']['name']}"
-        for kind, listed in parts.items()
-        if isinstance(listed, list)
-        for part in listed
-    )
-    return f"{type(model).__name__} ({', '.join(schemes)})"
+    record = Record.of(model.config)
+    schemes = [f"{kind}={part.scheme.name}" for kind in KINDS for part in getattr(record, kind)]
+    return type(model).__name__ + (f" ({', '.join(schemes)})" if schemes else "")

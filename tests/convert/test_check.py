@@ -11,7 +11,8 @@ from tiny_models import changes, fingerprint, inputs, norms_of, patch, tiny
 from torch import Tensor, nn
 
 from hfpatch.exact.check import Reference, Verdict, mean_ratios
-from hfpatch.measure.quiet_forward import fitting, outputs_of, quiet
+from hfpatch.measure.outputs import outputs_of
+from hfpatch.measure.quiet_forward import fitting, quiet
 
 LM = "AutoModelForCausalLM"
 NAN = float("nan")

@@ -13,7 +13,7 @@ from torch import nn
 
 from hfpatch.exact import search as find
 from hfpatch.exact.centring import Axis, Centring
-from hfpatch.exact.float64 import observe, relative_error
+from hfpatch.exact.observe import observe, relative_error
 from hfpatch.exact.search import carry_out, find_centring, search
 from hfpatch.measure.twin import twin
 from hfpatch.runtime.errors import UnsupportedError

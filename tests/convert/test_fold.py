@@ -28,9 +28,10 @@ from tiny_models import (
 from torch import Tensor, nn
 from transformers import Dinov2Config, Dinov2Model, GPT2LMHeadModel
 
+from hfpatch.core.globs import pattern_of
 from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError, WrappedModelError
-from hfpatch.exact.centring import Axis, Centring, pattern_of
+from hfpatch.exact.centring import Axis, Centring
 from hfpatch.exact.check import mean_ratios
 from hfpatch.exact.fold import centre, steps
 from hfpatch.exact.search import find_centring

@@ -5,7 +5,8 @@ import torch
 from tiny_models import tiny
 from torch import nn
 
-from hfpatch.exact.float64 import Float64, Forward, added, added_to_outputs, moved, observe, relative_error
+from hfpatch.exact.observe import Forward, added, added_to_outputs, moved, observe, relative_error
+from hfpatch.measure.float64 import Float64
 from hfpatch.measure.inputs import example_inputs
 from hfpatch.sites.norms import describe
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModel, PretrainedConfig
 
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError
-from hfpatch.measure.quiet_forward import outputs_of
+from hfpatch.measure.outputs import outputs_of
 from hfpatch.measure.randomness import own_randomness
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch

@@ -15,7 +15,7 @@ from transformers import AutoModel
 from hfpatch.contrib import convert_pairing as reorder
 from hfpatch.contrib.convert_pairing import convert_pairing
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError
-from hfpatch.measure.quiet_forward import outputs_of
+from hfpatch.measure.outputs import outputs_of
 from hfpatch.measure.randomness import own_randomness
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.runtime.attention import HostOrder, order

@@ -32,8 +32,8 @@ import zoo
 from torch import Tensor, nn
 
 from hfpatch.exact.centring import Axis, Centring
-from hfpatch.exact.float64 import Float64
 from hfpatch.exact.search import find_centring
+from hfpatch.measure.float64 import Float64
 from hfpatch.runtime.errors import PatchError
 from hfpatch.sites.norms import describe
 

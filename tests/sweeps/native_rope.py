@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import workers
 from zoo import Unbuildable, last_line, model_types, tiny
 
-from hfpatch.measure.quiet_forward import outputs_of
+from hfpatch.measure.outputs import outputs_of
 from hfpatch.measure.randomness import own_randomness
 from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError

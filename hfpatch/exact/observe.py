@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -10,45 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from ..measure.randomness import own_randomness
+from ..measure.float64 import outputs_in_float64
+from ..measure.outputs import deviations
 from ..runtime.norms import NormFacts
-
-# Collections of tensors that other forwards or readers take, in other coordinates when the stream is centred
-_INTERNAL = {"hidden_states", "attentions", "past_key_values", "mems", "cache_params"}
-_NARROW = {torch.float32, torch.float16, torch.bfloat16}
-_NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
-_FACTORIES = {torch.tensor, torch.full}
-
-
-class Float64(TorchFunctionMode):
-    """Everything that would be computed in float32 or less is computed in float64.
-
-    Many families widen or narrow to float32 inside whatever the model's dtype is; rounding would then hide the
-    difference between what is invariant and what nearly is. Only code inside the `with`, on this thread, is concerned.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _NARROWING:
-            return args[0].double()
-        kwargs = kwargs or {}
-        if any(map(_is_narrow, args)):
-            args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
-        if _is_narrow(kwargs.get("dtype")):
-            kwargs = {**kwargs, "dtype": torch.float64}
-        elif func in _FACTORIES and kwargs.get("dtype") is None and _is_float(args):
-            kwargs = {**kwargs, "dtype": torch.float64}  # the least float64 doesn't fit into the default dtype
-        result = func(*args, **kwargs)
-        return result.double() if type(result) is Tensor and result.dtype in _NARROW else result
-
-
-def _is_narrow(value: Any) -> bool:
-    return type(value) is torch.dtype and value in _NARROW
-
-
-def _is_float(values: Any) -> bool:
-    return isinstance(values, float) or (isinstance(values, list | tuple) and any(map(_is_float, values)))
 
 
 @dataclass
@@ -106,7 +70,7 @@ def observe(
         watch: keep what every module returned.
     """
     seen = Forward()
-    with ExitStack() as hooks, own_randomness(0), torch.no_grad(), Float64():
+    with ExitStack() as hooks:
         for name, facts in (norms or {}).items():
             module = model.get_submodule(name)
             hook = module.register_forward_pre_hook(_mean_of_input(seen, name, facts), with_kwargs=True)
@@ -114,18 +78,8 @@ def observe(
         if watch:
             for name, module in model.named_modules():
                 hooks.callback(module.register_forward_hook(_returned(seen, name)).remove)
-        result = model(**{name: _own(value) for name, value in inputs.items()})
-    seen.outputs = dict(_tensors(result))
+        seen.outputs = outputs_in_float64(model, inputs)
     return seen
-
-
-def _own(value: Any) -> Any:
-    """A copy, for forwards that write into their inputs."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, Mapping):
-        return {key: _own(one) for key, one in value.items()}
-    return type(value)(_own(one) for one in value) if type(value) in (list, tuple) else value
 
 
 def _mean_of_input(seen: Forward, name: str, facts: NormFacts) -> Any:
@@ -150,39 +104,9 @@ def _returned(seen: Forward, name: str) -> Any:
     return hook
 
 
-def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name or "output", value.double() if value.is_floating_point() else value
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            if isinstance(one, Tensor) or not any(str(key).endswith(internal) for internal in _INTERNAL):
-                yield from _tensors(one, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list | tuple):
-        for place, one in enumerate(value):
-            yield from _tensors(one, f"{name}[{place}]")
-
-
 def relative_error(original: Forward, other: Forward) -> float:
     """Largest difference of the outputs, relative to each one's largest value; infinite where incomparable."""
-    if original.outputs.keys() != other.outputs.keys():
-        return float("inf")
-    return max((_error(value, other.outputs[name]) for name, value in original.outputs.items()), default=0.0)
-
-
-def _error(a: Tensor, b: Tensor) -> float:
-    if a.shape != b.shape:
-        return float("inf")
-    if not a.is_floating_point():
-        return 0.0 if torch.equal(a, b) else float("inf")
-    difference = float((a - b).abs().max()) if a.numel() else 0.0
-    if math.isfinite(difference):
-        return difference / max(float(a.abs().max()), 1e-30) if a.numel() else 0.0
-    finite = a.isfinite()
-    if not torch.equal(finite, b.isfinite()) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
-        return float("inf")
-    if not finite.any():
-        return 0.0
-    return float((a - b)[finite].abs().max() / a[finite].abs().max().clamp_min(1e-30))
+    return max(deviation.peak_error for deviation in deviations(original.outputs, other.outputs))
 
 
 def moved(original: Forward, other: Forward, least: float = 1e-6) -> dict[str, int]:

@@ -22,11 +22,10 @@ import hfpatch
 from hfpatch.errors import MissingPackageError, OptionError, WrappedModelError
 from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import CheckpointError, UnsupportedError
-from hfpatch.verification import deviation
-from hfpatch.verification.comparison import Comparison, _channels_last
-from hfpatch.verification.deviation import AgreementSum, CosineSum, ErrorSum, output_errors
+from hfpatch.verification.comparison import Comparison
 from hfpatch.verification.dtype_copy import Subject
 from hfpatch.verification.report import Report
+from hfpatch.verification.sums import LayerSums, OutputSums, channels_last
 from hfpatch.verification.verify import verify
 
 Make = Callable[..., tuple[Any, Any]]
@@ -622,47 +621,31 @@ def test_public_names() -> None:
 # The sums
 
 
-def test_output_errors_of_one_batch() -> None:
-    truth = {"h": torch.ones(1, 3, 2), "p": torch.ones(1, 3), "other": torch.ones(2)}
-    output = {"h": torch.tensor([[[1.0, 1.0], [1.5, 1.0], [9.0, 9.0]]]), "p": torch.zeros(1, 3)}
-    found = output_errors(truth, output, torch.tensor([[1, 1, 0]]))
-    assert found.keys() == {"h", "p"}
-    assert found["h"].max_error == pytest.approx(0.5)
-    assert found["h"].rms_error == pytest.approx(0.25)
-    assert found["p"].rms_error == 1, "two axes: the mask isn't its"
-    assert output_errors(truth, output)["h"].max_error == 8
-
-
-def test_masked_logits_are_equal_in_every_dtype() -> None:
-    error = ErrorSum()
-    error.add(torch.tensor([1.0, -math.inf]), torch.tensor([1.0, torch.finfo(torch.float32).min]))
-    assert (error.max_error, error.nonfinite) == (0, 0)
-    error.add(torch.tensor([1.0, 2.0]), torch.tensor([1.0, -math.inf]))
-    assert (error.max_error, error.nonfinite) == (math.inf, 1)
-
-
-def test_a_truth_of_zeros() -> None:
-    zero, one = ErrorSum(), ErrorSum()
-    zero.add(torch.zeros(2), torch.zeros(2))
-    one.add(torch.zeros(2), torch.ones(2))
-    assert (zero.max_error, one.max_error) == (0, math.inf)
-    cosine = CosineSum()
-    cosine.add(torch.zeros(1, 2), torch.zeros(1, 2))
-    assert cosine.mean == 1
-    cosine.add(torch.zeros(1, 2), torch.ones(1, 2))
-    assert (cosine.mean, cosine.smallest) == (0.5, 0)
+def test_two_zero_vectors_are_one_direction() -> None:
+    sums = OutputSums()
+    sums.add_vectors("cosine", torch.zeros(1, 2), torch.zeros(1, 2))
+    assert sums.means["cosine"].mean == 1
+    sums.add_vectors("cosine", torch.zeros(1, 2), torch.ones(1, 2))
+    assert (sums.means["cosine"].mean, sums.means["cosine"].least) == (0.5, 0)
 
 
 def test_channels_of_images_and_of_streams() -> None:
     image, grid, tokens = torch.zeros(2, 8, 5, 5), torch.zeros(2, 5, 5, 8), torch.zeros(2, 3, 4, 8)
-    assert _channels_last(image, None).shape == (2, 5, 5, 8)
-    assert _channels_last(grid, None).shape == (2, 5, 5, 8)
-    assert _channels_last(tokens, torch.ones(2, 3)).shape == (2, 3, 4, 8)
+    assert channels_last(image, None).shape == (2, 5, 5, 8)
+    assert channels_last(grid, None).shape == (2, 5, 5, 8)
+    assert channels_last(tokens, torch.ones(2, 3)).shape == (2, 3, 4, 8)
 
 
 def test_divergence_with_classes_that_are_shut_out() -> None:
-    sums = AgreementSum()
+    sums = OutputSums()
     logits = torch.tensor([[0.0, 1.0, -math.inf]])
-    sums.add(logits, logits + 3)
-    assert (sums.kl, sums.top1, sums.perplexity) == (pytest.approx(0, abs=1e-15), 1, None)
-    assert deviation.centred(torch.tensor([1.0, 3.0])).tolist() == [-1, 1]
+    sums.add_logits(logits, logits + 3)
+    row = sums.row("logits", "model", "float64")
+    assert (row.kl, row.top1, row.perplexity) == (pytest.approx(0, abs=1e-15), 1, None)
+
+
+def test_a_constant_over_the_channels_is_no_error_of_the_centred_stream() -> None:
+    sums, stream = LayerSums(), torch.tensor([[[1.0, 3.0], [2.0, 0.0]]])
+    sums.add(stream, stream + torch.tensor([[[5.0], [7.0]]]), None)
+    row = sums.row("hidden_states", 0, "model", "float64")
+    assert (row.error > 1, row.centred) == (True, 0)

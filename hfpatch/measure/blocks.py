@@ -1,0 +1,37 @@
+"""The repeated blocks of a model, found by its lists of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+def repeated_blocks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The blocks that a model repeats, by name: elements of the outermost lists that hold several of one class.
+
+    Where no two elements have the same shapes and they hold such lists themselves (stages of a vision model), theirs.
+    """
+    for name, child in model.named_children():
+        path = f"{prefix}{name}"
+        elements = list(child.named_children()) if isinstance(child, nn.ModuleList | nn.Sequential) else []
+        inside = {index: list(repeated_blocks(element, f"{path}.{index}.")) for index, element in elements}
+        distinct = len({_shapes(element) for _, element in elements}) == len(elements)
+        if len({type(element) for _, element in elements}) == len(elements) or (distinct and all(inside.values())):
+            yield from repeated_blocks(child, f"{path}.")
+        else:
+            yield from ((f"{path}.{index}", element) for index, element in elements)
+
+
+def _shapes(module: nn.Module) -> tuple[Any, ...]:
+    return type(module), *((name, p.shape) for name, p in module.named_parameters())
+
+
+def listed_modules(model: nn.Module) -> dict[str, str]:
+    """Elements of the outermost `nn.ModuleList`s, with the list's name."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{element}.") for element in found):
+            found |= {f"{name}.{child}": name for child in module._modules}
+    return found

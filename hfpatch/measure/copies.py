@@ -1,0 +1,48 @@
+"""Copies of models and modules: with other tensors, or of the host's class without weights and without a patch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..runtime.lens import host_class
+from ..runtime.record import KEY
+
+
+def unpatched_config(config: PreTrainedConfig) -> Any:
+    """A copy of a config as one of its host's class, without the record of a patch."""
+    plain = copy.deepcopy(config)
+    vars(plain).pop(KEY, None)
+    object.__setattr__(plain, "__class__", host_class(type(config)))
+    return plain
+
+
+def host_on_meta(model: PreTrainedModel, config: PreTrainedConfig) -> Any:
+    """A model of a model's host class without weights, from a config that isn't copied; no random number is drawn."""
+    host: Any = host_class(type(model))
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        return host(config)
+
+
+def copy_with(module: nn.Module, tensor: Callable[[str, Tensor], Tensor], memo: Mapping[int, Any] | None = None) -> Any:
+    """A deep copy of a module with other Parameters and buffers, shared where the originals are.
+
+    Args:
+        module: isn't changed.
+        tensor: a Parameter's or buffer's name and itself -> what stands for it in the copy, itself where it is shared.
+        memo: as in copy.deepcopy: the id of an object -> what stands for it.
+    """
+    known = dict(memo or {})
+    for name, parameter in module.named_parameters():
+        value = tensor(name, parameter)
+        if value is not parameter:
+            value = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            vars(value).update(vars(parameter))
+        known[id(parameter)] = value
+    known |= {id(buffer): tensor(name, buffer) for name, buffer in module.named_buffers()}
+    return copy.deepcopy(module, known)

@@ -1,0 +1,59 @@
+"""One forward of a small model, computed in float64 throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .outputs import Outputs
+from .quiet_forward import cast
+from .randomness import own_randomness
+
+_NARROW = {torch.float32, torch.float16, torch.bfloat16}
+_NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
+_FACTORIES = {torch.tensor, torch.full}
+
+
+class Float64(TorchFunctionMode):
+    """Everything that would be computed in float32 or less is computed in float64.
+
+    Many families widen or narrow to float32 inside whatever the model's dtype is; rounding would then hide the
+    difference between what is invariant and what nearly is. Only code inside the `with`, on this thread, is concerned.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NARROWING:
+            return args[0].double()
+        kwargs = kwargs or {}
+        if any(map(_is_narrow, args)):
+            args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
+        if _is_narrow(kwargs.get("dtype")):
+            kwargs = {**kwargs, "dtype": torch.float64}
+        elif func in _FACTORIES and kwargs.get("dtype") is None and _is_float(args):
+            kwargs = {**kwargs, "dtype": torch.float64}  # the least float64 doesn't fit into the default dtype
+        result = func(*args, **kwargs)
+        return result.double() if type(result) is Tensor and result.dtype in _NARROW else result
+
+
+def _is_narrow(value: Any) -> bool:
+    return type(value) is torch.dtype and value in _NARROW
+
+
+def _is_float(values: Any) -> bool:
+    return isinstance(values, float) or (isinstance(values, list | tuple) and any(map(_is_float, values)))
+
+
+def outputs_in_float64(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The outputs of one forward by name, floats as float64, with random numbers of its own.
+
+    Args:
+        model: in float64, on the CPU.
+        inputs: keyword arguments of its forward; they are copied, for forwards that write into them.
+    """
+    with own_randomness(0), torch.no_grad(), Float64():
+        returned = model(**cast(inputs, torch.device("cpu"), torch.float64))
+    return {name: x.double() if x.is_floating_point() else x for name, x in Outputs.of(returned).tensors.items()}

@@ -1,0 +1,236 @@
+"""What a forward returns: its tensors by name, how far they are from another forward's, and what rounding explains."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .quiet_forward import quiet
+
+# Names of collections that other forwards or readers take; their coordinates may change while the function stays
+_CACHES = re.compile(r"(.*_)?(past_key_values|cache(_params)?|mems|attentions|hidden_states)|state")
+_PIECE = 2**22  # numbers that are compared at once: float64 copies of all logits would be large
+_INFINITE = 1e30  # masked logits are -inf in some models and the dtype's lowest number in others
+_DRAWS = 2  # of noise
+FACTOR = 10.0  # of a noise floor: what rounding may explain
+
+
+@dataclass
+class Outputs:
+    """The tensors of one forward by name: "logits", "text_model_output.last_hidden_state", "parts[0]".
+
+    Attributes:
+        tensors: outputs; collections of caches, attentions and hidden states aside, and tensors without numbers.
+        streams: the residual stream after the embedding and after each layer, by name ("hidden_states", ...).
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    streams: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, returned: Any) -> Outputs:
+        """Collects them from what a forward returned: nested mappings, tuples and lists."""
+        outputs = cls()
+        outputs._collect("", returned)
+        return outputs
+
+    def _collect(self, name: str, value: Any) -> None:
+        last = name.rpartition(".")[2]
+        if isinstance(value, Tensor):
+            if value.numel():
+                self.tensors[name or "output"] = value
+        elif _CACHES.fullmatch(last):
+            if isinstance(value, tuple | list) and last.endswith("hidden_states"):
+                self.streams[name] = [layer for layer in value if isinstance(layer, Tensor)]
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                self._collect(f"{name}.{key}" if name else str(key), item)
+        elif isinstance(value, tuple | list):
+            for i, item in enumerate(value):
+                self._collect(f"{name}[{i}]", item)
+
+    @property
+    def floats(self) -> dict[str, Tensor]:
+        """The floating-point ones of the outputs."""
+        return {name: value for name, value in self.tensors.items() if value.is_floating_point()}
+
+
+def outputs_of(model: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """All floating-point outputs of one forward, by name."""
+    return Outputs.of(model(**inputs)).floats
+
+
+@dataclass
+class Deviation:
+    """How far outputs y are from their truth t, over everything added so far, computed in float64.
+
+    Infinities that both have in the same places (masked logits) don't count, and numbers beyond 1e30 are infinities.
+
+    Attributes:
+        equal_nan: NaN in both counts as equal.
+        incomparable: how many numbers are NaN or infinite in one of the two and not the same in the other, or integers
+            that differ; with any, all errors are infinite.
+        largest: max|y - t|.
+        squares: sum of (y - t)^2.
+        count, mean, scatter: of the finite numbers of the truth; scatter is the sum of (t - mean)^2.
+        peak: max|t|.
+    """
+
+    equal_nan: bool = False
+    incomparable: int = 0
+    largest: float = 0.0
+    squares: float = 0.0
+    count: int = 0
+    mean: float = 0.0
+    scatter: float = 0.0
+    peak: float = 0.0
+
+    def add(self, truth: Tensor, output: Tensor, mask: Tensor | None = None) -> None:
+        """Count one pair of tensors. `mask` (over the leading axes) is True where numbers count."""
+        if truth.shape != output.shape:
+            self.incomparable += max(truth.numel(), output.numel(), 1)
+            return
+        if not truth.is_floating_point():
+            self.incomparable += int((truth != output.to(truth.device)).sum())
+            return
+        for t, y in pieces(mask, truth, output):
+            self._add(t, y)
+
+    def _add(self, t: Tensor, y: Tensor) -> None:
+        finite = t.isfinite() & y.isfinite()
+        if not bool(finite.all()):
+            differs = ~finite & (t != y)
+            self.incomparable += int((differs & ~(t.isnan() & y.isnan()) if self.equal_nan else differs).sum())
+            t, y = t[finite], y[finite]
+        if not t.numel():
+            return
+        difference = (y - t).abs()
+        self.largest = max(self.largest, float(difference.max()))
+        self.squares += float(difference.square().sum())
+        self.peak = max(self.peak, float(t.abs().max()))
+        count, mean = t.numel(), float(t.mean())
+        shift, total = mean - self.mean, self.count + count  # two means and scatters become one (Chan et al. 1979)
+        self.scatter += float((t - mean).square().sum()) + shift**2 * self.count * count / total
+        self.mean += shift * count / total
+        self.count = total
+
+    @property
+    def max_error(self) -> float:
+        """max|y - t| / rms(t), with rms(t) = sqrt(mean(t^2))."""
+        return self._by(self.largest, self._rms)
+
+    @property
+    def rms_error(self) -> float:
+        """rms(y - t) / rms(t)."""
+        return self._by(math.sqrt(self.squares / max(self.count, 1)), self._rms)
+
+    @property
+    def peak_error(self) -> float:
+        """max|y - t| / max|t|."""
+        return self._by(self.largest, self.peak)
+
+    @property
+    def spread_error(self) -> float:
+        """max|y - t| / std(t); by max|t| where all numbers are equal."""
+        return self._by(self.largest, math.sqrt(self.scatter / max(self.count, 1)) or self.peak)
+
+    @property
+    def _rms(self) -> float:
+        return math.sqrt(self.mean**2 + self.scatter / max(self.count, 1))
+
+    def _by(self, error: float, scale: float) -> float:
+        if self.incomparable:
+            return math.inf
+        return error / scale if scale else math.inf if error else 0.0
+
+
+def deviations(truth: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> list[Deviation]:
+    """The deviation of every output; one that can't be compared where the names differ, or there are none.
+
+    NaN in both counts as equal.
+    """
+    if truth.keys() != outputs.keys() or not truth:
+        return [Deviation(incomparable=1)]
+    found = [Deviation(equal_nan=True) for _ in truth]
+    for deviation, name in zip(found, truth, strict=True):
+        deviation.add(truth[name], outputs[name])
+    return found
+
+
+def max_error(truth: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> float:
+    """The largest `Deviation.max_error` of all outputs; infinite where they can't be compared."""
+    return max(deviation.max_error for deviation in deviations(truth, outputs))
+
+
+def pieces(mask: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows (N, d) of tensors whose mask is True, some million numbers at a time, the first two `aligned`."""
+    if mask is not None:
+        tensors = tuple(x[mask.to(x.device)] for x in tensors)
+    rows = [x.detach().reshape(-1, x.shape[-1] if x.dim() > 1 else 1) for x in tensors]
+    size = max(1, _PIECE // max(rows[0].shape[-1], 1))
+    for piece in zip(*(x.split(size) for x in rows), strict=True):
+        if piece[0].numel():
+            truth, output, *others = piece
+            yield *aligned(truth, output), *(x.to(truth.device) for x in others)
+
+
+def aligned(truth: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in float64 on the truth's device; numbers beyond 1e30 are the infinities that they stand for."""
+    pair = (x.detach().to(truth.device).double() for x in (truth, output))
+    t, y = (torch.where(x.abs() > _INFINITE, x.sign() * math.inf, x) for x in pair)
+    return t, y
+
+
+def last_bit(model: nn.Module) -> float:
+    """The relative spacing (eps) of a model's coarsest dtype, or of float32 if that is coarser.
+
+    Some families compute in float32 inside, whatever their weights are.
+    """
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1}
+    return max(torch.finfo(dtype).eps for dtype in {torch.float32, *dtypes})
+
+
+def noise_floor(model: nn.Module, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor] | None = None) -> float:
+    """How far noise in the last bit moves the outputs (`max_error`), the larger of two draws.
+
+    Args:
+        model, inputs: run in `quiet`, with the output of every module that has Parameters multiplied by 1 + eps * u, u
+            uniform in (-1, 1) and eps the `last_bit`.
+        outputs: the model's own for these inputs, where they are known.
+    """
+    if outputs is None:
+        with quiet(model):
+            outputs = outputs_of(model, inputs)
+    floor = 0.0
+    for seed in range(_DRAWS):
+        with quiet(model):
+            shake(model, last_bit(model), seed)
+            floor = max(floor, max_error(outputs, outputs_of(model, inputs)))
+    return floor
+
+
+def shake(model: nn.Module, noise: float, seed: int) -> None:
+    """Multiply the output of every module that has Parameters by 1 + noise * u, u uniform in (-1, 1).
+
+    To be called in `quiet`, which takes the hooks off again and puts the random stream back.
+    """
+    torch.manual_seed(seed)
+    for module in model.modules():
+        if module._parameters:
+            module.register_forward_hook(_shaker(noise))
+
+
+def _shaker(noise: float) -> Any:
+    def shake(module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        wide = output.double()
+        return (wide * (1 + noise * (2 * torch.rand_like(wide) - 1))).to(output.dtype)
+
+    return shake

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import inputs, tiny
+from torch import Tensor, nn
+
+from hfpatch.measure.outputs import Deviation, Outputs, deviations, last_bit, max_error, noise_floor, outputs_of
+
+INF, NAN = math.inf, math.nan
+
+
+def deviation(truth: Any, output: Any, mask: Any = None, equal_nan: bool = False) -> Deviation:
+    found = Deviation(equal_nan)
+    found.add(torch.tensor(truth), torch.tensor(output), None if mask is None else torch.tensor(mask))
+    return found
+
+
+class TestOutputs:
+    def test_tensors_by_name_caches_aside(self) -> None:
+        x, states = torch.ones(2), (torch.ones(1), torch.zeros(1))
+        names = ("past_key_values", "mems", "state", "decoder_cache", "cache_params", "cross_attentions")
+        caches = {name: [x] for name in names}
+        found = Outputs.of({"logits": x, "inner": {"parts": (x, [x])}, "encoder_hidden_states": states, **caches})
+        assert list(found.tensors) == ["logits", "inner.parts[0]", "inner.parts[1][0]"]
+        assert {name: len(layers) for name, layers in found.streams.items()} == {"encoder_hidden_states": 2}
+
+    def test_a_tensor_by_the_name_of_a_cache_is_an_output(self) -> None:
+        assert list(Outputs.of({"hidden_states": torch.ones(1), "last_hidden_state": torch.ones(1)}).tensors) == [
+            "hidden_states",
+            "last_hidden_state",
+        ]
+
+    def test_what_holds_no_numbers_and_what_has_no_name(self) -> None:
+        assert Outputs.of({"loss": torch.ones(0), "other": None}).tensors == {}
+        assert list(Outputs.of(torch.ones(1)).tensors) == ["output"]
+        assert outputs_of(lambda x: {"ids": x.long(), "y": x}, {"x": torch.ones(1)}).keys() == {"y"}
+
+
+class TestDeviation:
+    def test_its_reductions(self) -> None:
+        found = deviation([3.0, -5.0, 2.0, 0.0], [3.0, -5.0, 2.0, 0.5])
+        rms, spread = (38 / 4) ** 0.5, (38 / 4) ** 0.5
+        assert found.max_error == pytest.approx(0.5 / rms)
+        assert found.rms_error == pytest.approx(0.25 / rms)
+        assert found.peak_error == pytest.approx(0.1)
+        assert found.spread_error == pytest.approx(0.5 / spread)
+
+    def test_the_spread_is_about_the_mean(self) -> None:
+        truth = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1000
+        found = deviation(truth.tolist(), (truth + 1).tolist())
+        assert found.spread_error == pytest.approx(1 / float(truth.std(correction=0)))
+        assert deviation([4.0, 4.0], [4.0, 5.0]).spread_error == 0.25, "nothing spreads: by the size"
+
+    def test_batches_add_up(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        truth, output = (torch.randn(6, 5, generator=generator) * 3 + 2 for _ in range(2))
+        parts, whole = Deviation(), Deviation()
+        whole.add(truth, output)
+        for piece in zip(truth.split(4), output.split(4), strict=True):
+            parts.add(*piece)
+        for name in ("max_error", "rms_error", "peak_error", "spread_error"):
+            assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12)
+
+    def test_a_mask_over_the_leading_axes(self) -> None:
+        truth, output = torch.ones(1, 3, 2), torch.tensor([[[1.0, 1.0], [1.5, 1.0], [9.0, 9.0]]])
+        found, everything = Deviation(), Deviation()
+        found.add(truth, output, torch.tensor([[True, True, False]]))
+        everything.add(truth, output)
+        assert (found.max_error, found.rms_error, everything.max_error) == (0.5, 0.25, 8)
+
+    def test_masked_logits_are_equal_in_every_dtype(self) -> None:
+        found = deviation([1.0, -INF], [1.0, torch.finfo(torch.float32).min])
+        assert (found.max_error, found.incomparable) == (0, 0)
+        found.add(torch.tensor([1.0, 2.0]), torch.tensor([1.0, -INF]))
+        assert (found.max_error, found.incomparable) == (INF, 1)
+        assert deviation([1.0, -INF], [1.0, INF]).incomparable == 1
+
+    def test_what_is_masked_hides_no_difference(self) -> None:
+        lowest = torch.finfo(torch.float32).min
+        assert deviation([1.0, lowest], [2.0, lowest]).max_error == 1
+
+    def test_nan_is_equal_where_that_is_asked_for(self) -> None:
+        assert deviation([1.0, NAN], [1.0, NAN]).max_error == INF
+        assert deviation([1.0, NAN], [1.0, NAN], equal_nan=True).max_error == 0
+        assert deviation([1.0, 2.0], [1.0, NAN], equal_nan=True).max_error == INF
+
+    def test_a_truth_of_zeros(self) -> None:
+        assert (deviation([0.0, 0.0], [0.0, 0.0]).max_error, deviation([0.0, 0.0], [1.0, 1.0]).max_error) == (0, INF)
+
+    def test_integers_and_shapes_must_be_equal(self) -> None:
+        assert deviation([1, 2], [1, 2]).max_error == 0
+        assert deviation([1, 2], [1, 3]).max_error == INF
+        assert deviation([1.0, 2.0], [1.0]).max_error == INF
+
+    def test_of_all_outputs(self) -> None:
+        x, y = torch.tensor([1.0, 1.0]), torch.tensor([1.0, 1.5])
+        assert max_error({"a": x, "b": x}, {"a": x, "b": y}) == 0.5
+        assert [one.max_error for one in deviations({"a": x}, {"a": y})] == [0.5]
+        assert max_error({"a": x}, {"b": x}) == max_error({"a": x}, {"a": x, "b": x}) == max_error({}, {}) == INF
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_noise_floor_is_of_the_size_of_the_last_bit(dtype: torch.dtype) -> None:
+    model = tiny("gpt2").to(dtype).train()
+    floor = noise_floor(model, inputs(model))
+    assert last_bit(model) == max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    assert 0.1 < floor / last_bit(model) < 1000
+    assert floor == noise_floor(model, inputs(model))
+    assert model.training
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_eight_bit_floats_have_no_last_bit_of_their_own() -> None:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.ones(2, 2).to(torch.float8_e4m3fn), requires_grad=False)
+    assert last_bit(model) == torch.finfo(torch.float32).eps
+
+
+def test_noise_that_no_output_feels() -> None:
+    class Constant(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return input.new_tensor([1.0])
+
+    assert noise_floor(nn.Sequential(Constant(2, 2), nn.ReLU()), {"input": torch.ones(2)}) < 1e-6
