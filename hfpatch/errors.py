@@ -50,6 +50,10 @@ class NotPreservedWarning(UserWarning):
     """A patch changed what the model computes; the message says what was not preserved."""
 
 
+class FingerprintWarning(UserWarning):
+    """A checkpoint has no fingerprint, or less of one, so that opening it can't fully check what came back."""
+
+
 class MissingPackageError(PatchError, ImportError):
     """An optional package is needed; the message names what installs it."""
 

@@ -164,8 +164,9 @@ def repair_report(model: nn.Module) -> RepairReport | None:
 def unpatch_model(model: M, *, optimizer: Any = None) -> M:
     """Take back all patches of a model that was patched with `reversible=True`: classes, modules, Parameters, config.
 
-    Without training in between the model is bit for bit what it was. Parameters that the patch kept hold what training
-    made of them; those that it removed come back with their old values, on the model's present device and dtype.
+    Without training in between the model is bit for bit what it was. Parameters that the patch removed, or wrote other
+    values to (an exact conversion does), come back with their old values, on the model's present device and dtype: what
+    training made of them is lost. The others keep what training made of them.
 
     Args:
         model: a patched model.

@@ -29,13 +29,12 @@ from bench_models import MODELS, model_groups
 from bench_places import place_groups
 from bench_report import benchmark_report, draw_benchmark
 from data import RecipeError
+from memory import keep_freed_memory
 from report import hardware, versions
 from run import exit_status, require_own_folder, write_json
 from settings import check_numbers, check_output_folder, parse_variant, read_settings
 from timing import MODES
 from tqdm.auto import tqdm
-
-from hfpatch.memory import keep_freed_memory
 
 PARTS = {"models": model_groups, "places": place_groups, "micro": micro_groups}
 # of a setting that isn't given: on a CPU, on a GPU

@@ -34,6 +34,7 @@ from compare_report import compare_report
 from data import RecipeError
 from heal import require_whole_weights
 from html_report import html_report
+from memory import keep_freed_memory
 from methods import METHODS, Distil, Method, MethodConfig, check_method, objective, try_out
 from paired import Cell, Kind, read_cells
 from report import table
@@ -51,7 +52,6 @@ from run import (
 from settings import CONTROL, FREE_TO_CHANGE, check, parse_variant, read_run
 from start import INIT, Baseline
 
-from hfpatch.memory import keep_freed_memory
 from hfpatch.plan import plan_patch
 
 STARTS = ("repaired", "self", "auto", "copied", "reset")

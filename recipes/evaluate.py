@@ -38,6 +38,7 @@ from embed import Embedding, ranks
 from encoder import find_model
 from image import preprocessing
 from lm import is_masked
+from memory import keep_freed_memory
 from report import data_line, hardware, machine, show, table, versions
 from run import require_own_folder
 from settings import check_numbers, check_output_folder, chosen_task, read_settings, spell_out
@@ -46,7 +47,6 @@ from tasks import Task, find_task, load
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from hfpatch.memory import keep_freed_memory
 from hfpatch.runtime.errors import PatchError, first_line
 
 MULTIPLES = (1, 2, 4, 8)  # of the trained length

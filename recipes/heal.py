@@ -28,14 +28,13 @@ import torch
 from accelerate import DistributedType
 from agreement import agreement
 from data import RecipeError
+from memory import keep_freed_memory
 from methods import MethodConfig, check_method, objective, try_out
 from report import draw_healing, heal_report
 from run import Run, folder_name, run_recipe, stop_requests
 from settings import CONTROL, parse_variant
 from start import Baseline
 from transformers import PreTrainedModel
-
-from hfpatch.memory import keep_freed_memory
 
 SWAPPED, HEALED = "swapped", "healed"
 

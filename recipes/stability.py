@@ -44,6 +44,7 @@ from data import (
 )
 from depth_report import depth_report, draw_depths
 from lm import token_nats
+from memory import keep_freed_memory
 from report import hardware, versions
 from run import Stopped, exit_status, require_own_folder, stop_requests, write_json
 from settings import check_numbers, check_output_folder, read_settings
@@ -52,7 +53,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from hfpatch.memory import keep_freed_memory
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 

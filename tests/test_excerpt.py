@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tiny_models import changes, inputs, patch, tiny
 from tiny_models import fingerprint as trace
 from torch import nn
 
-from hfpatch.checkpoint.weight_digest import cut_down, digest, sample
+from hfpatch.checkpoint.weight_digest import cut_down, digest, same_weights, sample
 
 
 def test_small_tensors_are_read_in_full() -> None:
@@ -68,6 +69,7 @@ def test_a_digest_goes_by_values() -> None:
         assert digest(other, torch.float32) != one
     same = layer()
     same.computed.add_(1)  # no checkpoint has it; the forward tells
+    same.stored = same.stored.float()  # as transformers opens some counters
     assert digest(same, torch.float32) == one
 
 
@@ -78,12 +80,39 @@ def test_a_digest_of_rounded_weights_is_the_rounded_digest(dtype: torch.dtype) -
     assert digest(layer(), torch.float32) != digest(rounded.float(), torch.float32)
 
 
-def test_tied_weights_are_read_once() -> None:
+def test_tied_weights_count_as_equal_ones_do() -> None:
+    """Some models come back with weights shared that a patch held apart."""
     model = tiny("gpt2", "AutoModelForCausalLM")
     tied = digest(model, torch.float32)
-    assert tied == digest(model.base_model, torch.float32)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    assert tied == digest(model, torch.float32)
+    model.lm_head.weight.data[0, 0] += 1
     assert tied != digest(model, torch.float32)
+
+
+def test_weights_of_another_head() -> None:
+    """A base without its pooling layer: its blocks are compared; with the same tensors, all of them."""
+    whole = tiny("bert")
+    one, without = copy.deepcopy(whole), copy.deepcopy(whole)
+    without.pooler = None
+    one.embeddings.LayerNorm.weight.data[0] += 1
+    saved, changed, fewer = (digest(model, torch.float32) for model in (whole, one, without))
+    assert same_weights(saved, saved, other_head=False)
+    assert not same_weights(saved, changed, other_head=False)
+    assert not same_weights(saved, changed, other_head=True)
+    assert same_weights(saved, fewer, other_head=True)
+    assert same_weights(fewer, saved, other_head=True)
+    assert not same_weights(saved, fewer, other_head=False)
+    without.encoder.layer[1].output.dense.bias.data[0] += 1
+    assert not same_weights(saved, digest(without, torch.float32), other_head=True)
+
+
+def test_the_order_of_modules_is_no_difference() -> None:
+    model = tiny("bert")
+    before = digest(model, torch.float32)
+    model._modules["embeddings"] = model._modules.pop("embeddings")
+    assert list(model._modules)[-1] == "embeddings"
+    assert digest(model, torch.float32) == before
 
 
 def lengths(model: Any) -> list[int]:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers
+import zoo
 from tiny_models import (
     RECORDED,
     changes,
@@ -810,6 +811,26 @@ def test_other_models_parameters_stay_in_the_optimizer() -> None:
     patch(model, **BOTH, optimizer=optimizer)
     assert {id(parameter) for parameter in head.parameters()} <= held(optimizer, 0)
     assert all(parameter in optimizer.state for parameter in head.parameters())
+
+
+@pytest.mark.parametrize("family", ["bert", "mpnet", "electra", "albert", "big_bird"])
+@pytest.mark.parametrize("pos", ["rope", "learned", "sinusoidal"])
+def test_an_optimizer_where_a_patch_replaces_a_buffer(family: str, pos: str) -> None:
+    """Models that number their positions in a buffer get a longer one, which no optimizer trains."""
+    model, _ = zoo.tiny(family)
+    if family == "big_bird":
+        model.set_attention_type("original_full")
+    before = {name: len(buffer.flatten()) for name, buffer in model.named_buffers() if name.endswith("position_ids")}
+    optimizer = trained(model)
+    patch(model, pos=f"{pos}:max_positions=200", optimizer=optimizer, reversible=True)
+    now = {name: len(buffer.flatten()) for name, buffer in model.named_buffers() if name in before}
+    assert before, "control: there is such a buffer"
+    assert now != before
+    for step in ("patched", "unpatched"):
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        assert held == {id(p) for p in model.parameters()}, step
+        if step == "patched":
+            unpatch_model(model, optimizer=optimizer)
 
 
 def test_parameters_outside_the_optimizer_stay_outside() -> None:

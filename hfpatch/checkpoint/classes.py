@@ -205,8 +205,7 @@ def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> ty
         **kwargs: Any,
     ) -> None:
         record = getattr(self.config, KEY)
-        own_weights = is_main_process and state_dict is None
-        fingerprint = Fingerprint.of(self) if own_weights else None
+        fingerprint = Fingerprint.of(self, state_dict) if is_main_process else None
         if fingerprint is not None:
             setattr(self.config, KEY, {**record, FINGERPRINT: fingerprint.to_json()})
         try:

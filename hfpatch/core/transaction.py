@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-
-from .rewrite import Rewrite
 
 _HOOKS = (
     "_forward_hooks",
@@ -20,6 +19,8 @@ _HOOKS = (
     "_is_full_backward_hook",
 )
 _MISSING: Any = object()
+
+_PIECE = 2**18  # elements that are computed in float64 at once
 
 
 class Transaction:
@@ -102,19 +103,39 @@ class Transaction:
     def rewrite(
         self, module: nn.Module, name: str, kind: str, operand: Tensor | None = None, axis: int | None = None
     ) -> None:
-        """Change a Parameter's values in place, in little memory; kinds and their inverses as in `Rewrite`."""
-        rewrite = Rewrite(module, name, kind, axis) if operand is None else Rewrite(module, name, kind, axis, operand)
-        self._record("rewrite", rewrite)
-        rewrite.run()
+        """Change a Parameter's values by arithmetic in float64, rounded to its dtype; it stays the same object.
+
+        The old values are kept in the log. Beside them and the new ones little memory is taken.
+
+        Args:
+            module, name: where the Parameter is.
+            kind: "centre" (x - mean(x) over `axis`), "add" (x + operand), "multiply" (x * operand) or "ones".
+            operand: of a shape that broadcasts against the Parameter.
+            axis: of "centre".
+        """
+        parameter = module._parameters[name]
+        assert parameter is not None
+        old = parameter.data
+        device = torch.device("cpu") if old.device.type == "mps" else old.device  # which has no float64
+        by = torch.zeros(()) if operand is None else operand
+        with torch.inference_mode(old.is_inference()), torch.no_grad():
+            new = torch.empty_like(old)
+            kept = [i for i in range(old.dim()) if i != axis]
+            pieces = -(-old.numel() // _PIECE) if kept else 1
+            along = max(kept, key=lambda i: old.shape[i], default=0)
+            operands = by.to(device, torch.float64).expand(old.shape)
+            parts = [x.chunk(pieces, along) if pieces > 1 else [x] for x in (old, operands, new)]
+            for x, y, result in zip(*parts, strict=True):
+                result.copy_(_calculated(kind, x.to(device, torch.float64), y, axis))
+        self._record("values", module, name, old)
+        parameter.data = new
 
     def replacements(self) -> list[tuple[nn.Module | nn.Parameter | None, nn.Module | nn.Parameter | None]]:
         """Pairs (old, new) of the children and Parameters that were exchanged; None where there was or is none."""
-        pairs = []
-        for kind, inverse in self._log:
-            if kind == "item":
-                target, key, old, _ = inverse
-                pairs.append((old[0] if old else None, target.get(key)))
-        return pairs
+        items = [inverse for kind, inverse in self._log if kind == "item"]
+        pairs = [(old[0] if old else None, target.get(key)) for target, key, old, _ in items]
+        kinds = nn.Module | nn.Parameter | None  # not buffers, nor an optimizer's state
+        return [pair for pair in pairs if all(isinstance(one, kinds) for one in pair)]
 
     def then(self, later: Transaction) -> Transaction:
         """This log continued by a later one; undoing it takes back both."""
@@ -126,6 +147,14 @@ class Transaction:
         while len(self._log) > length:
             kind, inverse = self._log.pop()
             _UNDO[kind](*inverse)
+
+
+def _calculated(kind: str, x: Tensor, operand: Tensor, axis: int | None) -> Tensor:
+    if kind == "centre":
+        return x - x.mean(axis, keepdim=True)
+    if kind == "ones":
+        return torch.ones_like(x)
+    return x + operand if kind == "add" else x * operand
 
 
 def _undo_item(target: dict, key: Any, old: tuple[Any] | None, place: int | None) -> None:
@@ -161,15 +190,10 @@ def _undo_values(module: nn.Module, name: str, old: Tensor) -> None:
         parameter.data = old.to(parameter.device, parameter.dtype)
 
 
-def _undo_rewrite(rewrite: Rewrite) -> None:
-    rewrite.undo()
-
-
 _UNDO: dict[str, Callable[..., None]] = {
     "item": _undo_item,
     "attribute": _undo_attribute,
     "class": _undo_class,
     "list": _undo_list,
     "values": _undo_values,
-    "rewrite": _undo_rewrite,
 }

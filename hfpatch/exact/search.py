@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.weight_digest import bytes_of
 from ..core.globs import pattern_of
 from ..measure.quiet_forward import default_device
 from ..measure.twin import twin
@@ -139,7 +138,7 @@ class _Search:
         values = [*self.base.outputs.items(), *((f"{name} {one.place}", one.value) for name, one in seen)]
         for name, value in values:
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            digest.update(bytes_of(value.contiguous().flatten()))
+            digest.update(value.contiguous().flatten().cpu().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def width(self, norm: str) -> int:

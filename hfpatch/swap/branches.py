@@ -209,8 +209,8 @@ def _require_one_matrix(site: Site, path: str) -> None:
 def _scale(site: Site, path: str, which: str, factor: float, bias: float) -> Change:
     """A module's matrices times one factor and its biases times another; or those of the values in it alone."""
     module = site.block.get_submodule(path)
-    values = "" if which == "all" else "values "
-    row = Row("norm", "replace", f"{site.block_name}.{path}", module._get_name(), f"{values}x {factor:.4g}")
+    part = "" if which == "all" else "values "
+    row = Row("norm", "replace", f"{site.block_name}.{path}", module._get_name(), f"{part}x {factor:.4g}")
     if bias != factor:
         row.reason, row.loss = "biases start at zero", "parameters start afresh"
     heads = heads_of(site.block, module, row.module) if which == "heads" else 1

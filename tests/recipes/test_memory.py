@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 FAULTS = """
-import resource, sys, torch
-from hfpatch.memory import keep_freed_memory
+import resource, sys, torch, hfpatch  # which the recipes import
+from memory import keep_freed_memory
 if sys.argv[1] == "keep" and not keep_freed_memory():
     sys.exit("not here")
 def use():
@@ -24,7 +26,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(how: str) -> int:
-    done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, cwd=RECIPES)
     if "not here" in done.stderr:
         pytest.skip("no glibc, or an accelerator")
     return int(done.stdout)
@@ -37,9 +39,9 @@ def test_freed_memory_is_kept() -> None:
 
 
 def test_not_where_it_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hfpatch.memory import keep_freed_memory
+    from memory import keep_freed_memory
 
     monkeypatch.setattr("ctypes.CDLL", lambda name: object())
     assert not keep_freed_memory()
-    monkeypatch.setattr("hfpatch.memory.sys.platform", "darwin")
+    monkeypatch.setattr("memory.sys.platform", "darwin")
     assert not keep_freed_memory()
