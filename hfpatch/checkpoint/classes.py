@@ -32,6 +32,7 @@ REMOTE = "modeling_hfpatch"  # the module that opens an exported checkpoint wher
 _OF_LOADING = {"return_unused_kwargs", "revision", "subfolder", "cache_dir", "token", "local_files_only"}  # no settings
 _FILLS: set[Any] = {nn.init.normal_, nn.init.uniform_, nn.init.constant_, nn.init.kaiming_uniform_}
 _FILLS |= {Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_}
+_read: Any = PatchedConfig.from_dict.__func__  # type: ignore[attr-defined]  # for any config class
 OPENED = "_hfpatch_opened"  # of a config from disk: its fingerprint and a digest of its settings; of a model: the first
 
 
@@ -132,8 +133,8 @@ def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]
             )
         settings, fingerprint = _checked(config_dict, where)
         unchanged = fingerprint is None or not any(map(is_weighty, set(kwargs) - _OF_LOADING))
-        as_saved = None if unchanged else PatchedConfig.from_dict.__func__(cls, copy.deepcopy(settings))
-        found = PatchedConfig.from_dict.__func__(cls, settings, **kwargs)
+        as_saved = None if unchanged else _read(cls, copy.deepcopy(settings))
+        found = _read(cls, settings, **kwargs)
         if fingerprint is not None:
             config = found[0] if isinstance(found, tuple) else found
             config.__dict__[OPENED] = fingerprint, settings_of(config if as_saved is None else as_saved)
@@ -173,7 +174,7 @@ def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> ty
             host.__init__(self, config, *args, **kwargs)
         patch_built(self)
         if LENS in vars(self):
-            self.__class__ = patched_model_class(host, lensed=True)
+            self.__class__ = patched_model_class(host, lensed=True)  # type: ignore[arg-type]
         if as_saved:
             self.__dict__[OPENED] = fingerprint
 
@@ -239,8 +240,8 @@ def _reduce(self: Any, protocol: Any) -> tuple:
     return _rebuild, (host_class(type(self)), getattr(self, "hfpatch_lensed", False)), self.__dict__
 
 
-def _rebuild(host: type, lensed: bool = False) -> Any:
-    patched = patched_model_class(host, lensed) if issubclass(host, nn.Module) else patched_config_class(host)
+def _rebuild(host: Any, lensed: bool = False) -> Any:
+    patched: Any = patched_model_class(host, lensed) if issubclass(host, nn.Module) else patched_config_class(host)
     return patched.__new__(patched)
 
 

@@ -83,8 +83,9 @@ def _heads(config: type) -> Iterator[tuple[str, tuple[type, ...]]]:
             models = auto._model_mapping.get(config, None)
         except ValueError:  # transformers names a class there that it doesn't have
             continue
-        if models is not None and getattr(transformers, auto.__name__, None) is auto:
-            yield auto.__name__, models if isinstance(models, tuple | list) else (models,)
+        name: str = auto.__name__
+        if models is not None and getattr(transformers, name, None) is auto:
+            yield name, tuple(models) if isinstance(models, tuple | list) else (models,)
 
 
 def auto_map_of(classes: dict[type, list[str]]) -> dict[str, str]:

@@ -53,7 +53,7 @@ class PatchedConfig:
         stored["architectures"] = [ARCHITECTURE + name.removeprefix(ARCHITECTURE) for name in names]
         for auto, reference in stored.get("auto_map", {}).items():  # a pair, where a class has "Tokenizer" in its name
             stored["auto_map"][auto] = reference if isinstance(reference, str) else reference[0]
-        return json.dumps(guarded(self, stored), indent=2, sort_keys=True) + "\n"  # type: ignore[arg-type]
+        return json.dumps(guarded(self, stored), indent=2, sort_keys=True) + "\n"
 
 
 class PatchedModel:
@@ -70,13 +70,13 @@ class PatchedModel:
         if "hfpatch_host" not in vars(cls):
             cls.hfpatch_host = next(base for base in cls.__mro__[1:] if issubclass(base, nn.Module))
         if lensed:
-            cls.forward = lensed_forward(cls.hfpatch_host, cls)  # type: ignore[attr-defined,arg-type]
+            cls.forward = lensed_forward(cls.hfpatch_host, cls)
         for name, method in without_old_length(cls.hfpatch_host, is_unlimited).items():
             setattr(cls, name, method)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        patch_built(self)  # type: ignore[arg-type]
+        patch_built(self)
 
     def initialize_weights(self) -> None:
         super().initialize_weights()  # type: ignore[misc]

@@ -125,8 +125,8 @@ class AffineNorm(nn.Module):
             options: of the class itself.
         """
         names = [own if name == OWN else name for name, own in zip((gain, shift), parameter_names(old), strict=True)]
-        like = next((p for p in (old or parent).parameters(recurse=old is None)), None)
-        like = next(parent.parameters(), torch.zeros(())) if like is None else like
+        near = [*(old.parameters(recurse=False) if old is not None else ()), *parent.parameters()]
+        like: Tensor = near[0] if near else torch.zeros(())
         taken: list[Any] = [None if name is None else getattr(old, name, None) for name in names]
         if old is None:
             size = torch.full(shape or (), 0.0, dtype=like.dtype, device=like.device)
@@ -134,7 +134,9 @@ class AffineNorm(nn.Module):
         if shape is None:
             shape = next(tuple(one.shape) for one in taken if one is not None)
         facts = NormFacts(cls.kind, shape, eps, channels_first, offset)
-        new = cls(facts, *taken, **options, like=next((one for one in taken if one is not None), like))
+        gain_taken, shift_taken = taken
+        like = next((one for one in taken if one is not None), like)
+        new = cls(facts, gain_taken, shift_taken, **options, like=like)
         new.facts = replace(new.facts, kind=kind or cls.kind)
         if old is None:
             values = new.initial_values()

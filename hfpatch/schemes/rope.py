@@ -202,7 +202,7 @@ class RoPE(Position):
     def rotation(self, head_dim: int, max_positions: int) -> Call:
         own = self.resolved()
         kind = self.scaling["rope_type"] if self.scaling else "default"
-        options = {"theta": own.theta}
+        options: dict[str, Any] = {"theta": own.theta}
         options |= {name: getattr(own, name) for name in ("partial", "pairing", "axes")}
         options = {name: value for name, value in options.items() if name == "theta" or value != PAPER[name]}
         if kind != "default":
