@@ -1,11 +1,10 @@
-"""The folder that an export writes: all of it or nothing, with a tokenizer that opens."""
+"""Writes an export's folder as a whole or not at all, with a tokenizer that opens again."""
 
 from __future__ import annotations
 
 import json
-import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,23 +49,23 @@ def staged(folder: Path, overwrite: bool = False, tokenizer: Any = None) -> Iter
     Args:
         folder: what is written in the end.
         overwrite: whether a folder that isn't empty is replaced.
-        tokenizer: a tokenizer or processor that is saved last, see `save_tokenizer`.
+        tokenizer: a tokenizer or processor that is saved last.
 
     Raises:
-        PatchError: as in `require_free` and `save_tokenizer`.
+        PatchError: as in `require_free`; nothing can be written there; the tokenizer doesn't open again from there.
     """
     require_free(folder, overwrite)
     folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    mask = os.umask(0)
-    os.umask(mask)
-    staging.chmod(0o777 & ~mask)
+    staging = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
     replaced = staging.with_name(f"{staging.name}-replaced")
+    try:
+        staging.mkdir(parents=True)
+    except OSError as error:
+        raise PatchError(f"{folder} can't be written: {error.strerror}. Choose another folder.") from error
     try:
         yield staging
         if tokenizer is not None:
-            save_tokenizer(tokenizer, staging)
+            _save_tokenizer(tokenizer, staging)
         if folder.is_dir():
             folder.rename(replaced)
         staging.rename(folder)
@@ -78,8 +77,8 @@ def staged(folder: Path, overwrite: bool = False, tokenizer: Any = None) -> Iter
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Save a tokenizer or processor beside a model's config, and see that the Auto class opens the same one.
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer or processor beside a model's config, and check that the Auto class opens the same one.
 
     An Auto class goes by the model's type as well as by what the tokenizer's config says; where that gives another
     tokenizer, the config is made to name the class that reads `tokenizer.json` as it stands.
@@ -88,15 +87,13 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
         PatchError: it opens as another tokenizer all the same.
     """
     tokenizer.save_pretrained(folder)
-    if not hasattr(tokenizer, "get_vocab"):  # a processor
-        return
-    if _opens_alike(tokenizer, folder):
+    if not hasattr(tokenizer, "get_vocab") or _opens_equal(tokenizer, folder):  # processors have no vocabulary
         return
     path = folder / "tokenizer_config.json"
     if path.is_file() and (folder / "tokenizer.json").is_file():
         stored = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**stored, "tokenizer_class": _GENERIC}, indent=2) + "\n", encoding="utf-8")
-        if _opens_alike(tokenizer, folder):
+        if _opens_equal(tokenizer, folder):
             return
     raise PatchError(
         f"{type(tokenizer).__name__} doesn't open again beside a model of this type: it would split text otherwise. "
@@ -104,20 +101,20 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     )
 
 
-def _opens_alike(tokenizer: Any, folder: Path) -> bool:
+def _opens_equal(tokenizer: Any, folder: Path) -> bool:
     try:
         other = AutoTokenizer.from_pretrained(folder)
     except Exception:  # tokenizers fail in many ways
         return False
     sample = _SAMPLE + " ".join(sorted(tokenizer.get_vocab())[:50])
-    alike = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "padding_side")
-    if any(getattr(tokenizer, name, None) != getattr(other, name, None) for name in alike):
-        return False
-    return len(tokenizer) == len(other) and _encoded(tokenizer, sample) == _encoded(other, sample)
+    return _answers(tokenizer, sample) == _answers(other, sample)
 
 
-def _encoded(tokenizer: Any, text: str) -> Any:
+def _answers(tokenizer: Any, text: str) -> Any:
+    """What must be the same of two tokenizers."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "padding_side")
+    facts = [len(tokenizer), *(getattr(tokenizer, name, None) for name in names)]
     try:
-        return dict(tokenizer(text)), tokenizer.decode(tokenizer(text)["input_ids"])
+        return [*facts, dict(tokenizer(text)), tokenizer.decode(tokenizer(text)["input_ids"])]
     except Exception as error:  # one that can't encode the sample must fail in the same way
-        return type(error).__name__
+        return [*facts, type(error).__name__]

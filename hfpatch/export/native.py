@@ -1,8 +1,8 @@
-"""Native export: where a patched model equals an architecture that transformers ships, that is what is written.
+"""Native export: a patched model saved as an architecture that transformers ships and that computes the same.
 
 Whoever opens such a checkpoint needs neither hfpatch nor remote code. Candidates are the class that the model was
-patched from, with other weights or settings, and the targets of `LAYOUTS`; what each computes is compared with the
-model in hand before anything is written.
+patched from, with other weights or settings, and `TARGETS`; the outputs of each are compared with those of the patched
+model before anything is written.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from ..runtime.rotary import ADAPTIVE
 from ..schemes.rope import RoPE
 from .equality import Measured, compare
 from .files import require_plain_options, staged
-from .layouts import BASE, LAYOUTS, LM, MASKED, QUESTION, SEQUENCE, TOKEN, Layout
+from .layouts import LAYOUTS, Layout
 from .read import read, why_not
 from .same_host import as_host
+from .targets import TARGETS, Target
 from .write import write
 
-_HEADS = (LM, MASKED, SEQUENCE, TOKEN, QUESTION, BASE)
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -87,34 +88,18 @@ class Exported:
 
 
 def export_native(
-    model: Any,
-    folder: Path,
-    *,
-    tokenizer: Any = None,
-    architecture: str | None = None,
-    overwrite: bool = False,
-    **save_options: Any,
+    model: Any, folder: Path, *, tokenizer: Any, architecture: str | None, overwrite: bool, **save_options: Any
 ) -> Exported:
     """Write a patched model as an architecture that transformers ships and that computes the same.
 
     Equality is measured on the model itself: random texts of several lengths, with and without padding, every output
     within 1e-5 of its spread, in float32 or, where rounding alone is more, in float64. Weights of half-precision models
-    are converted in float32 and rounded once, at the end.
-
-    Args:
-        model: a patched transformers model with weights.
-        folder: what is written, all at once or not at all.
-        tokenizer: a tokenizer or processor to save along.
-        architecture: transformers' name of the only architecture to try ("gpt_neox"); None: the first that is equal.
-        overwrite: replace a folder that isn't empty.
-        save_options: for `save_pretrained`.
+    are converted in float32 and rounded once, at the end. Arguments and errors as in `export_model`, and:
 
     Raises:
         UnknownNameError: hfpatch knows no equality with that architecture.
         UnsupportedError: no architecture has what the model has; says for each what is missing.
         VerificationError: there are candidates, and none is equal.
-        OptionError: an option that would save something else.
-        PatchError: the folder isn't empty, or the tokenizer doesn't open again from it.
     """
     require_plain_options(save_options)
     with staged(folder, overwrite, tokenizer) as staging:
@@ -158,10 +143,10 @@ def candidates(model: Any, architecture: str | None = None) -> Iterator[Candidat
         UnsupportedError: the model has no plain weights.
     """
     require_bare(model)
-    source = _wide(model)
-    host: str = model.config.model_type
+    source, host = _wide(model), model.config.model_type
     layout, reason = _layout_of(source.config)
-    targets = [] if layout is None else _targets(layout)
+    kind = None if layout is None else (layout.causal, layout.post_norm)
+    targets = [target for target in TARGETS if (target.layout.causal, target.layout.post_norm) == kind]
     known = list(dict.fromkeys([host, *(target.model_type for target in targets)]))
     if architecture is not None and architecture not in known:
         raise UnknownNameError(
@@ -169,40 +154,33 @@ def candidates(model: Any, architecture: str | None = None) -> Iterator[Candidat
         )
     if architecture in (None, host):
         yield _tried(host, source, lambda: as_host(source))
-    if layout is None:
-        return
     wanted = [target for target in targets if architecture in (None, target.model_type)]
+    if layout is None or not wanted:
+        return
     try:
         if reason is not None:
             raise UnsupportedError(f"it has no {host} with {reason}")
-        auto = _auto_class(model)
+        auto = _auto_class(model, layout)
         anatomy = read(source, layout, auto)
     except UnsupportedError as error:
         yield from (Candidate(target.model_type, reason=str(error)) for target in wanted)
         return
+
+    def written(target: Target) -> tuple[Any, int | None]:
+        return write(anatomy, target, auto).to(source.device), anatomy.length if target.bounded else None
+
     kinds = {norm.kind for norm in anatomy.norms()}
     scaling = anatomy.positions.scaling if isinstance(anatomy.positions, RoPE) else None
     beyond = anatomy.scaled_from + 3 if scaling and scaling["rope_type"] in ADAPTIVE else 0
-    for target in sorted(wanted, key=lambda one: {one.norm} != kinds):
-        longest = anatomy.length if target.bounded else None
-
-        def build(target: Layout = target, longest: int | None = longest) -> tuple[Any, int | None]:
-            return write(anatomy, target, auto).to(source.device), longest
-
-        yield _tried(target.model_type, source, build, beyond)
+    for target in sorted(wanted, key=lambda target: {target.norm} != kinds):
+        yield _tried(target.model_type, source, partial(written, target), beyond)
 
 
 def _layout_of(config: Any) -> tuple[Layout | None, str | None]:
     """The layout of a family, and which setting it doesn't fit."""
-    family = [one for one in LAYOUTS if one.model_type == config.model_type]
-    reasons = [why_not(one, config) for one in family]
-    fitting = next((one for one, reason in zip(family, reasons, strict=True) if reason is None), None)
-    return (fitting, None) if fitting or not family else (family[0], reasons[0])
-
-
-def _targets(host: Layout) -> list[Layout]:
-    alike = [one for one in LAYOUTS if (one.causal, one.post_norm) == (host.causal, host.post_norm)]
-    return [one for one in alike if one.config is not None]
+    family = [(layout, why_not(layout, config)) for layout in LAYOUTS.get(config.model_type, ())]
+    fitting = [pair for pair in family if pair[1] is None]
+    return next(iter(fitting or family), (None, None))
 
 
 def _tried(model_type: str, source: Any, build: Callable[[], tuple[Any, int | None]], beyond: int = 0) -> Candidate:
@@ -230,14 +208,14 @@ def _wide(model: Any) -> Any:
     return copy.deepcopy(model).float()
 
 
-def _auto_class(model: Any) -> str:
+def _auto_class(model: Any, layout: Layout) -> str:
     """The Auto class of the model's head.
 
     Raises:
-        UnsupportedError: its class is in none whose heads are known here.
+        UnsupportedError: the layout doesn't say where the parts of that head are.
     """
     config, cls = host_class(type(model.config)), host_class(type(model))
-    for auto in _HEADS:
+    for auto in layout.heads:
         mapped = getattr(transformers, auto)._model_mapping.get(config, None)
         if cls in (mapped if isinstance(mapped, tuple | list) else (mapped,)):
             return auto

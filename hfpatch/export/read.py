@@ -1,143 +1,40 @@
-"""From a patched model to its `Anatomy`; whatever a layout doesn't know of is refused by name."""
+"""Reads a patched model into an `Anatomy` by its family's layout; refuses by name what the layout doesn't know of."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.activations import ACT2FN
 
 from ..runtime.alibi import LinearBias
 from ..runtime.attention import BIAS, ROTARY
 from ..runtime.constants import ConstantPositions
 from ..runtime.errors import UnsupportedError
-from ..runtime.gated import GatedActivation, GatedLinear
+from ..runtime.gated import GatedActivation
 from ..runtime.joins import Gains, Joins
 from ..runtime.lens import CENTRED, lens_of
-from ..runtime.rotary import RotaryEmbedding
+from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import ALiBi
 from ..schemes.rope import RoPE
-from ..sites.norms import describe
 from ..sites.pairing import rotating_attentions
 from ..swap.native_rope import find_rotations, pairing_of
-from .anatomy import Affine, Anatomy, Block, NormValues
-from .layouts import OUTPUT, Layout
+from .anatomy import Affine, Anatomy, Parts, split_qkv
+from .layouts import BLOCK, SETTINGS, STEM, Layout
+from .modules import Access, body_of, found, found_in_head
 
 _GRID = torch.linspace(-12.0, 12.0, 2_001, dtype=torch.float64, device="cpu")
-_SCALES = ("embed_scale", "scalar_embed_scale")
+_SCALES = ("embed_scale", "scalar_embed_scale")  # attributes of an embedding: a factor on its output
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # None is said too, else the target's own default would count
 _SETTINGS = (
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id"),
-    *("initializer_range", "id2label", "label2id", "problem_type", "classifier_dropout"),
+    *("sep_token_id", "cls_token_id", "mask_token_id", "initializer_range"),
+    *("id2label", "label2id", "problem_type", "classifier_dropout"),
 )
-_DROPOUTS = {
-    "attention": ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"),
-    "residual": ("resid_pdrop", "resid_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout"),
-    "embedding": ("embd_pdrop", "embed_dropout", "embedding_dropout", "hidden_dropout_prob", "dropout"),
-}
-
-
-class Reader:
-    """Reads modules by their paths, and remembers which Parameters it has seen.
-
-    Args:
-        model: any model.
-        dtype: of what is read.
-    """
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype):
-        self.model, self.dtype = model, dtype
-        self.seen: set[int] = set()
-        self.gains = {id(model.get_submodule(name)): gain for name, gain in gains_of(model).items()}
-
-    def value(self, parameter: Tensor) -> Tensor:
-        self.seen.add(id(parameter))
-        return parameter.detach().to(self.dtype)
-
-    def affine(self, module: Any) -> Affine:
-        weight, bias = self.value(module.weight), getattr(module, "bias", None)
-        transposed = "Conv1D" in type(module).__name__
-        affine = Affine(weight.T if transposed else weight, None if bias is None else self.value(bias))
-        gain = self.gains.get(id(module))
-        return affine if gain is None else affine.times(gain)
-
-    def norm(self, module: nn.Module, name: str) -> NormValues:
-        facts = describe(module)
-        if facts is None or facts.kind not in ("layer", "rms"):
-            kind = facts.kind if facts is not None else module._get_name()
-            raise UnsupportedError(f"{name} computes {kind!r}, which no architecture of transformers has")
-        gain, shift = facts.parameters_of(module)
-        width = facts.shape[0] if facts.shape else 0
-        ones = torch.ones(width, dtype=self.dtype, device=next(self.model.parameters()).device)
-        values = ones if gain is None else self.value(gain) + facts.offset
-        eps = facts.eps if facts.eps is not None else torch.finfo(self.dtype).eps
-        return NormValues(facts.kind, eps, values, None if shift is None else self.value(shift))
-
-    def unread(self) -> list[str]:
-        return [name for name, value in self.model.named_parameters() if id(value) not in self.seen]
-
-
-def gains_of(model: nn.Module) -> dict[str, float]:
-    """The linear layers at the end of residual branches whose output is multiplied in every forward, and by how much.
-
-    Raises:
-        UnsupportedError: a branch meets its stream in a way of its own, or what is multiplied is no linear layer.
-    """
-    found: dict[str, float] = {}
-    for name, module in model.named_modules():
-        if lens_of(module, Joins) is not None:
-            raise UnsupportedError(f"{name}: its norms stand elsewhere than in the class that it was patched from")
-        lens = lens_of(module, Gains)
-        for child, _, gain in () if lens is None else lens.gains:
-            path = f"{name}.{child}".strip(".")
-            if isinstance(model.get_submodule(path), nn.Dropout):  # behind the linear layer
-                path = f"{path.rpartition('.')[0]}.dense"
-            if getattr(dict(model.named_modules()).get(path), "weight", None) is None:
-                raise UnsupportedError(f"{path} is multiplied by {gain:g} in every forward")
-            found[path] = found.get(path, 1.0) * gain
-    return found
-
-
-def body_of(model: Any, layout: Layout) -> nn.Module:
-    """The module that holds the stack."""
-    base: nn.Module = model.base_model
-    return base.get_submodule(layout.body)
-
-
-def found(module: nn.Module, path: str | None) -> Any:
-    """What stands at a path or at the first of several that is there, None where nothing does."""
-    for one in (path or "").split(" | "):
-        inner: Any = module
-        for name in one.split(".") if one else ("",):
-            inner = getattr(inner, name, None)
-        if inner is not None:
-            return inner
-    return None
-
-
-def slot(model: Any, path: str) -> Any:
-    """A part of a head."""
-    if path == OUTPUT:
-        output = model.get_output_embeddings()
-        return found(model, "lm_head.decoder") if output is None else output
-    base = model.base_model
-    return found(base if path.startswith("{base}") else model, path.removeprefix("{base}."))
-
-
-def why_not(layout: Layout, config: Any) -> str | None:
-    """Which setting makes another stack of a model than its family's layout says; None where it is as the layout says.
-
-    Windows are settings of which a comparison of short texts would see nothing.
-    """
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    local = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
-    if window is not None:
-        return f"sliding_window={window}"
-    if local - {"full_attention", "global"}:
-        return f"layers of {', '.join(sorted(local))}"
-    given = ((name, getattr(config, name, value), value) for name, value in layout.requires)
-    return next((f"{name}={found!r}" for name, found, value in given if found != value), None)
 
 
 def read(model: Any, layout: Layout, auto: str) -> Anatomy:
@@ -151,161 +48,155 @@ def read(model: Any, layout: Layout, auto: str) -> Anatomy:
     Raises:
         UnsupportedError: it holds what the layout doesn't know of.
     """
-    reader = Reader(model, model.dtype)
+    access = Access(model, {id(model.get_submodule(name)): gain for name, gain in gains_of(model).items()})
     body, config = body_of(model, layout), model.config.get_text_config()
-    modules: Any = body.get_submodule(layout.blocks)
-    stack = list(modules)
+    stack: Any = body.get_submodule(layout.paths["blocks"])
     heads = config.num_attention_heads
-    blocks = [_block(reader, block, layout, f"{layout.blocks}.{i}", heads) for i, block in enumerate(stack)]
-    head_dim = len(blocks[0].query.weight) // heads
-    embedding, types = _embeddings(reader, body, layout)
-    positions, scaled_from = _positions(model, stack, layout, head_dim)
+    blocks = [_block(access, block, layout, f"{layout.paths['blocks']}.{i}.", heads) for i, block in enumerate(stack)]
+    stem = _stem(access, body, layout)
+    positions, scaled_from = _positions(model, stack, layout)
     anatomy = Anatomy(
-        layout.causal,
-        layout.post_norm,
-        embedding,
-        types,
-        _norm(reader, body, layout.embedding_norm),
-        blocks,
-        _norm(reader, body, layout.final_norm),
-        heads,
-        len(blocks[0].key.weight) // head_dim,
-        head_dim,
-        _activation(stack[0], layout),
-        positions,
-        scaled_from,
-        _length(model),
-        _head(reader, model, layout.heads.get(auto, {})),
-        any(CENTRED in vars(module) for module in model.modules()),
-        {name: getattr(config, name) for name in _SETTINGS if getattr(config, name, None) is not None},
-        {kind: _first(config, names, 0.0) for kind, names in _DROPOUTS.items()},
+        stem=stem,
+        blocks=blocks,
+        head=_head(access, model, layout.heads[auto]),
+        heads=heads,
+        activation=_activation(stack[0], layout),
+        positions=positions,
+        scaled_from=scaled_from,
+        length=setting(config, "length", 2048),
+        centred=any(CENTRED in vars(module) for module in model.modules()),
+        settings={name: getattr(config, name, None) for name in _IDS}
+        | {name: value for name in _SETTINGS if (value := getattr(config, name, None)) is not None},
+        dropouts={fact: setting(config, fact, 0.0) for fact in SETTINGS if fact.endswith("_dropout")},
     )
-    for path in layout.own:
-        reader.seen |= {id(value) for value in model.base_model.get_submodule(path).parameters()}
-    unread = reader.unread()
+    unread = access.untouched(layout)
     if unread:
         more = f", nor have {len(unread) - 1} more weights" if len(unread) > 1 else ""
         raise UnsupportedError(f"{unread[0]} has no counterpart{more}")
     return anatomy
 
 
-def _first(config: Any, names: tuple[str, ...], default: Any) -> Any:
-    """The first of these settings that a config says."""
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
+def gains_of(model: nn.Module) -> dict[str, float]:
+    """The linear layers at the end of residual branches whose output is multiplied in every forward, and by how much.
+
+    Raises:
+        UnsupportedError: a branch meets its stream in a way of its own, or what is multiplied is no linear layer.
+    """
+    gains: dict[str, float] = {}
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, module in modules.items():
+        if lens_of(module, Joins) is not None:
+            raise UnsupportedError(f"{name}: its norms stand elsewhere than in the class that it was patched from")
+        lens = lens_of(module, Gains)
+        for child, _, gain in () if lens is None else lens.gains:
+            path = f"{name}.{child}".strip(".")
+            if isinstance(modules[path], nn.Dropout):  # behind the linear layer
+                path = f"{path.rpartition('.')[0]}.dense"
+            if getattr(modules.get(path), "weight", None) is None:
+                raise UnsupportedError(f"{path} is multiplied by {gain:g} in every forward")
+            gains[path] = gains.get(path, 1.0) * gain
+    return gains
 
 
-def _length(model: Any) -> int:
-    return _first(model.config.get_text_config(), ("max_position_embeddings", "n_positions", "max_seq_len"), 2048)
+def setting(config: Any, fact: str, default: Any) -> Any:
+    """What a config says of a fact, under the first of its names that says something."""
+    values = (getattr(config, name, None) for name in SETTINGS[fact].split())
+    return next((value for value in values if value is not None), default)
 
 
-def _norm(reader: Reader, body: nn.Module, path: str | None) -> NormValues | None:
-    module = found(body, path) if path else None
-    return None if module is None else reader.norm(module, path or "")
+def why_not(layout: Layout, config: Any) -> str | None:
+    """Which setting makes another stack of a model than its family's layout says; None where it is as the layout says.
+
+    Windows are settings of which a comparison of short texts would see nothing.
+    """
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    local = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
+    if window is not None:
+        return f"sliding_window={window}"
+    if local - {"full_attention", "global"}:
+        return f"layers of {', '.join(sorted(local))}"
+    said = {name: getattr(config, name, value) for name, value in layout.requires.items()}
+    return next((f"{name}={value!r}" for name, value in said.items() if value != layout.requires[name]), None)
 
 
-def _embeddings(reader: Reader, body: nn.Module, layout: Layout) -> tuple[Tensor, Tensor | None]:
-    """Tokens (V, d) and token types (n, d); what a removed table left is added to the types, or is the only one."""
-    table, types = found(body, layout.embedding), found(body, layout.types) if layout.types else None
-    scale = next((vars(table)[name] for name in _SCALES if name in vars(table)), 1.0)
-    embedding = reader.value(table.weight) * scale
-    kinds = None if types is None else reader.value(types.weight)
-    positions = found(body, layout.table) if layout.table else None
-    if positions is None:
-        return embedding, kinds
-    if not isinstance(positions, ConstantPositions):
-        raise UnsupportedError(f"{layout.table} is a table of positions")
-    constant = reader.value(positions.constant).reshape(-1)
-    return embedding, constant[None] if kinds is None else kinds + constant
+def _stem(access: Access, body: nn.Module, layout: Layout) -> Parts:
+    """What is around the blocks; what a removed table left is added to the token types, or is the only one."""
+    stem = access.read(partial(found, body), layout.at(STEM))
+    tokens = vars(found(body, layout.paths["embedding"]))
+    scale = next((tokens[name] for name in _SCALES if name in tokens), 1.0)
+    stem = stem.changed({"embedding": lambda layer: layer.times(scale)})
+    table, types = found(body, layout.paths.get("table", "")), stem.layers.get("types")
+    if isinstance(table, ConstantPositions):
+        constant = access.value(table.constant).reshape(-1, 1)
+        stem.layers["types"] = Affine(constant if types is None else types.weight + constant)
+    elif table is not None:
+        raise UnsupportedError(f"{layout.paths['table']} is a table of positions")
+    return stem
 
 
-def _block(reader: Reader, block: nn.Module, layout: Layout, name: str, heads: int) -> Block:
-    attention = found(block, layout.attention)
-    if layout.fused:
-        parts = split(reader.affine(found(attention, layout.fused)), heads, layout.by_head)
-    else:
-        parts = [reader.affine(found(attention, path)) for path in (layout.query, layout.key, layout.value)]
-    query, key, value = parts
-    head_dim = len(query.weight) // heads
-    usual = head_dim**-0.5
-    scale = getattr(attention, layout.scale) if isinstance(layout.scale, str) else layout.scale or usual
+def _block(access: Access, block: nn.Module, layout: Layout, where: str, heads: int) -> Parts:
+    """A block's parts; what its attention multiplies scores with, other than 1 / sqrt(head_dim), is in the queries."""
+    parts = access.read(partial(found, block), layout.at(BLOCK), where)
+    if "qkv" in parts.layers:
+        parts.layers |= split_qkv(parts.layers.pop("qkv"), layout, heads)
+    query = parts.layers["query"]
+    usual = (len(query.weight) // heads) ** -0.5
+    scale = layout.scale or usual
+    if isinstance(scale, str):
+        scale = getattr(found(block, layout.paths["attention"]), scale)
     if not math.isclose(scale, usual, rel_tol=1e-6):
-        query = query.times(scale / usual)
-    up, gate = found(block, layout.up), found(block, layout.gate) if layout.gate else None
-    if isinstance(up, GatedLinear):
-        up, gate = up.up, up.gate
-    return Block(
-        reader.norm(found(block, layout.attention_norm), f"{name}.{layout.attention_norm}"),
-        query,
-        key,
-        value,
-        reader.affine(found(block, layout.output)),
-        reader.norm(found(block, layout.mlp_norm), f"{name}.{layout.mlp_norm}"),
-        reader.affine(up),
-        reader.affine(found(block, layout.down)),
-        None if gate is None else reader.affine(gate),
-    )
+        parts.layers["query"] = query.times(scale / usual)
+    return parts
 
 
-def split(fused: Affine, heads: int, by_head: bool) -> list[Affine]:
-    """Queries, keys and values of a fused projection; where keys have fewer channels, they have those of one head."""
-    rows, width = fused.weight.shape
-    if by_head:
-        index = torch.arange(rows).view(heads, 3, -1).transpose(0, 1).reshape(3, -1)
-        return [fused.rows(part) for part in index]
-    shared = rows != 3 * width
-    sizes = [width, (rows - width) // 2, (rows - width) // 2] if shared else [width] * 3
-    return [fused.rows(part) for part in torch.arange(rows).split(sizes)]
-
-
-def fuse(parts: list[Affine], heads: int, by_head: bool) -> Affine:
-    """The other way round."""
-    weight = torch.cat([part.weight for part in parts])
-    biases = [part.bias for part in parts if part.bias is not None]
-    joined = Affine(weight, torch.cat(biases) if biases else None)
-    if not by_head:
-        return joined
-    return joined.rows(torch.arange(len(weight)).view(3, heads, -1).transpose(0, 1).flatten())
+def _head(access: Access, model: Any, paths: Mapping[str, str]) -> Parts:
+    """The head's parts; "bias" is a second name of the output's bias, or that bias itself."""
+    head = access.read(partial(found_in_head, model), {role: p for role, p in paths.items() if role != "bias"})
+    bias, output = found_in_head(model, paths["bias"]) if "bias" in paths else None, head.layers.get("head")
+    if bias is not None and output is not None:
+        values = access.value(bias)
+        output.bias = values if output.bias is None else output.bias
+    return head
 
 
 def _activation(block: nn.Module, layout: Layout) -> str:
     """transformers' name of an activation that does what this one does."""
-    module = found(block, layout.activation) if layout.activation else ACT2FN["gelu"]
+    path = layout.paths.get("activation")
+    module = found(block, path) if path else ACT2FN["gelu"]
     if isinstance(module, GatedActivation):
         module = module.act
     with torch.no_grad():
         wanted = module(_GRID)
         for name in ("gelu", "gelu_new", "relu", "silu", "quick_gelu", "relu2", *ACT2FN):
-            try:
+            with suppress(Exception):  # some want arguments, or packages, of their own
                 if name != "xielu" and torch.allclose(ACT2FN[name](_GRID), wanted, rtol=0, atol=1e-12):
                     return name
-            except Exception:  # some want arguments, or packages, of their own
-                continue
-    raise UnsupportedError(f"{layout.activation}: transformers has no name for {module}")
+    raise UnsupportedError(f"{path}: transformers has no name for {module}")
 
 
-def _positions(model: Any, stack: list[nn.Module], layout: Layout, head_dim: int) -> tuple[RoPE | ALiBi | None, int]:
+def _positions(model: Any, stack: Any, layout: Layout) -> tuple[RoPE | ALiBi | None, int]:
     """What every attention of the stack does with positions, and the length that scaling starts from."""
-    found_there: list[tuple[Any, int]] = []
+    attached: list[tuple[Any, int]] = []
     for block in stack:
-        children = found(block, layout.attention)._modules
+        children = found(block, layout.paths["attention"])._modules
         rotary, bias = children.get(ROTARY), children.get(BIAS)
         if isinstance(bias, LinearBias):
-            found_there.append((bias.scheme, 0))
+            attached.append((ALiBi(bias.max_bias), 0))
         elif isinstance(rotary, RotaryEmbedding):
-            found_there.append((rotary.scheme, rotary.max_positions))
-        elif any(hasattr(child, "scheme") for child in (rotary, bias)):
+            attached.append((RoPE.of(rotary), rotary.length))
+        elif rotary is not None or bias is not None:
             raise UnsupportedError("the position scheme of its attentions isn't one that configs can say")
     own = [rotation for rotation in find_rotations(model) if not rotation.dropped]
-    if own and not found_there:
-        return _own(model, own, head_dim)
-    if not found_there:
-        return (RoPE(pairing=layout.pairing).resolved(), 0) if layout.own else (None, 0)
-    if len({str(pair) for pair in found_there}) > 1 or len(found_there) < len(stack):
-        raise UnsupportedError("its attentions have different positions")
-    return found_there[0]
+    if attached:
+        if len({str(pair) for pair in attached}) > 1 or len(attached) < len(stack):
+            raise UnsupportedError("its attentions have different positions")
+        return attached[0]
+    if own:
+        return _own(model, own)
+    return (RoPE(pairing=layout.pairing).resolved(), 0) if layout.computed else (None, 0)
 
 
-def _own(model: Any, rotations: list[Any], head_dim: int) -> tuple[RoPE, int]:
+def _own(model: Any, rotations: list[Any]) -> tuple[RoPE, int]:
     """The rotation that a model does by itself."""
     if len(rotations) > 1:
         raise UnsupportedError("it rotates in several ways")
@@ -313,20 +204,7 @@ def _own(model: Any, rotations: list[Any], head_dim: int) -> tuple[RoPE, int]:
     orders = rotating_attentions(rotations[0].module, rotations[0].holder).values()
     lenses = {one.lens.pairing for one in orders if one is not None and one.lens is not None}
     pairing = next(iter(lenses), None) or pairing_of(rotations[0])
-    theta, partial = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", 1.0)
-    start = settings.pop("original_max_position_embeddings", None) or _length(model)
+    theta, part = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", 1.0)
+    start = settings.pop(ORIGINAL, None) or setting(model.config.get_text_config(), "length", 2048)
     scaling = settings if settings.get("rope_type", "default") != "default" else None
-    return RoPE(theta=theta, partial=partial, scaling=scaling, pairing=pairing).resolved(), start
-
-
-def _head(reader: Reader, model: Any, slots: dict[str, str]) -> dict[str, Affine | NormValues]:
-    head: dict[str, Affine | NormValues] = {}
-    for name, path in slots.items():
-        module = slot(model, path)
-        if module is not None and name != "bias":
-            head[name] = reader.norm(module, path) if name == "norm" else reader.affine(module)
-    bias, output = slot(model, slots["bias"]) if "bias" in slots else None, head.get("head")
-    if bias is not None and isinstance(output, Affine):  # a second name of the output's bias, or the bias itself
-        values = reader.value(bias)
-        output.bias = values if output.bias is None else output.bias
-    return head
+    return RoPE(theta=theta, partial=part, scaling=scaling, pairing=pairing).resolved(), start

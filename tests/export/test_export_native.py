@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from hfpatch.cli import app
 from hfpatch.errors import OptionError, UnknownNameError, VerificationError
-from hfpatch.export import export_model, layouts, native, write
+from hfpatch.export import export_model, layouts, write
 from hfpatch.export.equality import compare
 from hfpatch.export.native import candidates
 from hfpatch.runtime.errors import PatchError, UnsupportedError
@@ -196,19 +196,22 @@ def test_windows_that_short_texts_dont_show() -> None:
 
 WRONG: dict[str, dict[str, Any]] = {
     "fused order": {"by_head": False},
-    "queries for keys": {"fused": None, "query": "k_proj", "key": "q_proj"},
+    "queries for keys": {"query": "self_attn.k_proj", "key": "self_attn.q_proj"},
     "pairing": {"pairing": "interleaved"},
     "norms exchanged": {"attention_norm": "post_attention_layernorm", "mlp_norm": "input_layernorm"},
-    "parallel residual": {"fixed": (("use_parallel_residual", True),)},
+    "parallel residual": {"requires": {"use_parallel_residual": True}},
 }
 
 
 @pytest.mark.parametrize("error", WRONG)
 def test_a_wrong_map_is_refused_by_measurement(error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = "gpt_neox" if error in ("fused order", "parallel residual") else "jais2"
-    layout = next(one for one in layouts.LAYOUTS if one.model_type == target)
-    wrong = tuple(replace(one, **WRONG[error]) if one is layout else one for one in layouts.LAYOUTS)
-    monkeypatch.setattr(native, "LAYOUTS", wrong)
+    (layout,) = layouts.LAYOUTS[target]
+    facts = {name: value for name, value in WRONG[error].items() if name in vars(layout)}
+    paths = {role: path for role, path in WRONG[error].items() if role in layout.paths}
+    assert {**facts, **paths} == WRONG[error]
+    wrong = replace(layout, paths={**layout.paths, **paths}, **facts)
+    monkeypatch.setitem(layouts.LAYOUTS, target, (wrong,))
     model = patch(tiny("gpt2", LM), pos="rope")
     with pytest.raises(VerificationError, match=f"{target}: logits .* differs by") as caught:
         export_model(model, tmp_path / "out", "native", architecture=target)
@@ -264,6 +267,15 @@ def test_settings_come_along(tmp_path: Path) -> None:
     assert config.pad_token_id == 0
 
 
+def test_what_the_host_does_not_say_is_not_the_targets_default() -> None:
+    """SmolLM3's padding token is 128,004: without one of the host's it must have none, else small vocabularies fail."""
+    model = patch(tiny("llama", LM, pad_token_id=None, bos_token_id=None), pos="nope")
+    (found,) = candidates(model, "smollm3")
+    assert found.equal
+    config = found.model.config
+    assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (None, None, model.config.eos_token_id)
+
+
 def test_generation_settings_come_along(tmp_path: Path) -> None:
     model = patch(tiny("gpt2", LM), pos="rope")
     model.generation_config.num_beams, model.generation_config.repetition_penalty = 3, 1.5
@@ -306,6 +318,8 @@ def test_folders(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "kept.txt").exists()
     with pytest.raises(PatchError, match="is a file"):
         export_model(model, tmp_path / "out" / "config.json", "native")
+    with pytest.raises(PatchError, match="can't be written: Not a directory"):
+        export_model(model, tmp_path / "out" / "config.json" / "inside", "native")
 
 
 def test_arguments(tmp_path: Path) -> None:
