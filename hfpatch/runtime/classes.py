@@ -70,7 +70,7 @@ class PatchedModel:
         if "hfpatch_host" not in vars(cls):
             cls.hfpatch_host = next(base for base in cls.__mro__[1:] if issubclass(base, nn.Module))
         if lensed:
-            cls.forward = lensed_forward(cls.hfpatch_host, cls)
+            cls.forward = lensed_forward(cls.hfpatch_host, cls)  # type: ignore[attr-defined]
         for name, method in without_old_length(cls.hfpatch_host, is_unlimited).items():
             setattr(cls, name, method)
 

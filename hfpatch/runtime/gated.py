@@ -127,7 +127,7 @@ def new_projection(like: nn.Module, d_in: int, d_out: int, bias: bool) -> nn.Mod
 
 def projection_sizes(module: nn.Module) -> tuple[int, int]:
     """Channels that a projection takes, and that it returns; transformers' Conv1D holds its matrix transposed."""
-    rows, columns = module.weight.shape
+    rows, columns = module.weight.shape  # type: ignore[misc]
     return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
 
 
