@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..runtime.classes import PatchedConfig, PatchedModel, patch_built
-from ..runtime.edits import parse_edits
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import LENS, host_class, once_per_class
 from ..runtime.record import FINGERPRINT, KEY, checked
 from ..runtime.refuse_host import ENTRY as GUARDED
+from ..schemes.request import Record
 from .files import broken_file, is_plain_name, require_sound_files
 from .fingerprint import Fingerprint, is_weighty, settings_of
 
@@ -105,8 +105,7 @@ def _checked(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], F
             fingerprint = Fingerprint.from_json(stored[FINGERPRINT], where)
         if isinstance(stored, dict):
             stored = {name: value for name, value in stored.items() if name != GUARDED}
-        checked(stored, where)
-        parse_edits(stored["edits"], where)  # type: ignore[index]
+        Record.from_json(stored, where)  # says what is wrong with it
         return settings, fingerprint
     except RecursionError as error:
         raise CheckpointError(f"{where}: its patch record is nested too deeply.") from error
