@@ -64,7 +64,7 @@ class HfpatchConfig(PreTrainedConfig):
         stored = config_dict.get(KEY)
         base = stored.get("base_model_type") if isinstance(stored, dict) else None
         if not isinstance(base, str) or base not in CONFIG_MAPPING:
-            base = checked(stored, where)  # says what is wrong, if that is more than the name
+            base = checked(_without_guard(stored), where)  # says what is wrong, if that is more than the name
         try:
             host = CONFIG_MAPPING[base]
         except KeyError as error:
@@ -89,6 +89,11 @@ def _where(config_dict: dict[str, Any]) -> Any:
     return config_dict.get("_name_or_path") or "this checkpoint's config.json"
 
 
+def _without_guard(stored: Any) -> Any:
+    """A record from disk without what `released` reads."""
+    return {name: value for name, value in stored.items() if name != GUARDED} if isinstance(stored, dict) else stored
+
+
 def _checked(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Fingerprint | None]:
     """A patched config.json without the file that an export wrote, and the fingerprint in its record.
 
@@ -103,9 +108,7 @@ def _checked(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], F
         stored, fingerprint = settings.get(KEY), None
         if isinstance(stored, dict) and FINGERPRINT in stored:
             fingerprint = Fingerprint.from_json(stored[FINGERPRINT], where)
-        if isinstance(stored, dict):
-            stored = {name: value for name, value in stored.items() if name != GUARDED}
-        Record.from_json(stored, where)  # says what is wrong with it
+        Record.from_json(_without_guard(stored), where)  # says what is wrong with it
         return settings, fingerprint
     except RecursionError as error:
         raise CheckpointError(f"{where}: its patch record is nested too deeply.") from error
