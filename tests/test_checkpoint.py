@@ -113,7 +113,7 @@ def test_norms_of_one_pattern_that_differ_from_layer_to_layer(tmp_path: Path) ->
     model = patch(tiny("bert", "AutoModelForMaskedLM"), norm=RMS(fold_bias=True))
     shifts = [layer.output.LayerNorm.bias is not None for layer in model.bert.encoder.layer]
     assert shifts == [True, False]
-    assert model.config.hfpatch["norm"][0]["biasless"] == ["bert.encoder.layer.1.output.LayerNorm"]
+    assert model.config.hfpatch["edits"][-1] == "encoder.layer.1.output.LayerNorm = RMSNorm(eps=1e-12, shift=None)"
     assert difference(model, reload(model, tmp_path, "AutoModelForMaskedLM")) == 0
     base = load(tmp_path)
     assert [layer.output.LayerNorm.bias is not None for layer in base.encoder.layer] == shifts
@@ -212,20 +212,19 @@ def test_the_files(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())
     assert stored["model_type"] == "hfpatch"
-    assert stored["architectures"] == ["GPT2LMHeadModel"]
-    assert stored["hfpatch"]["version"] == 1
+    assert stored["architectures"] == ["HfpatchGPT2LMHeadModel"]
+    assert stored["hfpatch"]["version"] == 2
     assert stored["hfpatch"]["base_model_type"] == "gpt2"
-    (norm,), (pos,) = stored["hfpatch"]["norm"], stored["hfpatch"]["pos"]
-    assert norm["scheme"] == {"name": "dyt", "alpha": 0.8}
-    assert norm["only"] == pos["only"] == ["*.h.*", "*.wpe"]
-    assert pos["scheme"] == {
-        "name": "rope",
-        "theta": None,
-        "scaling": None,
-        "partial": None,
-        "pairing": None,
-        "axes": None,
-    }
+    only = ["*.h.*", "*.wpe"]
+    assert stored["hfpatch"]["request"] == [{"norm": "dyt:alpha=0.8", "only": only}, {"pos": "rope", "only": only}]
+    lens = "AttentionLens(Fused('c_attn'), 'head_dim', 'past_key_values', 'layer_idx', None)"
+    assert stored["hfpatch"]["edits"] == [
+        "h.*.ln_1 | h.*.ln_2 = DynamicTanh(eps=1e-05, alpha=0.8)",
+        "wpe = ConstantPositions()",
+        "h.*.attn.rotary_emb = RotaryEmbedding(8, theta=10000.0)",
+        f"h.*.attn.@lens = {lens}",
+    ]
+    assert stored["hfpatch"]["any_length"] is True
     assert model.config.model_type == "gpt2"
     keys = set(load_file(tmp_path / "model.safetensors"))
     assert "transformer.wpe.weight" not in keys
@@ -350,7 +349,7 @@ def test_a_half_precision_checkpoint(tmp_path: Path) -> None:
     again = reload(model, tmp_path)
     assert {parameter.dtype for parameter in again.parameters()} == {torch.bfloat16}
     assert difference(model, again) == 0
-    assert json.loads((tmp_path / "config.json").read_text())["hfpatch"]["norm"]
+    assert json.loads((tmp_path / "config.json").read_text())["hfpatch"]["edits"]
 
 
 def test_loading_with_offload(tmp_path: Path) -> None:
@@ -576,14 +575,22 @@ def test_a_registered_family(late: bool, tmp_path: Path) -> None:
 # Records that can't be used
 
 
-def part(**changes: Any) -> dict[str, Any]:
-    good = {"scheme": {"name": "rms"}, "only": [], "keep": [], "init": "auto", "modules": 5}
-    return {key: value for key, value in (good | changes).items() if value is not ...}
+GOOD_EDIT = "h.*.ln_1 | h.*.ln_2 | ln_f = RMSNorm(eps=1e-05)"
 
 
 def record(**changes: Any) -> Any:
-    good = {"version": 1, "base_model_type": "gpt2", "norm": [part()], "pos": [], "mlp": []}
+    good = {"version": 2, "base_model_type": "gpt2", "request": [{"norm": "rms"}], "edits": [GOOD_EDIT]}
     return {key: value for key, value in (good | changes).items() if value is not ...}
+
+
+def request(**changes: Any) -> Any:
+    """A record with one request."""
+    return record(request=[{key: value for key, value in ({"norm": "rms"} | changes).items() if value is not ...}])
+
+
+def edit(text: Any) -> Any:
+    """A record with one more edit."""
+    return record(edits=[GOOD_EDIT, text])
 
 
 MALFORMED: dict[str, Any] = {
@@ -594,9 +601,9 @@ MALFORMED: dict[str, Any] = {
     "empty": {},
     "no version": record(version=...),
     "version 0": record(version=0),
-    "version as text": record(version="1"),
+    "version as text": record(version="2"),
     "version true": record(version=True),
-    "version 1.0": record(version=1.0),
+    "version 2.0": record(version=2.0),
     "no base": record(base_model_type=...),
     "base null": record(base_model_type=None),
     "base a list": record(base_model_type=["gpt2"]),
@@ -604,54 +611,79 @@ MALFORMED: dict[str, Any] = {
     "base unknown": record(base_model_type="no_such_family"),
     "base itself": record(base_model_type="hfpatch"),
     "unknown entry": record(activation=[]),
-    "mlp no list": record(mlp=part(scheme={"name": "swiglu"})),
-    "mlp unknown": record(mlp=[part(scheme={"name": "no_such_mlp"})]),
-    "mlp option outside": record(mlp=[part(scheme={"name": "swiglu", "ratio": 0})]),
-    "norm no list": record(norm=part()),
-    "norm null": record(norm=None),
-    "norm too long": record(norm=[part()] * 101),
-    "part a string": record(norm=["rms"]),
-    "part with more": record(norm=[part(extra=1)]),
-    "part without scheme": record(norm=[part(scheme=...)]),
-    "part without modules": record(norm=[part(modules=...)]),
-    "modules negative": record(norm=[part(modules=-1)]),
-    "modules true": record(norm=[part(modules=True)]),
-    "modules as text": record(norm=[part(modules="5")]),
-    "scheme a string": record(norm=[part(scheme="rms")]),
-    "scheme without name": record(norm=[part(scheme={})]),
-    "scheme unknown": record(norm=[part(scheme={"name": "no_such_norm"})]),
-    "scheme of the other kind": record(norm=[part(scheme={"name": "rope"})]),
-    "option unknown": record(norm=[part(scheme={"name": "rms", "eps": 1})]),
-    "option outside": record(norm=[part(scheme={"name": "dyt", "alpha": -1})]),
-    "option infinite": record(norm=[part(scheme={"name": "dyt", "alpha": float("inf")})]),
-    "option a list": record(pos=[part(scheme={"name": "rope", "theta": [1]})]),
-    "scaling unknown": record(pos=[part(scheme={"name": "rope", "scaling": {"rope_type": "x"}})]),
-    "scaling without factors": record(pos=[part(scheme={"name": "rope", "scaling": {"rope_type": "longrope"}})]),
-    "only a string": record(norm=[part(only="*")]),
-    "only of numbers": record(norm=[part(only=[1])]),
-    "only an empty glob": record(norm=[part(only=[""])]),
-    "only too long a glob": record(norm=[part(only=["*" * 2000])]),
-    "keep null": record(norm=[part(keep=None)]),
-    "centred no list": record(norm=[part(centred="drop")]),
-    "centred of names": record(norm=[part(centred=["drop"])]),
-    "centred of triples": record(norm=[part(centred=[["drop", -1, 0]])]),
-    "centred by text": record(norm=[part(centred=[["drop", "-1"]])]),
-    "centred true": record(norm=[part(centred=[["drop", True]])]),
-    "centred of nothing": record(norm=[part(centred=[["", -1]])]),
-    "centred along axis 9": record(norm=[part(centred=[["drop", 9]])]),
-    "centred too often": record(norm=[part(centred=[["drop", -1]] * 10_001)]),
-    "centred null": record(norm=[part(centred=None)]),
-    "left a string": record(norm=[part(left="ln_f")]),
-    "left of numbers": record(norm=[part(left=[1])]),
-    "biasless null": record(norm=[part(biasless=None)]),
-    "biasless too long a name": record(norm=[part(biasless=["x" * 2000])]),
-    "centred for a scheme that doesn't": record(norm=[part(scheme={"name": "dyt"}, centred=[["drop", -1]])]),
-    "left by a position": record(pos=[part(scheme={"name": "rope"}, left=["wpe"])]),
-    "mode unknown": record(norm=[part(scheme={"name": "rms", "mode": "both"})]),
-    "fold_bias a number": record(norm=[part(scheme={"name": "rms", "fold_bias": 1})]),
-    "init unknown": record(norm=[part(init="magic")]),
-    "init a list": record(norm=[part(init=["auto"])]),
-    "init a dict": record(norm=[part(init={})]),
+    "entries of version 1": record(norm=[], pos=[], mlp=[]),
+    "any_length a number": record(any_length=1),
+    "any_length null": record(any_length=None),
+    "no request": record(request=...),
+    "request no list": record(request={"norm": "rms"}),
+    "request null": record(request=None),
+    "request too long": record(request=[{"norm": "rms"}] * 1001),
+    "request a string": record(request=["rms"]),
+    "request empty": record(request=[{}]),
+    "request of two kinds": request(pos="rope"),
+    "request of an unknown kind": record(request=[{"activation": "gelu"}]),
+    "request with more": request(extra=1),
+    "mlp unknown": record(request=[{"mlp": "no_such_mlp"}]),
+    "mlp option outside": record(request=[{"mlp": "swiglu:ratio=0"}]),
+    "scheme null": request(norm=None),
+    "scheme an object": request(norm={"name": "rms"}),
+    "scheme empty": request(norm=""),
+    "scheme unknown": request(norm="no_such_norm"),
+    "scheme of the other kind": request(norm="rope"),
+    "option unknown": request(norm="rms:eps=1"),
+    "option outside": request(norm="dyt:alpha=-1"),
+    "option infinite": request(norm="dyt:alpha=Infinity"),
+    "option a list": record(request=[{"pos": "rope:theta=[1]"}]),
+    "scaling unknown": record(request=[{"pos": 'rope:scaling={"rope_type": "x"}'}]),
+    "scaling without factors": record(request=[{"pos": 'rope:scaling={"rope_type": "longrope"}'}]),
+    "mode unknown": request(norm="rms:mode=both"),
+    "fold_bias a number": request(norm="rms:fold_bias=1"),
+    "only a string": request(only="*"),
+    "only of numbers": request(only=[1]),
+    "only an empty glob": request(only=[""]),
+    "only too long a glob": request(only=["*" * 2000]),
+    "keep null": request(keep=None),
+    "init unknown": request(init="magic"),
+    "init a list": request(init=["auto"]),
+    "init a dict": request(init={}),
+    "no edits": record(edits=...),
+    "edits null": record(edits=None),
+    "edits a string": record(edits=GOOD_EDIT),
+    "edits an object": record(edits={"ln_f": "RMSNorm()"}),
+    "edits too many": record(edits=[GOOD_EDIT] * 10_001),
+    "edit null": edit(None),
+    "edit a list": edit([GOOD_EDIT]),
+    "edit empty": edit(""),
+    "edit without a value": edit("ln_f = "),
+    "edit without a place": edit(" = RMSNorm()"),
+    "edit without an assignment": edit("RMSNorm()"),
+    "edit too long": edit(f"ln_f = '{'x' * 20_000}'"),
+    "edit cut": edit("ln_f = RMSNorm(eps=1e-05"),
+    "edit of two values": edit("ln_f = RMSNorm() RMSNorm()"),
+    "edit of an unknown component": edit("ln_f = NoSuchNorm()"),
+    "edit of an infinite number": edit("ln_f.eps = 1e999"),
+    "edit of bytes": edit("ln_f.eps = b'1'"),
+    "edit of a set": edit("ln_f.eps = {1}"),
+    "centred by text": edit("drop.@centre = '-1'"),
+    "centred true": edit("drop.@centre = True"),
+    "centred null": edit("drop.@centre = None"),
+    "centred of nothing": edit(".@centre = -1"),
+    "centred along axis 9": edit("drop.@centre = 9"),
+    "scaled by text": edit("wte.@scale = '5'"),
+    "scaled by nothing": edit("wte.@scale = 0"),
+    "scaled back": edit("wte.@scale = -1.5"),
+    "a lens that is a number": edit("h.*.attn.@lens = 1"),
+    "a lens that is a module": edit("h.*.attn.@lens = RMSNorm()"),
+    "a lens that is a function": edit("h.*.attn.@lens = MeanRow()"),
+    "a lens that is no lens": edit("h.*.attn.@lens = Fused('c_attn')"),
+    "a lens and a module": edit("h.*.attn.@lens | ln_f = None"),
+    "an unknown slot": edit("wte.@hook = 1"),
+    "fingerprint null": record(fingerprint=None),
+    "fingerprint a list": record(fingerprint=[]),
+    "fingerprint of an unknown form": record(fingerprint={"version": 2, "GPT2Model": 1}),
+    "guarded null": record(guarded=None),
+    "guarded a list": record(guarded=["initializer_range"]),
+    "guarded an object inside": record(guarded={"initializer_range": {"a": 1}}),
 }
 
 
@@ -687,10 +719,11 @@ def test_the_control_of_malformed_records(saved: Path, tmp_path: Path) -> None:
     assert len(MALFORMED) >= 15
     folder = with_record(copy_of(saved, tmp_path), record())
     assert difference(AutoModel.from_pretrained(folder), AutoModel.from_pretrained(saved)) == 0
-    with_record(folder, record(norm=[part(centred=[["drop", -1]], left=["h.*.ln_1"], modules=4)]))
+    with_record(folder, record(edits=["h.*.ln_2 | ln_f = RMSNorm(eps=1e-05)", "drop.@centre = -1"]))
     again = AutoModel.from_pretrained(folder)
     assert norms_of(again, AffineNorm) == ["h.0.ln_2", "h.1.ln_2", "ln_f"]
-    assert difference(again, AutoModel.from_pretrained(saved)) < 1e-5
+    with_record(folder, record(any_length=False, guarded={}, request=[{"norm": "rms", "only": ["*"], "keep": []}]))
+    assert difference(AutoModel.from_pretrained(folder), AutoModel.from_pretrained(saved)) == 0
 
 
 def test_no_record_at_all(saved: Path, tmp_path: Path) -> None:
@@ -703,15 +736,25 @@ def test_no_record_at_all(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_newer_record_says_how_to_update(saved: Path, tmp_path: Path) -> None:
-    folder = with_record(copy_of(saved, tmp_path), record(version=2, mlp=[{}]))
-    with pytest.raises(CheckpointError, match=r"has version 2, this hfpatch reads up to 1\. .*pip install -U hfpatch"):
+    folder = with_record(copy_of(saved, tmp_path), record(version=3, layers=[{}]))
+    with pytest.raises(CheckpointError, match=r"has version 3, this hfpatch reads version 2\. .*pip install -U"):
         AutoModel.from_pretrained(folder)
 
 
+def test_a_record_of_the_first_version_says_what_reads_it(saved: Path, tmp_path: Path) -> None:
+    norm = {"scheme": {"name": "rms"}, "only": [], "keep": [], "init": "auto", "modules": 5}
+    first = {"version": 1, "base_model_type": "gpt2", "norm": [norm], "pos": [], "mlp": []}
+    folder = with_record(copy_of(saved, tmp_path), first)
+    sentence = r"saved by hfpatch 0\.1, whose patch record \(version 1\) this version doesn't read\. Open it"
+    for auto in (AutoModel, AutoConfig):
+        with pytest.raises(CheckpointError, match=sentence):
+            auto.from_pretrained(folder)
+
+
 def test_an_unregistered_scheme_says_what_to_import(saved: Path, tmp_path: Path) -> None:
-    folder = with_record(copy_of(saved, tmp_path), record(norm=[part(scheme={"name": "rmss"})]))
+    folder = with_record(copy_of(saved, tmp_path), request(norm="rmss"))
     with pytest.raises(
-        CheckpointError, match=r"norm\[0\].*no norm called 'rmss'\. Did you mean 'rms'.*import it first"
+        CheckpointError, match=r"request 0.*no norm called 'rmss'\. Did you mean 'rms'.*import it first"
     ):
         AutoModel.from_pretrained(folder)
 
@@ -723,22 +766,27 @@ def test_an_unregistered_scheme_says_what_to_import(saved: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "value",
+    "text",
     [
-        record(norm=[part(modules=4)]),
-        record(norm=[part(only=["*.nowhere"])]),
-        record(norm=[part(), part(scheme={"name": "dyt"}, only=["*.ln_7"])]),
-        record(pos=[part(scheme={"name": "rope", "partial": 0.1}, modules=3)]),
-        record(mlp=[part(scheme={"name": "geglu", "ratio": 0.5}, modules=2)]),
-        record(mlp=[part(scheme={"name": "geglu", "ratio": 1.0}, modules=3)]),
-        record(norm=[part(centred=[["nowhere", -1]], modules=6)]),
-        record(norm=[part(centred=[["h.*.mlp", -1]], modules=6)]),
-        record(norm=[part(left=["h.*.ln_1"])]),
+        "nowhere = RMSNorm()",
+        "h.7.ln_1 = RMSNorm()",
+        "nowhere.@centre = -1",
+        "h.*.nowhere.@lens = None",
+        "ln_f = DynamicTanh(nonsense=1)",
+        "ln_f = DynamicTanh('a', 'b', 'c', 'd')",
+        "ln_f = Fused('c_attn')",
+        "ln_f = 7",
+        "ln_f.weight = 7",
+        "ln_f.weight = RMSNorm()",
+        "wte.weight = Rows('a')",
+        "h.*.attn.rotary_emb = RotaryEmbedding('8', theta=[])",
+        "h.*.attn.@lens = AttentionLens()",
+        "ln_f.@scale = 1.0 = 1",
     ],
 )
-def test_a_record_that_doesnt_fit_its_model(value: Any, saved: Path, tmp_path: Path) -> None:
+def test_a_record_that_doesnt_fit_its_model(text: str, saved: Path, tmp_path: Path) -> None:
     """Modules that were renamed since, or another file's record: an error, not half a patch."""
-    folder = with_record(copy_of(saved, tmp_path), value)
+    folder = with_record(copy_of(saved, tmp_path), edit(text))
     with pytest.raises(PatchError):
         AutoModel.from_pretrained(folder)
 

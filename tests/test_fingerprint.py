@@ -91,8 +91,16 @@ def other_pairing(weights: dict[str, Tensor]) -> None:
         fused[:, start : start + 8] = fused[:, start : start + 8].view(-1, 2, 4).transpose(1, 2).reshape(-1, 8)
 
 
-def other_theta(config: dict[str, Any]) -> None:
-    config["hfpatch"]["pos"][0]["scheme"]["theta"] = 310.0
+def in_edits(old: str, new: str) -> Callable[[dict[str, Any]], None]:
+    """Something else in the text of the record's edits."""
+
+    def change(config: dict[str, Any]) -> None:
+        edits = config["hfpatch"]["edits"]
+        changed = [edit.replace(old, new) for edit in edits]
+        assert changed != edits
+        config["hfpatch"]["edits"] = changed
+
+    return change
 
 
 GAIN = "transformer.h.0.ln_1.gamma"
@@ -110,10 +118,10 @@ IN_WEIGHTS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
 }
 IN_CONFIG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "eps": lambda config: config.update(layer_norm_epsilon=0.1),
-    "theta": other_theta,
+    "theta": in_edits("theta=300.0", "theta=310.0"),
     "activation": lambda config: config.update(activation_function="relu"),
     "attention's scale": lambda config: config.update(scale_attn_weights=False),
-    "pairing": lambda config: config["hfpatch"]["pos"][0]["scheme"].update(pairing="interleaved"),
+    "pairing": in_edits("theta=300.0", "theta=300.0, pairing='interleaved'"),
 }
 
 

@@ -67,13 +67,27 @@ def entry(**changes: Any) -> Damage:
     return text(lambda s: json.dumps((c := json.loads(s)) | {"hfpatch": c["hfpatch"] | changes}))
 
 
+def edit(value: str, place: str = "ln_f") -> Damage:
+    """One more edit in the patch record."""
+    return text(
+        lambda s: json.dumps((c := json.loads(s)) | {"hfpatch": c["hfpatch"] | {"edits": _more(c, place, value)}})
+    )
+
+
+def _more(config: dict[str, Any], place: str, value: str) -> list[str]:
+    return [*config["hfpatch"]["edits"], f"{place} = {value}"]
+
+
 def rope(value: str, option: str = "theta") -> Damage:
-    """An option of the position scheme, as it is written in JSON."""
+    """The edit that puts the rotary embeddings in, with another option."""
 
     def change(stored: str) -> str:
         config = json.loads(stored)
-        config["hfpatch"]["pos"][0]["scheme"][option] = "VALUE"
-        return json.dumps(config).replace('"VALUE"', value)
+        edits = config["hfpatch"]["edits"]
+        (old,) = [edit for edit in edits if " = RotaryEmbedding(" in edit]
+        new = f"{old.partition(' = ')[0]} = RotaryEmbedding(8, {option}={value})"
+        config["hfpatch"]["edits"] = [new if edit == old else edit for edit in edits]
+        return json.dumps(config)
 
     return text(change)
 
@@ -95,40 +109,57 @@ def twice(stored: str) -> str:
     return stored.rstrip().removesuffix("}") + ', "hfpatch": {"version": 99, "guarded": {"initializer_range": 0.4}}}'
 
 
-SCHEME = r"pos\[0\] of its patch record can't be used here"
+UNREAD = "can't be read"
+NO_PLACE = "isn't an edit"
+UNKNOWN = "no component called"
+RUN = "__import__('os').system('true')"
 CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
-    "theta infinite": (rope("1e400"), CheckpointError, f"{SCHEME}.*theta must be a number.*not inf"),
-    "theta Infinity": (rope("Infinity"), CheckpointError, f"{SCHEME}.*theta must be a number.*not inf"),
-    "theta NaN": (rope("NaN"), CheckpointError, f"{SCHEME}.*theta must be a number.*not nan"),
-    "theta tagged NaN": (rope('{"__float__": "NaN"}'), CheckpointError, f"{SCHEME}.*not nan"),
-    "theta of 4,000 digits": (rope("9" * 4000), CheckpointError, SCHEME),
-    "theta of 5,000 digits": (rope("9" * 5000), ValueError, "integer string conversion"),
-    "theta nested": (rope(nested(50)), CheckpointError, f"{SCHEME}.*theta must be a number"),
-    "theta nested deeply": (rope(nested(400)), CheckpointError, "nested too deeply|theta must be a number"),
-    "theta nested too deeply for JSON": (rope(nested(100_000)), RecursionError, "recursion"),
-    "scaling as code": (rope("\"__import__('os')\"", "scaling"), CheckpointError, SCHEME),
-    "scaling nested": (rope('{"rope_type": [[[]]]}', "scaling"), CheckpointError, SCHEME),
-    "max_positions of 4,000 digits": (rope("9" * 4000, "max_positions"), CheckpointError, SCHEME),
-    "a scheme by its path": (
-        entry(norm=[{"scheme": {"name": "os.path"}, "only": [], "keep": [], "init": "auto", "modules": 5}]),
-        CheckpointError,
-        "no norm called 'os.path'",
+    "theta infinite": (rope("1e400"), CheckpointError, UNREAD),
+    "theta Infinity": (rope("Infinity"), CheckpointError, UNREAD),
+    "theta NaN": (rope("NaN"), CheckpointError, UNREAD),
+    "theta of 5,000 digits": (rope("9" * 5000), CheckpointError, UNREAD),
+    "theta nested deeply": (rope(nested(400)), CheckpointError, UNREAD),
+    "theta nested too deeply for Python": (rope(nested(9_000)), CheckpointError, UNREAD),
+    "an edit too long": (rope(nested(100_000)), CheckpointError, "at most 20000 characters"),
+    "scaling as code": (rope(RUN, "scaling"), CheckpointError, UNREAD),
+    "edits nested too deeply for JSON": (
+        text(lambda s: s.replace('"edits": [', '"edits": [' + "[" * 100_000 + "]" * 100_000 + ",")),
+        RecursionError,
+        "recursion",
     ),
+    "an edit of an unknown component": (edit("NoSuchNorm()"), CheckpointError, UNKNOWN),
+    "an edit of a builtin": (edit("eval('1')"), CheckpointError, UNKNOWN),
+    "an edit that imports": (edit("__import__('os')"), CheckpointError, UNKNOWN),
+    "an edit that runs": (edit(RUN), CheckpointError, UNREAD),
+    "an edit by a path": (edit("os.system('true')"), CheckpointError, UNREAD),
+    "an edit with an attribute": (edit("().__class__.__base__"), CheckpointError, UNREAD),
+    "an edit with a lambda": (edit("(lambda: 1)()"), CheckpointError, UNREAD),
+    "an edit with an f-string": (edit("f'{1}'"), CheckpointError, UNREAD),
+    "an edit with a comprehension": (edit("[1 for _ in ()]"), CheckpointError, UNREAD),
+    "an edit with a name": (edit("RMSNorm"), CheckpointError, UNREAD),
+    "an edit with an operator": (edit("9 ** 9 ** 9"), CheckpointError, UNREAD),
+    "an edit with stars": (edit("RMSNorm(*[1])"), CheckpointError, UNREAD),
+    "an edit with two stars": (edit("RMSNorm(**{'eps': 1})"), CheckpointError, UNREAD),
+    "an edit with signs": (edit("-" * 19_000 + "1"), CheckpointError, UNREAD),
+    "an edit with dots": (edit("x" + ".x" * 9_000), CheckpointError, UNREAD),
+    "an edit with a zero byte": (edit("'\0'"), CheckpointError, UNREAD),
+    "an edit with code inside": (edit(f"RMSNorm(eps={RUN})"), CheckpointError, UNREAD),
+    **{
+        f"an edit of {name}": (edit("{}", f"h.0.{name}"), CheckpointError, NO_PLACE)
+        for name in ("_modules", "_parameters", "_buffers", "_forward_hooks", "forward", "training", "train", "config")
+        + ("__class__", "__dict__", "__call__", "state_dict", "_load_from_state_dict", "ln_1()", "ln_1[0]", "../x", "")
+    },
+    "a scheme by its path": (entry(request=[{"norm": "os.path"}]), CheckpointError, "no norm called 'os.path'"),
     "a file as a base": (entry(base_model_type="../../etc/passwd"), CheckpointError, "transformers .* doesn't know"),
     "a version of 4,000 digits": (
-        text(lambda s: s.replace('"version": 1', '"version": ' + "9" * 4000)),
+        text(lambda s: s.replace('"version": 2\n', '"version": ' + "9" * 4000 + "\n")),
         CheckpointError,
-        r"has version 9+.*this hfpatch reads up to 1\. .*pip install -U",
-    ),
-    "modules of 4,000 digits": (
-        text(lambda s: s.replace('"modules": 3', '"modules": ' + "9" * 4000)),
-        CheckpointError,
-        "not the number of modules",
+        r"has version 9+.*this hfpatch reads version 2\. .*pip install -U",
     ),
     "a hundred thousand entries": (
         entry(**{f"x{i}": 0 for i in range(100_000)}),
         CheckpointError,
-        "unknown entries",
+        "unknown or missing",
     ),
     "a record twice": (text(twice), CheckpointError, "has version 99"),
     "weights that are pickled": (setting(transformers_weights="adapter_model.bin"), CheckpointError, "names 'adapter"),
@@ -166,10 +197,10 @@ def test_configs(damage: Damage, kind: Any, says: str, saved: Path, tmp_path: Pa
 def test_the_control_of_configs(saved: Path, tmp_path: Path) -> None:
     folder = copied(saved, tmp_path)
     original = AutoModel.from_pretrained(folder)
-    for damage in (text(lambda s: s.replace("{", "{ ", 1)), setting(unheard_of=[1]), rope("300.0"), entry(version=1)):
+    for damage in (text(lambda s: s.replace("{", "{ ", 1)), setting(unheard_of=[1]), entry(version=2)):
         damage(folder)
         assert difference(AutoModel.from_pretrained(folder), original) < 1e-5
-    rope("310.0")(folder)
+    edit("None", "h.*.attn.@lens")(folder)
     assert difference(AutoModel.from_pretrained(folder, check_fingerprint=False), original) > 1e-3
 
 

@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..runtime.classes import PatchedConfig, PatchedModel, patch_built
-from ..runtime.edits import parse_edits
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import LENS, host_class, once_per_class
 from ..runtime.record import FINGERPRINT, KEY, checked
 from ..runtime.refuse_host import ENTRY as GUARDED
+from ..schemes.request import Record
 from .files import broken_file, is_plain_name, require_sound_files
 from .fingerprint import Fingerprint, is_weighty, settings_of
 
@@ -64,7 +64,7 @@ class HfpatchConfig(PreTrainedConfig):
         stored = config_dict.get(KEY)
         base = stored.get("base_model_type") if isinstance(stored, dict) else None
         if not isinstance(base, str) or base not in CONFIG_MAPPING:
-            base = checked(stored, where)  # says what is wrong, if that is more than the name
+            base = checked(_without_guard(stored), where)  # says what is wrong, if that is more than the name
         try:
             host = CONFIG_MAPPING[base]
         except KeyError as error:
@@ -89,6 +89,11 @@ def _where(config_dict: dict[str, Any]) -> Any:
     return config_dict.get("_name_or_path") or "this checkpoint's config.json"
 
 
+def _without_guard(stored: Any) -> Any:
+    """A record from disk without what `released` reads."""
+    return {name: value for name, value in stored.items() if name != GUARDED} if isinstance(stored, dict) else stored
+
+
 def _checked(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Fingerprint | None]:
     """A patched config.json without the file that an export wrote, and the fingerprint in its record.
 
@@ -103,10 +108,7 @@ def _checked(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], F
         stored, fingerprint = settings.get(KEY), None
         if isinstance(stored, dict) and FINGERPRINT in stored:
             fingerprint = Fingerprint.from_json(stored[FINGERPRINT], where)
-        if isinstance(stored, dict):
-            stored = {name: value for name, value in stored.items() if name != GUARDED}
-        checked(stored, where)
-        parse_edits(stored["edits"], where)  # type: ignore[index]
+        Record.from_json(_without_guard(stored), where)  # says what is wrong with it
         return settings, fingerprint
     except RecursionError as error:
         raise CheckpointError(f"{where}: its patch record is nested too deeply.") from error
@@ -158,7 +160,6 @@ def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]
     return type(host.__name__, (PatchedConfig, host), body)
 
 
-@functools.cache
 def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> type[PreTrainedModel]:
     """The class of patched models of one host class: built like the host, then patched as the config's record says.
 
@@ -166,7 +167,11 @@ def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> ty
         host: a transformers model class.
         lensed: whether the model has a lens on itself, so that its own forward sees something else.
     """
+    return _patched_model_class(host, lensed)
 
+
+@functools.cache  # which tells a call that leaves an argument out from one that doesn't
+def _patched_model_class(host: type[PreTrainedModel], lensed: bool) -> type[PreTrainedModel]:
     def __init__(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         fingerprint, settings = config.__dict__.pop(OPENED, (None, None))
         as_saved = fingerprint is not None and settings_of(config) == settings

@@ -40,7 +40,8 @@ class PatchedConfig:
         where = str(config_dict.get("_name_or_path") or "this checkpoint's config.json")
         settings: Any = released(config_dict, where)
         settings = {**settings, "model_type": cls.model_type}  # type: ignore[attr-defined]
-        settings["architectures"] = [name.removeprefix(ARCHITECTURE) for name in settings.get("architectures") or []]
+        if settings.get("architectures"):  # a config of no saved model has none
+            settings["architectures"] = [name.removeprefix(ARCHITECTURE) for name in settings["architectures"]]
         record = settings.get(KEY)
         if isinstance(record, dict):
             settings[KEY] = {name: value for name, value in record.items() if name != FINGERPRINT}
@@ -49,8 +50,10 @@ class PatchedConfig:
     def to_json_string(self, use_diff: bool = True) -> str:
         """The config on disk."""
         stored = {**json.loads(super().to_json_string(use_diff=use_diff)), "model_type": KEY}  # type: ignore[misc]
-        names = stored.get("architectures") or []
-        stored["architectures"] = [ARCHITECTURE + name.removeprefix(ARCHITECTURE) for name in names]
+        if stored.get("architectures"):
+            stored["architectures"] = [
+                ARCHITECTURE + name.removeprefix(ARCHITECTURE) for name in stored["architectures"]
+            ]
         for auto, reference in stored.get("auto_map", {}).items():  # a pair, where a class has "Tokenizer" in its name
             stored["auto_map"][auto] = reference if isinstance(reference, str) else reference[0]
         return json.dumps(guarded(self, stored), indent=2, sort_keys=True) + "\n"
