@@ -121,10 +121,16 @@ PLACEMENTS: Registry[type] = Registry("placement")
 ARCHITECTURES: Registry = Registry("architecture")
 
 
-def by_class(records: Mapping[str, R], module: nn.Module) -> R | None:
-    """The record of a module's class, or of the nearest class of transformers' own that it derives from.
+def name_in_records(cls: type) -> str:
+    """What a record calls a class: transformers' own by their names, others with their file: "modeling_my.MyModel".
 
-    Records go by a class's name, and a class of that name from elsewhere may compute something else.
+    A class from elsewhere may have the name of one of transformers' and compute something else.
     """
-    own = (base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformers."))
-    return next((records[name] for name in own if name in records), None)
+    own = cls.__module__.startswith("transformers.")
+    return cls.__name__ if own else f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
+
+
+def by_class(records: Mapping[str, R], module: nn.Module) -> R | None:
+    """The record of a module's class, or of the nearest class that it derives from."""
+    names = map(name_in_records, type(module).__mro__)
+    return next((records[name] for name in names if name in records), None)
