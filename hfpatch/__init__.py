@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .compile import compile_model, uncompile_model
     from .contrib.convert_pairing import convert_pairing
     from .core.progress import show_progress
-    from .core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
+    from .errors import PatchError
     from .export import export_model
     from .hub.push import push_patched
     from .patch import patch_model, repair_report, unpatch_model
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from .repairs.repair import repair
     from .repairs.sample import sample_batches
     from .runtime.attention import Projections
-    from .runtime.errors import PatchError
     from .runtime.norms import AffineNorm
     from .schemes.learned import Learned
-    from .schemes.mlps import MLP, GeGLU, ReGLU, SwiGLU
-    from .schemes.norms import RMS, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm
-    from .schemes.positions import ALiBi, NoPE, Position, Sinusoidal
+    from .schemes.mlps import MLP, MLPS, GeGLU, ReGLU, SwiGLU
+    from .schemes.norms import NORMS, RMS, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm
+    from .schemes.positions import POSITIONS, ALiBi, NoPE, Position, Sinusoidal
     from .schemes.rope import RoPE
     from .sites.records.record import Architecture, Stack
+    from .sites.stacks import ARCHITECTURES
     from .verification.verify import verify
 
 __version__ = "0.2.0.dev0"

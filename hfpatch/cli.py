@@ -30,6 +30,7 @@ from .plan import plan_patch
 from .repairs.sample import generates, sample_batches
 from .runtime.attention import Fused
 from .runtime.errors import PatchError, first_line
+from .runtime.lens import host_class
 from .schemes.positions import Position
 from .verification import verify as verifying
 from .verification.report import Report
@@ -232,7 +233,7 @@ def patch(
             repaired.save(report)
         carried = "with its tokenizer or processor" if processor else "(no tokenizer or processor to carry along)"
         typer.echo(f"\nSaved to {out} {carried}.")
-        auto = [*auto_classes_of(type(built), type(built.config)), "AutoModel"][0]
+        auto = [*auto_classes_of(host_class(type(built)), host_class(type(built.config))), "AutoModel"][0]
         typer.echo(f"Open it with: import hfpatch; transformers.{auto}.from_pretrained({str(out)!r})")
 
 

@@ -14,10 +14,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .checkpoint.classes import patched_model_class, registered_config_class
 from .compile import compile_model, require_blocks
+from .core.bare import require_bare
 from .core.optimizer import check_optimizer, swap_parameters
 from .core.transaction import Transaction
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
-from .plan import Plan, checked_request, make_plan, plan_patch, require_bare
+from .plan import Plan, checked_request, make_plan, plan_patch
 from .repairs.attention_maps import require_fit
 from .repairs.block_replay import tried_batches
 from .repairs.repair import repair, shadow

@@ -9,16 +9,15 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from .core.bare import require_bare
 from .core.globs import Names, as_globs, require_matches
 from .core.plan_table import SO_ALREADY, Change, Row, grouped, table
 from .core.transaction import Transaction
-from .errors import NothingToPatchError, OptionError, WrappedModelError
+from .errors import NothingToPatchError, OptionError
 from .exact.request import Conversion
 from .runtime.apply import apply, condensed
 from .runtime.edits import Edit
 from .runtime.errors import UnsupportedError
-from .runtime.lens import host_class
-from .runtime.record import KEY
 from .schemes.mlps import MLP
 from .schemes.norms import Norm
 from .schemes.placements import Placement
@@ -317,60 +316,3 @@ def checked_request(asked: Mapping[str, object], only: object, keep: object, ini
         raise OptionError(f"init must be one of {', '.join(INITS)}, not {init!r}.")
     globs = as_globs("only", only), as_globs("keep", keep)  # type: ignore[arg-type]
     return {kind: Part(scheme.settled(init), *globs, init) for kind, scheme in schemes.items() if scheme is not None}
-
-
-def require_bare(model: object) -> None:
-    """Refuse everything but a bare transformers model.
-
-    Raises:
-        WrappedModelError: says what it is and what to do first.
-    """
-    kind = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        if hasattr(model, "_orig_mod"):
-            raise WrappedModelError("the model is wrapped by torch.compile. Patch the model first, then compile it.")
-        if hasattr(model, "peft_config"):
-            raise WrappedModelError(
-                f"{kind} is a PEFT wrapper. Patch the base model first, then call get_peft_model on it."
-            )
-        inner = getattr(model, "module", None)
-        if isinstance(inner, nn.Module):
-            raise WrappedModelError(
-                f"{kind} wraps the model for distributed or parallel use. Patch the model first, then wrap it."
-            )
-        raise WrappedModelError(
-            f"patch_model takes a transformers PreTrainedModel, not {kind}. For a library's wrapper pass the model "
-            "inside it (sentence-transformers: model[0].auto_model)."
-        )
-    for name, module in model.named_modules():
-        _require_bare_module(name or kind, module)
-    _require_one_patched_model(model)
-
-
-def _require_bare_module(name: str, module: nn.Module) -> None:
-    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
-        raise WrappedModelError(f"{name} is compiled. Patch the model first, then compile it (uncompile_model).")
-    if type(module).__name__.startswith("FSDP") or "FullyShardedDataParallel" in type(module).__name__:
-        raise WrappedModelError(f"{name} is sharded by FSDP. Patch the model first, then shard it.")
-    if "_hf_hook" in module.__dict__:
-        raise WrappedModelError(
-            f"{name} carries an accelerate hook (device_map over several devices, or offloading). Patch the model "
-            "first, then dispatch it; accelerate.hooks.remove_hook_from_module(model, recurse=True) takes them off."
-        )
-
-
-def _require_one_patched_model(model: PreTrainedModel) -> None:
-    """A checkpoint has one patch record, the outermost model's; refuse what it couldn't tell of."""
-    if getattr(model.config, KEY, None) and host_class(type(model)) is type(model):
-        raise UnsupportedError(
-            f"{type(model).__name__} was built from a patched config, but not as a patched model. Build it with "
-            "an Auto class's from_config, or from the original config."
-        )
-    for name, module in model.named_modules():
-        inner = name and isinstance(module, PreTrainedModel) and module.config is not model.config
-        own = getattr(module.config, KEY, None) if inner else None
-        if own and own != getattr(model.config, KEY, None):  # some hosts give their stacks copies of it
-            raise UnsupportedError(
-                f"{name} inside {type(model).__name__} was patched by itself, which the outer model's record couldn't "
-                "tell of. Patch the outermost model, the one that is saved; only= chooses the part."
-            )

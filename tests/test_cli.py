@@ -138,7 +138,7 @@ def test_patch_composes_with_an_earlier_patch(checkpoint: Path, tmp_path: Path) 
     called("patch", str(checkpoint), str(tmp_path / "a"), "--norm", "rms")
     called("patch", str(tmp_path / "a"), str(tmp_path / "b"), "--pos", "rope")
     config = AutoConfig.from_pretrained(tmp_path / "b")
-    assert [len(config.hfpatch[kind]) for kind in ("norm", "pos")] == [1, 1]
+    assert config.hfpatch["request"] == [{"norm": "rms"}, {"pos": "rope"}]
 
 
 def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:

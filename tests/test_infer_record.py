@@ -104,14 +104,14 @@ def test_what_is_printed_registers_a_record_that_works(tmp_path: Path) -> None:
     proposal = propose_record(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=97)))
     assert proposal.record.stacks == ARCHITECTURES["gpt2"].stacks
     file = tmp_path / "mine.py"
-    file.write_text(proposal.code().replace("GPT2Model", "StrangeModel").replace("'gpt2'", "'strange'"))
+    file.write_text(proposal.code().replace("GPT2Model", "use.StrangeModel").replace("'gpt2'", "'strange'"))
     script = tmp_path / "use.py"
     script.write_text(
         "import torch, warnings\n"
         "from transformers import GPT2Config, GPT2Model\n"
         "import hfpatch, mine\n"
         "class StrangeModel(GPT2Model):\n"
-        "    pass\n"
+        "    __module__ = 'strange.use'\n"
         "hfpatch.ARCHITECTURES.unregister('gpt2')\n"
         "warnings.simplefilter('ignore')\n"
         "model = StrangeModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=97, n_positions=8)).eval()\n"

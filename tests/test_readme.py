@@ -82,6 +82,8 @@ def test_own_norm_example(gpt2: Any, tmp_path: Path) -> None:
 class MyBertModel(BertModel):
     """A third party's model."""
 
+    __module__ = "mybert.modeling_mybert"
+
 
 def test_own_family_example(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from hfpatch.checkpoint.auto_classes import class_to_build
-from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.core.registry import ARCHITECTURES, name_in_records
 from hfpatch.measure.twin import twin
 from hfpatch.runtime.apply import apply, condensed
 from hfpatch.runtime.attention import NUMBER_OF_HEADS, Fused, Projections, Window
@@ -412,7 +412,7 @@ def _stack(
     table = tables[0]
     holder = owner.get_submodule(table.rpartition(".")[0])
     return Stack(
-        host_class(type(owner)).__name__,
+        name_in_records(host_class(type(owner))),
         table,
         " | ".join(globs),
         _projections(module, first, channels, time),

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import transformers
-from transformers.models.auto import modeling_auto
-from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from ..runtime.errors import PatchError
 
@@ -23,6 +21,9 @@ USUAL = (
 
 def auto_classes() -> Iterator[Any]:
     """Every Auto class of transformers that opens models."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
     for value in vars(modeling_auto).values():
         if isinstance(value, type) and issubclass(value, _BaseAutoModelClass):
             auto: Any = value

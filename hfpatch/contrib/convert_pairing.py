@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
+from ..core.bare import require_bare
 from ..core.transaction import Transaction
 from ..errors import NothingToPatchError, OptionError, VerificationError
 from ..exact.check import Reference
 from ..measure.inputs import example_inputs as made_inputs
 from ..measure.quiet_forward import fitting
 from ..patch import WAY_BACK, WayBack, give_own_config
-from ..plan import Plan, require_bare
+from ..plan import Plan
 from ..runtime.apply import apply, condensed
 from ..runtime.attention import ROTARY, AttentionLens, order
 from ..runtime.constants import Given

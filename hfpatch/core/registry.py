@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
@@ -121,14 +121,16 @@ PLACEMENTS: Registry[type] = Registry("placement")
 ARCHITECTURES: Registry = Registry("architecture")
 
 
-def by_class(records: Mapping[str, R], module: nn.Module, elsewhere: Collection[str] = ()) -> R | None:
-    """The record of a module's class, or of the nearest class that it derives from.
+def name_in_records(cls: type) -> str:
+    """What a record calls a class: transformers' own by their names, others with their file: "modeling_my.MyModel".
 
-    Records go by a class's name. A class of that name that isn't transformers' own may compute something else, so only
-    records in `elsewhere`, which somebody else registered, serve it.
+    A class from elsewhere may have the name of one of transformers' and compute something else.
     """
-    for base in type(module).__mro__:
-        name = base.__name__
-        if name in records and (base.__module__.startswith("transformers.") or name in elsewhere):
-            return records[name]
-    return None
+    own = cls.__module__.startswith("transformers.")
+    return cls.__name__ if own else f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
+
+
+def by_class(records: Mapping[str, R], module: nn.Module) -> R | None:
+    """The record of a module's class, or of the nearest class that it derives from."""
+    names = map(name_in_records, type(module).__mro__)
+    return next((records[name] for name in names if name in records), None)

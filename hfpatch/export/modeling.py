@@ -12,7 +12,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from .. import runtime
-from ..checkpoint.classes import REMOTE, auto_classes
+from ..checkpoint.auto_classes import auto_classes
+from ..checkpoint.classes import REMOTE
 from ..runtime.edits import COMPONENTS, Call
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import LENS, host_class

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import transformers
 
+from ..core.bare import require_bare
 from ..errors import UnknownNameError, VerificationError
-from ..plan import require_bare
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class
 from ..runtime.rotary import ADAPTIVE

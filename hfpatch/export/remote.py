@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..core.bare import require_bare
 from ..errors import VerificationError
 from ..measure.inputs import example_inputs as made_inputs
 from ..measure.quiet_forward import device_of, fitting, quiet
-from ..plan import require_bare
 from ..runtime.errors import UnsupportedError
 from . import fresh
 from .files import require_free, require_plain_options, staged

@@ -16,10 +16,10 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
+from ..core.bare import require_bare
 from ..errors import OptionError
 from ..export import export_model
 from ..export.modeling import FILE
-from ..plan import require_bare
 from ..runtime.classes import ARCHITECTURE
 from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.record import KEY

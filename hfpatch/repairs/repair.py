@@ -39,7 +39,7 @@ from ..measure.blocks import listed_modules
 from ..measure.copies import copy_with
 from ..measure.quiet_forward import device_of, give_back_memory, is_library_hook, quiet
 from ..runtime.norms import AffineNorm
-from ..runtime.record import KEY
+from ..schemes.request import Record
 from ..sites.norms import describe
 from .attention_maps import Example, eager, fit_maps, map_of, require_fit, wide
 from .block_replay import Batches, Segment, Walk, first_tensor, require_batches, segments_of
@@ -168,7 +168,7 @@ class _Repairer:
         for name in sorted(several & changed):
             self._skip(name, "norm", "runs several times in a forward (layers share it)")
         self.norms = changed - several
-        self.moved = _positions(self.new.model) != _positions(self.old.model)
+        self.moved = Record.of(self.new.model.config).pos != Record.of(self.old.model.config).pos
         mark = len(self.edits)
         parts = [segment for segment in segments if segment.block or self.norms & set(segment.modules)]
         with ProgressBar("repair", len(parts)) as self.bar:
@@ -470,11 +470,6 @@ class _Repairer:
         if mask is not None and mask[row[None]].shape == shape:
             return mask[row[None]].bool()
         return torch.ones(shape, dtype=torch.bool)
-
-
-def _positions(model: PreTrainedModel) -> Any:
-    """What a patched model's record says of its positions."""
-    return (getattr(model.config, KEY, None) or {}).get("pos") or None
 
 
 class _Variance:

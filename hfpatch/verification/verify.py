@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
+from ..core.bare import require_bare
 from ..errors import OptionError, WrappedModelError
 from ..measure.batches import RANDOM, Batch, as_batches, count_examples, count_tokens
-from ..plan import require_bare
 from ..runtime.errors import CheckpointError, UnsupportedError
 from ..runtime.lens import host_class
 from ..runtime.record import KEY

@@ -20,7 +20,7 @@ class Stack:
     Paths are relative to the owner; `attention` is a glob over them.
 
     Attributes:
-        owner: class name of the owner.
+        owner: class name of the owner; of a class that isn't transformers' own with its file: "modeling_my.MyModel".
         table: path of the table: a module, a Parameter or a plain tensor, or a module that computes positions.
         attention: glob of the self-attention modules, or several joined by " | ". Cross-attention must not match.
         projections: how q and k leave the attention's input.
