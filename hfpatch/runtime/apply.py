@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
-from . import components as _components  # noqa: F401  # known to the text of edits by being imported
+from .components import OWN as _OWN  # noqa: F401  # known to the text of edits by being imported
 from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SCALE_SLOT, Call, Edit, value_text
 from .errors import CheckpointError
 from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, with_lens
