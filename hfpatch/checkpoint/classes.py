@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..runtime.errors import CheckpointError
 from ..runtime.lens import LENS, host_class, once_per_class
 from ..runtime.record import FINGERPRINT, KEY, checked
 from ..runtime.refuse_host import ENTRY as GUARDED
+from .auto_classes import auto_classes, opened_classes
 from .files import broken_file, is_plain_name, require_sound_files
 from .fingerprint import Fingerprint, is_weighty, settings_of
 
@@ -269,10 +269,7 @@ def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> 
 @functools.cache
 def _is_stock(auto: Any, host: type[PreTrainedConfig]) -> bool:
     """Whether transformers itself has a model for this config in an Auto class."""
-    try:
-        return auto._model_mapping.get(host, None) is not None
-    except ValueError:  # it names a class there that it doesn't have
-        return False
+    return bool(opened_classes(auto, host))
 
 
 def _opened_as(model: Any, config: type[PreTrainedConfig]) -> Any:
@@ -293,18 +290,6 @@ class _PartOfPatched:
         )
 
     _from_config = from_pretrained
-
-
-def auto_classes() -> Iterator[Any]:
-    """Every Auto class of transformers that opens models."""
-    from transformers.models.auto import modeling_auto
-    from transformers.models.auto.auto_factory import _BaseAutoModelClass
-
-    for value in vars(modeling_auto).values():
-        if isinstance(value, type) and issubclass(value, _BaseAutoModelClass):
-            auto: Any = value
-            if auto._model_mapping is not None:
-                yield auto
 
 
 def _is_of(config: Any, name: Any) -> bool:
