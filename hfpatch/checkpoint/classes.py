@@ -158,7 +158,6 @@ def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]
     return type(host.__name__, (PatchedConfig, host), body)
 
 
-@functools.cache
 def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> type[PreTrainedModel]:
     """The class of patched models of one host class: built like the host, then patched as the config's record says.
 
@@ -166,6 +165,11 @@ def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> ty
         host: a transformers model class.
         lensed: whether the model has a lens on itself, so that its own forward sees something else.
     """
+    return _patched_model_class(host, lensed)  # one class, however `lensed` is passed
+
+
+@functools.cache
+def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
 
     def __init__(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         fingerprint, settings = config.__dict__.pop(OPENED, (None, None))
