@@ -68,6 +68,8 @@ def _apply(edit: Edit, model: nn.Module, changes: Any, fresh: bool) -> int:
     missing = set(edit.at)
     count = 0
     for path, owner, leaf in tree.places(edit.at):
+        if isinstance(value, Call) and value.needs_old() and owner is not None and getattr(owner, leaf, None) is None:
+            continue
         missing.discard(path)
         if owner is None:  # a part that was built patched
             continue
