@@ -21,6 +21,7 @@ from hfpatch.core.registry import NORMS, POSITIONS
 from hfpatch.export.modeling import FILE
 from hfpatch.export.remote import export_remote
 from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.lens import host_class
 
 NINE = ("gpt2", "bert", "roberta", "distilbert", "bart", "opt", "gpt_neo", "vit", "whisper")
 CASES = [
@@ -133,7 +134,7 @@ def test_what_is_saved_there_opens_here(family: str, request_: str, opened: dict
     assert type(here) is type(there)
     assert here.state_dict().keys() == there.state_dict().keys()
     assert all(torch.equal(value, there.state_dict()[key]) for key, value in here.state_dict().items())
-    host = type(here).__mro__[1]
+    host = host_class(type(here))
     assert host.__module__.startswith("transformers.models")
     for path in (folder, folder / "again"):
         with pytest.raises(Exception, match="patched by hfpatch"):  # what the host's own config class raises
