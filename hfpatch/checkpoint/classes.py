@@ -24,7 +24,7 @@ from ..runtime.lens import LENS, host_class, once_per_class
 from ..runtime.record import FINGERPRINT, KEY, checked
 from ..runtime.refuse_host import ENTRY as GUARDED
 from ..schemes.request import Record
-from .auto_classes import auto_classes
+from .auto_classes import auto_classes, opened_classes
 from .files import broken_file, is_plain_name, require_sound_files
 from .fingerprint import Fingerprint, is_weighty, settings_of
 
@@ -274,10 +274,7 @@ def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> 
 @functools.cache
 def _is_stock(auto: Any, host: type[PreTrainedConfig]) -> bool:
     """Whether transformers itself has a model for this config in an Auto class."""
-    try:
-        return auto._model_mapping.get(host, None) is not None
-    except ValueError:  # it names a class there that it doesn't have
-        return False
+    return bool(opened_classes(auto, host))
 
 
 def _opened_as(model: Any, config: type[PreTrainedConfig]) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,42 +14,42 @@ import transformers
 from transformers import PreTrainedModel
 
 from .. import runtime
-from ..checkpoint.auto_classes import auto_classes
+from ..checkpoint.auto_classes import auto_classes, auto_classes_of, opened_classes
 from ..checkpoint.classes import REMOTE
-from ..runtime.edits import COMPONENTS, Call
+from ..runtime.edits import COMPONENTS, Call, Edit
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import LENS, host_class
-from ..runtime.record import KEY
-from ..schemes.request import Record
+from ..runtime.record import KEY, edits_of
 
 FILE = f"{REMOTE}.py"
 RUNTIME = Path(runtime.__file__).parent
 _LAST = ("AutoModelForPreTraining", "AutoBackbone")  # of several: often another head; opens no folder
+_OURS = f"{runtime.__name__}."
 _TEXT = '''# SPDX-License-Identifier: Apache-2.0
 """{name}, patched: the model is the host's, changed as the edits in config.json say.
 
-Written by hfpatch {version} for transformers {transformers}. It needs torch and transformers alone, and runs with
-{auto}.from_pretrained(..., trust_remote_code=True); where hfpatch is imported, that opens the checkpoint.
-apply.py puts the edits in; the other files beside this one are the modules and lenses that they name.
+Written by hfpatch {version} for transformers {transformers}; it needs torch and transformers alone. It opens with
+{auto}.from_pretrained(..., trust_remote_code=True).
+apply.py carries the edits out. Where hfpatch is imported, that opens the checkpoint.
 """
 
-from transformers.models.{config_module} import {config} as Host{config}
-from transformers.models.{model_module} import (
-{hosts}
-)
+from {model_package} import {model_module} as host
+from {config_package} import {config} as Host{config}
 
 from .classes import PatchedConfig, PatchedModel, register
-{own}
+{imported}{registered}
 
 class {config}(PatchedConfig, Host{config}):
     """The host's settings, and the patch record."""
 
 {classes}
 
-register({config}, {{{auto_map}}})
+register({config}, {{
+{auto_map}
+}})
 '''
 _CLASS = """
-class {name}(PatchedModel, Host{name}{lensed}):
+class {name}(PatchedModel, host.{name}{lensed}):
     config_class = {config}
 """
 
@@ -67,26 +69,15 @@ def classes_of(model: PreTrainedModel) -> dict[type, list[str]]:
                 f"{cls.__name__} of {cls.__module__} isn't transformers' own, so a process without that code can't "
                 "build the model. Publish the checkpoint for hfpatch."
             )
-    found: dict[type, list[str]] = {host: []}
-    for auto, models in _heads(family):
-        for cls in models:
-            if getattr(cls, "config_class", None) is family and cls.__module__ == host.__module__:
-                found.setdefault(cls, []).append(auto)
-    if not set(found[host]) - {"AutoBackbone"}:  # a part of other models, say
-        found[host].append("AutoModel")
-    return found
-
-
-def _heads(config: type) -> Iterator[tuple[str, tuple[type, ...]]]:
-    """The public Auto classes that know a config, and what they open."""
-    for auto in auto_classes():
-        try:
-            models = auto._model_mapping.get(config, None)
-        except ValueError:  # transformers names a class there that it doesn't have
-            continue
-        name: str = auto.__name__
-        if models is not None and getattr(transformers, name, None) is auto:
-            yield name, tuple(models) if isinstance(models, tuple | list) else (models,)
+    opened = [host, *(cls for auto in auto_classes() for cls in opened_classes(auto, family))]
+    found = {
+        cls: sorted(auto_classes_of(cls, family), key=_LAST.__contains__)
+        for cls in dict.fromkeys(opened)
+        if cls is host or (getattr(cls, "config_class", None) is family and cls.__module__ == host.__module__)
+    }
+    if not {*found[host]} - {"AutoBackbone"}:  # a part of other models, say
+        found[host].insert(0, "AutoModel")
+    return {cls: autos for cls, autos in found.items() if autos}
 
 
 def auto_map_of(classes: dict[type, list[str]]) -> dict[str, str]:
@@ -99,20 +90,12 @@ def auto_map_of(classes: dict[type, list[str]]) -> dict[str, str]:
 
 
 def auto_class(model: PreTrainedModel) -> str:
-    """The Auto class that opens a model's own class.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
-    name = host_class(type(model)).__name__
-    found = sorted((a for a, cls in auto_map_of(classes_of(model)).items() if cls == name), key=_LAST.__contains__)
-    if not found:
-        raise UnsupportedError(f"no Auto class of transformers opens {name}, so no config.json can name it for one.")
-    return found[0]
+    """The Auto class that opens a model's own class."""
+    return classes_of(model)[host_class(type(model))][0]
 
 
-def modeling_text(model: PreTrainedModel, components: list[str]) -> str:
-    """The modeling file; `components` are modules beside it that make further components known."""
+def modeling_text(model: PreTrainedModel, components: dict[str, list[str]]) -> str:
+    """The modeling file; `components` are those of files beside it that aren't the runtime's, file by file."""
     classes = classes_of(model)
     host, family = host_class(type(model)), host_class(type(model.config))
     lensed = ", lensed=True" if LENS in vars(model) else ""
@@ -120,19 +103,23 @@ def modeling_text(model: PreTrainedModel, components: list[str]) -> str:
         _CLASS.format(name=cls.__name__, config=family.__name__, lensed=lensed if cls is host else "")
         for cls in classes
     ]
-    pairs = [f'"{auto}": {cls}' for auto, cls in auto_map_of(classes).items()]
+    imported = [f"from .{file} import {', '.join(names)}\n" for file, names in components.items()]
+    registered = [f"\nregister_component({name})" for names in components.values() for name in names]
+    pairs = ", ".join(f'"{auto}":~{cls}' for auto, cls in auto_map_of(classes).items())
+    package, _, module = host.__module__.rpartition(".")
     return _TEXT.format(
         name=host.__name__,
         version=sys.modules["hfpatch"].__version__,
         transformers=transformers.__version__,
         auto=auto_class(model),
         config=family.__name__,
-        config_module=family.__module__.removeprefix("transformers.models."),
-        model_module=host.__module__.removeprefix("transformers.models."),
-        hosts="\n".join(f"    {cls.__name__} as Host{cls.__name__}," for cls in classes),
-        own="".join(f"from . import {name}  # noqa: F401\n" for name in components),
-        classes="\n".join(made),
-        auto_map=", ".join(pairs),
+        config_package=family.__module__,
+        model_package=package,
+        model_module=module,
+        imported="".join(["from .edits import register_component\n", *imported] if imported else []),
+        registered="".join([*registered, "\n"] if registered else []),
+        classes="".join(made),
+        auto_map=textwrap.indent(textwrap.fill(pairs, 115).replace("~", " "), "    ") + ",",
     )
 
 
@@ -142,36 +129,41 @@ def write_code(model: PreTrainedModel, folder: Path) -> dict[str, str]:
     Raises:
         UnsupportedError: as in `classes_of`; or a component's file needs more than torch, transformers and the runtime.
     """
-    others = {sys.modules[one.__module__] for one in _components(Record.of(model.config))}
-    own = {Path(module.__file__ or ""): _portable(module) for module in others if not _ours(module.__name__)}
-    text = modeling_text(model, [path.stem for path in own])
-    for path in sorted(RUNTIME.glob("*.py")):
-        if path.stem != "__init__":
-            shutil.copyfile(path, folder / path.name)
-    for path, source in own.items():
-        (folder / path.name).write_text(source, encoding="utf-8")
-    (folder / FILE).write_text(text, encoding="utf-8")
+    auto_map = auto_map_of(classes_of(model))
+    runtimes = {path.stem: path for path in RUNTIME.glob("*.py") if path.stem != "__init__"}
+    sources: dict[str, str] = {}
+    components: dict[str, list[str]] = {}
+    for module, names in _others(edits_of(model.config, type(model).__name__)).items():
+        file = module.rpartition(".")[2]
+        if file in (*runtimes, *sources, REMOTE):
+            raise UnsupportedError(f"{module}: another file beside it is called {file}.py already. Rename it.")
+        sources[file], components[file] = _portable(sys.modules[module]), names
+    sources[REMOTE] = modeling_text(model, components)
+    for path in runtimes.values():
+        shutil.copyfile(path, folder / path.name)
+    for file, source in sources.items():
+        (folder / f"{file}.py").write_text(source, encoding="utf-8")
     family = host_class(type(model.config)).__name__
-    references = {auto: f"{REMOTE}.{cls}" for auto, cls in auto_map_of(classes_of(model)).items()}
-    return {"AutoConfig": f"{REMOTE}.{family}", **references}
+    return {auto: f"{REMOTE}.{cls}" for auto, cls in {"AutoConfig": family, **auto_map}.items()}
 
 
-def _ours(module: str) -> bool:
-    return module.startswith(runtime.__name__)
+def _others(edits: Iterable[Edit]) -> dict[str, list[str]]:
+    """The components of edits that aren't the runtime's, by the module that they are from."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(set(_named([edit.value for edit in edits]))):
+        module = COMPONENTS[name].__module__
+        if not module.startswith(_OURS):
+            found.setdefault(module, []).append(name)
+    return found
 
 
-def _components(record: Record) -> Iterator[Any]:
-    """Every component that a record's edits name."""
-    waiting: list[Any] = [edit.value for edit in record.edits]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, Call):
-            yield COMPONENTS[value.name]
-            waiting += [*value.args, *(inner for _, inner in value.kwargs)]
-        elif isinstance(value, tuple | list):
-            waiting += value
-        elif isinstance(value, dict):
-            waiting += value.values()
+def _named(value: Any) -> Iterator[str]:
+    """The name of every component in a value of an edit."""
+    if isinstance(value, Call):
+        yield value.name
+        value = [*value.args, *(inner for _, inner in value.kwargs)]
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
+        yield from _named(inner)
 
 
 def _portable(module: Any) -> str:
@@ -182,10 +174,23 @@ def _portable(module: Any) -> str:
     """
     if not getattr(module, "__file__", None) or module.__name__ == "__main__":
         raise UnsupportedError(f"{module.__name__}: its components have no file of their own that could be shipped.")
-    text = Path(module.__file__).read_text(encoding="utf-8").replace(f"from {runtime.__name__}.", "from .")
-    if "import hfpatch" in text or "from hfpatch" in text:
-        raise UnsupportedError(
-            f"{module.__name__}: a file whose components are shipped imports torch, transformers and hfpatch.runtime "
-            "alone. Put its schemes into another file."
-        )
-    return text
+    text = Path(module.__file__).read_text(encoding="utf-8")
+    for name in _imported(text):
+        if name.partition(".")[0] not in (*sys.stdlib_module_names, "torch", "transformers"):
+            raise UnsupportedError(
+                f"{module.__name__} imports {name}: a file whose components are shipped imports torch, transformers "
+                f"and, as in `from {_OURS}norms import AffineNorm`, modules of {runtime.__name__} alone. Put its "
+                "schemes into another file."
+            )
+    return text.replace(f"from {_OURS}", "from .")
+
+
+def _imported(text: str) -> Iterator[str]:
+    """What a file imports, but for `from hfpatch.runtime.norms import ...`, which can be shipped."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            name = "." * node.level + (node.module or "")
+            if not name.startswith(_OURS):
+                yield name

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 
+from ..checkpoint.auto_classes import opened_classes
 from ..core.bare import require_bare
 from ..errors import UnknownNameError, VerificationError
 from ..runtime.errors import UnsupportedError
@@ -215,11 +216,10 @@ def _auto_class(model: Any, layout: Layout) -> str:
         UnsupportedError: the layout doesn't say where the parts of that head are.
     """
     config, cls = host_class(type(model.config)), host_class(type(model))
-    for auto in layout.heads:
-        mapped = getattr(transformers, auto)._model_mapping.get(config, None)
-        if cls in (mapped if isinstance(mapped, tuple | list) else (mapped,)):
-            return auto
-    raise UnsupportedError(f"the head of {cls.__name__} is none of those known here")
+    found = next((auto for auto in layout.heads if cls in opened_classes(getattr(transformers, auto), config)), None)
+    if found is None:
+        raise UnsupportedError(f"the head of {cls.__name__} is none of those known here")
+    return found
 
 
 def _refusal(model: Any, tried: list[Candidate]) -> UnsupportedError | VerificationError:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime.attention import BIAS, ROTARY, order
+from ..runtime.attention import BIAS, ROTARY, AttentionLens, order
 from ..runtime.constants import ConstantPositions, Given, Unrotated
 from ..runtime.errors import UnsupportedError
 from ..runtime.gated import GatedLinear
@@ -71,7 +71,7 @@ def _require_possible(name: str, module: nn.Module, host: str) -> None:
         raise UnsupportedError(f"{name} is gated ({module.kind}), which the MLPs of {host} aren't")
     if SCALED in vars(module):
         raise UnsupportedError(f"{name} is scaled by a learned number, which {host} doesn't have")
-    if hasattr(rotary, "scheme"):
+    if rotary is not None and lens_of(module, AttentionLens) is not None:  # else it is the host's own
         raise UnsupportedError(f"{name} rotates queries and keys, which {host} doesn't")
     if bias is not None:
         raise UnsupportedError(f"{name} adds a bias by distance, which {host} doesn't")

@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
+from ..checkpoint.auto_classes import opened_classes
 from ..runtime.errors import UnsupportedError
 from ..runtime.rotary import ORIGINAL
 from ..schemes.positions import ALiBi
@@ -52,11 +53,11 @@ def write(anatomy: Anatomy, target: Target, auto: str) -> Any:
     except Exception as error:  # whatever its validation raises
         said = str(error).strip().splitlines()[-1].strip()
         raise UnsupportedError(f"its config takes other values: {said}") from error
-    model_class = getattr(transformers, auto)._model_mapping.get(configs, None)
-    if model_class is None or auto not in target.layout.heads:
+    model_classes = opened_classes(getattr(transformers, auto), configs)
+    if not model_classes or auto not in target.layout.heads:
         raise UnsupportedError(f"it has no head for {auto}")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        model = model_class._from_config(config, dtype=anatomy.stem.layers["embedding"].weight.dtype).eval()
+        model = model_classes[0]._from_config(config, dtype=anatomy.stem.layers["embedding"].weight.dtype).eval()
     _fill(model, anatomy, target, auto)
     return model
 

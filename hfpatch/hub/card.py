@@ -16,6 +16,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from transformers import CONFIG_MAPPING
 
+from ..checkpoint.auto_classes import opened_classes
 from ..errors import OptionError
 from ..runtime.errors import first_line
 from ..runtime.record import KEY
@@ -151,11 +152,7 @@ def opened_by(config: Mapping[str, Any]) -> tuple[str, str | None]:
     if model_type not in CONFIG_MAPPING:
         return "AutoModel", None
     for auto, task in TASKS.items():
-        try:
-            found = getattr(transformers, auto)._model_mapping.get(CONFIG_MAPPING[model_type], ())
-        except ValueError:  # transformers names a class there that it doesn't have
-            continue
-        for cls in found if isinstance(found, tuple | list) else (found,):
+        for cls in opened_classes(getattr(transformers, auto), CONFIG_MAPPING[model_type]):
             if cls.__name__ in (config.get("architectures") or []):
                 return auto, _BODY_TASKS.get(cls.main_input_name) if auto == "AutoModel" else task
     return "AutoModel", None

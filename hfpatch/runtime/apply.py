@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
-from . import components as _components  # noqa: F401  # known to the text of edits by being imported
+from .components import OWN as _OWN  # noqa: F401  # known to the text of edits by being imported
 from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SCALE_SLOT, Call, Edit, value_text
 from .errors import CheckpointError, PatchError, first_line
 from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, with_lens
@@ -79,6 +79,8 @@ def _apply(edit: Edit, model: nn.Module, changes: Any, fresh: bool) -> int:
     missing = set(edit.at)
     count = 0
     for path, owner, leaf in tree.places(edit.at):
+        if isinstance(value, Call) and value.needs_old() and owner is not None and getattr(owner, leaf, None) is None:
+            continue
         missing.discard(path)
         if owner is None:  # a part that was built patched
             continue

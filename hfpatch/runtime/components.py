@@ -1,25 +1,57 @@
 """Every class of this folder that an edit may name; importing it makes them known to the text of edits."""
 
-from . import alibi, attention, batch_norm, constants, gated, grid, joins, length_lenses, norms, padding, rotary, tables
+# "from . import x" is no import to transformers, which copies what a file of remote code imports
+from .alibi import LinearBias
+from .attention import (
+    AttentionLens,
+    Clipped,
+    Fused,
+    GatedQuery,
+    HostOrder,
+    Projections,
+    SharedFused,
+    Sliced,
+    Window,
+    WindowProjections,
+)
+from .batch_norm import MaskedBatchNorm
+from .constants import ConstantPositions, Given, HostRotary, MeanRow, NoBias, NoPositions, Rows, Unrotated, ZeroRow
 from .edits import register_component
+from .gated import GatedActivation, GatedLinear, Projection
+from .grid import Grid, GridLens, KeptGrid, MaskedGrid, PackedGrid, PlacedGrid, Relay, SeenGrid
+from .joins import Gains, Join, Joins
+from .length_lenses import (
+    AnyBufferLength,
+    AnyImageSize,
+    AnyInputLength,
+    AnyRow,
+    AnySeriesLength,
+    AnyTextLength,
+    AnyTileSize,
+    AnyVideoSize,
+    ReadRows,
+    RefusedArguments,
+    ZeroArguments,
+)
+from .norms import DynamicErf, DynamicTanh, LayerNorm, PartialRMSNorm, RMSNorm
+from .padding import Padded
+from .rotary import AdaptiveRotaryEmbedding, RotaryEmbedding
+from .tables import ComputedPositions, Sinusoids
 
 _MODULES = (
-    *(norms.LayerNorm, norms.RMSNorm, norms.PartialRMSNorm, norms.DynamicTanh, norms.DynamicErf),
-    *(batch_norm.MaskedBatchNorm, rotary.RotaryEmbedding, rotary.AdaptiveRotaryEmbedding, alibi.LinearBias),
-    *(constants.ConstantPositions, constants.NoPositions, constants.NoBias, constants.HostRotary),
-    *(tables.ComputedPositions, gated.GatedLinear, gated.GatedActivation, gated.Projection),
+    *(LayerNorm, RMSNorm, PartialRMSNorm, DynamicTanh, DynamicErf, MaskedBatchNorm),
+    *(RotaryEmbedding, AdaptiveRotaryEmbedding, LinearBias, ConstantPositions, NoPositions, NoBias, HostRotary),
+    *(ComputedPositions, GatedLinear, GatedActivation, Projection),
 )
 _LENSES = (
-    *(attention.AttentionLens, attention.HostOrder, constants.Given, constants.Unrotated),
-    *(grid.GridLens, grid.Relay, joins.Gains, joins.Joins, padding.Padded),
-    *(length_lenses.ZeroArguments, length_lenses.AnyTextLength, length_lenses.AnyBufferLength, length_lenses.AnyRow),
-    *(length_lenses.RefusedArguments, length_lenses.AnyImageSize, length_lenses.AnyInputLength),
-    *(length_lenses.ReadRows, length_lenses.AnyVideoSize, length_lenses.AnySeriesLength, length_lenses.AnyTileSize),
+    *(AttentionLens, HostOrder, Given, Unrotated, GridLens, Relay, Gains, Joins, Padded),
+    *(ZeroArguments, RefusedArguments, AnyTextLength, AnyBufferLength, AnyRow, AnyImageSize, AnyInputLength),
+    *(ReadRows, AnyVideoSize, AnySeriesLength, AnyTileSize),
 )
 _PARTS = (
-    *(attention.Projections, attention.WindowProjections, attention.Fused, attention.SharedFused),
-    *(attention.GatedQuery, attention.Clipped, attention.Sliced, attention.Window, joins.Join, tables.Sinusoids),
-    *(grid.Grid, grid.MaskedGrid, grid.KeptGrid, grid.PackedGrid, grid.PlacedGrid, grid.SeenGrid),
+    *(Projections, WindowProjections, Fused, SharedFused, GatedQuery, Clipped, Sliced, Window, Join, Sinusoids),
+    *(Grid, MaskedGrid, KeptGrid, PackedGrid, PlacedGrid, SeenGrid, MeanRow, ZeroRow, Rows),
 )
-for _component in (*_MODULES, *_LENSES, *_PARTS, constants.MeanRow, constants.ZeroRow, constants.Rows):
+OWN = (*_MODULES, *_LENSES, *_PARTS)
+for _component in OWN:
     register_component(_component)

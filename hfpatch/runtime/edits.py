@@ -122,6 +122,10 @@ class Call:
         """Whether what it makes is made of what stands there."""
         return not self.is_module() or hasattr(self._component(), "replacing")
 
+    def needs_old(self) -> bool:
+        """Whether it makes a module of what stands there, and can't where nothing does: no shape is said."""
+        return self.is_module() and self.builds_on_old() and "shape" not in dict(self.kwargs)
+
     def _component(self) -> Any:
         return component_called(self.name)
 

@@ -67,45 +67,56 @@ def build(family: str, request: str) -> Any:
 OWN = '''
 """A norm of one's own."""
 
-from dataclasses import dataclass
-
 import torch
-{more}
-from hfpatch.norms import AffineNorm, Norm
+
+from hfpatch.runtime.norms import AffineNorm
 
 FACTOR = 2.0
 
 
 def half(h):
-    return {half}
+    return h / FACTOR
 
 
-class OwnNorm(AffineNorm):
+class {cls}(AffineNorm):
     """half(x / max |x|)."""
 
-    def __init__(self, facts, kind, gain, shift, power):
-        super().__init__(facts, kind, gain, shift)
+    kind = "own"
+
+    def __init__(self, facts, gain, shift, power, like=None):
+        super().__init__(facts, gain, shift)
         self.power = power
 
     def normalise(self, h):
         return half(h / h.abs().amax(-1, keepdim=True).clamp_min(1e-6)).sign().mul(h.abs() ** self.power)
+'''
+SCHEME = '''
+"""Its scheme."""
+
+from dataclasses import dataclass
+from {name} import {cls}
+from hfpatch.schemes.norms import Norm
 
 
 @dataclass(frozen=True)
 class Own(Norm):
-    """Its scheme."""
-
+    component = {cls}
     power: float = 0.5
-
-    def build(self, facts, gain, shift, like):
-        return OwnNorm(facts, self.name, gain, shift, self.power)
 '''
 
 
-def own_scheme(folder: Path, name: str, more: str = "", half: str = "h / FACTOR") -> Any:
-    (folder / f"{name}.py").write_text(OWN.format(more=more, half=half))
+def own_class(name: str) -> str:
+    """Its name: components are known by theirs as long as the process lives."""
+    return "".join(name.title().split("_"))
+
+
+def own_scheme(folder: Path, name: str, more: str = "") -> Any:
+    """A third party's norm, in a file `name`, and its scheme in another; `more` stands at the end of the first."""
+    cls = own_class(name)
+    (folder / f"{name}.py").write_text(OWN.format(cls=cls) + more)
+    (folder / f"{name}_scheme.py").write_text(SCHEME.format(name=name, cls=cls))
     sys.path.insert(0, str(folder))
     try:
-        return importlib.import_module(name).Own
+        return importlib.import_module(f"{name}_scheme").Own
     finally:
         sys.path.pop(0)

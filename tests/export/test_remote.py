@@ -21,6 +21,7 @@ from hfpatch.core.registry import NORMS, POSITIONS
 from hfpatch.export.modeling import FILE
 from hfpatch.export.remote import export_remote
 from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.lens import host_class
 
 NINE = ("gpt2", "bert", "roberta", "distilbert", "bart", "opt", "gpt_neo", "vit", "whisper")
 CASES = [
@@ -58,9 +59,9 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 SPOILT = {
-    "another norm": ("torch.tanh(self.alpha * h)", "torch.tanh(self.alpha * h * 1.01)"),
-    "an import": ("\nimport torch\n", "\nimport hfpatch\nimport torch\n"),
-    "nothing": ("self.patch_host()", "pass"),
+    "another norm": ("norms.py", "torch.tanh(self.alpha * h)", "torch.tanh(self.alpha * h * 1.01)"),
+    "an import": ("classes.py", "\nimport torch\n", "\nimport hfpatch\nimport torch\n"),
+    "nothing": ("classes.py", "apply(edits_of(model.config, type(model).__name__), model, fresh=True)", "pass"),
 }
 
 
@@ -89,9 +90,9 @@ def _exported(model: Any, name: str, folder: Path, heads: bool = False, tokenize
     }
 
 
-def _spoilt(case: dict[str, Any], name: str, folder: Path, old: str, new: str) -> dict[str, Any]:
-    """The same checkpoint with another line in its file."""
-    path = Path(shutil.copytree(case["folder"], folder / name)) / FILE
+def _spoilt(case: dict[str, Any], name: str, folder: Path, file: str, old: str, new: str) -> dict[str, Any]:
+    """The same checkpoint with another line in one of its files."""
+    path = Path(shutil.copytree(case["folder"], folder / name)) / file
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
     return {**case, "name": name, "folder": str(folder / name)}
@@ -133,7 +134,7 @@ def test_what_is_saved_there_opens_here(family: str, request_: str, opened: dict
     assert type(here) is type(there)
     assert here.state_dict().keys() == there.state_dict().keys()
     assert all(torch.equal(value, there.state_dict()[key]) for key, value in here.state_dict().items())
-    host = type(here).__mro__[1]
+    host = host_class(type(here))
     assert host.__module__.startswith("transformers.models")
     for path in (folder, folder / "again"):
         with pytest.raises(Exception, match="patched by hfpatch"):  # what the host's own config class raises
@@ -144,10 +145,13 @@ def test_the_scheme_of_a_third_party(opened: dict[str, Any]) -> None:
     """It isn't there when the checkpoint is opened."""
     found = opened["cases"]["third party"]
     assert (found["difference"], found["again"]) == (0, 0)
-    text = (Path(opened["probed"]["folder"]).parent / "third party" / FILE).read_text()
+    written = Path(opened["probed"]["folder"]).parent / "third party"
+    text = (written / "own_norm_of_a_test.py").read_text()
     assert "def half(h)" in text
     assert "FACTOR = 2.0" in text
-    assert "own_norm_of_a_test" not in re.sub(r"^# .*$", "", text, flags=re.MULTILINE)
+    assert "from .norms import AffineNorm" in text
+    assert "from .own_norm_of_a_test import" in (written / FILE).read_text()
+    assert not (written / "own_norm_of_a_test_scheme.py").exists()
 
 
 def test_other_heads_open(opened: dict[str, Any]) -> None:

@@ -71,9 +71,10 @@ def test_what_it_says(folder: Checkpoint) -> None:
     assert read.text.startswith("\n# gpt2-dyt\n")
     assert "[openai/gpt2](https://huggingface.co/openai/gpt2) (`GPT2LMHeadModel`)" in text
     assert "its norms are `dyt` and `rms`, its positions are `rope`." in text
-    assert "| norm | `dyt` | `alpha=0.7` | 2 | only `transformer.h.0.*` | `auto` |" in text
+    assert "| norm | `dyt:alpha=0.7` | only `transformer.h.0.*` | `auto` |" in text
     assert "not `*.ln_f`" in text
-    assert "| pos | `rope` | `theta=500.0`" in text
+    assert "| pos | `rope:theta=500.0` | everywhere" in text
+    assert "h.0.ln_1 | h.0.ln_2 = DynamicTanh(" in text
     assert (
         "import hfpatch\nfrom transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pret"
         in text

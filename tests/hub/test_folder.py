@@ -101,11 +101,13 @@ def test_what_is_no_checkpoint_of_ours(folder: Path, tmp_path: Path) -> None:
         (folder / "config.json").write_text(broken)
         with pytest.raises(CheckpointError, match=r"config\.json doesn't open"):
             push_patched(folder, "me/model")
-    config["hfpatch"]["version"] = 99
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="version 99"):
-        push_patched(folder, "me/model")
-    config["hfpatch"]["version"] = 1
+    version = config["hfpatch"]["version"]
+    for other, said in ((99, "version 99"), (1, r"hfpatch 0\.1")):
+        config["hfpatch"]["version"] = other
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=said):
+            push_patched(folder, "me/model")
+    config["hfpatch"]["version"] = version
     (folder / "config.json").write_text(json.dumps(config | {"n_embd": "wide"}))
     with pytest.raises(CheckpointError, match=r"config\.json doesn't open: .*n_embd"):
         push_patched(folder, "me/model")

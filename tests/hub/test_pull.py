@@ -173,7 +173,8 @@ def test_the_command_line_pushes_and_opens_by_repository_id(
     verified = cli("verify", name, original)
     assert verified.splitlines()[1:] == cli("verify", str(patched), original).splitlines()[1:]
     cli("patch", name, str(tmp_path / "again"), "--pos", "rope", "--calibration", "none")
-    assert json.loads((tmp_path / "again/config.json").read_text())["hfpatch"]["norm"]
+    stored = json.loads((tmp_path / "again/config.json").read_text())["hfpatch"]["request"]
+    assert stored == [{"norm": "dyt"}, {"pos": "rope"}]
     status, out, err = client.call("cli", "push", str(patched), name)
     assert (status, out) == (1, "")
     assert err.startswith(f"Error: {name}: ")

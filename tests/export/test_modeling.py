@@ -1,0 +1,99 @@
+"""The code that an export writes beside the weights, and what it refuses."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exported_models import build, own_class, own_scheme
+from tiny_models import patch, registered, tiny
+from transformers import GPT2Config, GPT2Model
+
+from hfpatch import runtime
+from hfpatch.core.registry import NORMS
+from hfpatch.export.modeling import FILE, auto_class, write_code
+from hfpatch.runtime.errors import UnsupportedError
+
+RUNTIME = {path.name: path for path in Path(runtime.__file__).parent.glob("*.py") if path.stem != "__init__"}
+
+
+def own_model(folder: Path, name: str, more: str = "", **options: Any) -> Any:
+    """GPT-2 with a third party's norms."""
+    own = own_scheme(folder, name, more)
+    with registered(NORMS, "own", own):
+        return patch(tiny("gpt2"), norm=own(**options))
+
+
+@pytest.mark.parametrize(("family", "request_"), [("gpt2", "all"), ("bert", "fresh"), ("vit", "axial"), ("t5", "rope")])
+def test_the_files(family: str, request_: str, tmp_path: Path) -> None:
+    """The runtime's as they are, and a short one with every head."""
+    model = build(family, request_)
+    auto_map = write_code(model, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*RUNTIME, FILE}
+    assert all((tmp_path / name).read_bytes() == path.read_bytes() for name, path in RUNTIME.items())
+    lines = (tmp_path / FILE).read_text().splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 120
+    tree = ast.parse("\n".join(lines))
+    compile(tree, FILE, "exec")
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    assert {f"modeling_hfpatch.{name}" for name in classes} == set(auto_map.values())
+    assert auto_map["AutoConfig"] == f"modeling_hfpatch.{type(model.config).__name__}"
+    assert auto_map[auto_class(model)] == f"modeling_hfpatch.{type(model).__name__}"
+    assert auto_map["AutoModel"] == f"modeling_hfpatch.{type(model.base_model).__name__}"
+    assert len(classes) > 3
+
+
+def test_imports_are_such_as_transformers_follows(tmp_path: Path) -> None:
+    """It copies the files that `from .name import` names; `from . import name` it doesn't see."""
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    write_code(own_model(tmp_path, "own_norm_that_is_copied"), tmp_path)
+    followed = {Path(path).name for path in get_relative_import_files(tmp_path / FILE)}
+    assert followed == {*RUNTIME, "own_norm_that_is_copied.py"}
+
+
+def test_a_third_partys_component_is_shipped(tmp_path: Path) -> None:
+    model = own_model(tmp_path, "own_norm_that_is_shipped", power=0.7)
+    cls = own_class("own_norm_that_is_shipped")
+    (tmp_path / "out").mkdir()
+    write_code(model, tmp_path / "out")
+    written = (tmp_path / "own_norm_that_is_shipped.py").read_text()
+    shipped = (tmp_path / "out" / "own_norm_that_is_shipped.py").read_text()
+    assert shipped == written.replace("from hfpatch.runtime.norms import", "from .norms import") != written
+    text = (tmp_path / "out" / FILE).read_text()
+    assert f"from .own_norm_that_is_shipped import {cls}\n" in text
+    assert f"register_component({cls})" in text
+    assert not (tmp_path / "out" / "own_norm_that_is_shipped_scheme.py").exists()
+
+
+@pytest.mark.parametrize("imported", ["from hfpatch.schemes.norms import Norm", "import hfpatch", "import numpy"])
+def test_a_component_that_needs_more_is_refused(imported: str, tmp_path: Path) -> None:
+    name = "own_norm_with_" + imported.split()[1].replace(".", "_")
+    model = own_model(tmp_path, name, f"\n\n{imported}\n")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UnsupportedError, match=f"{name} imports {imported.split()[1]}: .* into another file"):
+        write_code(model, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_component_in_a_file_called_like_the_runtimes_is_refused(tmp_path: Path) -> None:
+    model = own_model(tmp_path, "lens")
+    with pytest.raises(UnsupportedError, match=r"lens: another file beside it is called lens\.py already"):
+        write_code(model, tmp_path)
+
+
+def test_models_that_no_file_can_build(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="isn't patched"):
+        write_code(tiny("gpt2"), tmp_path)
+
+    class Mine(GPT2Model):
+        pass
+
+    config = GPT2Config(**json.loads(tiny("gpt2").config.to_json_string()))
+    with pytest.raises(UnsupportedError, match=r"Mine of .* isn't transformers' own"):
+        write_code(patch(Mine(config), norm="dyt"), tmp_path)
+    assert not list(tmp_path.iterdir())
