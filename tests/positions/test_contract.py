@@ -468,7 +468,9 @@ def test_control_save_and_load(tmp_path: Path) -> None:
     model, given = patched("gpt2", pos="rope"), inputs("gpt2")
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["hfpatch"]["pos"][0]["scheme"]["theta"] = 10.0
+    edits = config["hfpatch"]["edits"]
+    config["hfpatch"]["edits"] = [edit.replace("theta=10000.0", "theta=10.0") for edit in edits]
+    assert config["hfpatch"]["edits"] != edits
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="isn't the one that was saved"):
         AutoModelForCausalLM.from_pretrained(tmp_path)

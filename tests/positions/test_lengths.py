@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hfpatch.checkpoint.classes.generation import is_unlimited
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -22,8 +21,10 @@ from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import NothingToPatchError, OptionError
 from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
+from hfpatch.runtime.classes import is_unlimited
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.rotary import AdaptiveRotaryEmbedding
+from hfpatch.schemes.request import Record
 from hfpatch.schemes.rope import RoPE
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -62,7 +63,7 @@ def test_configs_say_the_new_length(model_type: str, pos: str, tmp_path: Path) -
     assert all(m in (0, first) for m, first in zip(more, firsts, strict=True)), "the record names another attribute"
     patched(model, pos=f"{pos}:max_positions=300", reversible=True)
     assert config_lengths(model, model_type) == [300 + m for m in more]
-    assert model.config.hfpatch["pos"][0]["scheme"]["max_positions"] == 300
+    assert Record.of(model.config).pos[0].scheme.max_positions == 300
     assert getattr(shared, "hfpatch", None) is None
     model.save_pretrained(tmp_path)
     host = type(zoo.tiny(model_type)[0])
@@ -75,7 +76,7 @@ def test_configs_say_the_new_length(model_type: str, pos: str, tmp_path: Path) -
 def test_without_it_the_config_keeps_its_number() -> None:
     model = patched(make("gpt2"), pos="rope")
     assert model.config.n_positions == 32
-    assert "max_positions" not in model.config.hfpatch["pos"][0]["scheme"]
+    assert Record.of(model.config).pos[0].scheme.max_positions is None
 
 
 def test_asked_again_it_changes_nothing_and_another_length_composes() -> None:
@@ -83,8 +84,7 @@ def test_asked_again_it_changes_nothing_and_another_length_composes() -> None:
     assert not plan_patch(model, pos="rope:max_positions=64").changes
     patched(model, pos="rope:max_positions=128")
     assert model.config.n_positions == 128
-    schemes = [part["scheme"] for part in model.config.hfpatch["pos"]]
-    assert [scheme["original_max_positions"] for scheme in schemes] == [32, 32]
+    assert [part.scheme.original_max_positions for part in Record.of(model.config).pos] == [32, 32]
 
 
 @pytest.mark.parametrize("pos", ["rope:max_positions=64", "nope:max_positions=64"])
@@ -242,7 +242,7 @@ def test_stacks_of_different_lengths_can_t_share_a_scale() -> None:
     with pytest.raises(OptionError, match=r"this model has \[16, 32\].*one stack at a time"):
         plan_patch(make("whisper"), pos=RoPE(**scheme))
     decoder = patched(make("whisper"), pos=RoPE(**scheme), only="*decoder*")
-    assert decoder.config.hfpatch["pos"][0]["scheme"]["scaling"]["factor"] == 2.0
+    assert Record.of(decoder.config).pos[0].scheme.scaling["factor"] == 2.0
     assert plan_patch(make("whisper"), pos=RoPE(**scheme, original_max_positions=32))
 
 
@@ -434,7 +434,7 @@ def test_the_command_line_tells_model_and_tokenizer(tmp_path: Path) -> None:
     assert hf.AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 64
     config = hf.AutoConfig.from_pretrained(tmp_path / "out")
     assert config.n_positions == 64
-    assert config.hfpatch["pos"][0]["scheme"]["scaling"] == {"rope_type": "linear", "factor": 2.0}
+    assert Record.of(config).pos[0].scheme.scaling == {"rope_type": "linear", "factor": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from hfpatch.runtime.attention import HostOrder, order
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import lens_of
 from hfpatch.runtime.rotary import RotaryEmbedding
+from hfpatch.schemes.request import Record
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites import pairing as layouts
 from hfpatch.sites.pairing import rotating_attentions
@@ -153,7 +154,7 @@ def test_save_and_load(model_type: str, tmp_path: Path) -> None:
     assert difference(run(loaded, given), after) == 0
     convert_pairing(loaded, pairing, example_inputs=given)
     assert difference(run(loaded, given), before) <= 1e-4
-    assert loaded.config.hfpatch["pos"][-1]["scheme"]["pairing"] == pairing
+    assert Record.of(loaded.config).pos[-1].scheme.pairing == pairing
 
 
 def test_the_record_doesnt_grow() -> None:
@@ -161,13 +162,13 @@ def test_the_record_doesnt_grow() -> None:
     for _ in range(3):
         convert_pairing(model, "interleaved", example_inputs=given)
         convert_pairing(model, "half", example_inputs=given)
-    assert [part["scheme"]["theta"] for part in model.config.hfpatch["pos"]] == [500.0, None]
+    assert [part.scheme.theta for part in Record.of(model.config).pos] == [500.0, None]
 
 
 def test_settings_of_an_earlier_patch_are_kept() -> None:
     model, given, _ = make("gpt2")
     convert_pairing(model, "interleaved", example_inputs=given)
-    schemes = {module.scheme for module in model.modules() if isinstance(module, RotaryEmbedding)}
+    schemes = {RoPE.of(module) for module in model.modules() if isinstance(module, RotaryEmbedding)}
     assert schemes == {RoPE(theta=500.0, partial=0.5, pairing="interleaved", axes=1)}
 
 

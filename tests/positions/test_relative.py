@@ -196,7 +196,7 @@ def test_blind_to_order_without_positions(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_control_biases_left_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap_relative, "remover", lambda item: lambda edits: None)
+    monkeypatch.setattr(swap_relative, "removal", lambda item: ())
     assert spread_by_order(name, patched(name, layers=1, pos="nope")) >= 1e-3
 
 
