@@ -1,6 +1,20 @@
 """Every class of this folder that an edit may name; importing it makes them known to the text of edits."""
 
-from . import alibi, attention, batch_norm, constants, gated, grid, joins, length_lenses, norms, padding, rotary, tables
+from . import (
+    alibi,
+    attention,
+    batch_norm,
+    constants,
+    gated,
+    grid,
+    joins,
+    length_lenses,
+    norms,
+    padding,
+    qk_layouts,
+    rotary,
+    tables,
+)
 from .edits import register_component
 
 _MODULES = (
@@ -17,8 +31,8 @@ _LENSES = (
     *(length_lenses.ReadRows, length_lenses.AnyVideoSize, length_lenses.AnySeriesLength, length_lenses.AnyTileSize),
 )
 _PARTS = (
-    *(attention.Projections, attention.WindowProjections, attention.Fused, attention.SharedFused),
-    *(attention.GatedQuery, attention.Clipped, attention.Sliced, attention.Window, joins.Join, tables.Sinusoids),
+    *(qk_layouts.Projections, qk_layouts.WindowProjections, qk_layouts.Fused, attention.Window),
+    *(joins.Join, tables.Sinusoids),
     *(grid.Grid, grid.MaskedGrid, grid.KeptGrid, grid.PackedGrid, grid.PlacedGrid, grid.SeenGrid),
 )
 for _component in (*_MODULES, *_LENSES, *_PARTS, constants.MeanRow, constants.ZeroRow, constants.Rows):
