@@ -12,4 +12,6 @@ for _kind in (decoders, encoders, encoder_decoders, text_towers, vision, audio):
     for _family in _kind.FAMILIES:
         ARCHITECTURES.register(_family.model_type)(_family)
 
-__all__ = ["REFUSED", "WITHOUT_GRID", "Architecture", "Stack", "family"]
+SHIPPED = frozenset(ARCHITECTURES)  # families whose records are of transformers' own classes
+
+__all__ = ["REFUSED", "SHIPPED", "WITHOUT_GRID", "Architecture", "Stack", "family"]
