@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .plan import plan_patch
     from .repairs.repair import repair
     from .repairs.sample import sample_batches
-    from .runtime.attention import Projections
     from .runtime.norms import AffineNorm
+    from .runtime.qk_layouts import Projections
     from .schemes.learned import Learned
     from .schemes.mlps import MLP, MLPS, GeGLU, ReGLU, SwiGLU
     from .schemes.norms import NORMS, RMS, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm
@@ -86,8 +86,8 @@ _NAMES = {
     "plan": "plan_patch",
     "repairs.repair": "repair",
     "repairs.sample": "sample_batches",
-    "runtime.attention": "Projections",
     "runtime.norms": "AffineNorm",
+    "runtime.qk_layouts": "Projections",
     "schemes.learned": "Learned",
     "schemes.mlps": "MLP MLPS GeGLU ReGLU SwiGLU",
     "schemes.norms": "NORMS RMS BatchNorm DeepNorm Derf DyT Layer Norm",

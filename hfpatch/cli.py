@@ -28,9 +28,9 @@ from .measure.text_batches import processor_of, set_length, text_batches
 from .patch import patch_model, repair_report
 from .plan import plan_patch
 from .repairs.sample import generates, sample_batches
-from .runtime.attention import Fused
 from .runtime.errors import PatchError, first_line
 from .runtime.lens import host_class
+from .runtime.qk_layouts import Fused
 from .schemes.positions import Position
 from .verification import verify as verifying
 from .verification.report import Report

@@ -146,8 +146,20 @@ CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
     "an edit with code inside": (edit(f"RMSNorm(eps={RUN})"), CheckpointError, UNREAD),
     **{
         f"an edit of {name}": (edit("{}", f"h.0.{name}"), CheckpointError, NO_PLACE)
-        for name in ("_modules", "_parameters", "_buffers", "_forward_hooks", "forward", "training", "train", "config")
-        + ("__class__", "__dict__", "__call__", "state_dict", "_load_from_state_dict", "ln_1()", "ln_1[0]", "../x", "")
+        for name in (
+            *("_modules", "_parameters", "_buffers", "_forward_hooks", "forward", "training", "train", "config"),
+            *(
+                "__class__",
+                "__dict__",
+                "__call__",
+                "state_dict",
+                "_load_from_state_dict",
+                "ln_1()",
+                "ln_1[0]",
+                "../x",
+                "",
+            ),
+        )
     },
     "a scheme by its path": (entry(request=[{"norm": "os.path"}]), CheckpointError, "no norm called 'os.path'"),
     "a file as a base": (entry(base_model_type="../../etc/passwd"), CheckpointError, "transformers .* doesn't know"),

@@ -29,10 +29,11 @@ from hfpatch.checkpoint.auto_classes import class_to_build
 from hfpatch.core.registry import ARCHITECTURES, name_in_records
 from hfpatch.measure.twin import twin
 from hfpatch.runtime.apply import apply, condensed
-from hfpatch.runtime.attention import NUMBER_OF_HEADS, Fused, Projections, Window
+from hfpatch.runtime.attention import NUMBER_OF_HEADS, Window
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.length_lenses import AnyImageSize, AnyRow, AnyTextLength, ZeroArguments
 from hfpatch.runtime.lens import host_class
+from hfpatch.runtime.qk_layouts import Fused, Projections
 from hfpatch.schemes.request import Part
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.records.record import Architecture, Stack

@@ -4,7 +4,6 @@ any length."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,8 +14,12 @@ from torch.compiler import is_dynamo_compiling
 
 from .errors import PositionError
 from .lens import TAKEN, Arguments
+from .qk_layouts import Fused, Projections, Rotate, channels_per_head, swap_token_axis
 
 ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an attention
+
+
+MASK = "attention_mask"  # argument of an attention that is added to its scores, (B, 1, T, S)
 
 
 BIAS = "score_bias"  # and of the one whose output is added to its scores
@@ -29,9 +32,6 @@ NUMBER_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num
 
 
 PHASES = "position_phases"  # keyword argument in which a stack's owner hands them down, see grid.py
-
-
-Rotate = Callable[[Tensor], Tensor]  # of x (B, T, H, head_dim)
 
 
 class Rotation:
@@ -80,168 +80,6 @@ class RotationInLine(Rotation):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.tokens.as_given(super().__call__(self.tokens.in_line(x)))
-
-
-class Rotated:
-    """A projection whose output is turned; its other attributes are the projection's."""
-
-    def __init__(self, projection: nn.Module, turn: Callable[[Tensor], Tensor]):
-        self.projection, self.turn = projection, turn
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.turn(self.projection(*args, **kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.projection, name)
-
-
-@dataclass(frozen=True)
-class Projections:
-    """Separate projections of queries and keys, each (B, T, heads * head_dim).
-
-    Attributes:
-        query, key: names of the projections.
-        time: axis of the tokens in what they return: 0 for (T, B, heads * head_dim), 2 for (B, heads * head_dim, T).
-        beside_keys: argument (T, T, B, head_dim) whose products with queries are added to the scores: what is at
-            [i, j] turns with query i, so that the product stays.
-    """
-
-    query: str
-    key: str
-    time: int = 1
-    beside_keys: str | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The projections that queries and keys come from."""
-        return self.query, self.key
-
-    def query_width(self, module: nn.Module) -> int:
-        """heads * head_dim."""
-        return getattr(module, self.query).weight.shape[0]
-
-    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
-        """Attributes of the attention's view: projections whose output is turned."""
-
-        def turn(y: Tensor) -> Tensor:
-            return self._turned(y, head_dim, rotate)
-
-        return {name: Rotated(getattr(module, name), turn) for name in (self.query, self.key)}
-
-    def _turned(self, y: Tensor, head_dim: int, rotate: Rotate) -> Tensor:
-        y = rotate(_swapped(y, self.time).unflatten(-1, (-1, head_dim))).flatten(-2)
-        return _swapped(y, self.time).contiguous()
-
-    def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
-        """Arguments of the attention that turn as well."""
-        if self.beside_keys is None:
-            return {}
-        x = arguments[self.beside_keys]
-        return {self.beside_keys: rotate(x.permute(2, 0, 1, 3)).permute(1, 2, 0, 3).reshape(x.shape)}
-
-
-@dataclass(frozen=True)
-class WindowProjections(Projections):
-    """Projections of an attention in windows that has others for tokens which attend to all (Longformer's).
-
-    Attributes:
-        global_query: of those tokens alone, the first of each text, then the second: (G, B, heads * head_dim).
-        global_key: of all tokens.
-        marks: argument (B, T), true for tokens that attend to all.
-    """
-
-    global_query: str = "query_global"
-    global_key: str = "key_global"
-    marks: str = "is_index_global_attn"
-
-    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Any) -> dict[str, Any]:
-        attributes = super().rotated(module, arguments, head_dim, rotate)
-
-        def turn_keys(y: Tensor) -> Tensor:
-            return self._turned(y, head_dim, rotate)
-
-        def turn_queries(y: Tensor) -> Tensor:
-            marks = arguments[self.marks].long()
-            slots = marks.sort(dim=1, descending=True, stable=True).indices[:, : y.shape[0]]  # marked ones, in order
-            return self._turned(y, head_dim, rotate.at(slots))
-
-        attributes[self.global_key] = Rotated(getattr(module, self.global_key), turn_keys)
-        attributes[self.global_query] = Rotated(getattr(module, self.global_query), turn_queries)
-        return attributes
-
-
-@dataclass(frozen=True)
-class Fused:
-    """One projection to (B, T, channels) of queries, keys and values.
-
-    Attributes:
-        name: of the projection.
-        by_head: channels are `[q k v]` of the first head, then of the next; else blocks `[q | k | v]` of all heads.
-        shared: attribute that says whether all heads share one key and one value: then blocks, k and v of one head.
-        query_bias: Parameter (heads * head_dim,) that the attention adds to the queries itself.
-    """
-
-    name: str
-    by_head: bool = False
-    shared: str | None = None
-    query_bias: str | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The projection that queries and keys come from."""
-        return (self.name,)
-
-    def query_width(self, module: nn.Module) -> int:
-        """heads * head_dim."""
-        projection = getattr(module, self.name)
-        return getattr(projection, "nf", projection.weight.shape[0]) // 3  # transformers' Conv1D is transposed
-
-    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
-        """Attributes of the attention's view: the projection, whose queries and keys are turned."""
-        shared = self.shared is not None and getattr(module, self.shared)
-        bias = getattr(module, self.query_bias) if self.query_bias else None
-        few_calls = isinstance(rotate, Rotation) and rotate.by_calls
-
-        def turn_blocks(y: Tensor) -> Tensor:
-            heads = y.shape[-1] // head_dim
-            turned = heads - 1 if shared else 2 * (heads // 3)
-            if few_calls:
-                return rotate.first(y, heads, turned)  # type: ignore[attr-defined]
-            x = y.view(*y.shape[:-1], heads, head_dim)
-            if is_dynamo_compiling():  # what is chosen fuses with the rotation, where what is joined would be a copy
-                is_turned = torch.arange(heads, device=y.device)[:, None] < turned
-                return torch.where(is_turned, rotate(x), x).view(y.shape)
-            qk, rest = x.split((turned, heads - turned), -2)
-            return torch.cat((rotate(qk), rest), dim=-2).view(y.shape)
-
-        def turn_heads(y: Tensor) -> Tensor:
-            heads = y.unflatten(-1, (-1, 3, head_dim))
-            if bias is not None:
-                heads = heads + nn.functional.pad(bias.view(-1, 1, head_dim), (0, 0, 0, 2))
-            if is_dynamo_compiling():
-                x = heads.flatten(-3, -2)
-                is_turned = torch.arange(x.shape[-2], device=y.device)[:, None] % 3 < 2
-                return torch.where(is_turned, rotate(x), x).flatten(-2)
-            qk, value = heads.split((2, 1), dim=-2)
-            qk = rotate(qk.flatten(-3, -2)).unflatten(-2, (-1, 2))
-            return torch.cat((qk, value), dim=-2).flatten(-3)
-
-        turn = turn_heads if self.by_head and not shared else turn_blocks
-        attributes: dict[str, Any] = {self.name: Rotated(getattr(module, self.name), turn)}
-        if bias is not None:  # is added above, where it turns with the queries
-            attributes[self.query_bias] = torch.zeros_like(bias)  # type: ignore[index]
-        return attributes
-
-
-def channels_per_head(module: nn.Module, attribute: str, projections: Projections | Fused) -> int:
-    """The attention's head_dim; `attribute` names what holds it, or two as in "embed_dim / num_heads" or "/ num_heads"
-    (of the width that queries have).
-    """
-    if "/" not in attribute:  # an attention's forward comes by here
-        return getattr(module, attribute)
-    whole, _, heads = (part.strip() for part in attribute.partition("/"))
-    channels = getattr(module, whole) if whole else projections.query_width(module)
-    return channels // getattr(module, heads)
 
 
 @dataclass(frozen=True)
@@ -313,7 +151,7 @@ class AttentionLens:
 
     Attributes:
         projections: how q and k leave the input.
-        head_dim, cache, layer_index, window, mask, states, time, biases, position_ids: as in `architectures.Stack`.
+        head_dim, cache, layer_index, window, states, time, biases, position_ids: as in `sites.records.record.Stack`.
     """
 
     projections: Projections | Fused
@@ -321,7 +159,6 @@ class AttentionLens:
     cache: str | None
     layer_index: str
     window: Window | None
-    mask: str | None = "attention_mask"
     states: str = "hidden_states"
     time: int = 1
     biases: tuple[str, ...] = ()
@@ -340,7 +177,7 @@ class AttentionLens:
         if rotary is not None and positions is not None and handed_down is None:
             rotation = _left(rotary, positions, states, self.time)
         if self.window is not None or bias is not None or (rotary is not None and rotation is None):
-            tokens = _Tokens.of(_swapped(states, self.time))
+            tokens = _Tokens.of(swap_token_axis(states, self.time))
             slots = phases = None
             if handed_down is not None:
                 phases = self._handed_down(module, rotary, handed_down, tokens)
@@ -353,8 +190,7 @@ class AttentionLens:
                 attributes[self.window.buffer] = self.window.mask(module, slots)
             if bias is not None:
                 assert slots is not None
-                assert self.mask is not None
-                filled[self.mask] = self._biased(module, bias, tokens, states.dtype, slots, arguments)
+                filled[MASK] = self._biased(module, bias, tokens, states.dtype, slots, arguments)
         if rotation is not None:
             head_dim = channels_per_head(module, self.head_dim, self.projections)
             attributes.update(self.projections.rotated(module, arguments, head_dim, rotation))
@@ -377,11 +213,11 @@ class AttentionLens:
         kind = attention_implementation(module)
         if kind not in TAKE_A_BIAS:
             raise PositionError(no_bias(type(module).__name__, kind))
-        mask, cache = arguments.get(self.mask or ""), arguments.get(self.cache) if self.cache else None
+        mask, cache = arguments.get(MASK), arguments.get(self.cache) if self.cache else None
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
             shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise PositionError(
-                f"{type(module).__name__} was given {self.mask} {shape}; a bias on its scores needs (B, 1, T, S)."
+                f"{type(module).__name__} was given {MASK} {shape}; a bias on its scores needs (B, 1, T, S)."
             )
         length, start = tokens.number, 0
         if cache is not None:
@@ -502,11 +338,6 @@ class _Tokens(NamedTuple):
         return x.unflatten(1, self.shape[1:-1]) if len(self.shape) == 4 else x[0]
 
 
-def _swapped(x: Tensor, time: int) -> Tensor:
-    """x with axis 1 and that of the tokens swapped; no call where they are the same."""
-    return x if time == 1 else x.transpose(1, time)
-
-
 def _leave(rotary: Any, positions: Tensor, given: Tensor) -> Rotation | None:
     """A rotation by positions (B or 1, T) that is left on the tensor they were given as, for the layers that follow.
 
@@ -539,107 +370,6 @@ def _left(rotary: Any, positions: Tensor, states: Tensor, time: int) -> Rotation
 def has_hooks(module: nn.Module) -> bool:
     """Whether something listens to a module's calls, so that no other one's result may be used for it."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
-
-
-@dataclass(frozen=True)
-class Clipped(Fused):
-    """One projection to blocks `[q | k | v]` whose values the host clips to [-c, c]: here before they are turned.
-
-    Attributes:
-        clip: attribute of the attention that holds c, None or 0 for none.
-    """
-
-    clip: str = "clip_qkv"
-
-    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
-        clip = getattr(module, self.clip)
-        attributes = super().rotated(module, arguments, head_dim, rotate)
-        turn = attributes[self.name].turn
-
-        def clipped(y: Tensor) -> Tensor:
-            return turn(y.clamp(-clip, clip) if clip else y)
-
-        return {**attributes, self.name: Rotated(getattr(module, self.name), clipped), self.clip: None}
-
-
-@dataclass(frozen=True)
-class Sliced:
-    """One projection to several slices of channels, each `[q | v | k]` of some of the heads (CodeGen, for TPU cores).
-
-    Attributes:
-        name: of the projection.
-        slices: how many.
-    """
-
-    name: str
-    slices: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The projection that queries and keys come from."""
-        return (self.name,)
-
-    def query_width(self, module: nn.Module) -> int:
-        """heads * head_dim."""
-        return getattr(module, self.name).weight.shape[0] // 3
-
-    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
-        def turned(x: Tensor) -> Tensor:
-            heads = x.unflatten(-1, (-1, head_dim))
-            return rotate(heads.flatten(-3, -2)).reshape(x.shape)
-
-        def turn(y: Tensor) -> Tensor:
-            q, v, k = y.unflatten(-1, (self.slices, 3, -1)).unbind(-2)
-            return torch.stack((turned(q), v, turned(k)), dim=-2).flatten(-3)
-
-        return {self.name: Rotated(getattr(module, self.name), turn)}
-
-
-@dataclass(frozen=True)
-class SharedFused(Fused):
-    """One projection to blocks `[q | k | v]` where k and v have fewer heads than q.
-
-    Attributes:
-        heads: attribute of the attention, or of its config, that holds the number of heads of k and v.
-    """
-
-    heads: str = "num_key_value_heads"
-
-    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
-        heads: int = getattr(module, self.heads, None) or getattr(module.config, self.heads)
-
-        def turn(y: Tensor) -> Tensor:
-            width = y.shape[-1] - heads * head_dim
-            qk = rotate(y[..., :width].unflatten(-1, (-1, head_dim))).flatten(-2)
-            return torch.cat((qk, y[..., width:]), dim=-1)
-
-        return {self.name: Rotated(getattr(module, self.name), turn)}
-
-
-@dataclass(frozen=True)
-class GatedQuery(Projections):
-    """Separate projections, of which that of the queries is to `[q gate]` of the first head, then of the next."""
-
-    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
-        attributes = super().rotated(module, arguments, head_dim, rotate)
-
-        def turn(y: Tensor) -> Tensor:
-            q, gate = y.unflatten(-1, (-1, 2, head_dim)).unbind(-2)
-            return torch.stack((rotate(q), gate), dim=-2).flatten(-3)
-
-        return {**attributes, self.query: Rotated(getattr(module, self.query), turn)}
-
-
-# Attentions that rotate by themselves and whose layout their children's names don't tell.
-LAYOUTS: dict[str, Any] = {
-    **dict.fromkeys(("Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"), GatedQuery("q_proj", "k_proj")),
-    "GPTNeoXAttention": Fused("query_key_value", by_head=True),
-    "GPTNeoXJapaneseAttention": Fused("query_key_value", by_head=True),
-    "PersimmonAttention": Fused("query_key_value", by_head=True),
-    "Phi3Attention": SharedFused("qkv_proj"),
-    "Phi4MultimodalAttention": SharedFused("qkv_proj"),
-    "ModernBertAttention": Fused("Wqkv"),
-}
 
 
 def order(rotary_dim: int, head_dim: int, to: str) -> Tensor:

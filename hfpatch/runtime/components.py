@@ -2,18 +2,7 @@
 
 # "from . import x" is no import to transformers, which copies what a file of remote code imports
 from .alibi import LinearBias
-from .attention import (
-    AttentionLens,
-    Clipped,
-    Fused,
-    GatedQuery,
-    HostOrder,
-    Projections,
-    SharedFused,
-    Sliced,
-    Window,
-    WindowProjections,
-)
+from .attention import AttentionLens, HostOrder, Window
 from .batch_norm import MaskedBatchNorm
 from .constants import ConstantPositions, Given, HostRotary, MeanRow, NoBias, NoPositions, Rows, Unrotated, ZeroRow
 from .edits import register_component
@@ -35,6 +24,7 @@ from .length_lenses import (
 )
 from .norms import DynamicErf, DynamicTanh, LayerNorm, PartialRMSNorm, RMSNorm
 from .padding import Padded
+from .qk_layouts import Fused, Projections, WindowProjections
 from .rotary import AdaptiveRotaryEmbedding, RotaryEmbedding
 from .tables import ComputedPositions, Sinusoids
 
@@ -49,7 +39,7 @@ _LENSES = (
     *(ReadRows, AnyVideoSize, AnySeriesLength, AnyTileSize),
 )
 _PARTS = (
-    *(Projections, WindowProjections, Fused, SharedFused, GatedQuery, Clipped, Sliced, Window, Join, Sinusoids),
+    *(Projections, WindowProjections, Fused, Window, Join, Sinusoids),
     *(Grid, MaskedGrid, KeptGrid, PackedGrid, PlacedGrid, SeenGrid, MeanRow, ZeroRow, Rows),
 )
 OWN = (*_MODULES, *_LENSES, *_PARTS)

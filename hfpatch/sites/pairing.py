@@ -8,15 +8,16 @@ order before the host turns them: scores are sums over channels, whatever their 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..runtime.attention import LAYOUTS, Clipped, Fused, HostOrder, Projections, Rotated, WindowProjections
+from ..runtime.attention import HostOrder
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class, lens_of
+from ..runtime.qk_layouts import Fused, Projections
 
 _SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("to_q", "to_k"), ("linear_q", "linear_k"))
 
@@ -30,6 +31,20 @@ _NORMS_BEHIND = ("NanoChatAttention",)  # attentions that normalise after the ro
 _HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 
 
+# Attentions that rotate by themselves and whose layout their children's names don't tell.
+LAYOUTS: dict[str, Any] = {
+    "Qwen3NextAttention": Projections("q_proj", "k_proj", gated=True),
+    "Qwen3_5Attention": Projections("q_proj", "k_proj", gated=True),
+    "Qwen3_5MoeAttention": Projections("q_proj", "k_proj", gated=True),
+    "GPTNeoXAttention": Fused("query_key_value", by_head=True),
+    "GPTNeoXJapaneseAttention": Fused("query_key_value", by_head=True),
+    "PersimmonAttention": Fused("query_key_value", by_head=True),
+    "Phi3Attention": Fused("qkv_proj", key_value_heads="num_key_value_heads"),
+    "Phi4MultimodalAttention": Fused("qkv_proj", key_value_heads="num_key_value_heads"),
+    "ModernBertAttention": Fused("Wqkv"),
+}
+
+
 def reordered_rows(layout: Any, module: nn.Module, head_dim: int, places: Tensor) -> dict[str, Tensor]:
     """For each projection of an attention which output channel comes to each place, (channels,).
 
@@ -41,29 +56,11 @@ def reordered_rows(layout: Any, module: nn.Module, head_dim: int, places: Tensor
             f"{module._get_name()}: its queries meet more than keys ({layout.beside_keys}), so the order "
             "of their channels stays."
         )
-    if isinstance(layout, Clipped):
-        layout = Fused(layout.name)
-    if isinstance(layout, Fused) and layout.query_bias:
-        layout = replace(layout, query_bias=None)
-    if isinstance(layout, WindowProjections):
-        every = (layout.query, layout.key, layout.global_query, layout.global_key)
-        projections = {name: getattr(module, name) for name in every}
-        turns = dict.fromkeys(every, lambda y: y.unflatten(-1, (-1, head_dim))[..., places].flatten(-2))
-    else:
-        rotated = layout.rotated(module, {}, head_dim, lambda x: x[..., places])
-        rotated = {name: one for name, one in rotated.items() if isinstance(one, Rotated)}
-        projections = {name: one.projection for name, one in rotated.items()}
-        turns = {name: one.turn for name, one in rotated.items()}
     rows = {}
-    for name, projection in projections.items():
-        channels = torch.arange(output_channels(projection))
-        rows[name] = turns[name](channels[None, None])[0, 0]
+    for name, turn in layout.turns(module, head_dim, lambda x: x[..., places]).items():
+        channels = torch.arange(output_channels(getattr(module, name)))
+        rows[name] = turn(channels[None, None])[0, 0]
     return rows
-
-
-def names_of(layout: Any) -> tuple[str, ...]:
-    """The children of an attention that a layout speaks of."""
-    return (layout.query, layout.key) if isinstance(layout, Projections) else (layout.name,)
 
 
 def output_channels(projection: nn.Module) -> int:
@@ -97,7 +94,7 @@ class Rotating:
     @property
     def norms(self) -> tuple[str, ...]:
         """Names of the norms between projection and rotation."""
-        return () if self.last is self.layout else names_of(self.last)
+        return () if self.last is self.layout else self.last.names
 
     @property
     def lens(self) -> HostOrder | None:
@@ -127,7 +124,7 @@ def _rotating(module: nn.Module) -> Rotating | None:
     )
     pairs = (Projections(*names) for names in _SEPARATE if all(name in module._modules for name in names))
     layout = LAYOUTS.get(host_class(type(module)).__name__) or next(pairs, None)
-    if layout is None or head_dim is None or not all(name in module._modules for name in names_of(layout)):
+    if layout is None or head_dim is None or not all(name in module._modules for name in layout.names):
         return None
     if host_class(type(module)).__name__ in _NORMS_BEHIND:
         return Rotating(module, layout, layout, head_dim)

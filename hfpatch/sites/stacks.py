@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -68,7 +68,9 @@ def _as_built(owner: nn.Module, stack: Stack) -> tuple[Stack, dict[str, nn.Modul
     """The stack and its attentions, as this version of transformers builds them."""
     attentions = {name: child for name, child in named_modules(owner) if is_attention(name, stack)}
     fits = all(hasattr(child, part) for child in attentions.values() for part in stack.projections.names)
-    return (stack, attentions) if (attentions and fits) or stack.older is None else _as_built(owner, stack.older)
+    if (attentions and fits) or not stack.older:
+        return stack, attentions
+    return _as_built(owner, replace(stack, **dict(stack.older), older=()))
 
 
 def is_attention(name: str, stack: Stack) -> bool:

@@ -12,10 +12,11 @@ from ..core.globs import Names
 from ..core.plan_table import SO_ALREADY, Change, Row, refuse_private_forward
 from ..errors import OptionError
 from ..runtime.apply import pattern_of
-from ..runtime.attention import BIAS, ROTARY, AttentionLens, channels_per_head
+from ..runtime.attention import BIAS, ROTARY, AttentionLens
 from ..runtime.edits import LENS_SLOT, Edit
 from ..runtime.errors import UnsupportedError
 from ..runtime.grid import Grid, GridLens, Relay, relays
+from ..runtime.qk_layouts import channels_per_head
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import Position
 from ..schemes.request import Part
@@ -61,7 +62,7 @@ def attention_change(
         row.reason = SO_ALREADY
         return Change(row)
     lens = _lens(stack)
-    new_bias = bias_for(name, module, lens, scheme)
+    new_bias = bias_for(name, module, scheme)
     own_biases = stack.biases + stack.switched_off
     if all(one is None for one in (new, new_bias, rotary, bias, stack.window)) and not own_biases:
         row.reason = "its queries and keys carry no positions"
@@ -92,7 +93,7 @@ def attention_change(
 def _lens(stack: Stack) -> AttentionLens:
     """The lens of a stack's attentions, one for all: torch.compile checks once what it reads of it."""
     return AttentionLens(
-        *(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window, stack.mask),
+        *(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window),
         states=stack.states,
         time=stack.time,
         biases=stack.biases,

@@ -58,7 +58,6 @@ def bias_changes(model: nn.Module, item: FoundBias, covered: set[str], part: Par
         *(bias.owner, bias.name, bias.attention, bias.projections),
         head_dim=bias.head_dim,
         cache=bias.cache,
-        layer_index=bias.layer_index,
         causal=bias.causal,
     )
     length = getattr(getattr(item.owner, "config", None), bias.length, None)

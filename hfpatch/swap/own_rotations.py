@@ -42,7 +42,7 @@ def own_attentions(owner: nn.Module, name: str, own: OwnRotation) -> dict[str, t
         if fnmatch.fnmatchcase(path, own.attention):
             head_dim = getattr(module, own.head_dim)
             turned = getattr(module, own.rotary_dim) if own.rotary_dim else None
-            scheme = RoPE(partial=(turned or head_dim) / head_dim, pairing=own.pairing).resolved()
+            scheme = RoPE(partial=(turned or head_dim) / head_dim, pairing="interleaved").resolved()
             found[f"{name}.{path}".strip(".")] = module, scheme
     return found
 
@@ -59,7 +59,6 @@ def own_changes(
         *(own.owner, "", own.attention, own.projections),
         head_dim=own.head_dim,
         cache=own.cache,
-        layer_index=own.layer_index,
     )
     length = getattr(getattr(owner, "config", None), "max_position_embeddings", 0)
     attentions = own_attentions(owner, name, own)

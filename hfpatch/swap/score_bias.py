@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..runtime.attention import NUMBER_OF_HEADS, TAKE_A_BIAS, AttentionLens, attention_implementation, no_bias
+from ..runtime.attention import MASK, NUMBER_OF_HEADS, TAKE_A_BIAS, AttentionLens, attention_implementation, no_bias
 from ..runtime.edits import Call
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class
@@ -15,7 +15,7 @@ from ..schemes.positions import Position
 from .bias_probe import why_no_bias
 
 
-def bias_for(name: str, module: nn.Module, lens: AttentionLens, scheme: Position) -> Call | None:
+def bias_for(name: str, module: nn.Module, scheme: Position) -> Call | None:
     """What the scheme adds to this attention's scores, None for nothing.
 
     Raises:
@@ -25,7 +25,7 @@ def bias_for(name: str, module: nn.Module, lens: AttentionLens, scheme: Position
         return None
     host: Any = host_class(type(module))
     takes = inspect.signature(host.forward).parameters
-    if lens.mask is None or lens.mask not in takes:
+    if MASK not in takes:
         raise UnsupportedError(
             f"{name}: {module._get_name()} takes no mask of the shape (B, 1, T, S), so its scores can't be given the "
             f"bias of pos={scheme.name!r}. pos='rope' works here."

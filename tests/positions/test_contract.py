@@ -23,8 +23,9 @@ from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import NORMS, POSITIONS
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
-from hfpatch.runtime.attention import ROTARY, AttentionLens, Fused, Projections, Rotated
+from hfpatch.runtime.attention import ROTARY, AttentionLens
 from hfpatch.runtime.errors import CheckpointError
+from hfpatch.runtime.qk_layouts import Fused, Projections, Rotated
 from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.positions import Position
 

@@ -17,8 +17,9 @@ from transformers import AutoModel
 from hfpatch.errors import NotPreservedWarning, OptionError
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.attention import ROTARY, Projections, Rotated
+from hfpatch.runtime.attention import ROTARY
 from hfpatch.runtime.errors import PositionError, UnsupportedError
+from hfpatch.runtime.qk_layouts import Projections, Rotated
 from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.positions import Position
 from hfpatch.schemes.rope import RoPE

@@ -14,7 +14,7 @@ from proof import DIFFERENT, EXACT, SAME, Stack
 from rope_proof import Proof, decodes_alike, difference, outputs, prove, steps_alike
 
 from hfpatch.core.registry import ARCHITECTURES
-from hfpatch.runtime.attention import Fused, Projections, WindowProjections
+from hfpatch.runtime.qk_layouts import Fused, Projections, WindowProjections
 from hfpatch.sites.records.record import Architecture
 from hfpatch.sites.stacks import find_stacks
 from hfpatch.swap import biases as swap_relative

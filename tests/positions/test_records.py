@@ -10,6 +10,10 @@ import proof
 import pytest
 from daily import todays
 from proof import DIFFERENT, EXACT, HOMES, SAME, STACKS
+from torch import nn
+
+from hfpatch.runtime.qk_layouts import Projections
+from hfpatch.sites import stacks
 
 OWNERS = proof.here()
 SAMPLE = 10
@@ -57,3 +61,20 @@ def test_decoding_with_a_cache_equals_decoding_without(model_type: str) -> None:
     change = proof.cached(model_type)
     assert change is not None
     assert change <= SAME
+
+
+@pytest.mark.parametrize(("path", "names"), [("", ("q_proj", "k_proj")), (".attention", ("query", "key"))])
+def test_a_class_as_older_versions_of_transformers_built_it(path: str, names: tuple[str, str]) -> None:
+    """DINOv2's attention was one level deeper in 5.17, under other names."""
+    owner, place = nn.Module(), f"encoder.layer.0.attention{path}"
+    here = owner
+    for name in place.split("."):
+        here.add_module(name, nn.Module())
+        here = here.get_submodule(name)
+    for name in names:
+        here.add_module(name, nn.Linear(4, 4))
+    stack, attentions = stacks._as_built(owner, STACKS["Dinov2Model"])
+    assert list(attentions) == [place]
+    assert stack.projections == Projections(*names)
+    assert stack.owner == "Dinov2Model"
+    assert stack.grid == STACKS["Dinov2Model"].grid

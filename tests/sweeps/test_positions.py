@@ -55,7 +55,7 @@ class TestFailuresAreSeen:
         assert _examined("gpt2").wrong.startswith("1 attentions aren't rotated") or "aren't" in _examined("gpt2").wrong
 
     def test_rotations_by_other_angles_than_the_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from hfpatch.runtime.attention import Fused
+        from hfpatch.runtime.qk_layouts import Fused
 
         original = Fused.rotated
 

@@ -1,21 +1,15 @@
-"""Architecture records, grouped by build. Importing this package registers those that ship with hfpatch."""
+"""Architecture records, one row a family, grouped by kind. Importing this package registers those that hfpatch ships.
 
-from . import audio, decoders, encoder_decoders, encoders, rotating, text_towers, vision
-from . import biases as relative
-from .record import Architecture, Stack
+record.py says what a row is made of, and how to add one.
+"""
+
+from ...core.registry import ARCHITECTURES
+from . import audio, decoders, encoder_decoders, encoders, text_towers, vision
+from .record import Architecture, Stack, family
 from .refused import REFUSED, WITHOUT_GRID
 
-__all__ = [
-    "REFUSED",
-    "WITHOUT_GRID",
-    "Architecture",
-    "Stack",
-    "audio",
-    "decoders",
-    "encoder_decoders",
-    "encoders",
-    "relative",
-    "rotating",
-    "text_towers",
-    "vision",
-]
+for _kind in (decoders, encoders, encoder_decoders, text_towers, vision, audio):
+    for _family in _kind.FAMILIES:
+        ARCHITECTURES.register(_family.model_type)(_family)
+
+__all__ = ["REFUSED", "WITHOUT_GRID", "Architecture", "Stack", "family"]

@@ -2,135 +2,98 @@
 are computed by a convolution over the hidden states. Of time series as well.
 """
 
-from __future__ import annotations
+from dataclasses import replace
 
-from ...core.registry import ARCHITECTURES
-from ...runtime.attention import Projections
 from ...runtime.grid import Grid
 from ...runtime.length_lenses import AnyInputLength, AnySeriesLength, ReadRows
-from .record import Architecture, Stack
+from .encoder_decoders import ENCODER as WITH_CACHE
+from .record import Q_K_PROJ, Stack, family
 
-SPLIT = Projections("q_proj", "k_proj")
-
-# model_type, owner, example: the whole table is added to a window of just that length
-_WHISPER_LIKE = (
-    ("audioflamingo3_encoder", "AudioFlamingo3Encoder", "nvidia/audio-flamingo-3-hf"),
-    ("moss_transcribe_diarize_audio", "MossTranscribeDiarizeAudioModel", "hf-audio/MOSS-Transcribe-Diarize-HF"),
-    ("qwen2_audio_encoder", "Qwen2AudioEncoder", "Qwen/Qwen2-Audio-7B"),
-    ("voxtral_encoder", "VoxtralEncoder", "mistralai/Voxtral-Mini-3B-2507"),
+ENCODER = replace(WITH_CACHE, cache=None)
+WHISPER = replace(  # the whole table is added to a window of just that length
+    ENCODER,
+    limits=(("", AnyInputLength("max_source_positions", ("conv1", "conv2"))), ("", ReadRows("embed_positions"))),
 )
-for _type, _owner, _example in _WHISPER_LIKE:
-    _limits = (("", AnyInputLength("max_source_positions", ("conv1", "conv2"))), ("", ReadRows("embed_positions")))
-    _stack = Stack(_owner, "embed_positions", "layers.*.self_attn", SPLIT, cache=None, limits=_limits)
-    ARCHITECTURES.register(_type)(Architecture(_type, (_stack,), _example))
-
-# model_type, owner, example: sound is cut into windows whose positions start anew, packed one after another
-_PACKED = (
-    ("qwen2_5_omni_audio_encoder", "Qwen2_5OmniAudioEncoder", "Qwen/Qwen2.5-Omni-7B"),
-    ("qwen3_asr_encoder", "Qwen3ASREncoder", "Qwen/Qwen3-ASR-1.7B-hf"),
-    ("qwen3_omni_moe_audio_encoder", "Qwen3OmniMoeAudioEncoder", "Qwen/Qwen3-Omni-30B-A3B-Instruct"),
+PACKED = replace(  # sound is cut into windows whose positions start anew, packed one after another
+    ENCODER,
+    table="positional_embedding",
+    limits=(("", ReadRows("positional_embedding", "positional_embedding")),),
 )
-for _type, _owner, _example in _PACKED:
-    _read = ("", ReadRows("positional_embedding", "positional_embedding"))
-    _stack = Stack(_owner, "positional_embedding", "layers.*.self_attn", SPLIT, cache=None, limits=(_read,))
-    ARCHITECTURES.register(_type)(Architecture(_type, (_stack,), _example))
-
-ARCHITECTURES.register("fun_asr_nano_encoder")(
-    Architecture(
-        "fun_asr_nano_encoder",
-        (Stack("FunAsrNanoEncoder", "position_embeddings", "layers.*.self_attn", SPLIT, cache=None),),
-        example="FunAudioLLM/Fun-ASR-Nano-2512-hf",
-    )
+WAV2VEC2 = Stack(
+    "", "pos_conv_embed", "layers.*.attention", Q_K_PROJ, cache=None, answers=(("pos_conv_embed", "zeros"),)
 )
-
-# model_type, prefix of its encoders, whether one of them normalizes before its branches, example
-_WAV2VEC2_LIKE = (
-    ("data2vec-audio", "Data2VecAudio", False, "facebook/data2vec-audio-base"),
-    ("hubert", "Hubert", True, "facebook/hubert-base-ls960"),
-    ("sew", "SEW", False, "asapp/sew-tiny-100k"),
-    ("unispeech", "UniSpeech", True, "microsoft/unispeech-large-1500h-cv"),
-    ("unispeech-sat", "UniSpeechSat", True, "microsoft/unispeech-sat-base-100h-libri-ft"),
-    ("wav2vec2", "Wav2Vec2", True, "facebook/wav2vec2-base-960h"),
+AST = Stack(
+    "",
+    "embeddings.position_embeddings",
+    "layers.*.attention",
+    Q_K_PROJ,
+    cache=None,
+    grid=Grid("embeddings.patch_embeddings.projection", before=(2,), argument="input_values", transposed=True),
 )
-for _type, _prefix, _stable, _example in _WAV2VEC2_LIKE:
-    _stacks = tuple(
-        Stack(
-            f"{_prefix}Encoder{_suffix}",
-            "pos_conv_embed",
-            "layers.*.attention",
-            SPLIT,
-            cache=None,
-            answers=(("pos_conv_embed", "zeros"),),
-        )
-        for _suffix in ("", "StableLayerNorm")[: 1 + _stable]
-    )
-    ARCHITECTURES.register(_type)(Architecture(_type, _stacks, _example))
-
-ARCHITECTURES.register("audio-spectrogram-transformer")(
-    Architecture(
-        "audio-spectrogram-transformer",
-        (
-            Stack(
-                "ASTModel",
-                "embeddings.position_embeddings",
-                "layers.*.attention",
-                SPLIT,
-                cache=None,
-                grid=Grid(
-                    "embeddings.patch_embeddings.projection", before=(2,), argument="input_values", transposed=True
-                ),
-            ),
-        ),
-        example="MIT/ast-finetuned-audioset-10-10-0.4593",
-    )
+PATCHTST = replace(
+    ENCODER,
+    table="positional_encoder.position_enc",
+    limits=(("positional_encoder", AnySeriesLength()),),
+    requires=(("config.channel_attention", False),),  # which would turn channels as if they were moments
 )
-
 # sinusoids, a convolution and relative biases in the speech encoder; sinusoids that are added in place elsewhere
-_SPEECHT5: tuple[tuple[str, str, tuple[str, ...], tuple[tuple[str, str], ...]], ...] = (
-    (
-        "SpeechT5EncoderWithSpeechPrenet",
-        "prenet.pos_sinusoidal_embed",
-        ("prenet.pos_conv_embed",),
-        (("prenet.pos_conv_embed", "zeros"),),
-    ),
-    ("SpeechT5EncoderWithTextPrenet", "prenet.encode_positions", (), (("prenet.encode_positions", "input"),)),
-    ("SpeechT5DecoderWithSpeechPrenet", "prenet.encode_positions", (), (("prenet.encode_positions", "input"),)),
-    ("SpeechT5DecoderWithTextPrenet", "prenet.embed_positions", (), ()),
-)
 _BIASES = "wrapped_encoder.embed_positions"  # None is what an attention without biases is given
-ARCHITECTURES.register("speecht5")(
-    Architecture(
-        "speecht5",
-        tuple(
-            Stack(
-                _owner,
-                _table,
-                "wrapped_decoder.layers.*.self_attn" if "Decoder" in _owner else "wrapped_encoder.layers.*.attention",
-                SPLIT,
-                others=_others if "Decoder" in _owner else (*_others, _BIASES),
-                answers=_answers if "Decoder" in _owner else (*_answers, (_BIASES, "nothing")),
-                causal="Decoder" in _owner,
-            )
-            for _owner, _table, _others, _answers in _SPEECHT5
-        ),
-        example="microsoft/speecht5_asr",
-    )
-)
+_PRENET = "prenet.encode_positions"
+SPEECHT5 = {
+    "SpeechT5EncoderWithSpeechPrenet": Stack(
+        "",
+        "prenet.pos_sinusoidal_embed",
+        "wrapped_encoder.layers.*.attention",
+        Q_K_PROJ,
+        others=("prenet.pos_conv_embed", _BIASES),
+        answers=(("prenet.pos_conv_embed", "zeros"), (_BIASES, "nothing")),
+    ),
+    "SpeechT5EncoderWithTextPrenet": Stack(
+        "",
+        _PRENET,
+        "wrapped_encoder.layers.*.attention",
+        Q_K_PROJ,
+        others=(_BIASES,),
+        answers=((_PRENET, "input"), (_BIASES, "nothing")),
+    ),
+    "SpeechT5DecoderWithSpeechPrenet": Stack(
+        "", _PRENET, "wrapped_decoder.layers.*.self_attn", Q_K_PROJ, answers=((_PRENET, "input"),), causal=True
+    ),
+    "SpeechT5DecoderWithTextPrenet": Stack(
+        "", "prenet.embed_positions", "wrapped_decoder.layers.*.self_attn", Q_K_PROJ, causal=True
+    ),
+}
 
-ARCHITECTURES.register("patchtst")(
-    Architecture(
-        "patchtst",
-        (
-            Stack(
-                "PatchTSTEncoder",
-                "positional_encoder.position_enc",
-                "layers.*.self_attn",
-                SPLIT,
-                cache=None,
-                limits=(("positional_encoder", AnySeriesLength()),),
-                requires=(("config.channel_attention", False),),  # which would turn channels as if they were moments
-            ),
-        ),
-        example="ibm-granite/granite-timeseries-patchtst",
-    )
+
+def _stable(prefix: str) -> dict[str, Stack]:
+    """Wav2Vec2's encoders of this prefix, one of which normalises before its branches."""
+    return {f"{prefix}Encoder": WAV2VEC2, f"{prefix}EncoderStableLayerNorm": WAV2VEC2}
+
+
+FAMILIES = (
+    family("audio-spectrogram-transformer", {"ASTModel": AST}, "MIT/ast-finetuned-audioset-10-10-0.4593"),
+    family("audioflamingo3_encoder", {"AudioFlamingo3Encoder": WHISPER}, "nvidia/audio-flamingo-3-hf"),
+    family("data2vec-audio", {"Data2VecAudioEncoder": WAV2VEC2}, "facebook/data2vec-audio-base"),
+    family(
+        "fun_asr_nano_encoder",
+        {"FunAsrNanoEncoder": replace(ENCODER, table="position_embeddings")},
+        "FunAudioLLM/Fun-ASR-Nano-2512-hf",
+    ),
+    family("hubert", _stable("Hubert"), "facebook/hubert-base-ls960"),
+    family(
+        "moss_transcribe_diarize_audio",
+        {"MossTranscribeDiarizeAudioModel": WHISPER},
+        "hf-audio/MOSS-Transcribe-Diarize-HF",
+    ),
+    family("patchtst", {"PatchTSTEncoder": PATCHTST}, "ibm-granite/granite-timeseries-patchtst"),
+    family("qwen2_5_omni_audio_encoder", {"Qwen2_5OmniAudioEncoder": PACKED}, "Qwen/Qwen2.5-Omni-7B"),
+    family("qwen2_audio_encoder", {"Qwen2AudioEncoder": WHISPER}, "Qwen/Qwen2-Audio-7B"),
+    family("qwen3_asr_encoder", {"Qwen3ASREncoder": PACKED}, "Qwen/Qwen3-ASR-1.7B-hf"),
+    family("qwen3_omni_moe_audio_encoder", {"Qwen3OmniMoeAudioEncoder": PACKED}, "Qwen/Qwen3-Omni-30B-A3B-Instruct"),
+    family("sew", {"SEWEncoder": WAV2VEC2}, "asapp/sew-tiny-100k"),
+    family("speecht5", SPEECHT5, "microsoft/speecht5_asr"),
+    family("unispeech", _stable("UniSpeech"), "microsoft/unispeech-large-1500h-cv"),
+    family("unispeech-sat", _stable("UniSpeechSat"), "microsoft/unispeech-sat-base-100h-libri-ft"),
+    family("voxtral_encoder", {"VoxtralEncoder": WHISPER}, "mistralai/Voxtral-Mini-3B-2507"),
+    family("wav2vec2", _stable("Wav2Vec2"), "facebook/wav2vec2-base-960h"),
 )

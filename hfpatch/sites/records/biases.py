@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ...runtime.attention import Clipped, Fused, Projections
+from ...runtime.qk_layouts import Fused, Projections
+from .record import Q_K_PROJ, QUERY_KEY
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Bias:
         absolute: path of a table of absolute positions that the owner may have besides.
         length: config attribute with the length that scaling rules start from.
         as_long_as_tables: config attribute with the number of distances, which below 1 is that of positions.
-        head_dim, cache, layer_index, causal: as in `Stack`.
+        head_dim, cache, causal: as in `Stack`.
     """
 
     owner: str
@@ -43,159 +44,134 @@ class Bias:
     as_long_as_tables: str | None = None
     head_dim: str = "head_dim"
     cache: str | None = "past_key_values"
-    layer_index: str = "layer_idx"
     causal: bool = False
 
 
-def _t5_like(owner: str, attention: str = "block.*.layer.0.SelfAttention", **fields: Any) -> Bias:
+def _t5(attention: str) -> Bias:
     """T5's buckets: the first layer makes the biases, or zeros if it is told so, and the others are handed them."""
     return Bias(
-        owner,
+        "",
         "relative_attention_bias",
         attention,
-        **{"projections": Projections("q", "k"), "head_dim": "key_value_proj_dim", "length": "n_positions", **fields},
+        Projections("q", "k"),
         tables=(f"{attention}.relative_attention_bias",),
         switches=((attention, "has_relative_attention_bias", False),),
+        length="n_positions",
+        head_dim="key_value_proj_dim",
     )
 
 
-def _disentangled(
-    owner: str,
-    projections: Projections | Fused,
-    *tables: str,
-    path: str = "encoder",
-    absolute: str | None = "embeddings.position_embeddings",
-) -> Bias:
+def _deberta(encoder: str, projections: Projections | Fused, *tables: str) -> Bias:
     """DeBERTa's scores of contents against positions and back; the scale for three kinds of scores stays."""
-    attention = f"{path}.layer.*.attention.self"
+    attention = f"{encoder}.layer.*.attention.self"
     return Bias(
-        owner,
+        "",
         "rel_embeddings",
         attention,
         projections,
-        tables=tuple(f"{path}.{table}" for table in ("rel_embeddings", *tables)),
-        switches=((path, "relative_attention", False), (attention, "relative_attention", False)),
-        present=f"{path}.relative_attention",
-        absolute=absolute,
+        tables=tuple(f"{encoder}.{table}" for table in ("rel_embeddings", *tables)),
+        switches=((encoder, "relative_attention", False), (attention, "relative_attention", False)),
+        present=f"{encoder}.relative_attention",
+        absolute="embeddings.position_embeddings",
         as_long_as_tables="max_relative_positions",
         head_dim="attention_head_size",
         cache=None,
     )
 
 
-_BEIT = "layers.*.attention"
-
-
+T5 = _t5("block.*.layer.0.SelfAttention")
+PIX2STRUCT = replace(_t5("layer.*.self_attention.attention"), projections=QUERY_KEY, causal=True)
+DEBERTA = _deberta(
+    "encoder",
+    Fused("in_proj", by_head=True, query_bias="q_bias"),
+    "layer.*.attention.self.pos_proj",
+    "layer.*.attention.self.pos_q_proj",
+)
+_NEWER = (
+    Projections("query_proj", "key_proj"),
+    "LayerNorm",
+    "layer.*.attention.self.pos_key_proj",
+    "layer.*.attention.self.pos_query_proj",
+)
+DEBERTA_V2 = _deberta("encoder", *_NEWER)
+SEW_D = replace(_deberta("encoder.encoder", *_NEWER), absolute=None)
+BEIT = Bias(
+    "",
+    "relative_position_bias",
+    "layers.*.attention",
+    Q_K_PROJ,
+    tables=("shared_position_bias", "layers.*.relative_position_bias"),
+    absolute="embeddings.position_embeddings",
+    cache=None,
+)
 _DATA2VEC = "encoder.layer.*.attention.attention"
+DATA2VEC = replace(
+    BEIT,
+    attention=_DATA2VEC,
+    projections=QUERY_KEY,
+    tables=("encoder.relative_position_bias", f"{_DATA2VEC}.relative_position_bias"),
+    switches=tuple((path, "has_relative_position_bias", False) for path in ("encoder", _DATA2VEC)),
+    head_dim="attention_head_size",
+)
+MPNET = Bias(
+    "",
+    "encoder.relative_attention_bias",
+    "encoder.layer.*.attention.attn",
+    Projections("q", "k"),
+    tables=("encoder.relative_attention_bias",),
+    given=(("position_bias", None),),
+    absolute="embeddings.position_embeddings",
+    head_dim="attention_head_size",
+    cache=None,
+)
+BLOOM = Bias(
+    "",
+    "alibi",
+    "h.*.self_attention",
+    Fused("query_key_value", by_head=True),
+    given=(("alibi", "zeros"),),
+    length="seq_length",
+    cache="layer_past",
+    causal=True,
+)
+FALCON = Bias(
+    "", "alibi", "h.*.self_attention", None, switches=(("", "use_alibi", False),), present="use_alibi", causal=True
+)
+MPT = Bias(
+    "",
+    "alibi",
+    "blocks.*.attn",
+    Fused("Wqkv", clip="clip_qkv"),
+    given=(("position_bias", None),),
+    length="max_seq_len",
+    causal=True,
+)
 
-
-_SELF = "layer.*.attention.self"
-
-
-_NEWER = ("LayerNorm", f"{_SELF}.pos_key_proj", f"{_SELF}.pos_query_proj")
-
-
-BIASES: dict[str, Bias] = {
-    bias.owner: bias
-    for bias in (
-        _t5_like("T5Stack"),
-        _t5_like("MT5Stack"),
-        _t5_like("UMT5Stack"),
-        _t5_like("Pop2PianoStack"),
-        _t5_like("SwitchTransformersStack"),
-        _t5_like("LongT5Stack", "block.*.layer.0.*SelfAttention"),
-        _t5_like(
-            "Pix2StructTextModel",
-            "layer.*.self_attention.attention",
-            projections=Projections("query", "key"),
-            causal=True,
-        ),
-        Bias(
-            "MPNetModel",
-            "encoder.relative_attention_bias",
-            "encoder.layer.*.attention.attn",
-            Projections("q", "k"),
-            tables=("encoder.relative_attention_bias",),
-            given=(("position_bias", None),),
-            absolute="embeddings.position_embeddings",
-            head_dim="attention_head_size",
-            cache=None,
-        ),
-        _disentangled(
-            "DebertaModel",
-            Fused("in_proj", by_head=True, query_bias="q_bias"),
-            *(f"{_SELF}.pos_proj", f"{_SELF}.pos_q_proj"),
-        ),
-        _disentangled("DebertaV2Model", Projections("query_proj", "key_proj"), *_NEWER),
-        _disentangled(
-            "SEWDModel", Projections("query_proj", "key_proj"), *_NEWER, path="encoder.encoder", absolute=None
-        ),
-        Bias(
-            "BloomModel",
-            "alibi",
-            "h.*.self_attention",
-            Fused("query_key_value", by_head=True),
-            given=(("alibi", "zeros"),),
-            length="seq_length",
-            cache="layer_past",
-            causal=True,
-        ),
-        Bias(
-            "MptModel",
-            "alibi",
-            "blocks.*.attn",
-            Clipped("Wqkv"),
-            given=(("position_bias", None),),
-            length="max_seq_len",
-            causal=True,
-        ),
-        Bias(
-            "FalconModel",
-            "alibi",
-            "h.*.self_attention",
-            None,
-            switches=(("", "use_alibi", False),),
-            present="use_alibi",
-            causal=True,
-        ),
-        Bias(
-            "BeitModel",
-            "relative_position_bias",
-            _BEIT,
-            Projections("q_proj", "k_proj"),
-            tables=("shared_position_bias", "layers.*.relative_position_bias"),
-            absolute="embeddings.position_embeddings",
-            cache=None,
-        ),
-        Bias(
-            "Data2VecVisionModel",
-            "relative_position_bias",
-            _DATA2VEC,
-            Projections("query", "key"),
-            tables=("encoder.relative_position_bias", f"{_DATA2VEC}.relative_position_bias"),
-            switches=(
-                ("encoder", "has_relative_position_bias", False),
-                (_DATA2VEC, "has_relative_position_bias", False),
-            ),
-            absolute="embeddings.position_embeddings",
-            head_dim="attention_head_size",
-            cache=None,
-        ),
-    )
+# Class of the owner -> how it is built.
+_BUILDS = {
+    "BeitModel": BEIT,
+    "BloomModel": BLOOM,
+    "Data2VecVisionModel": DATA2VEC,
+    "DebertaModel": DEBERTA,
+    "DebertaV2Model": DEBERTA_V2,
+    "FalconModel": FALCON,
+    "LongT5Stack": _t5("block.*.layer.0.*SelfAttention"),
+    "MPNetModel": MPNET,
+    "MT5Stack": T5,
+    "MptModel": MPT,
+    "Pix2StructTextModel": PIX2STRUCT,
+    "Pop2PianoStack": T5,
+    "SEWDModel": SEW_D,
+    "SwitchTransformersStack": T5,
+    "T5Stack": T5,
+    "UMT5Stack": T5,
 }
-
+BIASES: dict[str, Bias] = {owner: replace(build, owner=owner) for owner, build in _BUILDS.items()}
 
 _PROJECTED = "its scores contain products with projected distances (Transformer-XL's kind), which are no added bias"
-
-
 _DISTANCES = "its scores contain products of queries with a vector for each distance, which are no added bias"
-
-
 _WINDOWS = "it attends inside windows, for whose few patches a rotation by place in the image isn't made"
-
-
 _PAGE = "its biases tell places on the page as well as distances"
-
 
 # Class of a module -> why the biases of a model that contains one stay.
 STAYS: dict[str, str] = {
@@ -206,8 +182,6 @@ STAYS: dict[str, str] = {
     "LayoutLMv3Encoder": _PAGE,
     "RelativePositionBiasAggregated": _PAGE,
 }
-
-
 # Name of a child, Parameter or buffer -> the same, where no record names the class.
 STAYING_PARTS: dict[str, str] = {
     **dict.fromkeys(("pos_bias_u", "bias_u", "linear_pos", "relative_k_proj", "r_w_bias", "r_r_bias"), _PROJECTED),

@@ -1,0 +1,244 @@
+"""Layouts of queries and keys: which output channels of an attention's projections are which head's.
+
+A layout turns the heads of queries and keys where they leave their projections, before anything reads them, and leaves
+all other channels as they are. What turns a head is handed in: a rotation by positions, or another order of channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from .lens import Arguments
+
+Rotate = Callable[[Tensor], Tensor]  # of x (B, T, H, head_dim)
+Turns = dict[str, Rotate]  # name of a projection -> what turns the heads of queries and keys in its output
+
+
+class Rotated:
+    """A projection whose output is turned; its other attributes are the projection's."""
+
+    def __init__(self, projection: nn.Module, turn: Callable[[Tensor], Tensor]):
+        self.projection, self.turn = projection, turn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.turn(self.projection(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.projection, name)
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Separate projections of queries and keys, each (B, T, heads * head_dim).
+
+    Attributes:
+        query, key: names of the projections.
+        time: axis of the tokens in what they return: 0 for (T, B, heads * head_dim), 2 for (B, heads * head_dim, T).
+        beside_keys: argument (T, T, B, head_dim) whose products with queries are added to the scores: what is at
+            [i, j] turns with query i, so that the product stays.
+        gated: whether the queries' projection is to `[q gate]` of the first head, then of the next.
+    """
+
+    query: str
+    key: str
+    time: int = 1
+    beside_keys: str | None = None
+    gated: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The projections that queries and keys come from."""
+        return self.query, self.key
+
+    def query_width(self, module: nn.Module) -> int:
+        """heads * head_dim."""
+        return getattr(module, self.query).weight.shape[0]
+
+    def turns(self, module: nn.Module, head_dim: int, rotate: Rotate) -> Turns:
+        """For each projection: its output with the heads of queries and keys turned."""
+
+        def turn(y: Tensor) -> Tensor:
+            y = rotate(swap_token_axis(y, self.time).unflatten(-1, (-1, head_dim))).flatten(-2)
+            return swap_token_axis(y, self.time).contiguous()
+
+        def turn_queries(y: Tensor) -> Tensor:
+            return _turned(y, head_dim, Kept(1, 2, every=2), rotate)
+
+        return {self.query: turn_queries if self.gated else turn, self.key: turn}
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        """Attributes of the attention's view: projections whose output is turned."""
+        turns = self.turns(module, head_dim, rotate)
+        return {name: Rotated(getattr(module, name), turn) for name, turn in turns.items()}
+
+    def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
+        """Arguments of the attention that turn as well."""
+        if self.beside_keys is None:
+            return {}
+        x = arguments[self.beside_keys]
+        return {self.beside_keys: rotate(x.permute(2, 0, 1, 3)).permute(1, 2, 0, 3).reshape(x.shape)}
+
+
+@dataclass(frozen=True)
+class WindowProjections(Projections):
+    """Projections of an attention in windows that has others for tokens which attend to all (Longformer's).
+
+    Attributes:
+        global_query: of those tokens alone, the first of each text, then the second: (G, B, heads * head_dim).
+        global_key: of all tokens.
+        marks: argument (B, T), true for tokens that attend to all.
+    """
+
+    global_query: str = "query_global"
+    global_key: str = "key_global"
+    marks: str = "is_index_global_attn"
+
+    def turns(self, module: nn.Module, head_dim: int, rotate: Rotate) -> Turns:
+        turns = super().turns(module, head_dim, rotate)
+        return turns | {self.global_query: turns[self.query], self.global_key: turns[self.key]}
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Any) -> dict[str, Any]:
+        attributes = super().rotated(module, arguments, head_dim, rotate)
+
+        def turn_queries(y: Tensor) -> Tensor:
+            marks = arguments[self.marks].long()
+            slots = marks.sort(dim=1, descending=True, stable=True).indices[:, : y.shape[0]]  # marked ones, in order
+            return self.turns(module, head_dim, rotate.at(slots))[self.global_query](y)
+
+        attributes[self.global_query] = Rotated(getattr(module, self.global_query), turn_queries)
+        return attributes
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One projection to (B, T, channels) of queries, keys and values.
+
+    Attributes:
+        name: of the projection.
+        by_head: channels are `[q k v]` of the first head, then of the next; else blocks `[q | k | v]` of all heads.
+        shared: attribute that says whether all heads share one key and one value: then blocks, k and v of one head.
+        query_bias: Parameter (heads * head_dim,) that the attention adds to the queries itself.
+        key_value_heads: attribute of the attention, or of its config, with the number of heads of k and v, where they
+            have fewer than q.
+        clip: attribute with the c that the host clips the output to, [-c, c] (None or 0 for none): here before heads
+            are turned.
+        slices: how many slices of channels there are, each `[q | v | k]` of some of the heads (CodeGen's, for TPUs).
+    """
+
+    name: str
+    by_head: bool = False
+    shared: str | None = None
+    query_bias: str | None = None
+    key_value_heads: str | None = None
+    clip: str | None = None
+    slices: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The projection that queries and keys come from."""
+        return (self.name,)
+
+    def query_width(self, module: nn.Module) -> int:
+        """heads * head_dim."""
+        projection = getattr(module, self.name)
+        return getattr(projection, "nf", projection.weight.shape[0]) // 3  # transformers' Conv1D is transposed
+
+    def kept(self, module: nn.Module, heads: int) -> Kept:
+        """Which of the projection's heads, of queries, keys and values together, are values."""
+        if self.slices is not None:
+            each = heads // (3 * self.slices)
+            return Kept(each, 2 * each, every=3 * each)
+        if self.shared is not None and getattr(module, self.shared):
+            return Kept(heads - 1, heads, every=heads)
+        if self.key_value_heads is not None:
+            values = getattr(module, self.key_value_heads, None) or getattr(module.config, self.key_value_heads)
+            return Kept(heads - values, heads, every=heads)
+        return Kept(2, 3, every=3) if self.by_head else Kept(2 * (heads // 3), heads, every=heads)
+
+    def turns(self, module: nn.Module, head_dim: int, rotate: Rotate) -> Turns:
+        """For the projection: its output with the heads of queries and keys turned."""
+
+        def turn(y: Tensor) -> Tensor:
+            return _turned(y, head_dim, self.kept(module, y.shape[-1] // head_dim), rotate)
+
+        return {self.name: turn}
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
+        """Attributes of the attention's view: the projection, whose queries and keys are turned."""
+        turn = self.turns(module, head_dim, rotate)[self.name]
+        bias = getattr(module, self.query_bias) if self.query_bias else None
+        limit = getattr(module, self.clip) if self.clip else None
+
+        def as_the_host_would(y: Tensor) -> Tensor:
+            if limit:
+                y = y.clamp(-limit, limit)
+            if bias is not None:
+                each = head_dim if self.by_head else bias.numel()
+                y = y + nn.functional.pad(bias.view(-1, 1, each), (0, 0, 0, 2)).flatten()
+            return turn(y)
+
+        attributes: dict[str, Any] = {self.name: Rotated(getattr(module, self.name), as_the_host_would)}
+        if self.query_bias:
+            attributes[self.query_bias] = torch.zeros_like(bias)  # type: ignore[arg-type]
+        if self.clip:
+            attributes[self.clip] = None
+        return attributes
+
+
+class Kept(NamedTuple):
+    """Of every so many heads, those from `start` up to `stop` stay as they are: values, or a query's gate."""
+
+    start: int
+    stop: int
+    every: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Heads before, among and behind those that are kept."""
+        start, stop, every = self
+        return (start, stop - start) if stop == every else (start, stop - start, every - stop)
+
+
+def _turned(y: Tensor, head_dim: int, kept: Kept, rotate: Rotate) -> Tensor:
+    """y (..., heads * head_dim) with all heads turned but those that are kept."""
+    start, stop, every = kept
+    once = y.shape[-1] == every * head_dim
+    if once and stop == every and getattr(rotate, "by_calls", False):
+        return rotate.first(y, every, start)  # type: ignore[attr-defined]
+    if is_dynamo_compiling():  # what is chosen fuses with the rotation, where what is joined would be a copy
+        x = y.unflatten(-1, (-1, head_dim))
+        heads = torch.arange(x.shape[-2], device=y.device)[:, None]
+        heads = heads if once else heads % every
+        is_turned = heads < start if stop == every else (heads < start) | (heads >= stop)
+        return torch.where(is_turned, rotate(x), x).flatten(-2)
+    if once:
+        first, middle, *last = y.unflatten(-1, (every, head_dim)).split(kept.sizes, -2)
+        return torch.cat((rotate(first), middle, *map(rotate, last)), -2).flatten(-2)
+    first, middle, *last = y.unflatten(-1, (-1, every, head_dim)).split(kept.sizes, -2)
+
+    def turn(part: Tensor) -> Tensor:
+        return rotate(part.flatten(-3, -2)).unflatten(-2, (-1, part.shape[-2]))
+
+    return torch.cat((turn(first), middle, *map(turn, last)), -2).flatten(-3)
+
+
+def channels_per_head(module: nn.Module, attribute: str, projections: Projections | Fused) -> int:
+    """The attention's head_dim; `attribute` names what holds it, or two as in "embed_dim / num_heads" or "/ num_heads"
+    (of the width that queries have).
+    """
+    if "/" not in attribute:  # an attention's forward comes by here
+        return getattr(module, attribute)
+    whole, _, heads = (part.strip() for part in attribute.partition("/"))
+    channels = getattr(module, whole) if whole else projections.query_width(module)
+    return channels // getattr(module, heads)
+
+
+def swap_token_axis(x: Tensor, time: int) -> Tensor:
+    """x with axis 1 and that of the tokens swapped; no call where they are the same."""
+    return x if time == 1 else x.transpose(1, time)
