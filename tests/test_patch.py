@@ -328,6 +328,17 @@ def test_the_same_request_twice_keeps_the_way_back() -> None:
     assert not changes(before, fingerprint(model))
 
 
+@pytest.mark.parametrize("options", [{"calibration": "self"}, {"init": "reset"}, {"init": "exact"}], ids=str)
+def test_a_request_that_is_carried_out_takes_no_other_start(options: dict[str, Any]) -> None:
+    """It would change nothing, so it says what to call."""
+    model = patch(tiny("gpt2", "AutoModelForCausalLM"), norm="dyt")
+    before = fingerprint(model)
+    with pytest.raises(OptionError, match=r"repair\(model, original, batches\)"):
+        patch_model(model, norm="dyt", **options)
+    assert not changes(before, fingerprint(model))
+    patch_model(model, norm="dyt")  # the same request is no error
+
+
 # Composition
 
 

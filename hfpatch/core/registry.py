@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
@@ -121,10 +121,14 @@ PLACEMENTS: Registry[type] = Registry("placement")
 ARCHITECTURES: Registry = Registry("architecture")
 
 
-def by_class(records: Mapping[str, R], module: nn.Module) -> R | None:
-    """The record of a module's class, or of the nearest class of transformers' own that it derives from.
+def by_class(records: Mapping[str, R], module: nn.Module, elsewhere: Collection[str] = ()) -> R | None:
+    """The record of a module's class, or of the nearest class that it derives from.
 
-    Records go by a class's name, and a class of that name from elsewhere may compute something else.
+    Records go by a class's name. A class of that name that isn't transformers' own may compute something else, so only
+    records in `elsewhere`, which somebody else registered, serve it.
     """
-    own = (base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformers."))
-    return next((records[name] for name in own if name in records), None)
+    for base in type(module).__mro__:
+        name = base.__name__
+        if name in records and (base.__module__.startswith("transformers.") or name in elsewhere):
+            return records[name]
+    return None

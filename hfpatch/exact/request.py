@@ -34,7 +34,7 @@ class Conversion:
     Attributes:
         model: to be converted.
         part: the request; `record` turns it into what a checkpoint must know.
-        given, made: inputs of one forward, and whether they were made here rather than given.
+        given: keyword arguments of one forward; made here where none are given.
         centring: what was found; `refuse` replaces it where it can't be carried out.
         plain: whether it was tried and wasn't exact, so that nothing but the norms may change now.
         exact, approximate: names of the norms that are replaced so, filled by `plan_norms`.
@@ -50,7 +50,6 @@ class Conversion:
     approximate: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     readers: dict[str, list[tuple[nn.Module, int]] | str] = field(default_factory=dict)
-    made: bool = False
     plain: bool = False
     _steps: list[Step] = field(default_factory=list)
     _found: bool = False
@@ -139,7 +138,7 @@ class Conversion:
             self.refuse(f"no small model of this class could be measured ({type(error).__name__}: {error!s:.200})")
 
     def _make_inputs(self) -> None:
-        self.given, self.made = example_inputs(self.model), True
+        self.given = example_inputs(self.model)
 
     def refuse(self, reason: str) -> None:
         """Nothing is exact, for this reason."""
@@ -220,8 +219,7 @@ class Conversion:
         """The original's outputs and noise floor; None where nothing has to be checked, or can be (on meta).
 
         Raises:
-            OptionError: the model doesn't run on the inputs that the caller gave.
-            VerificationError: it doesn't run on those that were made.
+            OptionError: the model doesn't run on the inputs, so nothing could be checked.
         """
         if self.on_meta or not (self.centres or self.moved_shifts()):
             return None
@@ -231,12 +229,12 @@ class Conversion:
             with quiet(self.model):
                 outputs_of(self.model, given)
         except Exception as error:
-            what = f"it doesn't run on the inputs ({', '.join(given)}) that it must be checked on"
             message = (
-                f"{type(self.model).__name__}: {what} ({type(error).__name__}: {error!s:.200}). Pass "
-                "example_inputs={...}, the keyword arguments of one forward, or init='copy'."
+                f"{type(self.model).__name__}: it doesn't run on the inputs ({', '.join(given)}) that it must be "
+                f"checked on ({type(error).__name__}: {error!s:.200}). Pass example_inputs={{...}}, the keyword "
+                "arguments of one forward, or init='copy'."
             )
-            raise (VerificationError(message, what) if self.made else OptionError(message)) from error
+            raise OptionError(message) from error
         return Reference(self.model, given, self.exact)
 
     def verify(self, reference: Reference) -> None:

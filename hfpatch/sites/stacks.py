@@ -11,6 +11,7 @@ from ..core.registry import ARCHITECTURES, by_class
 from ..runtime.constants import ConstantPositions, NoPositions, rows_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import named_modules
+from .records import SHIPPED
 from .records.record import Stack
 
 REMOVED_ROWS = "_hfpatch_removed_rows"  # of the module that held a table which was a Parameter
@@ -52,9 +53,10 @@ class FoundStack:
 def find_stacks(model: nn.Module) -> list[FoundStack]:
     """The recorded stacks of a model, patched or not, in the order of its modules."""
     stacks = {stack.owner: stack for record in ARCHITECTURES.values() for stack in record.stacks}
+    added = {stack.owner for name, record in ARCHITECTURES.items() if name not in SHIPPED for stack in record.stacks}
     found = []
     for name, module in named_modules(model):
-        stack = by_class(stacks, module)
+        stack = by_class(stacks, module, added)
         if stack is None or not _has(module, stack.table):
             continue
         prefix = f"{name}." if name else ""

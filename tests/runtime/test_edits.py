@@ -1,0 +1,180 @@
+"""Edits: their text and its reader, patterns that stand for several places, and what applies them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CONFIGS, difference, patch, reload, tiny
+from torch import nn
+from transformers import AutoModel
+
+from hfpatch.core.transaction import Transaction
+from hfpatch.errors import PatchError
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.apply import apply, condensed
+from hfpatch.runtime.attention import AttentionLens
+from hfpatch.runtime.edits import Call, Edit, as_data, parse_edits, register_component
+from hfpatch.runtime.errors import CheckpointError, UnsupportedError
+from hfpatch.runtime.lens import lens_of
+from hfpatch.runtime.norms import RMSNorm
+from hfpatch.schemes.request import Record
+
+REQUESTS: list[dict[str, Any]] = [
+    {"norm": "rms"},
+    {"norm": "dyt:alpha=0.4", "pos": "rope"},
+    {"norm": "deepnorm"},
+    {"norm": "batch"},
+    {"pos": "alibi"},
+    {"pos": "rope:axes=2"},
+    {"pos": "sinusoidal"},
+    {"pos": 'rope:scaling={"rope_type": "yarn", "factor": 4.0}'},
+    {"mlp": "geglu"},
+    {"placement": "sandwich"},
+]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_text_of_every_edit_is_read_back(family: str) -> None:
+    model, seen = tiny(family), 0
+    for request in REQUESTS:
+        try:
+            edits = plan_patch(model, **request).edits
+        except PatchError:
+            continue
+        seen += len(edits)
+        assert [Edit.parse(str(edit)) for edit in edits] == edits
+        assert [str(Edit.parse(str(edit))) for edit in edits] == list(map(str, edits))
+    assert seen
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, -3, 1e-12, 'it\'s "quoted" | = \\', (1, (2,)), [], {"a": [1.5, None]}, Call.of("RMSNorm", eps=1e-5)],
+    ids=str,
+)
+def test_values(value: Any) -> None:
+    edit = Edit.of("h.0.attn.x", value)
+    assert Edit.parse(str(edit)) == edit
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "h.0 RMSNorm()",
+        " = 1",
+        "h.0.x = ",
+        "h.0.x = 1; import os",
+        "h.0.x = __import__('os')",
+        "h.0.x = RMSNorm.replacing()",
+        "h.0.x = (lambda: 1)()",
+        "h.0.x = f'{1}'",
+        "h.0.x = [1 for _ in (1,)]",
+        "h.0.x = RMSNorm(**{'eps': 1})",
+        "h.0.x = 1 if True else 2",
+        "h.0.x = NoSuchComponent()",
+        "h.0.x = " + "(" * 5_000 + ")" * 5_000,
+        "h.0.__class__ = 1",
+        "h.0.x y = 1",
+        "h/0.x = 1",
+        3,
+        None,
+    ],
+)
+def test_what_is_no_edit_is_refused(text: Any) -> None:
+    with pytest.raises(CheckpointError):
+        parse_edits([text])
+
+
+def test_a_pattern_stands_for_all_its_places_or_isnt_used() -> None:
+    model = tiny("gpt2", n_layer=3)
+    every = [Edit.of(f"h.{i}.ln_1", Call.of(RMSNorm, eps=1e-5)) for i in range(3)]
+    assert [str(edit) for edit in condensed(every, model)] == ["h.*.ln_1 = RMSNorm(eps=1e-05)"]
+    assert [edit.at for edit in condensed(every[:2], model)] == [("h.0.ln_1", "h.1.ln_1")]
+    other = Edit.of("ln_f", Call.of(RMSNorm, eps=1e-5))
+    assert [edit.at for edit in condensed([*every, other], model)] == [("h.*.ln_1", "ln_f")]
+
+
+def test_names_are_those_inside_the_base_model() -> None:
+    model = tiny("bert", "AutoModelForMaskedLM")
+    names = ["bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"]
+    (edit,) = condensed([Edit.of(name, Call.of(RMSNorm, eps=1e-12)) for name in names], model)
+    assert edit.at == ("embeddings.LayerNorm", "<head>.cls.predictions.transform.LayerNorm")
+    assert apply([edit], model) == 2
+    assert all(isinstance(model.get_submodule(name), RMSNorm) for name in names)
+    assert apply([edit], tiny("bert")) == 1  # the head isn't there
+
+
+def test_a_transaction_takes_all_back() -> None:
+    model = tiny("gpt2")
+    before, modules = tiny("gpt2"), dict(model.named_modules())
+    changes = Transaction()
+    apply(plan_patch(model, norm="dyt", pos="rope").edits, model, changes)
+    assert difference(model, before) > 0.1
+    changes.undo()
+    assert dict(model.named_modules()) == modules
+    assert difference(model, before) == 0
+
+
+def test_a_name_that_the_class_lacks_is_an_error_where_it_was_saved_from() -> None:
+    model = tiny("gpt2")
+    model.config.architectures = ["GPT2Model"]
+    edit = Edit.of("h.*.no_such_norm.ln", Call.of(RMSNorm, eps=1e-5))
+    with pytest.raises(CheckpointError, match=r"GPT2Model .* has no h\.\*\.no_such_norm\.ln"):
+        apply([edit], model, fresh=True)
+    model.config.architectures = ["GPT2LMHeadModel"]
+    assert apply([edit], model, fresh=True) == 0
+
+
+def test_edits_serve_another_depth(tmp_path: Path) -> None:
+    patch(tiny("gpt2"), norm="dyt", pos="rope").save_pretrained(tmp_path)
+    config = AutoModel.from_pretrained(tmp_path).config
+    config.n_layer = 5
+    deeper = AutoModel.from_config(config)
+    assert sum(type(module).__name__ == "DynamicTanh" for module in deeper.modules()) == 11
+    assert all(lens_of(block.attn, AttentionLens) is not None for block in deeper.h)
+
+
+def test_one_lens_for_all_layers() -> None:
+    """torch.compile checks once what it reads of it."""
+    model = patch(tiny("gpt2"), pos="rope")
+    assert len({id(lens_of(block.attn, AttentionLens)) for block in model.h}) == 1
+
+
+def test_the_record_of_rms_and_rope_is_short(tmp_path: Path) -> None:
+    patch(tiny("gpt2", "AutoModelForCausalLM"), norm="rms", pos="rope").save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    stored = json.loads(text)["hfpatch"]
+    assert len(json.dumps({"hfpatch": stored}, indent=2).splitlines()) - 2 <= 40
+    assert "fingerprint" in stored
+    assert "h.*.ln_1 | h.*.ln_2 | ln_f = RMSNorm(eps=1e-05)" in stored["edits"]
+
+
+def test_a_later_edit_of_the_same_places_takes_the_place() -> None:
+    model = tiny("gpt2")
+    for theta in (10.0, 20.0, 30.0):
+        patch(model, pos=f"rope:theta={theta}")
+    rotations = [str(edit) for edit in Record.of(model.config).edits if "rotary_emb" in edit.at[0]]
+    assert rotations == ["h.*.attn.rotary_emb = RotaryEmbedding(8, theta=30.0)"]
+
+
+def test_norms_are_made_one_of_the_other(tmp_path: Path) -> None:
+    model = patch(patch(tiny("gpt2"), norm="rms"), norm="dyt")
+    assert [str(edit).partition(" = ")[2][:11] for edit in Record.of(model.config).edits if "ln_f" in edit.at] == [
+        "RMSNorm(eps",
+        "DynamicTanh",
+    ]
+    assert difference(model, reload(model, tmp_path)) == 0
+
+
+def test_components_have_names_of_their_own() -> None:
+    class RMSNorm(nn.Module):  # another class of that name
+        pass
+
+    with pytest.raises(UnsupportedError, match="a component called RMSNorm is registered already"):
+        register_component(RMSNorm)
+    with pytest.raises(UnsupportedError, match="an edit can't hold"):
+        as_data(torch.zeros(1))
