@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +10,10 @@ from tiny_models import inputs, tiny
 from torch import Tensor, nn
 from transformers import Dinov2Config, Dinov2Model, GPTNeoXConfig, GPTNeoXModel, PreTrainedModel
 
-from hfpatch.runtime.errors import CheckpointError
-from hfpatch.sites.branches import Branch, Junction, find_branches, junction_of, junction_to_json, junctions_from_json
-from hfpatch.sites.deepnorm_init import scaled_weights, values_of
+from hfpatch.sites.anatomy import Branch, find_branches
+from hfpatch.sites.branches import Junction, junction_of
+from hfpatch.sites.junctions import scaled_weights
+from hfpatch.sites.projections import find_projections, values_of
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -339,7 +339,26 @@ def test_the_model_is_left_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------
+# --- projections ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("gpt2", {"c_attn": "fused", "attn.c_proj": "output", "c_fc": "up", "mlp.c_proj": "down"}),
+        ("bert", {"query": "query", "key": "key", "value": "value", "attention.output.dense": "output"}),
+        ("bert", {"intermediate.dense": "up"}),
+        ("llama", {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}),
+        ("llama", {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}),
+        ("bart", {"encoder_attn.q_proj": "query", "encoder_attn.k_proj": "key", "encoder_attn.v_proj": "value"}),
+    ],
+)
+def test_roles(family: str, expected: dict[str, str]) -> None:
+    model, given = double(tiny(family))
+    found = find_projections(model, given, find_branches(model, given))
+    roles = {one.name: one.role for projections in found.values() for one in projections}
+    for end, role in expected.items():
+        assert {found for name, found in roles.items() if name.endswith(end)} == {role}
 
 
 @pytest.mark.parametrize(
@@ -370,7 +389,7 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_weights_that_deepnorm_scales(family: str, expected: set) -> None:
     model, given = double(tiny(family))
     branches = find_branches(model, given)
-    scaled = scaled_weights(model, given, branches)
+    scaled = scaled_weights(find_projections(model, given, branches))
     assert {pair for pairs in scaled.values() for pair in pairs} == expected
 
 
@@ -380,7 +399,7 @@ def test_shared_experts_are_scaled_and_their_gate_is_not() -> None:
     sizes = {**SIZES, "intermediate_size": 48, "vocab_size": 97, "num_key_value_heads": 2, "moe_intermediate_size": 16}
     more = {"num_experts": 3, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16}
     model, given = double(Qwen2MoeModel(Qwen2MoeConfig(**sizes, **more, experts_implementation="eager")).eval())
-    scaled = scaled_weights(model, given, find_branches(model, given))
+    scaled = scaled_weights(find_projections(model, given, find_branches(model, given)))
     names = {name for pairs in scaled.values() for name, _ in pairs if name.startswith("mlp")}
     shared = {f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
     assert names == {"mlp.experts", *shared}
@@ -398,7 +417,7 @@ def test_experts_are_scaled_and_their_router_is_not(stacked: bool) -> None:
     else:
         model, given = mixture()
         expected = {("experts.*.*", "all")}
-    scaled = scaled_weights(model, given, find_branches(model, given))
+    scaled = scaled_weights(find_projections(model, given, find_branches(model, given)))
     assert {pair for pairs in scaled.values() for pair in pairs} == expected
 
 
@@ -429,20 +448,13 @@ def test_where_values_lie() -> None:
     assert values_of(2, "all", 2).all()
 
 
-# --- what a checkpoint stores -----------------------------------------------------------------------------------------
+# --- junctions --------------------------------------------------------------------------------------------------------
 
 
-def test_junctions_survive_json() -> None:
-    junctions = tuple(replace(junction_of(b), weights=(("a", "all"),), alpha=1.5) for b in found("bert"))
-    assert junctions_from_json([junction_to_json(one) for one in junctions], "here") == junctions
+def test_a_junction_is_of_every_layer() -> None:
+    junctions = [junction_of(branch) for branch in found("bert")]
     assert junctions[0].block == "encoder.layer.*"
     assert junctions[0] == junctions[2]
-
-
-@pytest.mark.parametrize("stored", [None, {}, [1], [{}], [{"block": "a"}]])
-def test_what_is_no_list_of_junctions(stored: Any) -> None:
-    with pytest.raises(CheckpointError, match="here"):
-        junctions_from_json(stored, "here")
 
 
 def test_defaults_of_a_junction() -> None:

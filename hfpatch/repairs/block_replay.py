@@ -216,14 +216,18 @@ class Walk:
 
     def forward(self, index: int, rows: Tensor | None = None) -> Any:
         """What the model returns for one batch, or for some of its sequences."""
+        with torch.no_grad():
+            return self.model(**self.inputs(index, rows))
+
+    def inputs(self, index: int, rows: Tensor | None = None) -> dict[str, Any]:
+        """Keyword arguments of a forward of one batch, or of some of its sequences."""
         given = self.batches.inputs(index)
         count = self.batches.count(given)
         for name, value in given.items():
             if isinstance(value, Tensor):
                 chosen = value if rows is None or not value.dim() or len(value) != count else value[rows]
                 given[name] = chosen.to(self.device, self.model.dtype if value.is_floating_point() else None)
-        with torch.no_grad():
-            return self.model(**given)
+        return given
 
     def run(
         self, index: int, inputs: Iterable[str] = (), outputs: Iterable[str] = (), keep: str | None = None

@@ -2,123 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.globs import pattern_of
+from ..sites.blocks import OUTPUT, Block, observe_blocks
 from .attention_maps import eager, map_in
-from .block_replay import Segment, Walk, first_tensor, is_linear_map
+from .block_replay import Segment, Walk, is_linear_map
 
 _EXACTLY = 1e-2  # relative: how nearly a change of a map's output must show in the stream to be called its addend
 
 
 class Roles:
-    """Of the maps of a patched model, block after block; of blocks that look alike only the first is looked at."""
+    """Of the maps of a patched model, block after block; of blocks that look alike only the first is looked at.
 
-    def __init__(self, walk: Walk):
+    They are looked at on two sequences, which tell (B, T, d) from (T, B, d), before anything is fitted.
+    """
+
+    def __init__(self, walk: Walk, segments: Iterable[Segment]):
         self.walk = walk
-        self.owners: dict[int, int] = {}  # Parameter -> how many modules it is of
-        for module in walk.modules.values():
-            for parameter in module.parameters(recurse=False):
-                self.owners[id(parameter)] = self.owners.get(id(parameter), 0) + 1
-        self._found: dict[tuple, tuple[dict[int, int], dict[int, list[int]], bool]] = {}
+        self.owners = Counter(id(p) for module in walk.modules.values() for p in module.parameters(recurse=False))
+        kinds: dict[tuple, str] = {}
+        for segment in segments:
+            if segment.block is not None:
+                kinds.setdefault(self._kind(segment), segment.block)
+        count = walk.batches.count_of(0)
+        lengths = {len(v) for v in walk.batches.inputs(0).values() if isinstance(v, Tensor) and v.dim()}
+        few = walk.inputs(0, torch.arange(min(2, count)) if lengths == {count} else None)  # packed images stay together
+        blocks = {block.name: block for block in observe_blocks(walk.model, few, kinds.values(), foreign=False)}
+        self.blocks = {kind: blocks[name] for kind, name in kinds.items()}
+        self._found: dict[tuple, tuple[dict[str, str], dict[str, list[str]], bool]] = {}
         self.encoder = self._encoder()
 
-    def of(
-        self, segment: Segment, norms: list[str], points: list[str]
-    ) -> tuple[dict[str, str], dict[str, list[str]], bool]:
-        """Which maps write to the stream, and where that shows; which maps read the same tensor, by the first of them;
-        whether the block's output is a map's addition to the stream, or a norm's output.
+    def _kind(self, segment: Segment) -> tuple:
+        """What blocks that look alike have in common: the modules inside, and which of them run."""
+        assert segment.block is not None
+        inside = tuple(name for name, _ in self.walk.modules[segment.block].named_modules())
+        return pattern_of(segment.block), inside, tuple(_inside(segment))
 
-        Found once for all blocks that look alike.
+    def of(self, segment: Segment, norms: list[str]) -> tuple[dict[str, str], dict[str, list[str]], bool]:
+        """Which maps write to the stream, and the norm whose input (or the block whose output) first shows that; which
+        maps read the same tensor, by the first of them; whether the block's output is a map's addition to the stream,
+        or a norm's output.
         """
         if segment.block is None:
             return {}, {}, True
-        names = [segment.block, *segment.modules]
-        key = (tuple(map(pattern_of, names)), tuple(name in norms for name in names))
+        names = _inside(segment)
+        maps = tuple(short for short, name in names.items() if self._is_own_map(name))
+        key = (self._kind(segment), maps, tuple(short for short, name in names.items() if name in norms))
         if key not in self._found:
-            found, reached = self._writers(segment, points)
-            groups = self._readers(segment, found)
-            place = {name: i for i, name in enumerate(names)}
-            self._found[key] = (
-                {place[name]: place[point] for name, point in found.items()},
-                {place[first]: [place[name] for name in group] for first, group in groups.items()},
-                reached,
-            )
+            self._found[key] = self._looked_at(self.blocks[key[0]], maps, key[2], list(names))
         writers, readers, reached = self._found[key]
+        names[""] = segment.block
         return (
-            {names[i]: names[point] for i, point in writers.items()},
-            {names[first]: [names[i] for i in group] for first, group in readers.items()},
+            {names[one]: names[point] for one, point in writers.items()},
+            {names[first]: [names[one] for one in group] for first, group in readers.items()},
             reached,
         )
 
-    def _maps(self, segment: Segment) -> list[str]:
-        """Linear maps of a segment whose weights are nobody else's."""
-        return [
-            name
-            for name in segment.modules
-            if is_linear_map(self.walk.modules[name])
-            and all(self.owners[id(p)] == 1 for p in self.walk.modules[name].parameters(recurse=False))
-        ]
+    def _is_own_map(self, name: str) -> bool:
+        """Whether a module is a linear map whose weights are nobody else's."""
+        module = self.walk.modules[name]
+        return is_linear_map(module) and all(self.owners[id(p)] == 1 for p in module.parameters(recurse=False))
 
-    def _writers(self, segment: Segment, norms: list[str]) -> tuple[dict[str, str], bool]:
-        """Map -> the first later norm whose input (or the block whose output) moves by just what its output moves.
-
-        Also, whether one moves the block's output so, or that is the output of the last norm.
-        """
-        assert segment.block is not None
-        place = {name: i for i, name in enumerate(segment.modules)}
-        still = self.walk.run(0, inputs=norms, outputs=[segment.block])
-        found = {}
-        for name in self._maps(segment):
-            moved, shift = self._moved(name, norms, segment.block)
-            for point in (*(norm for norm in norms if place[norm] > place[name]), segment.block):
-                change = (moved[point] - still[point]).flatten(0, -2)
-                added = shift.flatten(0, -2)  # OPT runs its MLP on (B T, d)
-                if change.shape == added.shape and (change - added).abs().max() <= _EXACTLY * added.abs().max():
-                    found[name] = point
-                    break
-        reached = segment.block in found.values()
-        if norms and not reached:
-            last, end = self.walk.run(0, outputs=norms[-1:])[norms[-1]], still[segment.block]
-            reached = last.shape == end.shape and torch.equal(last, end)
-        return found, reached
-
-    def _moved(self, name: str, norms: list[str], block: str) -> tuple[dict[str, Tensor], Tensor]:
-        """What is seen when noise as large as a map's output is added to it, and that noise."""
-        added: list[Tensor] = []
-
-        def add(_module: nn.Module, _args: Any, result: Tensor) -> Tensor:
-            noise = torch.randn(result.shape, generator=torch.Generator().manual_seed(0))
-            added.append((noise * result.float().std().cpu()).to(result))
-            return result + added[-1]
-
-        handle = self.walk.modules[name].register_forward_hook(add)
-        try:
-            return self.walk.run(0, inputs=norms, outputs=[block]), added[-1]
-        finally:
-            handle.remove()
-
-    def _readers(self, segment: Segment, writers: Mapping[str, str]) -> dict[str, list[str]]:
-        """First map -> all maps of the block that read the same tensor and don't write to the stream."""
-        seen: dict[str, Tensor] = {}
-
-        def note(kind: str, name: str, value: Any) -> None:
-            if kind == "in":
-                seen[name] = first_tensor(value)
-
-        assert segment.block is not None
-        maps = [name for name in self._maps(segment) if name not in writers]
-        with self.walk.hooked(dict.fromkeys(maps, note)):
-            self.walk.run(0, outputs=[segment.block])
-        groups: dict[str, list[str]] = {}
-        for name, value in seen.items():
-            same = (first for first in groups if seen[first].shape == value.shape and torch.equal(seen[first], value))
-            groups.setdefault(next(same, name), []).append(name)
-        return groups
+    @staticmethod
+    def _looked_at(
+        block: Block, maps: tuple[str, ...], norms: tuple[str, ...], order: list[str]
+    ) -> tuple[dict[str, str], dict[str, list[str]], bool]:
+        """`of` by names in the block, "" for its output; the order is that in which its modules are called."""
+        base = block.base
+        writers: dict[str, str] = {}
+        readers: dict[str, list[str]] = {}
+        for name in maps:
+            noise = block.noise(base.outputs[name, 0], 0)
+            after = block.run({(name, 0): noise}).points
+            later = [norm for norm in norms if order.index(norm) > order.index(name)]
+            shows = (point for point in (*later, "") if _is_near(after[point, 0] - base.points[point, 0], noise))
+            if (point := next(shows, None)) is not None:
+                writers[name] = point
+            else:
+                same = (one for one in readers if _equal(base.inputs[one, 0], base.inputs[name, 0]))
+                readers.setdefault(next(same, name), []).append(name)
+        ends = "" in writers.values() or (bool(norms) and _equal(base.outputs[norms[-1], 0], base.points[OUTPUT]))
+        return writers, readers, ends
 
     def attentions(self, segment: Segment, writers: Mapping[str, str]) -> dict[str, str]:
         """The last map of a segment that an attention's queries, keys and values come from -> that attention."""
@@ -155,3 +125,18 @@ class Roles:
         seen = self.walk.run(0, inputs=[name], outputs=[self.encoder])
         x, states = seen[name], seen.get(self.encoder)
         return states is not None and x.shape == states.shape and torch.equal(x, states)
+
+
+def _inside(segment: Segment) -> dict[str, str]:
+    """A segment's modules by their names in its block."""
+    return {name.removeprefix(f"{segment.block}."): name for name in segment.modules}
+
+
+def _is_near(change: Tensor, added: Tensor) -> bool:
+    """Whether what was added shows as it is; some hosts run their MLP on (B T, d)."""
+    change, added = change.flatten(0, -2), added.flatten(0, -2)
+    return change.shape == added.shape and bool((change - added).abs().max() <= _EXACTLY * added.abs().max())
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a, b)

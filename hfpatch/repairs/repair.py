@@ -151,7 +151,6 @@ class _Repairer:
         self.new, self.old = Walk(model, batches, folder / "new"), Walk(reference, batches, folder / "old")
         held_out = sum(int(batches.held_out(i).sum()) for i in range(len(batches)))
         self.report = RepairReport(batches.sequences, held_out)
-        self.roles = Roles(self.new)
         self.decoder = False
         self._latest: dict[str | None, str] = {}
 
@@ -165,6 +164,7 @@ class _Repairer:
         self.points = {name for name, module in self.new.modules.items() if describe(module) is not None}
         segments, several = segments_of(self.new, self.points | changed)
         self.old.forms = self.new.forms
+        self.roles = Roles(self.new, segments)
         for name in sorted(several & changed):
             self._skip(name, "norm", "runs several times in a forward (layers share it)")
         self.norms = changed - several
@@ -203,7 +203,7 @@ class _Repairer:
         norms = [name for name in segment.modules if name in self.norms]
         give_back_memory()
         points = [name for name in segment.modules if name in self.points or name in norms]
-        writers, readers, reached = self.roles.of(segment, norms, points)
+        writers, readers, reached = self.roles.of(segment, points)
         blocks = [segment.block] if segment.block else []
         entered = dict.fromkeys([*norms, *readers, *(point for point in writers.values() if point != segment.block)])
         theirs = {name: self._counterpart(name) for name in [*entered, *blocks]}

@@ -1,1 +1,5 @@
-"""What is where in a model: norms, branches, MLPs, position tables and attentions."""
+"""What is where in a model: norms, branches, MLPs, position tables and attentions.
+
+blocks.py runs one block with some outputs moved or held; anatomy.py finds with that where residual branches begin and
+end, which norms read what, and pre or post; projections.py what each matrix of a branch is for.
+"""

@@ -21,8 +21,9 @@ from ..runtime.joins import Gains, Join, Joins
 from ..runtime.lens import lens_of
 from ..runtime.padding import Padded
 from ..schemes.norms import Depth
-from .branches import Branch, Junction, find_branches, junction_of
-from .deepnorm_init import scaled_weights
+from .anatomy import Branch, find_branches
+from .branches import Junction, junction_of
+from .projections import Projection, find_projections
 
 SECOND = "_after"  # of a sandwich's second norm, behind the first one's name
 _CONTAINERS = (nn.Sequential, nn.ModuleDict)
@@ -89,7 +90,7 @@ def discover(model: nn.Module, request: str, example_inputs: Mapping[str, Any] |
     small, inputs = twin(model, example_inputs)
     try:
         branches = find_branches(small, inputs)
-        scaled = scaled_weights(small, inputs, branches) if weights else {}
+        scaled = scaled_weights(find_projections(small, inputs, branches)) if weights else {}
     except PatchError:
         raise
     except Exception as error:  # a block that can't run by itself, with the arguments of a call in the model
@@ -104,6 +105,25 @@ def discover(model: nn.Module, request: str, example_inputs: Mapping[str, Any] |
     junctions = _merged(branches, scaled, request)
     _require_everywhere(small, junctions, branches, request)
     return Found(junctions, _depths(model, junctions, branches), small, inputs)
+
+
+def scaled_weights(found: Mapping[Branch, tuple[Projection, ...]]) -> dict[Branch, tuple[tuple[str, str], ...]]:
+    """For each branch what DeepNorm scales at initialisation: values and outputs, feed-forward; not queries and keys.
+
+    Raises:
+        UnsupportedError: values lie in a fused projection in an order that isn't known.
+    """
+    scaled = {}
+    for branch, projections in found.items():
+        unknown = next((one.name for one in projections if one.values == "?"), None)
+        if unknown:
+            raise UnsupportedError(
+                f"{branch.block}.{unknown}: its outputs hold queries, keys and values in an order that isn't known, so "
+                "init='reset' can't scale the values alone. Use init='copy' and scale them yourself."
+            )
+        pairs = ((one.name, one.values) for one in projections if one.values and one.role != "router")
+        scaled[branch] = tuple(dict.fromkeys(pairs))
+    return scaled
 
 
 def require_untouched(model: nn.Module) -> None:

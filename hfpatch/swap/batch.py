@@ -19,7 +19,7 @@ from ..runtime.joins import Joins
 from ..runtime.lens import lens_of
 from ..runtime.padding import Padded, takes_mask
 from ..schemes.request import Part
-from ..sites.branches import Block, observe_blocks
+from ..sites.blocks import OUTPUT, Block, stream_blocks
 from ..sites.norms import describe
 from .norms import plan_norms
 
@@ -38,7 +38,7 @@ def settle_batch(model: nn.Module, part: Part, example_inputs: Mapping[str, Any]
         )
     small, inputs = twin(model, example_inputs)
     try:
-        blocks = observe_blocks(small, inputs)
+        blocks = stream_blocks(small, inputs)
         both_ways = {pattern_of(block.name) for block in blocks if _sees_later(block)}
     except Exception as error:  # a block that can't run by itself, with the arguments of a call in the model
         raise UnsupportedError(
@@ -68,7 +68,7 @@ def _sees_later(block: Block) -> bool:
         return stream.dim() == 4
     moved = stream.clone()
     moved[:, -1] += torch.randn(stream.shape[-1], generator=torch.Generator().manual_seed(0), dtype=stream.dtype)
-    before, after = block.run(), block.run(arguments={block.stream: moved})
+    before, after = (run.points[OUTPUT] for run in (block.base, block.run(arguments={block.stream: moved})))
     return before.shape == stream.shape and not torch.allclose(before[:, :-1], after[:, :-1], rtol=1e-9, atol=1e-12)
 
 

@@ -20,10 +20,11 @@ from ..runtime.joins import Gains
 from ..runtime.norms import NormFacts
 from ..schemes.norms import DeepNorm, Norm
 from ..schemes.request import Part
-from ..sites.branches import Junction, has_matrix
-from ..sites.deepnorm_init import heads_of, values_of
+from ..sites.blocks import has_matrix
+from ..sites.branches import Junction
 from ..sites.junctions import Site, discover, require_joinable, require_own_forward, require_transparent, sites_of
 from ..sites.norms import describe
+from ..sites.projections import heads_of, values_of
 from .norms import size_of, start_afresh
 
 

@@ -17,7 +17,8 @@ from ..runtime.edits import SCALE_SLOT, Edit
 from ..runtime.errors import PatchError, UnsupportedError
 from ..runtime.lens import SCALE, SCALED
 from ..schemes.request import Part
-from ..sites.branches import Branch, find_branches, observe_blocks
+from ..sites.anatomy import Branch, find_branches
+from ..sites.blocks import stream_blocks
 from ..sites.junctions import require_untouched
 from ..sites.norms import describe
 
@@ -169,8 +170,8 @@ def _factor(model: nn.Module, embedding: nn.Embedding, inputs: dict[str, Any]) -
 def _streams(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
     """What each stack's first block reads, in the order of their first calls."""
     first: dict[str, Tensor] = {}
-    for block in observe_blocks(model, inputs):
-        first.setdefault(pattern_of(block.name), block.arguments[block.stream].detach().clone())
+    for block in stream_blocks(model, inputs):
+        first.setdefault(pattern_of(block.name), block.x.detach().clone())
     return list(first.values())
 
 

@@ -1,0 +1,254 @@
+"""A model's repeated blocks, run one by one with some of their modules' outputs moved or held: the one way in which the
+rest of this folder asks what a block does.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..core.globs import pattern_of
+from .norms import describe
+
+Call = tuple[str, int]  # a module's name in its block, and which of its calls in one forward of the block
+INPUT: Call = ("", -1)
+OUTPUT: Call = ("", 0)
+
+
+class Run(NamedTuple):
+    """What one run of a block showed, by call, in the order in which calls end.
+
+    Attributes:
+        outputs: what each module inside returned: a tensor, or the first of several.
+        points: what its norms were given, and last the block's output.
+        inputs: the first tensor that each module was given.
+    """
+
+    outputs: dict[Call, Tensor]
+    points: dict[Call, Tensor]
+    inputs: dict[Call, Tensor]
+
+
+class Block:
+    """One block with the arguments of a real call, to be run again with some outputs changed.
+
+    Args:
+        name, module: the block.
+        args, kwargs: of its first call.
+        calls: how often one forward of the model runs it.
+        foreign: names of its arguments that are outputs of modules which ran after the blocks of another stack.
+
+    Attributes:
+        stream, x, width: the argument that is the residual stream ("" where none is), its value and channels.
+        inside: the modules in it, by name; norms and matrices: names of those that are norms, or hold a matrix.
+        given_twice: names of those that are given the same tensor in two arguments, once it has run.
+    """
+
+    def __init__(self, name: str, module: nn.Module, args: tuple, kwargs: dict, calls: int, foreign: tuple[str, ...]):
+        self.name, self.module, self.calls, self.foreign = name, module, calls, foreign
+        self.parameters = list(inspect.signature(type(module).forward).parameters)[1:]
+        self.arguments: dict[str, Any] = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        self.rest = args[len(self.parameters) :]
+        streams = (key for key in ("hidden_states", *self.arguments) if is_stream(self.arguments.get(key)))
+        self.stream: str = next(streams, "")
+        self.aliases = [k for k, v in self.arguments.items() if self.stream and v is self.x]
+        self.inside = {child: sub for child, sub in module.named_modules() if child}
+        self.norms = {child for child, sub in self.inside.items() if describe(sub) is not None}
+        self.matrices = {child for child, sub in self.inside.items() if has_matrix(sub)}
+        self.given_twice: set[str] = set()
+
+    @property
+    def x(self) -> Tensor:
+        return self.arguments[self.stream]
+
+    @property
+    def width(self) -> int:
+        return self.x.shape[-1]
+
+    @cached_property
+    def base(self) -> Run:
+        """The undisturbed run."""
+        return self.run()
+
+    @cached_property
+    def rank(self) -> dict[Call, int]:
+        """The order in which calls end."""
+        return {call: i for i, call in enumerate(self.base.outputs)}
+
+    def run(
+        self,
+        moved: Mapping[Call, Tensor] | None = None,
+        held: Collection[Call] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """Run it once more.
+
+        Args:
+            moved: what is added to calls' undisturbed outputs; for `INPUT`, to the stream that it reads.
+            held: calls whose outputs are the undisturbed ones.
+            arguments: other values of its arguments.
+        """
+        undisturbed = self.base.outputs if moved or held else {}
+        moved, seen = dict(moved or {}), Run({}, {}, {})
+        values = {key: v.clone() if isinstance(v, Tensor) else _unfilled(v) for key, v in self.arguments.items()}
+        values.update(arguments or {})
+        if INPUT in moved:
+            values[self.stream] = values[self.stream] + moved.pop(INPUT)
+        if self.stream:
+            values.update(dict.fromkeys(self.aliases, values[self.stream]))
+        count: dict[str, int] = {}
+
+        def hook(child: str) -> Callable[..., Any]:
+            def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+                several = isinstance(output, tuple | list) and bool(output)
+                first = output[0] if several else output
+                if not isinstance(first, Tensor):
+                    return None
+                call = child, count.get(child, 0)
+                count[child] = call[1] + 1
+                self._see_inputs(call, [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)], seen)
+                known, new = undisturbed.get(call), None
+                if known is not None and call in moved:
+                    new = known + moved[call]
+                elif known is not None and call in held and known.shape == first.shape:
+                    new = known.clone()
+                seen.outputs[call] = (first if new is None else new).clone()  # a host may add to it in place
+                if new is None:
+                    return None
+                return type(output)((new, *output[1:])) if several else new
+
+            return after
+
+        handles = [
+            sub.register_forward_hook(hook(child), with_kwargs=True, prepend=True) for child, sub in self.inside.items()
+        ]
+        try:
+            with torch.no_grad():
+                result = self.module(*self._positional(values), *self.rest, **values)
+        finally:
+            for handle in handles:
+                handle.remove()
+        seen.points[OUTPUT] = result[0] if isinstance(result, tuple | list) else result
+        return seen
+
+    def _see_inputs(self, call: Call, tensors: list[Tensor], seen: Run) -> None:
+        if tensors:
+            x = tensors[0]
+            if x.is_floating_point() and any(v is x for v in tensors[1:]):
+                self.given_twice.add(call[0])
+            seen.inputs[call] = x.clone()
+            if call[0] in self.norms:
+                seen.points[call] = seen.inputs[call]
+
+    def _positional(self, values: dict[str, Any]) -> list[Any]:
+        """The stream goes first by position, as callers pass it (checkpointed layers insist)."""
+        leading: list[Any] = []
+        for name in self.parameters:
+            if name not in values or (self.rest == () and name != self.parameters[0] and leading):
+                break
+            leading.append(values.pop(name))
+        return leading
+
+    def noise(self, like: Tensor, seed: int) -> Tensor:
+        """Random numbers of a tensor's shape, and about its size."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device) * like.std()
+
+    def differs(self, call: Call, run: Run) -> bool:
+        """Whether a call's output isn't what it was undisturbed."""
+        return not torch.allclose(run.outputs[call], self.base.outputs[call], rtol=1e-6, atol=1e-9)
+
+    def depends(self, call: Call, source: Call, held: Collection[Call] = ()) -> bool:
+        """Whether a call's output moves with another's when only some are held."""
+        return self.differs(call, self.run({source: self.noise(self.base.outputs[source], 1)}, held))
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the stream's size and width."""
+        return tensor.is_floating_point() and tensor.numel() == self.x.numel() and tensor.shape[-1] == self.width
+
+
+def is_stream(value: Any) -> bool:
+    """Whether an argument may be a residual stream: floats (B, T, d), or (B, rows, columns, d)."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() in (3, 4)
+
+
+def stream_blocks(model: nn.Module, inputs: Mapping[str, Any]) -> list[Block]:
+    """The blocks that hold norms and read a stream, of lists inside of lists the innermost; as `observe_blocks`."""
+    return [block for block in observe_blocks(model, inputs, list(_block_names(model))) if block.stream]
+
+
+def observe_blocks(
+    model: nn.Module, inputs: Mapping[str, Any], names: Collection[str], foreign: bool = True
+) -> list[Block]:
+    """Blocks of a model in the order of their first calls, each with the arguments of that call.
+
+    Args:
+        model, inputs: as in `find_branches`.
+        names: of the blocks; those that the forward doesn't reach are left out.
+        foreign: find arguments that come from another stack, for which all activations are kept meanwhile.
+    """
+    seen: dict[str, tuple[tuple, dict, tuple[str, ...]]] = {}
+    calls: dict[str, int] = {}
+    outputs: list[tuple[Tensor, int]] = []  # kept alive, so that identities stay theirs; how many blocks had run
+    modules = dict(model.named_modules())
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            calls[name] = calls.get(name, 0) + 1
+            if name not in seen:
+                others = [i for i, earlier in enumerate(seen) if pattern_of(earlier) != pattern_of(name)]
+                theirs = {id(tensor) for tensor, ran in outputs if others and ran > others[0]}
+                parameters = list(inspect.signature(type(module).forward).parameters)[1:]
+                named = {**dict(zip(parameters, args, strict=False)), **kwargs}
+                own = tuple(map(_unfilled, args)), {key: _unfilled(value) for key, value in kwargs.items()}
+                seen[name] = *own, tuple(key for key, value in named.items() if id(value) in theirs)
+
+        return hook
+
+    def after(module: nn.Module, args: tuple, output: Any) -> None:
+        values = output.values() if isinstance(output, dict) else output
+        for value in values if isinstance(output, tuple | list | dict) else (output,):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                outputs.append((value, len(seen)))
+
+    handles = [modules[name].register_forward_pre_hook(before(name), with_kwargs=True) for name in names]
+    handles += [module.register_forward_hook(after) for module in modules.values() if foreign]
+    without_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    try:
+        with torch.no_grad():
+            model(**{**inputs, **without_cache})
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [Block(name, modules[name], args, kwargs, calls[name], own) for name, (args, kwargs, own) in seen.items()]
+
+
+def _unfilled(value: Any) -> Any:
+    """A copy of a cache, which every run of a block fills; anything else as it is."""
+    return copy.deepcopy(value) if hasattr(value, "get_seq_length") else value
+
+
+def _block_names(model: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Elements of module lists that hold norms; where an element holds such a list itself, that one's elements."""
+    for name, child in model.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            for index, element in child.named_children():
+                inner = list(_block_names(element, f"{path}.{index}."))
+                if inner:
+                    yield from inner
+                elif any(describe(sub) is not None for sub in element.modules()) and describe(element) is None:
+                    yield f"{path}.{index}"
+        else:
+            yield from _block_names(child, f"{path}.")
+
+
+def has_matrix(module: nn.Module) -> bool:
+    """Whether a module itself, its children aside, holds a Parameter of two dimensions or more."""
+    return any(p is not None and p.dim() > 1 and p.shape[-1] > 1 for p in module._parameters.values())
