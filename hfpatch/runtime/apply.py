@@ -199,7 +199,8 @@ def _centre(module: nn.Module, axis: int, changes: Any, model: nn.Module) -> Non
 
 def _scale(module: nn.Module, start: float, changes: Any, model: nn.Module) -> None:
     weight: Tensor = module.weight  # type: ignore[assignment]
-    changes.set_parameter(module, SCALE, nn.Parameter(weight.detach().new_full((1,), start)))
+    scale = nn.Parameter(weight.detach().new_full((1,), start), requires_grad=weight.requires_grad)
+    changes.set_parameter(module, SCALE, scale)
     changes.set_attribute(module, SCALED, start)
     _look(module, changes, model)
 
