@@ -292,12 +292,12 @@ def test_taken_back(family: str) -> None:
 
 
 def test_a_failure_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(host: type) -> type:
+    def fail(host: type, lensed: bool) -> type:
         raise RuntimeError("stop")
 
     model = make("gpt2")
     before = fingerprint(model)
-    monkeypatch.setattr("hfpatch.checkpoint.classes.patched_model_class", fail)
+    monkeypatch.setattr("hfpatch.patch.patched_model_class", fail)
     with pytest.raises(RuntimeError, match="stop"):
         start(model)
     assert not changes(before, fingerprint(model))
