@@ -53,10 +53,18 @@ def apply(edits: Iterable[Edit], model: nn.Module, changes: Any = None, fresh: b
         How many places were assigned.
 
     Raises:
-        CheckpointError: `fresh`, and the class has no such place.
+        CheckpointError: `fresh`, and the class has no such place, or a component doesn't take its arguments.
     """
     writer = Direct() if changes is None else changes  # an empty transaction is false
-    return sum(_apply(edit, model, writer, fresh) for edit in edits)
+    count = 0
+    for edit in edits:
+        try:
+            count += _apply(edit, model, writer, fresh)
+        except (TypeError, ValueError, AttributeError) as error:
+            if not fresh:
+                raise
+            raise CheckpointError(f"{str(edit)!r:.200}, an edit of the patch record, can't be made: {error}") from error
+    return count
 
 
 def _apply(edit: Edit, model: nn.Module, changes: Any, fresh: bool) -> int:
