@@ -39,7 +39,7 @@ from ..measure.blocks import listed_modules
 from ..measure.copies import copy_with
 from ..measure.quiet_forward import device_of, give_back_memory, is_library_hook, quiet
 from ..runtime.norms import AffineNorm
-from ..runtime.record import KEY
+from ..schemes.request import Record
 from ..sites.norms import describe
 from .attention_maps import Example, eager, fit_maps, map_of, require_fit, wide
 from .block_replay import Batches, Segment, Walk, first_tensor, require_batches, segments_of
@@ -474,7 +474,7 @@ class _Repairer:
 
 def _positions(model: PreTrainedModel) -> Any:
     """What a patched model's record says of its positions."""
-    return (getattr(model.config, KEY, None) or {}).get("pos") or None
+    return Record.of(model.config).pos
 
 
 class _Variance:

@@ -11,10 +11,9 @@ from ..core.globs import Names
 from ..errors import OptionError
 from ..runtime.constants import ConstantPositions
 from ..runtime.errors import UnsupportedError
-from ..runtime.record import KEY
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
-from ..schemes.request import Part
+from ..schemes.request import Part, Record
 from ..sites.biases import find_biases
 from ..sites.stacks import FoundStack, find_stacks, first_row, max_positions
 from .config_diff import Derived, derive
@@ -205,5 +204,4 @@ def takes_any_length(model: nn.Module) -> bool:
 
 def _recorded(model: nn.Module, option: str) -> set[int]:
     """What earlier position patches of this model set an option to."""
-    stored = getattr(getattr(model, "config", None), KEY, None) or {}
-    return {part["scheme"].get(option) for part in stored.get("pos", [])} - {None}
+    return {getattr(part.scheme, option) for part in Record.of(model.config).pos} - {None}
