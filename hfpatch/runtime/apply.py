@@ -53,18 +53,10 @@ def apply(edits: Iterable[Edit], model: nn.Module, changes: Any = None, fresh: b
         How many places were assigned.
 
     Raises:
-        CheckpointError: `fresh`, and the class has no such place, or a component doesn't take its arguments.
+        CheckpointError: `fresh`, and the class has no such place.
     """
     writer = Direct() if changes is None else changes  # an empty transaction is false
-    count = 0
-    for edit in edits:
-        try:
-            count += _apply(edit, model, writer, fresh)
-        except (TypeError, ValueError, AttributeError) as error:
-            if not fresh:
-                raise
-            raise CheckpointError(f"{str(edit)!r:.200}, an edit of the patch record, can't be made: {error}") from error
-    return count
+    return sum(_apply(edit, model, writer, fresh) for edit in edits)
 
 
 def _apply(edit: Edit, model: nn.Module, changes: Any, fresh: bool) -> int:
