@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..runtime.classes import PatchedConfig, PatchedModel, patch_built
-from ..runtime.edits import parse_edits
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import LENS, host_class, once_per_class
 from ..runtime.record import FINGERPRINT, KEY, checked
 from ..runtime.refuse_host import ENTRY as GUARDED
+from ..schemes.request import Record
 from .files import broken_file, is_plain_name, require_sound_files
 from .fingerprint import Fingerprint, is_weighty, settings_of
 
@@ -105,8 +105,7 @@ def _checked(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], F
             fingerprint = Fingerprint.from_json(stored[FINGERPRINT], where)
         if isinstance(stored, dict):
             stored = {name: value for name, value in stored.items() if name != GUARDED}
-        checked(stored, where)
-        parse_edits(stored["edits"], where)  # type: ignore[index]
+        Record.from_json(stored, where)  # says what is wrong with it
         return settings, fingerprint
     except RecursionError as error:
         raise CheckpointError(f"{where}: its patch record is nested too deeply.") from error
@@ -158,7 +157,6 @@ def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]
     return type(host.__name__, (PatchedConfig, host), body)
 
 
-@functools.cache
 def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> type[PreTrainedModel]:
     """The class of patched models of one host class: built like the host, then patched as the config's record says.
 
@@ -166,7 +164,11 @@ def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> ty
         host: a transformers model class.
         lensed: whether the model has a lens on itself, so that its own forward sees something else.
     """
+    return _patched_model_class(host, lensed)
 
+
+@functools.cache  # which tells a call that leaves an argument out from one that doesn't
+def _patched_model_class(host: type[PreTrainedModel], lensed: bool) -> type[PreTrainedModel]:
     def __init__(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         fingerprint, settings = config.__dict__.pop(OPENED, (None, None))
         as_saved = fingerprint is not None and settings_of(config) == settings

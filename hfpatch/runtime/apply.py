@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from . import components as _components  # noqa: F401  # known to the text of edits by being imported
 from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SCALE_SLOT, Call, Edit, value_text
-from .errors import CheckpointError
+from .errors import CheckpointError, PatchError, first_line
 from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, with_lens
+
+_MISFITS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError)  # what a misfit raises
 
 
 class Direct:
@@ -53,10 +55,19 @@ def apply(edits: Iterable[Edit], model: nn.Module, changes: Any = None, fresh: b
         How many places were assigned.
 
     Raises:
-        CheckpointError: `fresh`, and the class has no such place.
+        CheckpointError: `fresh`, and the class has no such place, or not one that takes such a value.
     """
     writer = Direct() if changes is None else changes  # an empty transaction is false
-    return sum(_apply(edit, model, writer, fresh) for edit in edits)
+    count = 0
+    for edit in edits:
+        try:
+            count += _apply(edit, model, writer, fresh)
+        except _MISFITS as error:
+            if not fresh or isinstance(error, PatchError):
+                raise
+            where = f"the edit {str(edit)[:80]!r} of its patch record"
+            raise CheckpointError(f"{where} can't be carried out: {first_line(error):.200}") from error
+    return count
 
 
 def _apply(edit: Edit, model: nn.Module, changes: Any, fresh: bool) -> int:
@@ -176,7 +187,10 @@ def _assign(
         present = owner._parameters[leaf]
         if present is None and value is not None and not isinstance(value, Call):
             return 0
-        changes.set_parameter(owner, leaf, value.make(present) if isinstance(value, Call) else value)
+        new = value.make(present) if isinstance(value, Call) else value
+        if not isinstance(new, nn.Parameter | None):
+            raise TypeError(f"{leaf} is a Parameter, not {new!r:.80}")
+        changes.set_parameter(owner, leaf, new)
     elif hasattr(owner, leaf) or leaf.startswith("_hfpatch"):  # heads differ in what they have
         done[place] = owner
         present = getattr(owner, leaf, None)

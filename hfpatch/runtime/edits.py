@@ -23,6 +23,7 @@ import inspect
 import re
 from dataclasses import dataclass, is_dataclass
 from importlib.metadata import entry_points
+from math import inf
 from typing import Any
 
 from torch import nn
@@ -31,8 +32,9 @@ from .errors import CheckpointError, UnsupportedError
 
 HEAD = "<head>"  # the model around the base model; its other modules are called "<head>.classifier"
 LENS_SLOT, CENTRE_SLOT, SCALE_SLOT = "@lens", "@centre", "@scale"
-_LONGEST, _MOST = 20_000, 10_000  # characters of an edit, edits of a record
+_LONGEST, _MOST, _MOST_AXES = 20_000, 10_000, 8  # characters of an edit, edits of a record, axes of an output
 _NAME = re.compile(r"(@(lens|centre|scale)|<head>|\*|[A-Za-z0-9]\w*|_hfpatch_\w+|_[a-z]\w*)")
+_OF_EVERY_MODULE = frozenset(dir(nn.Module())) | {"config"}  # forward, training, _modules, ...: no place of an edit
 _PLUGINS = ("hfpatch.norms", "hfpatch.positions", "hfpatch.mlps")  # groups of entry points
 COMPONENTS: dict[str, Any] = {}
 
@@ -218,7 +220,8 @@ class Edit:
         """The edit that `str` wrote.
 
         Raises:
-            CheckpointError: it is no such text, too long, or names an unknown component.
+            CheckpointError: it is no such text, too long, names an unknown component, or a place that takes no such
+                value: what every module has (`forward`, `_modules`) takes none.
         """
         if not isinstance(text, str) or len(text) > _LONGEST:
             raise CheckpointError(f"{where}: an edit is a string of at most {_LONGEST} characters, not {text!r:.80}.")
@@ -226,8 +229,14 @@ class Edit:
         at = tuple(places.split(" | "))
         if not equals or not all(all(map(_NAME.fullmatch, place.split("."))) for place in at):
             raise CheckpointError(f"{where}: {text!r:.80} isn't an edit: names, ' = ' and a value.")
+        leaves = {place.rpartition(".")[2] for place in at}
+        if leaves & _OF_EVERY_MODULE or (len(leaves) > 1 and leaves & {LENS_SLOT, CENTRE_SLOT, SCALE_SLOT}):
+            raise CheckpointError(f"{where}: {text!r:.80} isn't an edit: {sorted(leaves)!r:.80} can't be assigned.")
         try:
-            return cls(at, _value(ast.parse(value, mode="eval").body))
+            edit = cls(at, _value(ast.parse(value, mode="eval").body))
+            if not all(_fits(leaf, edit.value) for leaf in leaves):
+                raise ValueError(f"{leaves.pop()} takes no such value")
+            return edit
         except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError) as error:
             raise CheckpointError(f"{where}: the value of the edit {text!r:.80} can't be read: {error}.") from error
 
@@ -243,10 +252,22 @@ def parse_edits(stored: Any, where: str = "the patch record") -> tuple[Edit, ...
     return tuple(Edit.parse(text, where) for text in stored)
 
 
+def _fits(leaf: str, value: Any) -> bool:
+    """Whether a slot takes a value; other places are known once there is a model."""
+    if leaf == LENS_SLOT and value is not None:
+        kind = value._component() if isinstance(value, Call) else None
+        return isinstance(kind, type) and not issubclass(kind, nn.Module) and "__call__" in dir(kind)
+    if leaf == CENTRE_SLOT:
+        return type(value) is int and -_MOST_AXES <= value < _MOST_AXES
+    if leaf == SCALE_SLOT:
+        return type(value) in (int, float) and value > 0
+    return True
+
+
 def _value(node: ast.expr) -> Any:
     """A node of the text as a value: literals, and calls of components by their bare names."""
     match node:
-        case ast.Constant(value=None | bool() | int() | float() | str() as value):
+        case ast.Constant(value=None | bool() | int() | float() | str() as value) if value not in (inf, -inf):
             return value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -value
@@ -255,7 +276,7 @@ def _value(node: ast.expr) -> Any:
         case ast.List(elts=items):
             return list(map(_value, items))
         case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
-            return {key.value: _value(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
+            return {_value(key): _value(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[arg-type]
         case ast.Call(func=ast.Name(id=name), args=args, keywords=named) if all(one.arg for one in named):
             call = Call(name, tuple(map(_value, args)), tuple((str(one.arg), _value(one.value)) for one in named))
             call._component()
