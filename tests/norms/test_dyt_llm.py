@@ -403,9 +403,9 @@ def test_malformed_records(change: Any, match: str) -> None:
 @pytest.mark.parametrize(
     ("edit", "match"),
     [
-        ("wte.@scale = 'x'", "an edit of the patch record, can't be made"),
-        ("ln_f = DynamicTanh(eps=1e-05)", "an edit of the patch record, can't be made: .*alpha"),
-        ("ln_f = DynamicTanh(eps=1e-05, alpha='llm')", "an edit of the patch record, can't be made"),
+        ("wte.@scale = 'x'", "@scale takes no such value"),
+        ("ln_f = DynamicTanh(eps=1e-05)", "of its patch record can't be carried out: .*alpha"),
+        ("ln_f = DynamicTanh(eps=1e-05, alpha='llm')", "of its patch record can't be carried out"),
         ("wte.@scales = 2.0", "isn't an edit: names"),
         ("j.*.ln_1 = DynamicTanh(eps=1e-05, alpha=1.0)", r"GPT2LMHeadModel .* has no j\.\*\.ln_1"),
     ],
