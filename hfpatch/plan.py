@@ -244,13 +244,16 @@ def make_plan(
 
 def _phases(model: nn.Module, plan: Plan) -> list[Phase]:
     """First what keeps the function, which is checked then: centring, and norms that become exact. Then other norms,
-    and what follows from them; last positions and MLPs."""
+    and what follows from them; last positions and MLPs. A placement that starts afresh brings norms, which other norms
+    take the place of; where norms are measured it brings none, and comes after that."""
     streams, exact, norms, others = (list[Change]() for _ in range(4))
+    placements = norms if plan.conversion is None else others
     for change in plan.changes:
         if change.changes:
             kept = change.row.loss is None and plan.conversion is not None
             norm = exact if kept else norms
-            {"stream": streams, "norm": norm}.get(change.row.kind, others).append(change)
+            phase = {"stream": streams, "norm": norm, "placement": placements}.get(change.row.kind, others)
+            phase.append(change)
     return [Phase.of(model, changes) for changes in (streams + exact, norms, others)]
 
 

@@ -215,7 +215,8 @@ def _centre(module: nn.Module, axis: int, changes: Any, model: nn.Module) -> Non
 
 def _scale(module: nn.Module, start: float, changes: Any, model: nn.Module) -> None:
     weight: Tensor = module.weight  # type: ignore[assignment]
-    changes.set_parameter(module, SCALE, nn.Parameter(weight.detach().new_full((1,), start)))
+    scale = nn.Parameter(weight.detach().new_full((1,), start), requires_grad=weight.requires_grad)
+    changes.set_parameter(module, SCALE, scale)
     changes.set_attribute(module, SCALED, start)
     _look(module, changes, model)
 
@@ -234,7 +235,7 @@ def pattern_of(name: str) -> str:
 
 
 def condensed(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
-    """Transaction of single places, by names in `model`, as few edits at patterns inside its base model.
+    """Edits of single places, by names in `model`, as few edits at patterns inside its base model.
 
     A pattern stands for several places only where the model has no other place that it names; equal values in
     different places become one edit.
@@ -254,6 +255,7 @@ def condensed(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
             key = f"{inside} {edit.value if hasattr(edit.value._component(), 'over') else edit.value.name}"
         elif isinstance(edit.value, Call) and edit.value.is_module():  # each is made of what stands there
             key = f"{inside} {edit.value}"
+        values.pop(key, None)  # the later one comes where it comes
         values[key] = edit.value
     groups: dict[tuple[str, str], list[str]] = {}
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""Transaction: what a patch changes of a model, as plain data; their text, its strict reader, and what applies them.
+"""Edits: what a patch changes of a model, as plain data; their text, its strict reader, and what applies them.
 
 An edit assigns a value to places of a model, and is written like an assignment:
 

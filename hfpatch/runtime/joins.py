@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from .errors import UnsupportedError
 from .lens import Arguments, InnerView, ListView
 
+_FORMS = ("pre", "post", "olmo2", "sandwich", "deepnorm", "host")
+
 
 @dataclass(frozen=True)
 class Gains:
@@ -67,6 +69,10 @@ class Join:
     second: str = ""
     readers: tuple[str, ...] = ()
     alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.form not in _FORMS:
+            raise ValueError(f"form is {self.form!r:.40}, not one of {', '.join(_FORMS)}")
 
     def read(self, module: nn.Module, x: Tensor) -> Tensor:
         """r, given the stream x."""

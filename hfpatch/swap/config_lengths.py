@@ -11,7 +11,6 @@ from ..core.globs import Names
 from ..errors import OptionError
 from ..runtime.constants import ConstantPositions
 from ..runtime.errors import UnsupportedError
-from ..runtime.record import KEY
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
 from ..schemes.request import Part, Record

@@ -426,7 +426,7 @@ def test_copy_and_reset_look_for_nothing(init: str, monkeypatch: pytest.MonkeyPa
     def fail(*args: Any) -> None:
         pytest.fail("a small model was built")
 
-    monkeypatch.setattr("hfpatch.exact.search.find_centring", fail)
+    monkeypatch.setattr("hfpatch.exact.request.find_centring", fail)
     model = tiny("gpt2", LM)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".ln_" not in name}
     patch(model, norm="rms", init=init)
@@ -444,7 +444,7 @@ def test_a_search_that_fails_leaves_a_plain_copy_with_the_reason(
     def fail(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr("hfpatch.exact.search.find_centring", fail)
+    monkeypatch.setattr("hfpatch.exact.request.find_centring", fail)
     model = tiny("gpt2", LM)
     copied = patch(copy.deepcopy(model), norm="rms", init="copy")
     with pytest.raises(UnsupportedError, match=str(error)):
@@ -452,12 +452,12 @@ def test_a_search_that_fails_leaves_a_plain_copy_with_the_reason(
     with pytest.warns(NotPreservedWarning, match=str(error)):
         patch_model(model, norm="rms")
     assert difference(model, copied) == 0
-    (part,) = model.config.hfpatch["norm"]
+    (part,) = model.config.hfpatch["request"]
     assert part["init"] == "copy"
 
 
 def test_a_model_without_a_norm_to_change_looks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfpatch.exact.search.find_centring", lambda *a: pytest.fail("a small model was built"))
+    monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: pytest.fail("a small model was built"))
     with pytest.raises(NothingToPatchError):
         plan_patch(tiny("llama"), norm="rms")
 
@@ -488,7 +488,7 @@ WRONG: dict[str, tuple[str, Callable[[Centring], Centring]]] = {
 @pytest.fixture
 def wrongly(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
     def set_wrong(change: Callable[[Centring], Centring]) -> None:
-        monkeypatch.setattr("hfpatch.exact.search.find_centring", lambda *a: change(find_centring(*a)))
+        monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: change(find_centring(*a)))
 
     return set_wrong
 
@@ -609,7 +609,7 @@ def test_unpatch_after_training_restores_what_was_changed() -> None:
 def test_saved_and_opened(name: str, request_: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch(MAKE[name]() if name in MAKE else tiny(name), **request_)
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr("hfpatch.exact.search.find_centring", lambda *a: pytest.fail("loading built a small model"))
+    monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: pytest.fail("loading built a small model"))
     again = load(tmp_path, LM if name == "gpt2" else BASE)
     assert difference(model, again) == 0
     centred = [[n for n, m in one.named_modules() if CENTRED in m.__dict__] for one in (model, again)]

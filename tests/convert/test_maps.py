@@ -209,7 +209,7 @@ def test_what_is_a_map() -> None:
 
 def test_an_attention_that_shows_no_map_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = maps.map_in
-    monkeypatch.setattr("hfpatch.repairs.attention_maps.map_of", lambda module, call: None)
+    monkeypatch.setattr("hfpatch.repairs.repair.map_of", lambda module, call: None)
     original = tiny("gpt2", LM)
     model = patch_model(copy.deepcopy(original), pos="rope", calibration=batches(original))
     told = [step for step in repair_report(model).steps if step.kind == "maps"]

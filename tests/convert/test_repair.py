@@ -660,7 +660,7 @@ def test_fresh_parameters_are_not_fitted() -> None:
 
 
 def test_an_exact_patch_draws_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfpatch.repairs.sample.sample_batches", lambda *_: pytest.fail("nothing has to be repaired"))
+    monkeypatch.setattr("hfpatch.patch.sample_batches", lambda *_: pytest.fail("nothing has to be repaired"))
     model = patch_model(tiny("gpt2", LM), norm="rms", calibration="self")
     assert repair_report(model) is None
 

@@ -159,9 +159,8 @@ def test_control_the_scale(family: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_control_the_up_bias(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "hfpatch.swap.mlps.torch.full", lambda size, value, **options: torch.ones(size, **options) * 0.9
-    )
+    ones = torch.ones
+    monkeypatch.setattr("hfpatch.runtime.gated.torch.ones", lambda size: ones(size) * 0.9)
     model, given = make(family)
     before = answer(model, given)
     assert relative(answer(patch(model, mlp="geglu" if family == "gpt2" else "reglu"), given), before) > 1e-3

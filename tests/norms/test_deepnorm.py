@@ -482,33 +482,48 @@ def test_rms_after_deepnorm() -> None:
     assert error(y, rms) < 1e-12
 
 
+GAIN, EPS, FACTOR = "('dropout', 0, 0.7071067811865475)", "eps=4.999999999999999e-13", "0.7071067811865475"
+JOIN, ALPHA2 = "Join('deepnorm', 'ln_1', 'attn', 0, alpha=1.4142135623730951)", "alpha=1.4142135623730951"
+NOT_SAVED = "isn't the one that was saved"
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("family", "old", "new", "match"),
     [
-        ("alpha", -1.0),
-        ("alpha", True),
-        ("beta", "x"),
-        ("block", 3),
-        ("call", -1),
-        ("placement", "somewhere"),
-        ("altered", 1),
-        ("weights", [["a", "none"]]),
-        ("weights", "all"),
-        ("norm", "x" * 2000),
+        ("bert", FACTOR, "-1.0", NOT_SAVED),
+        ("bert", FACTOR, "True", NOT_SAVED),
+        ("bert", FACTOR, "'x'", NOT_SAVED),
+        ("bert", "'dropout'", "3", NOT_SAVED),
+        ("bert", "'dropout'", "'nothing'", NOT_SAVED),
+        ("bert", "'dropout', 0", "'dropout', -1", NOT_SAVED),
+        ("bert", f"({GAIN},)", "", "Gains.*of its patch record can't be carried out: .*gains"),
+        ("bert", "encoder.", "x" * 2000 + ".", "has no x+.*, which its patch record changes"),
+        ("bert", EPS, "eps=-1.0", NOT_SAVED),
+        ("bert", EPS, "", "LayerNorm.*of its patch record can't be carried out: .*eps"),
+        ("bert", EPS, "eps=1e-12, beta=1", "LayerNorm.*of its patch record can't be carried out: .*beta"),
+        ("gpt2", "'deepnorm'", "'somewhere'", "can't be carried out: form is 'somewhere', not one of pre, post"),
+        ("gpt2", "'ln_1'", "3", NOT_SAVED),
+        ("gpt2", "'ln_1'", "'x'", NOT_SAVED),
+        ("gpt2", "'attn', 0", "'attn', -1", NOT_SAVED),
+        ("gpt2", ALPHA2, "alpha=-1.0", NOT_SAVED),
+        ("gpt2", ALPHA2, "alpha='x'", NOT_SAVED),
+        ("gpt2", JOIN, "'all'", "Joins.*of its patch record can't be carried out"),
     ],
 )
-def test_a_tampered_record_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+def test_a_tampered_record_is_refused(family: str, old: str, new: str, match: str, tmp_path: Path) -> None:
     import json
 
-    model = patch(tiny("bert"), norm="deepnorm")
+    model = patch(tiny(family), norm="deepnorm")
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     stored = json.loads(path.read_text())
-    stored["hfpatch"]["norm"][0]["branches"][0][key] = value
+    edits = stored["hfpatch"]["edits"]
+    at = next(i for i, edit in enumerate(edits) if old in edit)
+    edits[at] = edits[at].replace(old, new)
     path.write_text(json.dumps(stored))
     from transformers import AutoModel
 
-    with pytest.raises(CheckpointError, match=rf"branches\[0\].*{key}"):
+    with pytest.raises(CheckpointError, match=match):
         AutoModel.from_pretrained(tmp_path)
 
 

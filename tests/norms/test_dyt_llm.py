@@ -250,12 +250,12 @@ def test_a_bare_model_opens_it_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_the_config_builds_the_same_start(family: str) -> None:
-    """Of another depth, and of another width, too."""
+    """Of another depth, too. What a request means for a width is settled when it is carried out."""
     model = start(make(family))
     made = AutoModelForCausalLM.from_config(model.config)
     assert alphas_of_state(made) == alphas_of_state(model)
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers, config.hidden_size = 3, WIDE
+    config = copy.deepcopy(start(wide(family)).config)
+    config.num_hidden_layers = 3
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config)
     starts = sorted(m.initial_values()["alpha"] for m in made.modules() if isinstance(m, DynamicTanh))
@@ -292,12 +292,12 @@ def test_taken_back(family: str) -> None:
 
 
 def test_a_failure_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(host: type) -> type:
+    def fail(host: type, lensed: bool) -> type:
         raise RuntimeError("stop")
 
     model = make("gpt2")
     before = fingerprint(model)
-    monkeypatch.setattr("hfpatch.checkpoint.classes.patched_model_class", fail)
+    monkeypatch.setattr("hfpatch.patch.patched_model_class", fail)
     with pytest.raises(RuntimeError, match="stop"):
         start(model)
     assert not changes(before, fingerprint(model))
@@ -385,19 +385,37 @@ def test_nothing_left_to_do() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda part: part.pop("attention"), "norms of attentions are recorded for 'dyt', or missing"),
-        (lambda part: part["scheme"].update(alpha=0.5), "norms of attentions are recorded for 'dyt', or missing"),
-        (lambda part: part.update(embeddings=[3]), "attention and embeddings are lists of globs"),
-        (lambda part: part.update(attention="*"), "attention and embeddings are lists of globs"),
-        (lambda part: part["scheme"].update(alpha="big"), "alpha must be a number"),
+        (lambda part: part.update(attention=["h.*.ln_1"]), "is no object with one of norm, .*, and only, keep, init"),
+        (lambda part: part.update(embeddings=[3]), "is no object with one of norm, .*, and only, keep, init"),
+        (lambda part: part.update(norm="dyt:alpha=big"), "alpha must be a number"),
+        (lambda part: part.update(norm="dyt:alpha=0"), "alpha must be a number"),
+        (lambda part: part.update(norm=3), "a norm is a registered name or a scheme object"),
     ],
 )
 def test_malformed_records(change: Any, match: str) -> None:
     stored = copy.deepcopy(getattr(start(make()).config, KEY))
     assert Record.from_json(stored).to_json() == stored
-    change(stored["norm"][0])
+    change(stored["request"][0])
     with pytest.raises(CheckpointError, match=match):
         Record.from_json(stored)
+
+
+@pytest.mark.parametrize(
+    ("edit", "match"),
+    [
+        ("wte.@scale = 'x'", "@scale takes no such value"),
+        ("ln_f = DynamicTanh(eps=1e-05)", "of its patch record can't be carried out: .*alpha"),
+        ("ln_f = DynamicTanh(eps=1e-05, alpha='llm')", "of its patch record can't be carried out"),
+        ("wte.@scales = 2.0", "isn't an edit: names"),
+        ("j.*.ln_1 = DynamicTanh(eps=1e-05, alpha=1.0)", r"GPT2LMHeadModel .* has no j\.\*\.ln_1"),
+    ],
+)
+def test_malformed_edits(edit: str, match: str) -> None:
+    config = copy.deepcopy(start(make()).config)
+    getattr(config, KEY)["edits"].append(edit)
+    config.architectures = ["GPT2LMHeadModel"]
+    with pytest.raises(CheckpointError, match=match):
+        AutoModelForCausalLM.from_config(config)
 
 
 def test_random_weights_keep_their_values() -> None:
