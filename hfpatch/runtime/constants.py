@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PositionError
-from .lens import Arguments, host_class
+from .lens import LENS, Arguments, host_class, lens_of, lensed_class
 from .rotary import ORIGINAL
 
 SETTINGS_AT = "_hfpatch_rope_settings_at"  # of a rebuilt rotation: the path in the model's config of what it reads
@@ -151,6 +151,8 @@ class HostRotary(nn.Module):
     ) -> nn.Module:
         """Another instance of the host's class with these settings, in the same place, dtype and mode.
 
+        A type of layers that wasn't rotated is again; others stay as they are.
+
         Args:
             old, parent: the module, and what it stands in.
             settings: transformers' `rope_parameters`.
@@ -171,6 +173,10 @@ class HostRotary(nn.Module):
         vars(new)[SETTINGS_AT] = at
         if note:
             vars(new)["hfpatch_note"] = note
+        dropped = lens_of(old, Unrotated)
+        if dropped is not None and set(dropped.layer_types) != {layer_type}:  # other types of layers stay without
+            vars(new)[LENS] = Unrotated(tuple(one for one in dropped.layer_types if one != layer_type))
+            new.__class__ = lensed_class(host_class(type(new)))
         return new
 
 

@@ -174,11 +174,10 @@ def _change(model: nn.Module, rotation: Rotation, part: Part, names: Names) -> C
     refuse_private_forward(rotation.name, rotation.module)
     row.action, row.becomes = "replace", "no rotation"
     row.loss = "queries and keys are rotated no more: a causal mask alone still shows order"
-    return Change(row, (_drop(rotation, (*rotation.all_dropped, rotation.layer_type)),))
-
-
-def _drop(rotation: Rotation, layer_types: tuple[str | None, ...]) -> Edit:
-    return Edit.of(f"{rotation.module_name}.{LENS_SLOT}", Unrotated(layer_types))
+    alike = [other for other in find_rotations(model) if other.module is rotation.module]
+    with_it = [one.layer_type for one in alike if not names.reason_to_keep([one.name], part.only, part.keep)]
+    layer_types = tuple(dict.fromkeys((*rotation.all_dropped, *with_it)))  # one lens says all that the module drops
+    return Change(row, (Edit.of(f"{rotation.module_name}.{LENS_SLOT}", Unrotated(layer_types)),))
 
 
 def _settings_change(model: nn.Module, rotation: Rotation, part: Part, names: Names, row: Row) -> Change:
@@ -211,9 +210,6 @@ def _settings_change(model: nn.Module, rotation: Rotation, part: Part, names: Na
     options |= {"layer_type": rotation.layer_type} if rotation.layer_type is not None else {}
     options |= {"note": f"rotates by {row.becomes}"} if row.loss else {}
     found = [Edit.of(rotation.module_name, Call.of(HostRotary, copy.deepcopy(new), **options))]
-    others = tuple(one for one in rotation.all_dropped if one != rotation.layer_type)
-    if others:
-        found.append(_drop(rotation, others))
     found += [Edit.of(f"{name}.{attribute}", value) for name, attribute, value in differences]
     found += [Edit.of(f"{name}.{LENS_SLOT}", lens) for name, lens in reordered]
     return Change(row, tuple(found))

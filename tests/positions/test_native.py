@@ -392,6 +392,10 @@ def test_one_type_of_layers_without_rotation() -> None:
     assert equal(run(model, given), one)
     patched(model, pos="rope")
     assert equal(run(model, given), before)
+    patched(model, pos="nope")  # both in one request, and back
+    assert equal(run(model, given), both)
+    patched(model, pos="rope")
+    assert equal(run(model, given), before)
 
 
 # --- configs, checkpoints, ways back ------------------------------------------------------------------------------
