@@ -171,7 +171,7 @@ def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> ty
 
 
 @functools.cache  # which tells a call that leaves an argument out from one that doesn't
-def _patched_model_class(host: type[PreTrainedModel], lensed: bool) -> type[PreTrainedModel]:
+def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
     def __init__(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         fingerprint, settings = config.__dict__.pop(OPENED, (None, None))
         as_saved = fingerprint is not None and settings_of(config) == settings
@@ -179,7 +179,7 @@ def _patched_model_class(host: type[PreTrainedModel], lensed: bool) -> type[PreT
             host.__init__(self, config, *args, **kwargs)
         patch_built(self)
         if LENS in vars(self):
-            self.__class__ = patched_model_class(host, lensed=True)  # type: ignore[arg-type]
+            self.__class__ = patched_model_class(host, lensed=True)
         if as_saved:
             self.__dict__[OPENED] = fingerprint
 

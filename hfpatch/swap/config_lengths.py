@@ -204,6 +204,4 @@ def takes_any_length(model: nn.Module) -> bool:
 
 def _recorded(model: nn.Module, option: str) -> set[int]:
     """What earlier position patches of this model set an option to."""
-    if getattr(getattr(model, "config", None), KEY, None) is None:
-        return set()
     return {getattr(part.scheme, option) for part in Record.of(model.config).pos} - {None}
