@@ -69,13 +69,18 @@ def entry(**changes: Any) -> Damage:
 
 def edit(value: str, place: str = "ln_f") -> Damage:
     """One more edit in the patch record."""
-    return text(
-        lambda s: json.dumps((c := json.loads(s)) | {"hfpatch": c["hfpatch"] | {"edits": _more(c, place, value)}})
-    )
+
+    def change(stored: str) -> str:
+        config = json.loads(stored)
+        config["hfpatch"]["edits"].append(f"{place} = {value}")
+        return json.dumps(config)
+
+    return text(change)
 
 
-def _more(config: dict[str, Any], place: str, value: str) -> list[str]:
-    return [*config["hfpatch"]["edits"], f"{place} = {value}"]
+def asked(value: str, option: str = "theta") -> Damage:
+    """Another request in the patch record."""
+    return entry(request=[{"pos": f"rope:{option}={value}"}])
 
 
 def rope(value: str, option: str = "theta") -> Damage:
@@ -109,6 +114,7 @@ def twice(stored: str) -> str:
     return stored.rstrip().removesuffix("}") + ', "hfpatch": {"version": 99, "guarded": {"initializer_range": 0.4}}}'
 
 
+ASKED = "request 0 of its patch record can't be read here"
 UNREAD = "can't be read"
 NO_PLACE = "isn't an edit"
 UNKNOWN = "no component called"
@@ -148,23 +154,23 @@ CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
         f"an edit of {name}": (edit("{}", f"h.0.{name}"), CheckpointError, NO_PLACE)
         for name in (
             *("_modules", "_parameters", "_buffers", "_forward_hooks", "forward", "training", "train", "config"),
-            *(
-                "__class__",
-                "__dict__",
-                "__call__",
-                "state_dict",
-                "_load_from_state_dict",
-                "ln_1()",
-                "ln_1[0]",
-                "../x",
-                "",
-            ),
+            *("__class__", "__dict__", "__call__", "state_dict", "_load_from_state_dict"),
+            *("ln_1()", "ln_1[0]", "../x", ""),
         )
     },
+    "theta asked for infinite": (asked("Infinity"), CheckpointError, f"{ASKED}.*not inf"),
+    "theta asked for NaN": (asked("NaN"), CheckpointError, f"{ASKED}.*not nan"),
+    "theta asked for of 4,000 digits": (asked("9" * 4000), CheckpointError, ASKED),
+    "theta asked for of 5,000 digits": (asked("9" * 5000), CheckpointError, ASKED),
+    "theta asked for nested": (asked(nested(50)), CheckpointError, ASKED),
+    "theta asked for nested deeply": (asked(nested(100_000)), CheckpointError, "nested too deeply|request 0"),
+    "scaling asked for as code": (asked(RUN, "scaling"), CheckpointError, ASKED),
+    "scaling asked for nested": (asked('{"rope_type": [[[]]]}', "scaling"), CheckpointError, ASKED),
+    "max_positions of 4,000 digits": (asked("9" * 4000, "max_positions"), CheckpointError, ASKED),
     "a scheme by its path": (entry(request=[{"norm": "os.path"}]), CheckpointError, "no norm called 'os.path'"),
     "a file as a base": (entry(base_model_type="../../etc/passwd"), CheckpointError, "transformers .* doesn't know"),
     "a version of 4,000 digits": (
-        text(lambda s: s.replace('"version": 2\n', '"version": ' + "9" * 4000 + "\n")),
+        text(lambda s: ('"version": ' + "9" * 4000).join(s.rsplit('"version": 2', 1))),
         CheckpointError,
         r"has version 9+.*this hfpatch reads version 2\. .*pip install -U",
     ),
@@ -195,7 +201,10 @@ CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "kind", "says"), CONFIGS.values(), ids=CONFIGS)
-def test_configs(damage: Damage, kind: Any, says: str, saved: Path, tmp_path: Path) -> None:
+def test_configs(
+    damage: Damage, kind: Any, says: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "system", pytest.fail)  # what the malicious ones would call
     folder = copied(saved, tmp_path)
     damage(folder)
     before = files(tmp_path)
@@ -209,10 +218,11 @@ def test_configs(damage: Damage, kind: Any, says: str, saved: Path, tmp_path: Pa
 def test_the_control_of_configs(saved: Path, tmp_path: Path) -> None:
     folder = copied(saved, tmp_path)
     original = AutoModel.from_pretrained(folder)
-    for damage in (text(lambda s: s.replace("{", "{ ", 1)), setting(unheard_of=[1]), entry(version=2)):
+    same = rope("300.0, scaling={'rope_type': 'linear', 'factor': 2.0}")
+    for damage in (text(lambda s: s.replace("{", "{ ", 1)), setting(unheard_of=[1]), same, entry(version=2)):
         damage(folder)
         assert difference(AutoModel.from_pretrained(folder), original) < 1e-5
-    edit("None", "h.*.attn.@lens")(folder)
+    rope("310.0")(folder)
     assert difference(AutoModel.from_pretrained(folder, check_fingerprint=False), original) > 1e-3
 
 

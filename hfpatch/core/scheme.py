@@ -111,7 +111,7 @@ def _parse_options(text: str, options: str) -> dict[str, Any]:
             raise OptionError(f"{part!r} in {text!r} is not option=value; write for example 'dyt:alpha=0.8'.")
         try:
             parsed[key.strip()] = json.loads(value)
-        except json.JSONDecodeError:
+        except ValueError:  # no JSON, or a number of thousands of digits
             parsed[key.strip()] = value.strip()
     return parsed
 
