@@ -49,7 +49,7 @@ def swap_parameters(
     home = {id(parameter): i for i, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
     default = next(home[key] for key in [*map(id, before), *present] if key in home)
     neighbours: dict[int, list[nn.Parameter]] = {}
-    for gone, new in replaced:
+    for gone, new in sorted(replaced, key=lambda pair: isinstance(pair[1], nn.Module)):  # Parameters tell more
         for parameter in _all(new):
             neighbours.setdefault(id(parameter), []).extend(_all(gone) + _all(new))
     for module in model.modules():

@@ -83,13 +83,15 @@ def _change(model: nn.Module, site: MLPSite, scheme: MLP, part: Part, reason: st
     if part.init == "reset":
         _require_resizable(site, scheme)
         row.loss = "parameters start afresh"
-        return Change(row, _fresh_edits(model, site, scheme), lambda changes: _start_afresh(changes, model, site))
+        assert site.last is not None
+        old = getattr(*site.first), getattr(*site.last)
+        return Change(row, _fresh_edits(model, site, scheme), lambda changes: _start_afresh(changes, model, site, *old))
     start = _require_start(site, scheme, part.init)
     if not start.exact:
         row.loss = _approximation(site, scheme, start)
     put = Edit.of(_path(model, site.first), Call.of(GatedLinear, scheme.name))
-    edits = (put, _gated_activation(model, site, scheme))
-    return Change(row, edits, lambda changes: _start_as_it_was(changes, site, start))
+    edits, first = (put, _gated_activation(model, site, scheme)), getattr(*site.first)
+    return Change(row, edits, lambda changes: _start_as_it_was(changes, site, start, first))
 
 
 def _text(site: MLPSite) -> str:
@@ -185,24 +187,37 @@ def _fresh_edits(model: nn.Module, site: MLPSite, scheme: MLP) -> tuple[Edit, ..
     )
 
 
-def _start_as_it_was(changes: Transaction, site: MLPSite, start: Start) -> None:
+def _start_as_it_was(changes: Transaction, site: MLPSite, start: Start, first: nn.Module) -> None:
     """W = k W1 with its bias k b1 (the same Parameters where k is 1), V = 0 with a bias of 1 / k."""
-    if start.scale == 1.0:
-        return
     gated = getattr(*site.first)
     for name, old in list(gated.gate._parameters.items()):
-        if old is not None:
+        if old is not None and start.scale != 1.0:
             changes.set_parameter(gated.gate, name, _like(old, old.detach() * start.scale))
     with torch.no_grad():
-        gated.up.bias.fill_(1.0 / start.scale)
+        gated.up.bias.div_(start.scale)
+    _log_parameters(changes, gated.up, first)
 
 
-def _start_afresh(changes: Transaction, model: nn.Module, site: MLPSite) -> None:
+def _start_afresh(
+    changes: Transaction, model: nn.Module, site: MLPSite, old_first: nn.Module, old_last: nn.Module
+) -> None:
     """New projections' values, initialised as the host does it."""
     assert site.last is not None
     gated, last = getattr(*site.first), getattr(*site.last)
     if not gated.weight.is_meta:
         _initialise(model, site, gated, last)
+    for new, old in ((gated.gate, old_first), (gated.up, old_first), (last, old_last)):
+        _log_parameters(changes, new, old)
+
+
+def _log_parameters(changes: Transaction, new: nn.Module, old: nn.Module) -> None:
+    """Enter new Parameters, frozen where the old ones are, as replacements of those: optimizers go by that."""
+    weight: nn.Parameter = old.weight  # type: ignore[assignment]
+    for name, parameter in list(new._parameters.items()):
+        if parameter is not None:
+            replaced = old._parameters.get(name)
+            new._parameters[name] = replaced
+            changes.set_parameter(new, name, _like(weight if replaced is None else replaced, parameter.detach()))
 
 
 def _like(old: nn.Parameter, value: Tensor) -> nn.Parameter:

@@ -160,7 +160,7 @@ def test_control_the_scale(family: str, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_control_the_up_bias(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ones = torch.ones
-    monkeypatch.setattr("hfpatch.runtime.gated.torch.ones", lambda size: ones(size) * 0.9)
+    monkeypatch.setattr("hfpatch.runtime.gated.torch.ones", lambda *size, **options: ones(*size, **options) * 0.9)
     model, given = make(family)
     before = answer(model, given)
     assert relative(answer(patch(model, mlp="geglu" if family == "gpt2" else "reglu"), given), before) > 1e-3

@@ -15,8 +15,8 @@ from torch.autograd.functional import hessian, jacobian
 from torch.func import grad, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
+from hfpatch.runtime import norms as rms
 from hfpatch.runtime.norms import AffineNorm
-from hfpatch.schemes import norms as rms
 from hfpatch.schemes.norms import RMS
 from hfpatch.sites.norms import describe
 
