@@ -16,7 +16,15 @@ from torch import Tensor
 import hfpatch
 
 ROOT = Path(hfpatch.__file__).parent
-NEEDED = {"__init__", "errors", "runtime", "core", "measure", "checkpoint"}  # measure: a fingerprint's small forward
+NEEDED = {
+    "__init__",
+    "errors",
+    "runtime",
+    "core",
+    "measure",
+    "schemes",
+    "checkpoint",
+}  # measure: a fingerprint's small forward
 CAUSAL = "AutoModelForCausalLM"
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a table becomes a rotation": ("gpt2", CAUSAL, {"norm": "dyt", "pos": "rope"}),
@@ -75,7 +83,7 @@ def test_checkpoints_open_where_the_rest_is_blocked(tmp_path: Path) -> None:
         with torch.no_grad():
             expected[case] = folder, tensors(model(**inputs(model)))
     blocked = [name for name in modules() if name.split(".")[1:2] and name.split(".")[1] not in NEEDED]
-    for name in ("sites.norms", "swap.norms", "exact.search", "repairs.repair", "plan", "patch", "schemes.norms"):
+    for name in ("sites.norms", "swap.norms", "exact.search", "repairs.repair", "plan", "patch"):
         assert f"hfpatch.{name}" in blocked
     autos = [auto for _, auto, _ in CASES.values()]
     cases = [(str(folder), auto) for (folder, _), auto in zip(expected.values(), autos, strict=True)]

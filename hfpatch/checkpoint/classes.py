@@ -167,7 +167,8 @@ def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> ty
         host: a transformers model class.
         lensed: whether the model has a lens on itself, so that its own forward sees something else.
     """
-    return _patched_model_class(host, lensed)
+    made: Any = _patched_model_class
+    return made(host, lensed)
 
 
 @functools.cache  # which tells a call that leaves an argument out from one that doesn't

@@ -43,7 +43,7 @@ class GatedLinear(nn.Module):
         if width is None:  # V = 0 with a bias of 1: the gate alone
             weight, up = old.weight, bare_copy(old)
             up._parameters["weight"] = _like(weight, torch.zeros_like(weight))  # type: ignore[arg-type]
-            up._parameters["bias"] = _like(weight, torch.ones(projection_sizes(old)[1], device=weight.device))
+            up._parameters["bias"] = _like(weight, weight.detach().new_ones(projection_sizes(old)[1]))  # type: ignore[operator]
             return cls(kind, bare_copy(old), up)
         d_in = projection_sizes(old)[0]
         return cls(kind, *(new_projection(old, d_in, width, bias) for bias in biases))
