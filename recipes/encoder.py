@@ -72,8 +72,9 @@ def load_encoder(source: str) -> PreTrainedModel:
 def longest_input(model: nn.Module, tokens: int) -> float:
     """How many tokens a model takes: what its config and tokenizer (`tokens`) say, unless its table is patched away."""
     config = getattr(model, "module", model).config
-    patched = [part["scheme"]["name"] for part in (getattr(config, "hfpatch", None) or {}).get("pos", ())]
-    if patched and "learned" not in patched:
+    requests = (getattr(config, "hfpatch", None) or {}).get("request", ())
+    schemes = [request["pos"] for request in requests if "pos" in request]
+    if schemes and not any(scheme.startswith("learned") for scheme in schemes):
         return math.inf
     return min(getattr(config, "max_position_embeddings", None) or math.inf, tokens)
 

@@ -16,15 +16,8 @@ from torch import Tensor
 import hfpatch
 
 ROOT = Path(hfpatch.__file__).parent
-NEEDED = {
-    "__init__",
-    "errors",
-    "runtime",
-    "core",
-    "measure",
-    "schemes",
-    "checkpoint",
-}  # measure: a fingerprint's small forward
+# measure: a fingerprint's small forward; schemes: the requests that a record keeps
+NEEDED = {"__init__", "errors", "runtime", "core", "measure", "schemes", "checkpoint"}
 CAUSAL = "AutoModelForCausalLM"
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a table becomes a rotation": ("gpt2", CAUSAL, {"norm": "dyt", "pos": "rope"}),

@@ -345,7 +345,7 @@ def test_a_request_that_is_carried_out_takes_no_other_start(options: dict[str, A
 def state(model: nn.Module) -> dict[str, Any]:
     """Everything by value that makes two models the same; edits of different places may stand in any order."""
     config = json.loads(model.config.to_json_string())
-    config["hfpatch"]["edits"].sort()
+    config.get("hfpatch", {"edits": []})["edits"].sort()
     return {
         "config": config,
         "modules": [(name, type(module).__name__) for name, module in model.named_modules()],

@@ -56,7 +56,7 @@ def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     find = Inputs(model.config).find
     end = find("eos_token_id")
     end = end[0] if isinstance(end, list) else end
-    if isinstance(end, int):
+    if isinstance(end, int) and end < find("vocab_size", default=end + 1):  # GPT-2's default lies beyond a small one
         ids[..., -1] = end
     if find("pad_token_id") is None:  # the last token of several texts can't be told from padding then
         return {key: value[:1] if isinstance(value, Tensor) else value for key, value in inputs.items()}

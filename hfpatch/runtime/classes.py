@@ -16,6 +16,7 @@ from torch import nn
 from .apply import apply
 from .attention import BIAS, ROTARY
 from .constants import SETTINGS_AT, refill
+from .gated import initialise_fresh
 from .generation import without_old_length
 from .lens import SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
@@ -110,6 +111,7 @@ def patch_built(model: Any) -> None:
         CheckpointError: the config carries no usable record, or its edits name what the class doesn't have.
     """
     apply(edits_of(model.config, type(model).__name__), model, fresh=True)
+    initialise_fresh(model)
     if model.all_tied_weights_keys.keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
         # what the host ties goes by other names now (zamba2's norms)
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)

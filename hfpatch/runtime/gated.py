@@ -11,6 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 from .edits import Call
 
+FRESH = "_hfpatch_fresh"  # of a new projection whose values are torch's
+
 
 class GatedLinear(nn.Module):
     """x -> (gate(x), up(x)), in place of an MLP's first projection; x is (..., d), each of the pair (..., d_ff).
@@ -29,7 +31,13 @@ class GatedLinear(nn.Module):
 
     @classmethod
     def replacing(
-        cls, old: nn.Module | None, parent: nn.Module, kind: str, width: int | None = None, *biases: bool
+        cls,
+        old: nn.Module | None,
+        parent: nn.Module,
+        kind: str,
+        width: int | None = None,
+        *biases: bool,
+        scale: float = 1.0,
     ) -> GatedLinear:
         """What takes the place of a projection.
 
@@ -38,15 +46,20 @@ class GatedLinear(nn.Module):
             kind: the registered name of the scheme.
             width: hidden channels, with fresh projections; None keeps the projection as the gate.
             biases: with a width, whether gate and up have a bias.
+            scale: without one, k of the start: W = k W1 (the same Parameters where k is 1), V = 0 with a bias of 1 / k.
         """
         assert old is not None
-        if width is None:  # V = 0 with a bias of 1: the gate alone
-            weight, up = old.weight, bare_copy(old)
-            up._parameters["weight"] = _like(weight, torch.zeros_like(weight))  # type: ignore[arg-type]
-            up._parameters["bias"] = _like(weight, weight.detach().new_ones(projection_sizes(old)[1]))  # type: ignore[operator]
-            return cls(kind, bare_copy(old), up)
-        d_in = projection_sizes(old)[0]
-        return cls(kind, *(new_projection(old, d_in, width, bias) for bias in biases))
+        if width is not None:
+            d_in = projection_sizes(old)[0]
+            return cls(kind, *(new_projection(old, d_in, width, bias) for bias in biases))
+        weight: Any = old.weight
+        gate, up = bare_copy(old), bare_copy(old)
+        for name, own in old._parameters.items():
+            if own is not None and scale != 1.0:
+                gate._parameters[name] = _like(own, own.detach() * scale)
+        ones = torch.ones(projection_sizes(old)[1], dtype=weight.dtype, device=weight.device)
+        up._parameters |= {"weight": _like(weight, torch.zeros_like(weight)), "bias": _like(weight, ones / scale)}
+        return cls(kind, gate, up)
 
     @property
     def weight(self) -> Tensor:
@@ -118,11 +131,19 @@ def activation(name: str) -> nn.Module:
 
 
 def new_projection(like: nn.Module, d_in: int, d_out: int, bias: bool) -> nn.Module:
-    """A projection of a class (Conv1D can't do without a bias), in its dtype, on its device."""
+    """A fresh projection of a class (Conv1D can't do without a bias), in its dtype, on its device."""
     weight = like.weight
     with torch.device("meta" if weight.is_meta else "cpu"):
         new = Conv1D(d_out, d_in) if isinstance(like, Conv1D) and bias else nn.Linear(d_in, d_out, bias)
+    vars(new)[FRESH] = True
     return new if weight.is_meta else new.to(weight.device, weight.dtype)  # type: ignore[arg-type]
+
+
+def initialise_fresh(model: Any) -> None:
+    """Values of fresh projections in a model that was just built, by its host's own rule."""
+    for module in model.modules():
+        if vars(module).pop(FRESH, False) and not module.weight.is_meta:
+            model._init_weights(module)
 
 
 def projection_sizes(module: nn.Module) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from ..core.transaction import Transaction
 from ..errors import NothingToPatchError
 from ..runtime.edits import Call, Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.gated import GatedActivation, GatedLinear, Projection
+from ..runtime.gated import FRESH, GatedActivation, GatedLinear, Projection
 from ..schemes.mlps import FARTHEST, MLP, Activation, Start
 from ..schemes.request import Part
 from ..sites.mlps import MLPSite, Place, find_mlps, mixtures
@@ -89,9 +89,12 @@ def _change(model: nn.Module, site: MLPSite, scheme: MLP, part: Part, reason: st
     start = _require_start(site, scheme, part.init)
     if not start.exact:
         row.loss = _approximation(site, scheme, start)
-    put = Edit.of(_path(model, site.first), Call.of(GatedLinear, scheme.name))
+    put = Edit.of(
+        _path(model, site.first),
+        Call.of(GatedLinear, scheme.name, **({} if start.scale == 1.0 else {"scale": start.scale})),
+    )
     edits, first = (put, _gated_activation(model, site, scheme)), getattr(*site.first)
-    return Change(row, edits, lambda changes: _start_as_it_was(changes, site, start, first))
+    return Change(row, edits, lambda changes: _log_start(changes, site, first))
 
 
 def _text(site: MLPSite) -> str:
@@ -187,15 +190,12 @@ def _fresh_edits(model: nn.Module, site: MLPSite, scheme: MLP) -> tuple[Edit, ..
     )
 
 
-def _start_as_it_was(changes: Transaction, site: MLPSite, start: Start, first: nn.Module) -> None:
-    """W = k W1 with its bias k b1 (the same Parameters where k is 1), V = 0 with a bias of 1 / k."""
+def _log_start(changes: Transaction, site: MLPSite, first: nn.Module) -> None:
+    """Enter the Parameters of a start as it was; the gate's are the replaced ones where they aren't scaled."""
     gated = getattr(*site.first)
-    for name, old in list(gated.gate._parameters.items()):
-        if old is not None and start.scale != 1.0:
-            changes.set_parameter(gated.gate, name, _like(old, old.detach() * start.scale))
-    with torch.no_grad():
-        gated.up.bias.div_(start.scale)
-    _log_parameters(changes, gated.up, first)
+    for projection in (gated.gate, gated.up):
+        if projection.weight is not first.weight:
+            _log_parameters(changes, projection, first)
 
 
 def _start_afresh(
@@ -204,6 +204,8 @@ def _start_afresh(
     """New projections' values, initialised as the host does it."""
     assert site.last is not None
     gated, last = getattr(*site.first), getattr(*site.last)
+    for module in (gated.gate, gated.up, last):
+        vars(module).pop(FRESH)
     if not gated.weight.is_meta:
         _initialise(model, site, gated, last)
     for new, old in ((gated.gate, old_first), (gated.up, old_first), (last, old_last)):

@@ -60,6 +60,14 @@ def test_reproducible_and_without_a_trace() -> None:
     assert not torch.equal(a["input_ids"], c["input_ids"])
 
 
+def test_an_end_beyond_the_vocabulary_is_left_out() -> None:
+    """GPT-2's default end of text is one of 50,257; a classifier of another vocabulary may keep it in its config."""
+    model = tiny("gpt2", "AutoModelForSequenceClassification")
+    model.config.eos_token_id = 50_256
+    assert int(example_inputs(model)["input_ids"].max()) < model.config.vocab_size
+    model(**example_inputs(model))
+
+
 def test_special_tokens_are_left_out() -> None:
     ids = example_inputs(tiny("gpt2"))["input_ids"]
     assert not set(ids.flatten().tolist()) & {0, 1, 2}
