@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -63,7 +64,8 @@ def tensors(result: Any) -> list[Tensor]:
 def opened_without(blocked: list[str], cases: list[tuple[str, str]]) -> subprocess.CompletedProcess[str]:
     """Open checkpoints in a fresh process in which these modules can't be imported."""
     given = json.dumps([cases, blocked])
-    return subprocess.run([sys.executable, "-c", OPEN], input=given, capture_output=True, text=True, check=False)
+    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # equal bits need equally many
+    return subprocess.run([sys.executable, "-c", OPEN], input=given, capture_output=True, text=True, check=False, env=env)
 
 
 def test_checkpoints_open_where_the_rest_is_blocked(tmp_path: Path) -> None:
