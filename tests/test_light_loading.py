@@ -65,7 +65,8 @@ def opened_without(blocked: list[str], cases: list[tuple[str, str]]) -> subproce
     """Open checkpoints in a fresh process in which these modules can't be imported."""
     given = json.dumps([cases, blocked])
     env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # equal bits need equally many
-    return subprocess.run([sys.executable, "-c", OPEN], input=given, capture_output=True, text=True, check=False, env=env)
+    command = [sys.executable, "-c", OPEN]
+    return subprocess.run(command, input=given, capture_output=True, text=True, check=False, env=env)
 
 
 def test_checkpoints_open_where_the_rest_is_blocked(tmp_path: Path) -> None:
