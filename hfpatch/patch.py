@@ -93,7 +93,7 @@ def patch_model(
             group of what they replace.
         reversible: keep what was replaced in memory, for `unpatch_model`.
         calibration: what isn't exact is fitted back to the original, branch after branch, without labels or training
-            (convert/repair.py says how): on batches of inputs (dictionaries, or tensors of the main input; any number
+            (repairs/repair.py says how): on batches of inputs (dictionaries, or tensors of the main input; any number
             of them), or on "self", sequences that a language model draws from itself. None repairs nothing.
             `repair_report(model)` tells what came of it.
         tokenizer: a tokenizer or processor whose `model_max_length` becomes the position scheme's `max_positions`.

@@ -31,11 +31,6 @@ def as_globs(option: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
     return globs
 
 
-def pattern_of(name: str) -> str:
-    """A module's or parameter's name with `*` for every number between dots."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
 @dataclass
 class Names:
     """A model's module names as globs see them: with and without the prefix of the base model.

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..core.globs import pattern_of
 from ..core.plan_table import refuse_private_forward
 from ..core.transaction import Transaction
 from ..errors import OptionError
 from ..runtime.apply import apply, condensed
-from ..runtime.edits import CENTRE_SLOT, Edit
+from ..runtime.edits import CENTRE_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import CENTRED
 from .centring import Centring

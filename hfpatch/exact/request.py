@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..core.globs import pattern_of
 from ..core.transaction import Transaction
 from ..errors import OptionError, VerificationError, WrappedModelError
 from ..measure.copies import host_on_meta, unpatched_config
 from ..measure.inputs import example_inputs
 from ..measure.outputs import outputs_of
 from ..measure.quiet_forward import fitting, quiet
+from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from ..schemes.norms import Norm
 from ..schemes.request import Part, Record
@@ -106,7 +106,7 @@ class Conversion:
         return [name for name in self.approximate if self.compensates(name)]
 
     def compensates(self, name: str) -> bool:
-        """Whether a norm that isn't exact gets the nearest closed form, see `convert/compensate.py`."""
+        """Whether a norm that isn't exact gets the nearest closed form, see `compensate.py`."""
         return self.mode == "fold" and pattern_of(name) in self.centring.compensated
 
     def find(self) -> None:

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.globs import pattern_of
 from ..measure.quiet_forward import default_device
 from ..measure.twin import twin
+from ..runtime.edits import pattern_of
 from ..runtime.norms import NormFacts
 from ..schemes.norms import RMS
 from ..sites.norms import describe

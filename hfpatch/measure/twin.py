@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..core.globs import pattern_of
+from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from .float64 import outputs_in_float64
 from .inputs import example_inputs as make_example_inputs

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.globs import pattern_of
+from ..runtime.edits import pattern_of
 from ..sites.blocks import OUTPUT, Block, observe_blocks
 from .attention_maps import eager, map_in
 from .block_replay import Segment, Walk, is_linear_map

@@ -5,7 +5,7 @@ forms in float64 over streamed sums:
 
 * a norm that changed: gain and shift by least squares to the original norm's output, channel by channel, and its
   scalars (alpha, s) by search;
-* queries and keys, where positions changed, by descent to the original's attention maps (convert/maps.py);
+* queries and keys, where positions changed, by descent to the original's attention maps (attention_maps.py);
 * the maps that read one tensor x (queries, keys, values; the first layer of an MLP): W <- W + M W with the M that takes
   x nearest to the original's x (ridge);
 * the map whose output is added to the residual stream: ridge regression, around its weights, of what is missing in the

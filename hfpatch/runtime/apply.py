@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 from .components import OWN as _OWN  # noqa: F401  # known to the text of edits by being imported
-from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SCALE_SLOT, Call, Edit, value_text
+from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SCALE_SLOT, Call, Edit, matcher, pattern_of, value_text
 from .errors import CheckpointError, PatchError, first_line
 from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, with_lens
 
@@ -139,7 +138,7 @@ class Tree:
             if "*" not in above:
                 found = [(above, self.modules[above])] if above in self.modules else []
             else:
-                matches = re.compile(re.escape(above).replace(r"\*", r"\d+")).fullmatch
+                matches = matcher(above)
                 found = [(name, module) for name, module in self.modules.items() if matches(name)]
             for name, module in found:
                 for one in [child for child in module._modules if child.isdigit()] if leaf == "*" else [leaf]:
@@ -179,7 +178,7 @@ def _assign(
     elif isinstance(value, Call) and value.is_module():
         done[place] = owner
         present = getattr(owner, leaf, None)  # a function in the place of a module
-        new = value.make_module(present, owner) if present is not None else value.make_module(None, owner)
+        new = value.make_module(present, owner)
         if leaf in vars(owner) and present is not None:
             changes.set_attribute(owner, leaf, new)
         else:
@@ -229,11 +228,6 @@ def _look(module: nn.Module, changes: Any, model: nn.Module) -> None:
 _SLOTS: dict[str, Callable[..., None]] = {LENS_SLOT: _see, CENTRE_SLOT: _centre, SCALE_SLOT: _scale}
 
 
-def pattern_of(name: str) -> str:
-    """A module's name with `*` for every number that is a piece of it."""
-    return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
-
-
 def condensed(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
     """Edits of single places, by names in `model`, as few edits at patterns inside its base model.
 
@@ -275,7 +269,7 @@ def condensed(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
 def _named(tree: Tree, pattern: str) -> Iterator[Any]:
     """The places that a pattern names in a model."""
     above, _, leaf = pattern.rpartition(".")
-    matches = re.compile(re.escape(above).replace(r"\*", r"\d+")).fullmatch
+    matches = matcher(above)
     for name, module in tree.modules.items():
         if matches(name):
             for one in [child for child in module._modules if child.isdigit()] if leaf == "*" else [leaf]:

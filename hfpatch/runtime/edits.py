@@ -21,6 +21,7 @@ import ast
 import contextlib
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from importlib.metadata import entry_points
 from math import inf
@@ -73,6 +74,16 @@ def component_called(name: str) -> Any:
             "else update hfpatch: pip install -U hfpatch"
         )
     return COMPONENTS[name]
+
+
+def pattern_of(name: str) -> str:
+    """A module's or Parameter's name with `*` for every number between dots."""
+    return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
+
+
+def matcher(pattern: str) -> Callable[[str], Any]:
+    """Tells of a name whether a pattern stands for it."""
+    return re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,12 @@ class GatedLinear(nn.Module):
         gate, up = bare_copy(old), bare_copy(old)
         for name, own in old._parameters.items():
             if own is not None and scale != 1.0:
-                gate._parameters[name] = _like(own, own.detach() * scale)
+                gate._parameters[name] = parameter_like(own, own.detach() * scale)
         ones = torch.ones(projection_sizes(old)[1], dtype=weight.dtype, device=weight.device)
-        up._parameters |= {"weight": _like(weight, torch.zeros_like(weight)), "bias": _like(weight, ones / scale)}
+        up._parameters |= {
+            "weight": parameter_like(weight, torch.zeros_like(weight)),
+            "bias": parameter_like(weight, ones / scale),
+        }
         return cls(kind, gate, up)
 
     @property
@@ -164,5 +167,6 @@ def bare_copy(module: nn.Module) -> Any:
     return new
 
 
-def _like(old: Any, value: Tensor) -> nn.Parameter:
+def parameter_like(old: Any, value: Tensor) -> nn.Parameter:
+    """A Parameter of other values, where another one is, in its dtype, trained where that is."""
     return nn.Parameter(value.to(old.device, old.dtype), requires_grad=old.requires_grad)

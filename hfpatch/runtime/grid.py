@@ -9,7 +9,6 @@ forwards of different sizes may wait for one backward, and torch.compile sees pl
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import PHASES, ROTARY, has_hooks
+from .edits import matcher
 from .errors import PositionError
 from .lens import TAKEN, Arguments, ListView, lens_of
 
@@ -300,7 +300,7 @@ def named(owner: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
     """The names of an owner's modules that patterns stand for."""
     found: list[str] = []
     for pattern in patterns:
-        matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+        matches = matcher(pattern)
         found += [name for name, _ in owner.named_modules() if matches(name)] if "*" in pattern else [pattern]
     return tuple(found)
 

@@ -23,7 +23,7 @@ class LengthLimit:
     """A lens on a module that would refuse, or cut, inputs beyond the removed table's length."""
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        """As of any `view.Lens`."""
+        """As of any `lens.Lens`."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__(module, arguments).")
 
     def with_table(self, reserved_rows: int) -> LengthLimit | None:

@@ -266,7 +266,7 @@ def _rebuild(host: type[nn.Module]) -> nn.Module:
 
 
 def host_class(cls: type) -> type:
-    """The class behind one that hfpatch generated (here or in checkpoint.py), or the class itself."""
+    """The class behind one that hfpatch generated (here or in checkpoint/classes.py), or the class itself."""
     return getattr(cls, "hfpatch_host", cls)
 
 

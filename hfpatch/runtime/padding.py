@@ -37,7 +37,7 @@ class Padded:
             for name in self.norms:
                 put(tree, name, _Told(module.get_submodule(name), keep))
         if hasattr(module, "gradient_checkpointing"):
-            tree["gradient_checkpointing"] = False  # as in residual.py
+            tree["gradient_checkpointing"] = False  # as in joins.py
         return views(module, tree), {}
 
 

@@ -109,7 +109,7 @@ class Norm(Scheme):
     def by_branch(self) -> bool:
         """Whether norms start in a way of their own before attentions, and token embeddings get a learned scale.
 
-        That is for language models from scratch, with `init="reset"`; `from_scratch.py` finds both on the model.
+        That is for language models from scratch, with `init="reset"`; `swap/from_scratch.py` finds both on the model.
         """
         return False
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.globs import pattern_of
+from ..runtime.edits import pattern_of
 from .norms import describe
 
 Call = tuple[str, int]  # a module's name in its block, and which of its calls in one forward of the block

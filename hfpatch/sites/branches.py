@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.globs import pattern_of
+from ..runtime.edits import pattern_of
 from .anatomy import Branch
 
 

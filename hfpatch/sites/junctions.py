@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from ..core.globs import Names, pattern_of
+from ..core.globs import Names
 from ..core.plan_table import refuse_private_forward
 from ..errors import NothingToPatchError
 from ..measure.outputs import max_error, outputs_of
 from ..measure.quiet_forward import quiet
 from ..measure.twin import twin
 from ..runtime.apply import apply, condensed
-from ..runtime.edits import LENS_SLOT, Edit
+from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.errors import PatchError, UnsupportedError
 from ..runtime.joins import Gains, Join, Joins
 from ..runtime.lens import lens_of

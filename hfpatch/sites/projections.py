@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.globs import pattern_of
 from ..runtime.attention import NUMBER_OF_HEADS
+from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from .anatomy import Branch
 from .blocks import Block, Call, stream_blocks

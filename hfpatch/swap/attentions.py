@@ -11,9 +11,8 @@ from torch import nn
 from ..core.globs import Names
 from ..core.plan_table import SO_ALREADY, Change, Row, refuse_private_forward
 from ..errors import OptionError
-from ..runtime.apply import pattern_of
 from ..runtime.attention import BIAS, ROTARY, AttentionLens
-from ..runtime.edits import LENS_SLOT, Edit
+from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.grid import Grid, GridLens, Relay, relays
 from ..runtime.qk_layouts import channels_per_head

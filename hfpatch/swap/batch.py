@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..core.globs import pattern_of
 from ..core.plan_table import Change, refuse_private_forward
 from ..measure.twin import twin
-from ..runtime.edits import LENS_SLOT, Edit
+from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.joins import Joins
 from ..runtime.lens import lens_of

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.globs import Names, pattern_of
+from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.registry import NORMS
 from ..core.transaction import Transaction
 from ..errors import NothingToPatchError
-from ..runtime.edits import LENS_SLOT, Edit
+from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.joins import Gains
 from ..runtime.norms import NormFacts

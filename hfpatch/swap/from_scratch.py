@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.globs import Names, pattern_of
+from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..errors import OptionError
 from ..measure.twin import twin
-from ..runtime.edits import SCALE_SLOT, Edit
+from ..runtime.edits import SCALE_SLOT, Edit, pattern_of
 from ..runtime.errors import PatchError, UnsupportedError
 from ..runtime.lens import SCALE, SCALED
 from ..schemes.request import Part

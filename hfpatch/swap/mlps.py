@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..core.globs import Names
@@ -12,7 +12,7 @@ from ..core.transaction import Transaction
 from ..errors import NothingToPatchError
 from ..runtime.edits import Call, Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.gated import FRESH, GatedActivation, GatedLinear, Projection
+from ..runtime.gated import FRESH, GatedActivation, GatedLinear, Projection, parameter_like
 from ..schemes.mlps import FARTHEST, MLP, Activation, Start
 from ..schemes.request import Part
 from ..sites.mlps import MLPSite, Place, find_mlps, mixtures
@@ -219,11 +219,9 @@ def _log_parameters(changes: Transaction, new: nn.Module, old: nn.Module) -> Non
         if parameter is not None:
             replaced = old._parameters.get(name)
             new._parameters[name] = replaced
-            changes.set_parameter(new, name, _like(weight if replaced is None else replaced, parameter.detach()))
-
-
-def _like(old: nn.Parameter, value: Tensor) -> nn.Parameter:
-    return nn.Parameter(value.to(old.device, old.dtype), requires_grad=old.requires_grad)
+            changes.set_parameter(
+                new, name, parameter_like(weight if replaced is None else replaced, parameter.detach())
+            )
 
 
 def _initialise(model: nn.Module, site: MLPSite, gated: GatedLinear, last: nn.Module) -> None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from ..core.globs import Names, pattern_of
+from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.transaction import Transaction
 from ..errors import NothingToPatchError
 from ..exact.fold import Step, fold_shift
 from ..exact.request import Conversion
-from ..runtime.edits import Edit
+from ..runtime.edits import Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.norms import AffineNorm, NormFacts
 from ..schemes.norms import Norm

@@ -28,7 +28,6 @@ from tiny_models import (
 from torch import Tensor, nn
 from transformers import Dinov2Config, Dinov2Model, GPT2LMHeadModel
 
-from hfpatch.core.globs import pattern_of
 from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError, WrappedModelError
 from hfpatch.exact.centring import Axis, Centring
@@ -37,6 +36,7 @@ from hfpatch.exact.fold import centre, steps
 from hfpatch.exact.search import find_centring
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
+from hfpatch.runtime.edits import pattern_of
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import CENTRED, LENS
 from hfpatch.runtime.norms import AffineNorm
