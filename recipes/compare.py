@@ -5,7 +5,7 @@ same order, as does the control: an unpatched copy for each seed and budget, whi
 taken within a seed, and their interval over the seeds says whether a swap is better, the same or worse.
 
     python recipes/compare.py                                                      # rms, dyt, rope, rms+rope; 5 seeds
-    python recipes/compare.py --variants dyt rope --starts copied repaired --methods finetune distil annealed
+    python recipes/compare.py --variants dyt rope --starts copied repaired --methods finetune distil
     python recipes/compare.py --baseline_steps 0 --starts reset --steps 900       # all models from scratch
     python recipes/compare.py --task image recipes/configs/vision.yaml --list     # what would be trained
     accelerate launch --num_cpu_threads_per_process 2 recipes/compare.py          # with torchrun: -- before the script
@@ -32,7 +32,6 @@ import torch
 from compare_figure import draw_curves
 from compare_report import compare_report
 from data import RecipeError
-from heal import require_whole_weights
 from html_report import html_report
 from memory import keep_freed_memory
 from methods import METHODS, Distil, Method, MethodConfig, check_method, objective, try_out
@@ -67,7 +66,7 @@ class CompareConfig(MethodConfig):
     )
     methods: list[str] = field(
         default_factory=lambda: ["finetune"],
-        metadata={"help": f"how patched copies are trained: {', '.join(METHODS)}, annealed+distil; see heal.py"},
+        metadata={"help": f"how patched copies are trained: {', '.join(METHODS)}; see heal.py"},
     )
     starts: list[str] | None = field(
         default=None, metadata={"help": f"how patched copies begin: {', '.join(STARTS)}; none: as --start says"}
@@ -198,7 +197,7 @@ def train_cell(run: Run, baseline: Baseline, cell: Cell) -> None:
     """One model: what is trained after the baseline goes on in its data."""
     variant, start, name, steps = cell.kind
     if not cell.kind.is_control:
-        method = objective(name, run.task, baseline.copy, run.config, variant, start)
+        method = objective(name, run.task, baseline.copy, run.config, variant)
     else:
         method = Distil(run.task, baseline.copy, run.config) if name else Method(run.task, run.config)
 
@@ -225,7 +224,6 @@ def check_patches(run: Run, baseline: Baseline) -> None:
         RecipeError: a method can't be put together, or the model can't draw sequences for a repair.
     """
     c = run.config
-    require_whole_weights(run, c.methods)
     for variant, start in product(c.variants, c.starts):
         plan_patch(baseline.model, **parse_variant(variant), **INIT.get(start, {}))
         for method in c.methods:

@@ -1,14 +1,14 @@
 """Bring a patched model back.
 
 One model (by default a small GPT-2, trained on the spot), one patch. A copy is patched and what the patch couldn't keep
-is repaired (`--start`); then it is trained by a method (`--method`): on the task's loss, by distillation from the
-unpatched model, swapped layer by layer or by degrees. An unpatched copy gets the same budget: the control. Figures are
-measured before the patch, right after it, and in the end, and so is how far each model agrees with the unpatched one.
+is repaired (`--start`); then it is trained by a method (`--method`): on the task's loss, or by distillation from the
+unpatched model. An unpatched copy gets the same budget: the control. Figures are measured before the patch, right after
+it, and in the end, and so is how far each model agrees with the unpatched one.
 
     python recipes/heal.py                                         # nothing to prepare, nothing downloaded
     python recipes/heal.py recipes/configs/lm.yaml --patch dyt --method distil
     python recipes/heal.py --model gpt2 --text notes/*.txt --patch rms+rope --lora_rank 16
-    python recipes/heal.py --method annealed+distil --start copied --blend_share 0.3
+    python recipes/heal.py --method distil --start copied
     accelerate launch --num_cpu_threads_per_process 2 recipes/heal.py      # with torchrun: -- before the script
 
 In the output folder: results.md, results.json, curves.png; of the models: baseline (where it was trained), swapped,
@@ -25,7 +25,6 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
 import torch
-from accelerate import DistributedType
 from agreement import agreement
 from data import RecipeError
 from memory import keep_freed_memory
@@ -50,9 +49,8 @@ class HealConfig(MethodConfig):
     )  # fmt: skip
     method: str = field(
         default="finetune",
-        metadata={"help": "finetune, distil (where the unpatched model knows the data), staged, annealed; also "
-                  "staged+distil, annealed+distil"},
-    )  # fmt: skip
+        metadata={"help": "finetune, or distil where the unpatched model knows the data"},
+    )
     no_control: bool = field(
         default=False,
         metadata={"help": "leave out the unpatched copy of equal budget; where distil uses no labels there is none"},
@@ -66,7 +64,8 @@ class HealConfig(MethodConfig):
         Raises:
             RecipeError: says which setting.
         """
-        if "distil" in check_method(self.method, self) and self.distil_weight == 1:
+        check_method(self.method, self)
+        if self.method == "distil" and self.distil_weight == 1:
             self.no_control = True  # without labels there is nothing that an unpatched copy would learn
         if not parse_variant(self.patch):
             raise RecipeError(f"--patch {self.patch} patches nothing")
@@ -79,10 +78,9 @@ class HealConfig(MethodConfig):
 def heal(run: Run) -> None:
     """A baseline, its unpatched copy, and its patched copy right after the patch and healed: each a stage."""
     c = run.config
-    require_whole_weights(run, [c.method])
     baseline = Baseline(run.task, c, c.seed, [c.patch])
     try_out(c.method, run.task, baseline.model, c, c.patch, c.start)
-    method = objective(c.method, run.task, baseline.copy, c, c.patch, c.start)
+    method = objective(c.method, run.task, baseline.copy, c, c.patch)
     run.open_results()
     swapped = run.out / SWAPPED
 
@@ -99,22 +97,12 @@ def heal(run: Run) -> None:
         run.stage(SWAPPED, swap, 0, seed=c.seed)
         options: dict[str, Any] = {"seed": c.seed, "first": baseline.steps}
         if not c.no_control:
-            plain = objective("finetune", run.task, baseline.copy, c, CONTROL, c.start)
+            plain = objective("finetune", run.task, baseline.copy, c, CONTROL)
             run.stage(CONTROL, lambda: plain.prepare(baseline.copy()), c.steps, objective=plain, **options)
         run.stage(HEALED, lambda: method.prepare(run.task.load(str(swapped))), c.steps, objective=method, **options)
     compare_with_teacher(run, baseline)
     run.report(heal_report, draw_healing, "and a folder per model")
     run.accelerator.end_training()
-
-
-def require_whole_weights(run: Run, methods: list[str]) -> None:
-    sharded = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-    moving = [method for method in methods if method not in ("finetune", "distil")]
-    if run.accelerator.distributed_type in sharded and moving:
-        raise RecipeError(
-            f"method {moving[0]} moves weights between steps, which {run.accelerator.distributed_type.value} "
-            "keeps in pieces: use one process, several with whole copies (DDP), or methods finetune and distil"
-        )
 
 
 @torch.no_grad()

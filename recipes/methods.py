@@ -1,13 +1,11 @@
-"""How a patched model is trained back: what each step minimises, and what happens to the model on the way.
+"""How a patched model is trained back: what each step minimises, and what of it is trained.
 
     finetune   the task's loss
     distil     that, mixed with the distance to the unpatched teacher: KL divergence of outputs, hidden states
-    staged     swapped layer by layer, each a share of the steps after the one before it (blend.py)
-    annealed   swapped by degrees, all layers at once, from exactly the original function (blend.py)
 
-"annealed+distil" is both. With `--lora_rank` low-rank adapters are trained instead of matrices, and merged in the end.
+With `--lora_rank` low-rank adapters are trained instead of matrices, and merged in the end.
 
-    method = objective("annealed", task, baseline.copy, config, "rms+rope", "copied")
+    method = objective("distil", task, baseline.copy, config, "rms+rope")
     run.stage("healed", lambda: method.prepare(patched), steps, seed=0, objective=method)
 """
 
@@ -22,10 +20,9 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from blend import Blend
 from data import RecipeError
 from run import Objective
-from settings import CONTROL, parse_variant
+from settings import CONTROL
 from start import INIT, keeps_dropout, patched, switch_off_dropout
 from tasks import Batch, Task
 from torch import Tensor, nn
@@ -34,7 +31,7 @@ from transformers import PreTrainedModel
 from hfpatch.runtime.errors import first_line
 
 Teacher = Callable[[], PreTrainedModel]  # makes a copy of the unpatched model
-METHODS = ("finetune", "distil", "staged", "annealed")
+METHODS = ("finetune", "distil")
 
 
 @dataclass
@@ -59,12 +56,6 @@ class MethodConfig:
     teacher_dtype: Literal["float32", "bfloat16", "float16"] = field(
         default="float32", metadata={"help": "distil: the teacher's precision"}
     )
-    blend_share: float = field(
-        default=0.5, metadata={"help": "staged, annealed: share of the steps after which the swap is complete"}
-    )
-    stage_order: Literal["first", "last"] = field(
-        default="first", metadata={"help": "staged: from the first layer to the last, or from the last to the first"}
-    )
     lora_rank: int = field(default=0, metadata={"help": "rank of low-rank adapters (needs peft); 0: train everything"})
     lora_alpha: float = field(default=16.0, metadata={"help": "LoRA: adapters are scaled by it over the rank"})
     lora_targets: list[str] | None = field(
@@ -72,25 +63,18 @@ class MethodConfig:
     )
 
 
-def check_method(name: str, config: Any) -> list[str]:
-    """The parts of a method's name, once they and their settings make sense.
+def check_method(name: str, config: Any) -> None:
+    """Refuse a method's name or settings that make no sense.
 
     Raises:
-        RecipeError: they don't.
+        RecipeError: says which.
     """
-    parts = name.split("+")
-    for part in parts:
-        if part not in METHODS:
-            near = difflib.get_close_matches(part, METHODS, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise RecipeError(
-                f"no method is called {part!r}.{hint} There are {', '.join(METHODS)}, and annealed+distil"
-            )
-    if len(set(parts)) < len(parts) or {"staged", "annealed"} <= set(parts) or ("finetune" in parts and len(parts) > 1):
-        raise RecipeError(f"--method {name}: at most one of staged and annealed, and distil, go together")
-    for setting, low, high in (("distil_weight", 0.0, 1.0), ("blend_share", 0.0, 1.0)):
-        if not low < getattr(config, setting) <= high:
-            raise RecipeError(f"--{setting} must be above {low:g} and at most {high:g}, not {getattr(config, setting)}")
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, METHODS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise RecipeError(f"no method is called {name!r}.{hint} There are {' and '.join(METHODS)}")
+    if not 0 < config.distil_weight <= 1:
+        raise RecipeError(f"--distil_weight must be above 0 and at most 1, not {config.distil_weight}")
     for setting in ("distil_temperature", "lora_alpha"):
         if not 0 < getattr(config, setting) < math.inf:
             raise RecipeError(f"--{setting} must be positive, not {getattr(config, setting)}")
@@ -101,32 +85,26 @@ def check_method(name: str, config: Any) -> list[str]:
         raise RecipeError("--lora_rank needs the package: pip install peft")
     if config.lora_targets and not config.lora_rank:
         raise RecipeError("--lora_targets needs --lora_rank")
-    if getattr(config, "patience", None) is not None and {"staged", "annealed"} & set(parts):
-        raise RecipeError(f"--patience could stop {name} before its swap is complete: leave it out")
-    if getattr(config, "compile", False) and {"staged", "annealed"} & set(parts):
-        raise RecipeError(f"--compile: blocks that {name} swaps on the way compute something else in every step")
-    return parts
 
 
-def objective(name: str, task: Task, teacher: Teacher | None, config: Any, variant: str, start: str) -> "Method":
-    """A method by name, for one variant that begins in one way.
+def objective(name: str, task: Task, teacher: Teacher | None, config: Any, variant: str) -> "Method":
+    """A method by name, for one variant.
 
     Args:
-        teacher: makes a copy of the unpatched model: what "distil" learns from, what "staged" and "annealed" begin as.
-        variant, start: as for `start.patched`, which makes the model that `prepare` takes.
+        teacher: makes a copy of the unpatched model, which "distil" learns from.
+        variant: as for `start.patched`, which makes the model that `prepare` takes.
 
     Raises:
         RecipeError: an unknown method or one without the teacher that it needs, or settings outside their domain.
     """
-    parts = check_method(name, config)
-    if teacher is None and set(parts) - {"finetune"}:
-        raise RecipeError(f"--method {name} needs the unpatched model: as the teacher, or to begin from")
+    check_method(name, config)
     if variant == CONTROL:
         return Method(task, config)
-    method = Distil(task, teacher, config) if "distil" in parts else Method(task, config)
-    if schedule := {"staged", "annealed"} & set(parts):
-        request = {**parse_variant(variant), **INIT.get(start, {})}
-        method = Gradual(method, teacher, request, staged="staged" in schedule)
+    method = Method(task, config)
+    if name == "distil":
+        if teacher is None:
+            raise RecipeError("--method distil needs the unpatched model as the teacher")
+        method = Distil(task, teacher, config)
     return Lora(method, teacher) if config.lora_rank else method
 
 
@@ -138,7 +116,7 @@ def try_out(name: str, task: Task, model: PreTrainedModel, config: Any, variant:
     """
     if start == "self" and not model.can_generate():
         raise RecipeError(f"--start self: a {type(model).__name__} draws no sequences; take repaired or auto")
-    method = objective(name, task, lambda: copy.deepcopy(model), config, variant, start)
+    method = objective(name, task, lambda: copy.deepcopy(model), config, variant)
     if type(method) is not Method:
         unrepaired = start if start in INIT else "auto"
         method.prepare(patched(task, copy.deepcopy(model), variant, unrepaired, 0, 1, 0))
@@ -156,29 +134,6 @@ class Method(Objective):
         if not keeps_dropout(self.config):
             switch_off_dropout(model)
         return model
-
-
-class Around(Method):
-    """A method around another one."""
-
-    def __init__(self, inner: Method) -> None:
-        super().__init__(inner.task, inner.config)
-        self.inner = inner
-
-    def prepare(self, model: PreTrainedModel) -> nn.Module:
-        return self.inner.prepare(model)
-
-    def swapped(self, model: nn.Module) -> nn.Module:
-        return self.inner.swapped(model)
-
-    def before_step(self, model: nn.Module, step: int, steps: int) -> None:
-        self.inner.before_step(model, step, steps)
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self.inner.loss(model, batch)
-
-    def finished(self, model: nn.Module) -> nn.Module:
-        return self.inner.finished(model)
 
 
 # -- distillation
@@ -310,65 +265,18 @@ def last_state(output: Any) -> Tensor:
     return output[0] if state is None else state
 
 
-# -- by degrees
-
-
-class Gradual(Around):
-    """Swapped on the way, within `blend_share` of the steps.
-
-    Annealed: t grows evenly in every layer. Staged: layer after layer goes from 0 to 1 at once, at even distances, the
-    first one before the first step. Attentions turn layer by layer too, but they all read one table of positions, from
-    the stream: it fades by as much as there are layers that turn, and is gone with the last of them.
-    """
-
-    def __init__(self, inner: Method, teacher: Teacher, request: dict[str, Any], staged: bool) -> None:
-        super().__init__(inner)
-        self.original, self.request, self.staged = teacher, request, staged
-        self.blend: Blend | None = None
-
-    def prepare(self, model: PreTrainedModel) -> nn.Module:
-        self.blend = Blend(self.original(), model, self.request)
-        few = [self.task.curve[i] for i in range(min(2, len(self.task.curve)))]
-        self.blend.require_ends(self.task.inputs(self.task.collate(few)))
-        del self.blend.original
-        return self.inner.prepare(self.blend.model)
-
-    def swapped(self, model: nn.Module) -> nn.Module:
-        assert self.blend is not None
-        return self.blend.patched
-
-    def before_step(self, model: nn.Module, step: int, steps: int) -> None:
-        assert self.blend is not None
-        self.blend.move(self.shares(step, steps), before=self.shares(step - 1, steps))
-        self.inner.before_step(model, step, steps)
-
-    def shares(self, step: int, steps: int) -> dict[str, float]:
-        """The t of every layer in this step; in step 0 nothing is swapped."""
-        assert self.blend is not None
-        last, layers = max(1, round(self.config.blend_share * steps)), self.blend.layers
-        if not self.staged:
-            return dict.fromkeys(layers, min(1.0, step / last))
-        order = layers if self.config.stage_order == "first" else layers[::-1]
-        return {layer: float(step >= 1 + i * last // len(order)) for i, layer in enumerate(order)}
-
-    def finished(self, model: nn.Module) -> nn.Module:
-        assert self.blend is not None
-        self.inner.finished(model)
-        return self.blend.finished()
-
-
 # -- low-rank adapters
 
 
-class Lora(Around):
+class Lora(Method):
     """W + (alpha / rank) B A for linear maps, A and B trained; so are all parameters that the patch brought.
 
     Hu et al. 2022, arXiv:2106.09685. `finished` adds the product to W, so that a plain patched model is left.
     """
 
     def __init__(self, inner: Method, teacher: Teacher | None) -> None:
-        super().__init__(inner)
-        self.original = teacher
+        super().__init__(inner.task, inner.config)
+        self.inner, self.original = inner, teacher
 
     def prepare(self, model: PreTrainedModel) -> nn.Module:
         from peft import LoraConfig, get_peft_model
@@ -396,6 +304,9 @@ class Lora(Around):
             if type(module).__name__.removeprefix("Parametrized") != kinds.get(name):
                 brought += [p for p in module.parameters() if p.requires_grad and p.ndim != 2]  # matrices are adapted
         return brought
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self.inner.loss(model, batch)
 
     def finished(self, model: nn.Module) -> nn.Module:
         return self.inner.finished(model.merge_and_unload())

@@ -94,13 +94,6 @@ class Objective:
     def __init__(self, task: Task) -> None:
         self.task = task
 
-    def swapped(self, model: nn.Module) -> nn.Module:
-        """What the stage's figures before training are of: what is trained, unless the patch comes on the way."""
-        return model
-
-    def before_step(self, model: nn.Module, step: int, steps: int) -> None:
-        """Called before each of the steps 1 ... `steps`; what it does is a function of `step` alone, for resuming."""
-
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Per item the summed loss, (B,), and the number of terms in it, (B,)."""
         return self.task.loss(model, batch)
@@ -196,7 +189,7 @@ class Run:
             if state:
                 self.accelerator.load_state(state)
             else:
-                record["start"] = self.measure(objective.swapped(model), heldout, model)
+                record["start"] = self.measure(model, heldout)
                 record["curve"] = [{"step": 0, **self.measure(model, self.curve_loader)}]
             if left:
                 self.train(name, *training, self.loader(train_set), objective, record, steps)
@@ -219,7 +212,6 @@ class Run:
                 self.steps_taken += 1
                 stop = bool(self.requests) or self.steps_taken == c.stop_after
                 begun = time.perf_counter()
-                objective.before_step(self.accelerator.unwrap_model(model), step, steps)
                 where = f"step {step} of {name}"
                 with really_called(model):
                     loss, seen, stop = self.train_step(where, model, optimizer, scheduler, batches, objective, stop)

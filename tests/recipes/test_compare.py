@@ -66,7 +66,7 @@ def test_a_repair_is_done_once_for_all_methods(text, tmp_path, monkeypatch):
     monkeypatch.setattr(start, "patched", counted)
     grid = ["--variants", "dyt", "rms", "--starts", "repaired", "--seeds", "0", "--steps", "2"]
     grid += ["--keep_dropout", "true"]
-    assert compare.main(tiny(tmp_path / "all", text, *grid, "--methods", "finetune", "annealed", "distil")) == 0
+    assert compare.main(tiny(tmp_path / "all", text, *grid, "--methods", "finetune", "distil")) == 0
     assert repairs == ["control", "dyt", "rms"]
     repairs.clear()
     assert compare.main(tiny(tmp_path / "budgets", text, *grid, "--steps", "2", "3")) == 0

@@ -131,11 +131,6 @@ class TestRefused:
         assert "\n" not in error
         assert not (tmp_path / "results.json").exists()
 
-    @pytest.mark.parametrize("method", ["staged", "annealed+distil"])
-    def test_by_degrees(self, text, tmp_path, capsys, method):
-        assert heal.main(tiny(tmp_path, text, "--method", method, "--compile")) == 2
-        assert f"--compile: blocks that {method} swaps on the way" in capsys.readouterr().err
-
     def test_code_that_is_not_called(self, text, tmp_path, capsys, monkeypatch):
         """As by a wrapper that goes past a module's own call."""
 

@@ -16,15 +16,15 @@ LM = f"{TINY} --block_size 16 --heldout_blocks 4 --curve_blocks 4"
 RECIPES = {
     "finetune": (finetune, "--variants rms rope control"),
     "heal": (heal, "--patch rms"),
-    "annealed": (heal, "--patch rope --method annealed+distil --start copied"),
-    "compare": (compare, "--variants rope --methods finetune staged --starts copied --seeds 0"),
+    "distil": (heal, "--patch rope --method distil --start copied"),
+    "compare": (compare, "--variants rope --methods finetune distil --starts copied --seeds 0"),
     "unlabelled": (compare, "--variants rms --methods distil --distil_weight 1 --seeds 0"),
 }
 
 
 @pytest.fixture
 def rates(monkeypatch):
-    """Dropout of every model that is trained: its stage, and its modules' rates, blends' frozen halves included."""
+    """Dropout of every model that is trained: its stage, and its modules' rates."""
     found = {}
     train = run.Run.train
 

@@ -11,7 +11,6 @@ import run
 import settings
 import start
 import torch
-from accelerate import DistributedType
 from run import Run
 from run_files import ROOT, read_results
 from safetensors.torch import load_file
@@ -36,9 +35,9 @@ def figures(out):
 
 @pytest.fixture(scope="module")
 def finished(text, tmp_path_factory):
-    """An uninterrupted run, swapped by degrees."""
+    """An uninterrupted run."""
     out = tmp_path_factory.mktemp("finished")
-    assert heal.main(tiny(out, text, "--method", "annealed+distil")) == 0
+    assert heal.main(tiny(out, text, "--method", "distil")) == 0
     return out
 
 
@@ -50,7 +49,7 @@ class TestFigures:
         assert stages["swapped"]["start"] == stages["swapped"]["end"] != stages["baseline"]["end"]
         assert stages["control"]["start"] == stages["baseline"]["end"]
         assert stages["healed"]["start"] == stages["swapped"]["start"]
-        assert stages["healed"]["curve"][0] == stages["control"]["curve"][0], "nothing of the patch is there yet"
+        assert stages["healed"]["curve"][0] == stages["swapped"]["curve"][0]
         assert stages["healed"]["end"]["loss"] < stages["swapped"]["end"]["loss"]
 
     @pytest.mark.parametrize("name", ["swapped", "healed", "control"])
@@ -78,7 +77,7 @@ class TestFigures:
     def test_report(self, finished):
         stages = read_results(finished)["stages"]
         lines = (finished / "results.md").read_text("utf-8").splitlines()
-        assert lines[0] == "Patch dyt+rope, method annealed+distil."
+        assert lines[0] == "Patch dyt+rope, method distil."
         assert [row.split("|")[1].strip() for row in lines[4:7]] == ["loss", "perplexity", "bits per byte"]
         shown = [
             stages["baseline"]["end"],
@@ -110,13 +109,13 @@ class TestFigures:
 
 class TestStopping:
     def test_resumed_run_equals_an_uninterrupted_one(self, finished, text, tmp_path, capsys):
-        for steps in (3, 10):  # in the baseline; in the healing, while the swap goes on
-            stop = ["--method", "annealed+distil", "--stop_after", steps, *["--resume"][: steps == 10]]
+        for steps in (3, 10):  # in the baseline; in the healing
+            stop = ["--method", "distil", "--stop_after", steps, *["--resume"][: steps == 10]]
             assert heal.main(tiny(tmp_path, text, *stop)) == 130
         (state,) = tmp_path.glob("state/*/stage.json")
         assert json.loads(state.read_text())["name"] == "healed"
         assert json.loads(state.read_text())["step"] == 3
-        assert heal.main(tiny(tmp_path, text, "--method", "annealed+distil", "--resume")) == 0
+        assert heal.main(tiny(tmp_path, text, "--method", "distil", "--resume")) == 0
         assert "swapped: done before" in capsys.readouterr().out
         assert figures(tmp_path) == figures(finished)
 
@@ -133,17 +132,17 @@ class TestStopping:
         assert "baseline: done before" in capsys.readouterr().out
 
     def test_stopping_with_the_last_step(self, text, tmp_path, capsys):
-        staged = ["--method", "staged", "--no_control"]
-        assert heal.main(tiny(tmp_path / "once", text, *staged)) == 0
-        assert heal.main(tiny(tmp_path / "twice", text, *staged, "--stop_after", 10)) == 130
+        flags = ["--method", "distil", "--no_control"]
+        assert heal.main(tiny(tmp_path / "once", text, *flags)) == 0
+        assert heal.main(tiny(tmp_path / "twice", text, *flags, "--stop_after", 10)) == 130
         assert "after step 6 of 6 of 'healed'" in capsys.readouterr().err
-        assert heal.main(tiny(tmp_path / "twice", text, *staged, "--resume")) == 0
+        assert heal.main(tiny(tmp_path / "twice", text, *flags, "--resume")) == 0
         assert figures(tmp_path / "twice") == figures(tmp_path / "once")
         assert "control" not in read_results(tmp_path / "once")["stages"]
         assert "healed vs before" in (tmp_path / "once" / "results.md").read_text("utf-8")
 
     def test_another_method_can_not_resume(self, finished, text, capsys):
-        assert heal.main(tiny(finished, text, "--method", "distil", "--resume")) == 2
+        assert heal.main(tiny(finished, text, "--method", "finetune", "--resume")) == 2
         assert "other settings: method changed" in capsys.readouterr().err
 
 
@@ -164,10 +163,10 @@ class TestLora:
 
 class TestSettings:
     def test_lm_yaml_with_own_flags(self):
-        argv = [str(ROOT / "recipes" / "configs" / "lm.yaml"), "--patch", "dyt", "--method", "staged"]
+        argv = [str(ROOT / "recipes" / "configs" / "lm.yaml"), "--patch", "dyt", "--method", "distil"]
         config = settings.read_run(argv, "heal.py", "", heal.HealConfig)
-        plain = settings.read_run(["--patch", "dyt", "--method", "staged"], "heal.py", "", heal.HealConfig)
-        assert (config.patch, config.method, config.steps) == ("dyt", "staged", plain.steps)
+        plain = settings.read_run(["--patch", "dyt", "--method", "distil"], "heal.py", "", heal.HealConfig)
+        assert (config.patch, config.method, config.steps) == ("dyt", "distil", plain.steps)
         assert plain.output_dir == "runs/heal"
 
     def test_yaml_holds_own_settings(self, tmp_path):
@@ -182,7 +181,7 @@ class TestSettings:
             heal.main(["--help"])
         assert exit.value.code == 0
         shown = capsys.readouterr().out
-        assert all(f"--{name} " in shown for name in ("patch", "method", "blend_share", "lora_rank", "start", "text"))
+        assert all(f"--{name} " in shown for name in ("patch", "method", "distil_weight", "lora_rank", "start", "text"))
         assert "--variants" not in shown
 
 
@@ -196,10 +195,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
-            (["--method", "anneal"], "no method is called 'anneal'. Did you mean 'annealed'?"),
-            (["--method", "annealed", "--patch", "deepnorm"], "this patch can't come by degrees"),
-            (["--method", "staged", "--patch", "sinusoidal"], "this patch can't come by degrees"),
-            (["--method", "staged", "--blend_share", "0"], "--blend_share must be above 0"),
+            (["--method", "distill"], "no method is called 'distill'. Did you mean 'distil'?"),
             (["--lora_rank", "2", "--lora_targets", "nothing"], "--lora_targets nothing: "),
             (["--variants", "rms"], "heal.py brings one patch back: --patch; compare.py takes several --variants"),
             (["--patch", "control"], "--patch control patches nothing"),
@@ -213,8 +209,3 @@ class TestBadInput:
         error = capsys.readouterr().err.strip()
         assert message in error
         assert "\n" not in error
-
-    def test_weights_in_pieces(self, text, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr("accelerate.Accelerator.distributed_type", DistributedType.FSDP)
-        assert heal.main(tiny(tmp_path, text, "--method", "annealed")) == 2
-        assert "which FSDP keeps in pieces" in capsys.readouterr().err

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from agreement import agreement
-from blend import Blend, difference
 from data import RecipeError
 from start import patched
 from tasks import Task
@@ -72,7 +71,7 @@ def settings(**changed):
 def prepared(name, variant="rms+rope", start="copied", family="gpt2", **changed):
     """A method, and what it trains."""
     task = Tiny(family)
-    goal = methods.objective(name, task, task.baseline, settings(**changed), variant, start)
+    goal = methods.objective(name, task, task.baseline, settings(**changed), variant)
     return goal, goal.prepare(patched(task, task.baseline(), variant, start, 0, B, 0))
 
 
@@ -82,12 +81,18 @@ def train(goal, model, steps, first=1, last=None, optimizer=None):
     optimizer = optimizer or torch.optim.AdamW(trained, lr=1e-3)
     for step in range(first, (last or steps) + 1):
         torch.manual_seed(step)  # of dropout; a run saves the stream
-        goal.before_step(model, step, steps)
         sums, counts = goal.loss(model.train(), padded(step))
         (sums.sum() / counts.sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
+
+
+@torch.no_grad()
+def difference(model, original, inputs):
+    """The largest difference of two models' outputs in eval mode, relative to the original's largest output."""
+    a, b = (m.eval()(**inputs)[0] for m in (model, original))
+    return float((a - b).abs().max() / b.abs().max())
 
 
 def inputs(task):
@@ -96,7 +101,7 @@ def inputs(task):
 
 class TestDropout:
     @pytest.mark.parametrize("family", ["gpt2", "bert", "vit", "opt", "llama"])
-    @pytest.mark.parametrize("name", ["finetune", "annealed"])
+    @pytest.mark.parametrize("name", ["finetune", "distil"])
     def test_is_off_unless_it_is_asked_for(self, family, name):
         HEADS.setdefault(family, "AutoModelForCausalLM")
         rates = ("attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
@@ -104,148 +109,13 @@ class TestDropout:
             task = Tiny(family)
             own = {rate: 0.3 for rate in rates if hasattr(task.baseline().config, rate)}
             task.baseline = lambda own=own: tiny(family, HEADS[family], **own)
-            goal = methods.objective(name, task, task.baseline, settings(keep_dropout=asked), "dyt", "copied")
+            goal = methods.objective(name, task, task.baseline, settings(keep_dropout=asked), "dyt")
             model = goal.prepare(patched(task, task.baseline(), "dyt", "copied", 0, B, 0)).train()
             x = inputs(task)
             with torch.no_grad():
                 one, other = (model(**x).logits for _ in range(2))
             assert torch.equal(one, other) is not asked
             assert {rate: getattr(goal.finished(model).config, rate) for rate in own} == own, "as it will be saved"
-
-
-class TestBlend:
-    @pytest.mark.parametrize("family", HEADS)
-    @pytest.mark.parametrize("variant", ["dyt", "rope", "rms+rope", "nope", "dyt+alibi+swiglu"])
-    def test_begins_as_the_original_and_ends_as_the_patched_model(self, family, variant):
-        goal, model = prepared("annealed", variant, family=family)
-        task, blend = goal.task, goal.blend
-        x, original, whole = inputs(task), task.baseline(), copy.deepcopy(blend.patched)
-        assert difference(model, original, x) < (1e-6 if "swiglu" in variant else 1e-12)
-        goal.before_step(model, 1, 4)  # of two steps of four: half of the way
-        assert difference(model, original, x) > 1e-3
-        assert difference(model, whole, x) > 1e-3
-        goal.before_step(model, 2, 4)
-        assert difference(model, whole, x) < 1e-6
-        assert difference(goal.finished(model), model, x) < 1e-6
-
-    def test_exactly_the_original_bit_for_bit(self):
-        goal, model = prepared("annealed", "dyt+rope")
-        x = inputs(goal.task)
-        with torch.no_grad():
-            assert torch.equal(model(**x).logits, goal.task.baseline()(**x).logits)
-
-    def test_what_is_left_is_a_plain_patched_model(self, tmp_path):
-        goal, model = prepared("annealed")
-        train(goal, model, 2)
-        left, plain = goal.finished(model), patched(goal.task, goal.task.baseline(), "rms+rope", "copied", 0, B, 0)
-        assert type(left) is type(plain)
-        assert left.config.to_dict() == plain.config.to_dict()
-        assert left.state_dict().keys() == plain.state_dict().keys()
-        assert not any(module._forward_hooks or module._forward_pre_hooks for module in left.modules())
-        assert {type(m) for m in left.modules()} == {type(m) for m in plain.modules()}
-        left.save_pretrained(tmp_path)
-        loaded = type(left).from_pretrained(tmp_path).eval()
-        assert difference(loaded, left, inputs(goal.task)) == 0
-        assert difference(loaded, plain, inputs(goal.task)) > 1e-4, "it was trained"
-
-    def test_the_blend_holds_the_trained_function(self):
-        goal, model = prepared("annealed")
-        train(goal, model, 4)
-        assert difference(goal.finished(model), model, inputs(goal.task)) < 1e-5
-
-    def test_repaired_weights_come_by_degrees_too(self):
-        task = Tiny()
-        goal = methods.objective("annealed", task, task.baseline, settings(), "dyt+rope", "repaired")
-        repaired = patched(task, task.baseline(), "dyt+rope", "repaired", 8, B, 0)
-        begun, original, x = copy.deepcopy(repaired), task.baseline(), inputs(task)
-        moved = [n for n, p in original.named_parameters() if n in dict(begun.named_parameters())]
-        assert any(not torch.equal(begun.get_parameter(n), original.get_parameter(n)) for n in moved)
-        model = goal.prepare(repaired)
-        assert difference(model, original, x) == 0
-        for step in range(1, 5):
-            goal.before_step(model, step, 4)
-        assert difference(model, begun, x) < 1e-5
-
-    @pytest.mark.parametrize(
-        ("variant", "message"),
-        [("deepnorm", "nothing that it changes has a share"), ("sinusoidal", "nothing that it changes has a share")],
-    )
-    def test_patches_that_can_not_blend(self, variant, message):
-        with pytest.raises(RecipeError, match=message):
-            prepared("annealed", variant)
-
-    def test_a_blend_that_is_not_the_original_is_refused(self):
-        task = Tiny()
-        blend = Blend(task.baseline(), patched(task, task.baseline(), "dyt", "copied", 0, B, 0), {"norm": "dyt"})
-        blend.require_ends(inputs(task))
-        with torch.no_grad():
-            blend.model.transformer.wte.weight.mul_(1.1)
-        with pytest.raises(RecipeError, match="outputs are not the original's"):
-            blend.require_ends(inputs(task))
-
-    def test_old_modules_are_not_trained_and_new_ones_are(self):
-        goal, model = prepared("annealed", "dyt")
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        train(goal, model, 2)
-        changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-        assert {"transformer.h.0.ln_1.alpha", "transformer.h.0.ln_1.gain", "transformer.wpe.weight"} <= changed
-        fades = [hook.old for m in model.modules() for hook in m._forward_hooks.values()]
-        assert len(fades) == 5
-        assert all(
-            torch.equal(old.weight, goal.task.baseline().get_submodule(name).weight)
-            for old, name in zip(fades, [n for n, m in model.named_modules() if m._forward_hooks], strict=True)
-        )
-
-
-class TestStaged:
-    def test_one_layer_after_the_other(self):
-        goal, _ = prepared("staged", blend_share=0.5)
-        first, second = goal.blend.layers
-        table = [tuple(goal.shares(step, 20).values()) for step in (0, 1, 5, 6, 10, 20)]
-        assert table == [(0, 0), (1, 0), (1, 0), (1, 1), (1, 1), (1, 1)]
-        assert first.endswith("h.0")
-        goal.config.stage_order = "last"
-        assert goal.shares(1, 20) == {first: 0.0, second: 1.0}
-
-    def test_a_layer_that_is_not_its_turn_is_the_original(self):
-        goal, model = prepared("staged")
-        goal.before_step(model, 1, 20)
-        norms = {n: next(iter(m._forward_hooks.values())) for n, m in model.named_modules() if n.endswith("ln_1")}
-        x = torch.randn(2, 3, 32)
-        for name, fade in norms.items():
-            own, old = type(norms).get(dict(model.named_modules()), name)(x), fade.old(x)
-            assert torch.equal(own, old) == (".1." in name), name
-        assert goal.blend._positions.t == 0.5, "half of the layers turn, so half of the table is gone"
-
-    def test_all_stages_done_is_the_plain_patch(self):
-        goal, model = prepared("staged")
-        for step in range(1, 5):
-            goal.before_step(model, step, 4)
-        plain = patched(goal.task, goal.task.baseline(), "rms+rope", "copied", 0, B, 0)
-        left = goal.finished(model)
-        assert left.state_dict().keys() == plain.state_dict().keys()
-        assert all(
-            torch.equal(a, b) for a, b in zip(left.state_dict().values(), plain.state_dict().values(), strict=True)
-        )
-
-    @pytest.mark.parametrize(
-        ("name", "variant"), [("staged", "dyt+rope"), ("annealed", "rms+rope"), ("annealed+distil", "dyt+rope")]
-    )
-    def test_going_on_from_a_saved_state(self, name, variant):
-        """What a resumed run does: it builds the stage anew, loads the state, and begins with a later step."""
-        start = "auto" if variant == "rms+rope" else "copied"  # exact norms: weights move too
-        once, model = prepared(name, variant, start)
-        train(once, model, 6)
-        stopped, half = prepared(name, variant, start)
-        optimizer = train(stopped, half, 6, last=3)
-        resumed, again = prepared(name, variant, start)
-        again.load_state_dict(half.state_dict())
-        other = torch.optim.AdamW([p for p in again.parameters() if p.requires_grad], lr=1e-3)
-        other.load_state_dict(optimizer.state_dict())
-        train(resumed, again, 6, first=4, optimizer=other)
-        left, expected = resumed.finished(again).state_dict(), once.finished(model).state_dict()
-        assert all(torch.equal(left[key], value) for key, value in expected.items())
-        assert not torch.equal(stopped.finished(half).state_dict()["lm_head.weight"], expected["lm_head.weight"])
 
 
 class TestDistil:
@@ -260,7 +130,7 @@ class TestDistil:
     def test_teacher_and_student_share_nothing(self):
         task = Tiny()
         model = task.baseline()
-        goal = methods.objective("distil", task, lambda: model, settings(), "dyt", "copied")
+        goal = methods.objective("distil", task, lambda: model, settings(), "dyt")
         with pytest.raises(ValueError, match="share parameters"):
             goal.prepare(model)
 
@@ -324,7 +194,7 @@ class TestDistil:
     def test_models_without_a_head(self):
         task = Tiny("bert")
         task.baseline = lambda: tiny("bert", "AutoModel")
-        goal = methods.objective("distil", task, task.baseline, settings(distil_weight=1.0), "dyt", "copied")
+        goal = methods.objective("distil", task, task.baseline, settings(distil_weight=1.0), "dyt")
         model = goal.prepare(patched(task, task.baseline(), "dyt", "copied", 0, B, 0))
         assert goal.loss(task.baseline(), padded())[0].sum() < 1e-6
         sums, _ = goal.loss(model, padded())
@@ -348,7 +218,7 @@ class TestDistil:
         task.baseline = lambda: tiny("bert", "AutoModel")
         states = lambda model, batch: model(input_ids=batch["input_ids"].flip(1)).last_hidden_state  # noqa: E731
         task.distance = lambda model, teacher, batch: (states(model, batch) - states(teacher, batch)).norm(dim=(1, 2))
-        goal = methods.objective("distil", task, task.baseline, settings(distil_weight=1.0), "dyt", "copied")
+        goal = methods.objective("distil", task, task.baseline, settings(distil_weight=1.0), "dyt")
         model, batch = goal.prepare(patched(task, task.baseline(), "dyt", "copied", 0, B, 0)).eval(), padded()
         expected = task.distance(model, goal.teacher, batch).mean()
         assert expected > 0.1
@@ -363,7 +233,7 @@ class TestDistil:
 
 
 class TestLora:
-    @pytest.mark.parametrize("name", ["finetune", "annealed"])
+    @pytest.mark.parametrize("name", ["finetune", "distil"])
     def test_merged_equals_unmerged(self, name, tmp_path):
         goal, model = prepared(name, "dyt+rope", lora_rank=2)
         frozen = model.base_model.model.transformer.h[0].attn.c_attn.base_layer.weight.clone()
@@ -396,35 +266,28 @@ class TestNames:
     @pytest.mark.parametrize(
         ("name", "changed", "message"),
         [
-            ("anealed", {}, "no method is called 'anealed'. Did you mean 'annealed'?"),
-            ("staged+annealed", {}, "at most one of staged and annealed"),
-            ("finetune+distil", {}, "at most one of"),
-            ("distil+distil", {}, "at most one of"),
+            ("distill", {}, "no method is called 'distill'. Did you mean 'distil'? There are finetune and distil"),
+            ("annealed", {}, "no method is called 'annealed'. There are finetune and distil"),
             ("distil", {"distil_weight": 0.0}, "--distil_weight must be above 0 and at most 1, not 0.0"),
             ("distil", {"distil_temperature": 0.0}, "--distil_temperature must be positive"),
             ("distil", {"distil_hidden": -1.0}, "--distil_hidden must be at least 0"),
-            ("staged", {"blend_share": 1.5}, "--blend_share must be above 0 and at most 1"),
             ("finetune", {"lora_targets": ["q"]}, "--lora_targets needs --lora_rank"),
-            ("annealed", {"patience": 3}, "--patience could stop annealed before its swap is complete"),
         ],
     )
     def test_refused(self, name, changed, message):
-        config = settings(**{k: v for k, v in changed.items() if k != "patience"})
-        config.patience = changed.get("patience")
         with pytest.raises(RecipeError) as error:
-            methods.check_method(name, config)
+            methods.check_method(name, settings(**changed))
         assert message in str(error.value)
 
-    @pytest.mark.parametrize("name", ["distil", "annealed", "staged"])
-    def test_a_teacher_is_needed(self, name):
+    def test_a_teacher_is_needed(self):
         with pytest.raises(RecipeError, match="needs the unpatched model"):
-            methods.objective(name, Tiny(), None, settings(), "dyt", "copied")
+            methods.objective("distil", Tiny(), None, settings(), "dyt")
 
     def test_tried_out_on_a_copy(self):
         task = Tiny("bert")
         model = task.baseline()
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        methods.try_out("annealed+distil", task, model, settings(lora_rank=2), "dyt+rope", "repaired")
+        methods.try_out("distil", task, model, settings(lora_rank=2), "dyt+rope", "repaired")
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         with pytest.raises(RecipeError, match="--start self: a BertForMaskedLM draws no sequences"):
             methods.try_out("finetune", task, model, settings(), "dyt", "self")
@@ -436,7 +299,7 @@ class TestNames:
 
     def test_the_control_is_only_trained(self):
         task = Tiny()
-        goal = methods.objective("annealed", task, task.baseline, settings(), "control", "copied")
+        goal = methods.objective("distil", task, task.baseline, settings(), "control")
         model = task.baseline()
         assert goal.prepare(model) is model
 
