@@ -34,8 +34,8 @@ from .weight_digest import SUMS, Sums, deviation, digest, is_finite, run, same_w
 
 VERSION = 2
 FACTOR = 5.0  # how many times as far as noise moves the sums they may be off
-# Coarser dtypes add up in float32 and round once. Sums in float32 come out otherwise with other threads or kernels: over
-# all model types outputs were off by up to 5.4 times (threads) and 10.1 times (without oneDNN) what such noise explains.
+# Coarser dtypes add up in float32 and round once. Sums in float32 come out otherwise with other threads or kernels: by
+# up to 5.4 times (threads) and 10.1 times (without oneDNN) what noise in the last bit explains, over all model types.
 ORDER_OF_SUMS = 5.0
 BLUNT = 0.4  # where that is more than this, by the output's size, nothing can be told; unrelated outputs are off by 2
 _DRAWS = {"float32": 1, "float16": 1, "bfloat16": 2}  # of noise in the last bit, from fine to coarse
