@@ -17,8 +17,7 @@ from torch import Tensor
 import hfpatch
 
 ROOT = Path(hfpatch.__file__).parent
-# measure: a fingerprint's small forward; schemes: the requests that a record keeps
-NEEDED = {"__init__", "errors", "runtime", "core", "measure", "schemes", "checkpoint"}
+NEEDED = {"__init__", "errors", "runtime", "measure", "checkpoint"}  # measure: for a fingerprint's small forward
 CAUSAL = "AutoModelForCausalLM"
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a table becomes a rotation": ("gpt2", CAUSAL, {"norm": "dyt", "pos": "rope"}),

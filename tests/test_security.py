@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import difference, inputs, outputs, patch, tiny
 from transformers import AutoConfig, AutoModel
 
+from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import CheckpointError
 from hfpatch.schemes.rope import RoPE
 
@@ -158,16 +159,6 @@ CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
             *("ln_1()", "ln_1[0]", "../x", ""),
         )
     },
-    "theta asked for infinite": (asked("Infinity"), CheckpointError, f"{ASKED}.*not inf"),
-    "theta asked for NaN": (asked("NaN"), CheckpointError, f"{ASKED}.*not nan"),
-    "theta asked for of 4,000 digits": (asked("9" * 4000), CheckpointError, ASKED),
-    "theta asked for of 5,000 digits": (asked("9" * 5000), CheckpointError, ASKED),
-    "theta asked for nested": (asked(nested(50)), CheckpointError, ASKED),
-    "theta asked for nested deeply": (asked(nested(100_000)), CheckpointError, "nested too deeply|request 0"),
-    "scaling asked for as code": (asked(RUN, "scaling"), CheckpointError, ASKED),
-    "scaling asked for nested": (asked('{"rope_type": [[[]]]}', "scaling"), CheckpointError, ASKED),
-    "max_positions of 4,000 digits": (asked("9" * 4000, "max_positions"), CheckpointError, ASKED),
-    "a scheme by its path": (entry(request=[{"norm": "os.path"}]), CheckpointError, "no norm called 'os.path'"),
     "a file as a base": (entry(base_model_type="../../etc/passwd"), CheckpointError, "transformers .* doesn't know"),
     "a version of 4,000 digits": (
         text(lambda s: ('"version": ' + "9" * 4000).join(s.rsplit('"version": 2', 1))),
@@ -213,6 +204,32 @@ def test_configs(
             auto.from_pretrained(folder)
         assert len(str(caught.value)) < 1000
     assert files(tmp_path) == before
+
+
+REQUESTS: dict[str, tuple[Damage, str]] = {
+    "theta asked for infinite": (asked("Infinity"), f"{ASKED}.*not inf"),
+    "theta asked for NaN": (asked("NaN"), f"{ASKED}.*not nan"),
+    "theta asked for of 4,000 digits": (asked("9" * 4000), ASKED),
+    "theta asked for of 5,000 digits": (asked("9" * 5000), ASKED),
+    "theta asked for nested": (asked(nested(50)), ASKED),
+    "theta asked for nested deeply": (asked(nested(100_000)), "nested too deeply|request 0"),
+    "scaling asked for as code": (asked(RUN, "scaling"), ASKED),
+    "scaling asked for nested": (asked('{"rope_type": [[[]]]}', "scaling"), ASKED),
+    "max_positions of 4,000 digits": (asked("9" * 4000, "max_positions"), ASKED),
+    "a scheme by its path": (entry(request=[{"norm": "os.path"}]), "no norm called 'os.path'"),
+}
+
+
+@pytest.mark.parametrize(("damage", "says"), REQUESTS.values(), ids=REQUESTS)
+def test_requests(damage: Damage, says: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked for is read when a model is patched again; to open it, edits are enough."""
+    monkeypatch.setattr(os, "system", pytest.fail)
+    folder = copied(saved, tmp_path)
+    damage(folder)
+    model = AutoModel.from_pretrained(folder)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        plan_patch(model, norm="rms")
+    assert len(str(caught.value)) < 1000
 
 
 def test_the_control_of_configs(saved: Path, tmp_path: Path) -> None:

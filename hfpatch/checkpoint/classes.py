@@ -1,51 +1,31 @@
 """The classes of patched models and configs, and their registration with the Auto classes: saving and opening.
 
-What they have in common with those of an exported file, how they are built, read and written, is in runtime/classes.py.
+What they share with the classes of exported code is in runtime/classes.py.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import types
-from contextlib import nullcontext
 from typing import Any
 
-import torch
 import transformers
 from safetensors import SafetensorError
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..runtime.classes import PatchedConfig, PatchedModel, patch_built
+from ..runtime.classes import PatchedConfig, PatchedModel
+from ..runtime.edits import parse_edits
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import LENS, host_class, once_per_class
 from ..runtime.record import FINGERPRINT, KEY, checked
 from ..runtime.refuse_host import ENTRY as GUARDED
-from ..schemes.request import Record
 from .auto_classes import auto_classes, opened_classes
 from .files import broken_file, is_plain_name, require_sound_files
-from .fingerprint import Fingerprint, is_weighty, settings_of
+from .fingerprint import Fingerprint, settings_of
 
-REMOTE = "modeling_hfpatch"  # the module that opens an exported checkpoint where hfpatch isn't there
-_OF_LOADING = {"return_unused_kwargs", "revision", "subfolder", "cache_dir", "token", "local_files_only"}  # no settings
-_FILLS: set[Any] = {nn.init.normal_, nn.init.uniform_, nn.init.constant_, nn.init.kaiming_uniform_}
-_FILLS |= {Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_}
-_read: Any = PatchedConfig.from_dict.__func__  # type: ignore[attr-defined]  # for any config class
-OPENED = "_hfpatch_opened"  # of a config from disk: its fingerprint and a digest of its settings; of a model: the first
-
-
-class WithoutValues(TorchFunctionMode):
-    """While it is open, tensors on meta aren't filled: that does nothing, and is a third of what building costs."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _FILLS:
-            tensor = args[0] if args else kwargs.get("tensor")
-            if isinstance(tensor, Tensor) and tensor.is_meta:
-                return tensor
-        return func(*args, **kwargs)
+REMOTE = "modeling_hfpatch"  # the module of an export's code, which opens its checkpoint where hfpatch isn't installed
+OPENED = "_hfpatch_opened"  # of a config from disk: the checkpoint's fingerprint, and a digest of its settings
 
 
 class HfpatchConfig(PreTrainedConfig):
@@ -61,10 +41,7 @@ class HfpatchConfig(PreTrainedConfig):
             CheckpointError: the patch record is missing, malformed, newer, or of a family that is unknown here.
         """
         where = _where(config_dict)
-        stored = config_dict.get(KEY)
-        base = stored.get("base_model_type") if isinstance(stored, dict) else None
-        if not isinstance(base, str) or base not in CONFIG_MAPPING:
-            base = checked(_without_guard(stored), where)  # says what is wrong, if that is more than the name
+        base = checked(_on_disk_only_removed(config_dict.get(KEY)), where)
         try:
             host = CONFIG_MAPPING[base]
         except KeyError as error:
@@ -89,13 +66,13 @@ def _where(config_dict: dict[str, Any]) -> Any:
     return config_dict.get("_name_or_path") or "this checkpoint's config.json"
 
 
-def _without_guard(stored: Any) -> Any:
-    """A record from disk without what `released` reads."""
+def _on_disk_only_removed(stored: Any) -> Any:
+    """A record from disk without the entry that `refuse_host.released` reads."""
     return {name: value for name, value in stored.items() if name != GUARDED} if isinstance(stored, dict) else stored
 
 
 def _checked(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Fingerprint | None]:
-    """A patched config.json without the file that an export wrote, and the fingerprint in its record.
+    """A patched config.json without the classes of an export's file, and the fingerprint in its record.
 
     Raises:
         CheckpointError: as in `HfpatchConfig.from_dict`.
@@ -103,61 +80,54 @@ def _checked(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], F
     weights = config_dict.get("transformers_weights")
     if weights is not None and not is_plain_name(weights):
         raise CheckpointError(f"{where} names {weights!r:.80} as its weights, not a safetensors file of its folder.")
-    try:
-        settings = without_remote_code(config_dict)
-        stored, fingerprint = settings.get(KEY), None
-        if isinstance(stored, dict) and FINGERPRINT in stored:
-            fingerprint = Fingerprint.from_json(stored[FINGERPRINT], where)
-        Record.from_json(_without_guard(stored), where)  # says what is wrong with it
-        return settings, fingerprint
-    except RecursionError as error:
-        raise CheckpointError(f"{where}: its patch record is nested too deeply.") from error
+    record: Any = _on_disk_only_removed(config_dict.get(KEY))
+    checked(record, where)
+    parse_edits(record["edits"], where)
+    fingerprint = Fingerprint.from_json(record[FINGERPRINT], where) if FINGERPRINT in record else None
+    return without_remote_code(config_dict), fingerprint
 
 
 def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """The config class of patched models of one family, with every Auto class that knows the host's told of it."""
+    """The config class of patched models of one family, registered with every Auto class that knows the host's."""
     patched = patched_config_class(host)
     _register(host, patched)
     return patched
 
 
 @once_per_class
-def patched_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+def patched_config_class(host: Any) -> type[PreTrainedConfig]:
     """The config class of patched models of one family."""
 
-    def from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        where = _where(config_dict)
-        if KEY not in config_dict and config_dict.get("model_type") == host.model_type:
-            raise CheckpointError(
-                f"the config of an unpatched {host.model_type} model was to be opened as that of a patched one. An "
-                "adapter remembers its base by the name that it was opened under, and would come back on the unpatched "
-                "one: save the patched base (save_pretrained), open that, and put the adapter on it."
-            )
-        settings, fingerprint = _checked(config_dict, where)
-        unchanged = fingerprint is None or not any(map(is_weighty, set(kwargs) - _OF_LOADING))
-        as_saved = None if unchanged else _read(cls, copy.deepcopy(settings))
-        found = _read(cls, settings, **kwargs)
-        if fingerprint is not None:
-            config = found[0] if isinstance(found, tuple) else found
-            config.__dict__[OPENED] = fingerprint, settings_of(config if as_saved is None else as_saved)
-        return found
+    class Patched(PatchedConfig, host):  # type: ignore[misc]
+        __qualname__, __doc__ = host.__qualname__, host.__doc__
+        __reduce_ex__ = _reduce
+        hfpatch_host = host
 
-    def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
-        return {name: value for name, value in host.to_dict(self).items() if name != OPENED}
+        @classmethod
+        def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+            where = _where(config_dict)
+            if KEY not in config_dict:
+                raise CheckpointError(
+                    f"the config of an unpatched {host.model_type} model was to be opened as that of a patched one. An "
+                    "adapter remembers its base by the name that it was opened under, and would come back on the "
+                    "unpatched one: save the patched base (save_pretrained), open that, and put the adapter on it."
+                )
+            settings, fingerprint = _checked(config_dict, where)
+            found = super().from_dict(settings, **kwargs)
+            if fingerprint is not None:
+                config = found[0] if isinstance(found, tuple) else found
+                as_saved = super().from_dict(copy.deepcopy(settings)) if kwargs else config
+                vars(config)[OPENED] = fingerprint, settings_of(as_saved)
+            return found
 
-    def __repr__(self: PreTrainedConfig) -> str:  # transformers makes it whenever it opens a config
-        return f"{host.__name__} {host.to_json_string(self)}"
+        def to_dict(self) -> dict[str, Any]:
+            return {name: value for name, value in super().to_dict().items() if name != OPENED}
 
-    body = {
-        "__repr__": __repr__,
-        "to_dict": to_dict,
-        "from_dict": classmethod(from_dict),
-        "get_config_dict": classmethod(host.get_config_dict.__func__),
-        "__reduce_ex__": _reduce,
-        **_named_like(host),
-        "__module__": __name__,  # the Auto classes take no registration of a config that lives in transformers
-    }
-    return type(host.__name__, (PatchedConfig, host), body)
+        def __repr__(self) -> str:  # transformers makes it whenever it opens a config
+            return f"{host.__name__} {host.to_json_string(self)}"
+
+    Patched.__name__ = host.__name__  # its module stays this one: Auto classes register no config of transformers' own
+    return Patched
 
 
 def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> type[PreTrainedModel]:
@@ -173,73 +143,55 @@ def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> ty
 
 @functools.cache  # which tells a call that leaves an argument out from one that doesn't
 def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
-    def __init__(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        fingerprint, settings = config.__dict__.pop(OPENED, (None, None))
-        as_saved = fingerprint is not None and settings_of(config) == settings
-        with WithoutValues() if torch.get_default_device().type == "meta" else nullcontext():
-            host.__init__(self, config, *args, **kwargs)
-        patch_built(self)
-        if LENS in vars(self):
-            self.__class__ = patched_model_class(host, lensed=True)
-        if as_saved:
-            self.__dict__[OPENED] = fingerprint
+    class Patched(PatchedModel, host, lensed=lensed):  # type: ignore[misc]
+        __module__, __qualname__, __doc__ = host.__module__, host.__qualname__, host.__doc__
+        __reduce_ex__ = _reduce
+        hfpatch_host, hfpatch_lensed = host, lensed
+        config_class = patched_config_class(host_class(host.config_class))
 
-    def from_pretrained(
-        cls: type[PreTrainedModel], name: Any, *args: Any, check_fingerprint: bool = True, **kwargs: Any
-    ) -> Any:
-        informed = kwargs.pop("output_loading_info", False)
-        if kwargs.get("use_safetensors") is None and kwargs.get("gguf_file") is None and name is not None:
-            kwargs["use_safetensors"] = True
-            cache = {option: kwargs.get(option) for option in ("cache_dir", "revision")}
-            require_sound_files(name, kwargs.get("subfolder") or "", kwargs.get("variant"), **cache)
-        try:
-            loaded = host.from_pretrained.__func__(cls, name, *args, output_loading_info=True, **kwargs)
-        except SafetensorError as error:
-            reason = broken_file(name, kwargs.get("subfolder") or "") or error
-            raise CheckpointError(f"{name}: its weights can't be read: {reason}") from error
-        model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
-        fingerprint = model.__dict__.pop(OPENED, None)
-        if fingerprint is not None and check_fingerprint and _is_of(kwargs.get("config"), name):
-            _require_same_function(model, fingerprint, info, name)
-        return loaded if informed else model
+        def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            if LENS in vars(self):
+                self.__class__ = patched_model_class(host, lensed=True)
 
-    def save_pretrained(
-        self: PreTrainedModel,
-        save_directory: Any,
-        is_main_process: bool = True,
-        state_dict: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        record = getattr(self.config, KEY)
-        fingerprint = Fingerprint.of(self, state_dict) if is_main_process else None
-        if fingerprint is not None:
-            setattr(self.config, KEY, {**record, FINGERPRINT: fingerprint.to_json()})
-        try:
-            host.save_pretrained(self, save_directory, is_main_process, state_dict, *args, **kwargs)
-        finally:
-            setattr(self.config, KEY, record)
+        @classmethod
+        def from_pretrained(cls, name: Any, *args: Any, check_fingerprint: bool = True, **kwargs: Any) -> Any:
+            informed, subfolder = kwargs.pop("output_loading_info", False), kwargs.get("subfolder") or ""
+            if kwargs.get("use_safetensors") is None and kwargs.get("gguf_file") is None and name is not None:
+                kwargs["use_safetensors"] = True
+                cache = {option: kwargs.get(option) for option in ("cache_dir", "revision")}
+                require_sound_files(name, subfolder, kwargs.get("variant"), **cache)
+            try:
+                loaded = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+            except SafetensorError as error:
+                reason = broken_file(name, subfolder) or error
+                raise CheckpointError(f"{name}: its weights can't be read: {reason}") from error
+            model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
+            fingerprint, settings = vars(model.config).pop(OPENED, (None, None))
+            unchanged = settings == settings_of(model.config) and _is_of(kwargs.get("config"), name)
+            if fingerprint is not None and check_fingerprint and unchanged:
+                _require_same_function(model, fingerprint, info, name)
+            return loaded if informed else model
 
-    body = {
-        "__init__": __init__,
-        "from_pretrained": classmethod(from_pretrained),
-        "save_pretrained": save_pretrained,
-        "__reduce_ex__": _reduce,
-        "config_class": patched_config_class(host_class(host.config_class)),
-        "hfpatch_lensed": lensed,
-        **_named_like(host),
-    }
-    return types.new_class(host.__name__, (PatchedModel, host), {"lensed": lensed}, lambda own: own.update(body))
+        def save_pretrained(
+            self,
+            save_directory: Any,
+            is_main_process: bool = True,
+            state_dict: Any = None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
+            record = getattr(self.config, KEY)
+            fingerprint = Fingerprint.of(self, state_dict) if is_main_process else None
+            if fingerprint is not None:
+                setattr(self.config, KEY, {**record, FINGERPRINT: fingerprint.to_json()})
+            try:
+                super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
+            finally:
+                setattr(self.config, KEY, record)
 
-
-def _named_like(host: type) -> dict[str, Any]:
-    """transformers and its friends go by a class's name and module; a patched class keeps both."""
-    return {
-        "__module__": host.__module__,
-        "__qualname__": host.__qualname__,
-        "__doc__": host.__doc__,
-        "hfpatch_host": host,
-    }
+    Patched.__name__ = host.__name__
+    return Patched
 
 
 def _reduce(self: Any, protocol: Any) -> tuple:
@@ -257,25 +209,17 @@ def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> 
     All of them at once: an unregistered one would go by the config's name and build the unpatched model.
     """
     for auto in auto_classes():
-        registered = auto._model_mapping._extra_content
-        known = host in registered or _is_stock(auto, host)  # type: ignore[arg-type]
-        if patched in registered or not known:
+        models = () if patched in auto._model_mapping._extra_content else opened_classes(auto, host)
+        if not models:
             continue
-        models = auto._model_mapping[host]
-        several = isinstance(models, tuple | list)
-        opened = tuple(_opened_as(model, host) for model in models) if several else _opened_as(models, host)
-        auto._model_mapping.register(patched, opened, exist_ok=True)
-        if auto._model_mapping[patched] is not opened:
+        opened = tuple(_opened_as(model, host) for model in models)
+        value = opened if isinstance(auto._model_mapping[host], tuple | list) else opened[0]
+        auto._model_mapping.register(patched, value, exist_ok=True)
+        if auto._model_mapping[patched] is not value:
             raise CheckpointError(
                 f"{auto.__name__} of transformers {transformers.__version__} took no registration of a patched "
                 f"{host.__name__} and would build the unpatched model. Please report this version."
             )
-
-
-@functools.cache
-def _is_stock(auto: Any, host: type[PreTrainedConfig]) -> bool:
-    """Whether transformers itself has a model for this config in an Auto class."""
-    return bool(opened_classes(auto, host))
 
 
 def _opened_as(model: Any, config: type[PreTrainedConfig]) -> Any:

@@ -4,8 +4,8 @@ constants, means, gains and orders of channels between weights that meet without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from ..schemes.positions import ALiBi
 from ..schemes.rope import RoPE
 from .layouts import QKV, Layout
 
-CLOSE = 1e-11  # eps of norms that differ by less are alike
-READERS = {"attention_norm": QKV, "mlp_norm": ("up", "gate")}  # of a pre-norm block
+READERS = {"attention_norm": QKV, "mlp_norm": ("up", "gate")}  # of a pre-norm block: what reads each norm
+Parts = dict[str, Any]  # a `Norm` or an `Affine` by its role in a block, or in what is around the blocks
 
 
 @dataclass
@@ -51,28 +51,13 @@ class Affine:
 
 
 @dataclass
-class NormValues:
-    """x -> gain * normalised(x) + shift, with "layer" or "rms" normalisation; shift (d,) or None."""
+class Norm:
+    """x -> weight * normalised(x) + bias, with "layer" or "rms" normalisation; weight (d,), bias (d,) or None."""
 
+    weight: Tensor
+    bias: Tensor | None
     kind: str
     eps: float
-    gain: Tensor
-    shift: Tensor | None = None
-
-
-@dataclass
-class Parts:
-    """Norms and linear layers by role, those of a block or of what is around the blocks."""
-
-    norms: dict[str, NormValues] = field(default_factory=dict)
-    layers: dict[str, Affine] = field(default_factory=dict)
-
-    def get(self, role: str) -> NormValues | Affine | None:
-        return self.norms.get(role) or self.layers.get(role)
-
-    def changed(self, change: Mapping[str, Callable[[Affine], Affine]]) -> Parts:
-        """The same with some layers changed, as far as they are there."""
-        return replace(self, layers={r: change[r](one) if r in change else one for r, one in self.layers.items()})
 
 
 @dataclass(kw_only=True)
@@ -84,46 +69,45 @@ class Anatomy:
         blocks: "attention_norm", "mlp_norm"; "query", "key", "value", "output", "up", "down", and "gate" in gated MLPs.
         head: of the task, by the roles that its layout names.
         heads: of every attention; scores are q . k / sqrt(head_dim).
-        activation: transformers' name of the MLP's activation (of the gate, where there is one).
-        positions: RoPE with all options said, ALiBi, or None for no positions at all.
+        positions: RoPE with all options set, ALiBi, or None for no positions at all.
         scaled_from: length that RoPE's scaling starts from.
-        length: positions that the config says.
         centred: whether something of it was centred in every forward.
+        facts: by the names of `layouts.SETTINGS`: activation (of the gate, where there is one), length, dropouts.
         settings: settings of the config that have nothing to do with the architecture (ids of special tokens, labels).
-        dropouts: probabilities as "attention_dropout", "residual_dropout", "embedding_dropout".
     """
 
     stem: Parts
     blocks: list[Parts]
     head: Parts
     heads: int
-    activation: str
     positions: RoPE | ALiBi | None
     scaled_from: int
-    length: int
     centred: bool
+    facts: dict[str, Any]
     settings: dict[str, Any]
-    dropouts: dict[str, float]
 
     @property
     def head_dim(self) -> int:
-        return len(self.blocks[0].layers["query"].weight) // self.heads
+        return len(self.blocks[0]["query"].weight) // self.heads
 
     @property
     def kv_heads(self) -> int:
-        return len(self.blocks[0].layers["key"].weight) // self.head_dim
+        return len(self.blocks[0]["key"].weight) // self.head_dim
 
     @property
-    def tied(self) -> bool:
-        """Whether the output head's weight is that of the embedding."""
-        head = self.head.layers.get("head")
-        return head is not None and torch.equal(head.weight, self.stem.layers["embedding"].weight.T)
+    def token_types(self) -> int:
+        return self.stem["types"].weight.shape[1] if "types" in self.stem else 0
 
-    def norms(self) -> list[NormValues]:
-        return [norm for parts in (*self.blocks, self.stem) for norm in parts.norms.values()]
+    def norms(self) -> list[Norm]:
+        return [part for parts in (*self.blocks, self.stem) for part in parts.values() if isinstance(part, Norm)]
 
 
-def split_qkv(fused: Affine, layout: Layout, heads: int) -> dict[str, Affine]:
+def changed(parts: Parts, roles: Iterable[str], change: Callable[[Affine], Affine]) -> Parts:
+    """A copy of some parts with those of the roles changed that are there."""
+    return {**parts, **{role: change(parts[role]) for role in roles if role in parts}}
+
+
+def split_qkv(fused: Affine, layout: Layout, heads: int) -> Parts:
     """Queries, keys and values of a fused projection."""
     rows, width = fused.weight.shape
     head_dim = width // heads
@@ -133,7 +117,7 @@ def split_qkv(fused: Affine, layout: Layout, heads: int) -> dict[str, Affine]:
 
 def fuse_qkv(anatomy: Anatomy, block: Parts, layout: Layout) -> Affine:
     """The fused projection of a block's queries, keys and values."""
-    parts = [block.layers[role] for role in QKV]
+    parts = [block[role] for role in QKV]
     biases = [part.bias for part in parts if part.bias is not None]
     joined = Affine(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
     return joined.rows(torch.cat(layout.channels(anatomy.heads, anatomy.kv_heads, anatomy.head_dim)).argsort())
@@ -150,15 +134,14 @@ def with_pairing(anatomy: Anatomy, pairing: str) -> Anatomy:
         heads = len(layer.weight) // len(index)
         return layer.rows((torch.arange(heads)[:, None] * len(index) + index).flatten())
 
-    blocks = [block.changed({"query": reordered, "key": reordered}) for block in anatomy.blocks]
+    blocks = [changed(block, ("query", "key"), reordered) for block in anatomy.blocks]
     return replace(anatomy, blocks=blocks, positions=replace(scheme, pairing=pairing))
 
 
 def centre(anatomy: Anatomy) -> Anatomy:
     """A pre-norm stack whose stream has no mean, so that its LayerNorms are RMSNorms."""
-    blocks = [block.changed({"output": Affine.centred, "down": Affine.centred}) for block in anatomy.blocks]
-    stem = anatomy.stem.changed({"embedding": Affine.centred, "types": Affine.centred})
-    return replace(anatomy, blocks=blocks, stem=stem, centred=False)
+    blocks = [changed(block, ("output", "down"), Affine.centred) for block in anatomy.blocks]
+    return replace(anatomy, blocks=blocks, stem=changed(anatomy.stem, ("embedding", "types"), Affine.centred))
 
 
 def fold_norms(anatomy: Anatomy, gains: bool = False) -> Anatomy:
@@ -168,27 +151,24 @@ def fold_norms(anatomy: Anatomy, gains: bool = False) -> Anatomy:
         anatomy: the stack.
         gains: whether they take up the gains as well, and the output head that of the final norm.
     """
-
-    def folded(block: Parts) -> Parts:
+    blocks = [dict(block) for block in anatomy.blocks]
+    for block in blocks:
         for role, readers in READERS.items():
-            norm = block.norms[role]
-
-            def taken_up(layer: Affine, norm: NormValues = norm) -> Affine:
-                layer = layer if norm.shift is None else layer.after(norm.shift)
-                return layer.before(norm.gain) if gains else layer
-
-            block = block.changed(dict.fromkeys(readers, taken_up))
-            norm = _without_gain(norm) if gains else norm
-            block = replace(block, norms={**block.norms, role: replace(norm, shift=None)})
-        return block
-
-    anatomy = replace(anatomy, blocks=[folded(block) for block in anatomy.blocks])
-    last = anatomy.stem.norms.get("final_norm")
-    if not gains or last is None or "head" not in anatomy.head.layers:
-        return anatomy
-    stem = replace(anatomy.stem, norms={**anatomy.stem.norms, "final_norm": _without_gain(last)})
-    return replace(anatomy, stem=stem, head=anatomy.head.changed({"head": lambda layer: layer.before(last.gain)}))
+            norm = block[role]
+            block.update(changed(block, readers, lambda layer, norm=norm: _reading(layer, norm, gains)))
+            block[role] = replace(_without_gain(norm) if gains else norm, bias=None)
+    stem, head = anatomy.stem, anatomy.head
+    if gains and "final_norm" in stem and "head" in head:
+        head = changed(head, ["head"], lambda layer: layer.before(stem["final_norm"].weight))
+        stem = {**stem, "final_norm": _without_gain(stem["final_norm"])}
+    return replace(anatomy, blocks=blocks, stem=stem, head=head)
 
 
-def _without_gain(norm: NormValues) -> NormValues:
-    return replace(norm, gain=torch.ones_like(norm.gain))
+def _reading(layer: Affine, norm: Norm, gains: bool) -> Affine:
+    """A layer that takes up a norm's shift, and its gain."""
+    layer = layer if norm.bias is None else layer.after(norm.bias)
+    return layer.before(norm.weight) if gains else layer
+
+
+def _without_gain(norm: Norm) -> Norm:
+    return replace(norm, weight=torch.ones_like(norm.weight))

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 from .. import runtime
 from ..checkpoint.auto_classes import auto_classes, auto_classes_of, opened_classes
 from ..checkpoint.classes import REMOTE
-from ..runtime.edits import COMPONENTS, Call, Edit
+from ..runtime.edits import COMPONENTS, Edit, value_text
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import LENS, host_class
 from ..runtime.record import KEY, edits_of
 
 FILE = f"{REMOTE}.py"
 RUNTIME = Path(runtime.__file__).parent
-_LAST = ("AutoModelForPreTraining", "AutoBackbone")  # of several: often another head; opens no folder
+_BACKBONE = "AutoBackbone"  # opens no folder
 _OURS = f"{runtime.__name__}."
 _TEXT = '''# SPDX-License-Identifier: Apache-2.0
 """{name}, patched: the model is the host's, changed as the edits in config.json say.
@@ -54,8 +54,8 @@ class {name}(PatchedModel, host.{name}{lensed}):
 """
 
 
-def classes_of(model: PreTrainedModel) -> dict[type, list[str]]:
-    """The classes of a model's family that its file makes, the model's own first, and the Auto classes that open them.
+def opened_by(model: PreTrainedModel) -> dict[str, type]:
+    """The class of a model's family that each Auto class opens; those that open its own class come first.
 
     Raises:
         UnsupportedError: the model isn't patched, or its class isn't transformers' own.
@@ -69,56 +69,43 @@ def classes_of(model: PreTrainedModel) -> dict[type, list[str]]:
                 f"{cls.__name__} of {cls.__module__} isn't transformers' own, so a process without that code can't "
                 "build the model. Publish the checkpoint for hfpatch."
             )
-    opened = [host, *(cls for auto in auto_classes() for cls in opened_classes(auto, family))]
-    found = {
-        cls: sorted(auto_classes_of(cls, family), key=_LAST.__contains__)
-        for cls in dict.fromkeys(opened)
-        if cls is host or (getattr(cls, "config_class", None) is family and cls.__module__ == host.__module__)
-    }
-    if not {*found[host]} - {"AutoBackbone"}:  # a part of other models, say
-        found[host].insert(0, "AutoModel")
-    return {cls: autos for cls, autos in found.items() if autos}
-
-
-def auto_map_of(classes: dict[type, list[str]]) -> dict[str, str]:
-    """Auto class -> the class that it opens; the saved one's come first."""
-    found: dict[str, str] = {}
-    for cls, autos in classes.items():
-        for auto in autos:
-            found.setdefault(auto, cls.__name__)
+    own = sorted(auto_classes_of(host, family), key=("AutoModelForPreTraining", _BACKBONE).__contains__)
+    if not {*own} - {_BACKBONE}:  # a part of other models, say
+        own.insert(0, "AutoModel")
+    found: dict[str, type] = dict.fromkeys(own, host)
+    for auto in auto_classes():
+        for cls in opened_classes(auto, family):
+            of_file = cls.__module__ == host.__module__ and getattr(cls, "config_class", None) is family
+            if of_file and hasattr(transformers, auto.__name__):
+                found.setdefault(auto.__name__, cls)
     return found
 
 
-def auto_class(model: PreTrainedModel) -> str:
-    """The Auto class that opens a model's own class."""
-    return classes_of(model)[host_class(type(model))][0]
-
-
 def modeling_text(model: PreTrainedModel, components: dict[str, list[str]]) -> str:
-    """The modeling file; `components` are those of files beside it that aren't the runtime's, file by file."""
-    classes = classes_of(model)
+    """The modeling file; `components` are those that aren't the runtime's, by the file beside it that they are in."""
+    autos = opened_by(model)
     host, family = host_class(type(model)), host_class(type(model.config))
     lensed = ", lensed=True" if LENS in vars(model) else ""
-    made = [
+    classes = [
         _CLASS.format(name=cls.__name__, config=family.__name__, lensed=lensed if cls is host else "")
-        for cls in classes
+        for cls in dict.fromkeys(autos.values())
     ]
     imported = [f"from .{file} import {', '.join(names)}\n" for file, names in components.items()]
     registered = [f"\nregister_component({name})" for names in components.values() for name in names]
-    pairs = ", ".join(f'"{auto}":~{cls}' for auto, cls in auto_map_of(classes).items())
+    pairs = ", ".join(f'"{auto}":~{cls.__name__}' for auto, cls in autos.items())
     package, _, module = host.__module__.rpartition(".")
     return _TEXT.format(
         name=host.__name__,
         version=sys.modules["hfpatch"].__version__,
         transformers=transformers.__version__,
-        auto=auto_class(model),
+        auto=next(iter(autos)),
         config=family.__name__,
         config_package=family.__module__,
         model_package=package,
         model_module=module,
         imported="".join(["from .edits import register_component\n", *imported] if imported else []),
         registered="".join([*registered, "\n"] if registered else []),
-        classes="".join(made),
+        classes="".join(classes),
         auto_map=textwrap.indent(textwrap.fill(pairs, 115).replace("~", " "), "    ") + ",",
     )
 
@@ -127,43 +114,35 @@ def write_code(model: PreTrainedModel, folder: Path) -> dict[str, str]:
     """Write the modeling file and the files that it needs into a folder; the `auto_map` that belongs to them.
 
     Raises:
-        UnsupportedError: as in `classes_of`; or a component's file needs more than torch, transformers and the runtime.
+        UnsupportedError: as in `opened_by`; or a component's file needs more than torch, transformers and the runtime.
     """
-    auto_map = auto_map_of(classes_of(model))
-    runtimes = {path.stem: path for path in RUNTIME.glob("*.py") if path.stem != "__init__"}
+    autos = {"AutoConfig": host_class(type(model.config)), **opened_by(model)}
+    runtime_files = {path.stem: path for path in RUNTIME.glob("*.py") if path.stem != "__init__"}
     sources: dict[str, str] = {}
     components: dict[str, list[str]] = {}
-    for module, names in _others(edits_of(model.config, type(model).__name__)).items():
+    for module, names in _other_components(edits_of(model.config, type(model).__name__)).items():
         file = module.rpartition(".")[2]
-        if file in (*runtimes, *sources, REMOTE):
+        if file in (*runtime_files, *sources, REMOTE):
             raise UnsupportedError(f"{module}: another file beside it is called {file}.py already. Rename it.")
         sources[file], components[file] = _portable(sys.modules[module]), names
     sources[REMOTE] = modeling_text(model, components)
-    for path in runtimes.values():
+    for path in runtime_files.values():
         shutil.copyfile(path, folder / path.name)
     for file, source in sources.items():
         (folder / f"{file}.py").write_text(source, encoding="utf-8")
-    family = host_class(type(model.config)).__name__
-    return {auto: f"{REMOTE}.{cls}" for auto, cls in {"AutoConfig": family, **auto_map}.items()}
+    return {auto: f"{REMOTE}.{cls.__name__}" for auto, cls in autos.items()}
 
 
-def _others(edits: Iterable[Edit]) -> dict[str, list[str]]:
+def _other_components(edits: Iterable[Edit]) -> dict[str, list[str]]:
     """The components of edits that aren't the runtime's, by the module that they are from."""
     found: dict[str, list[str]] = {}
-    for name in sorted(set(_named([edit.value for edit in edits]))):
+    trees = [ast.parse(value_text(edit.value)) for edit in edits]
+    calls = {node.func.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)}  # type: ignore[attr-defined]
+    for name in sorted(calls):
         module = COMPONENTS[name].__module__
         if not module.startswith(_OURS):
             found.setdefault(module, []).append(name)
     return found
-
-
-def _named(value: Any) -> Iterator[str]:
-    """The name of every component in a value of an edit."""
-    if isinstance(value, Call):
-        yield value.name
-        value = [*value.args, *(inner for _, inner in value.kwargs)]
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
-        yield from _named(inner)
 
 
 def _portable(module: Any) -> str:

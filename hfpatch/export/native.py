@@ -1,8 +1,8 @@
 """Native export: a patched model saved as an architecture that transformers ships and that computes the same.
 
-Whoever opens such a checkpoint needs neither hfpatch nor remote code. Candidates are the class that the model was
-patched from, with other weights or settings, and `TARGETS`; the outputs of each are compared with those of the patched
-model before anything is written.
+Such a checkpoint needs neither hfpatch nor remote code. Candidates are the class that the model was patched from, with
+other weights or settings, and `TARGETS`; the outputs of each are compared with those of the patched model before
+anything is written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from ..checkpoint.auto_classes import opened_classes
+from ..checkpoint.auto_classes import auto_classes_of
 from ..core.bare import require_bare
 from ..errors import UnknownNameError, VerificationError
 from ..runtime.errors import UnsupportedError
@@ -154,7 +154,7 @@ def candidates(model: Any, architecture: str | None = None) -> Iterator[Candidat
             f"no equality of {host!r} with {architecture!r} is known to hfpatch. Known: {', '.join(known)}."
         )
     if architecture in (None, host):
-        yield _tried(host, source, lambda: as_host(source))
+        yield _tried(host, source, partial(as_host, source))
     wanted = [target for target in targets if architecture in (None, target.model_type)]
     if layout is None or not wanted:
         return
@@ -168,7 +168,7 @@ def candidates(model: Any, architecture: str | None = None) -> Iterator[Candidat
         return
 
     def written(target: Target) -> tuple[Any, int | None]:
-        return write(anatomy, target, auto).to(source.device), anatomy.length if target.bounded else None
+        return write(anatomy, target, auto).to(source.device), anatomy.facts["length"] if target.bounded else None
 
     kinds = {norm.kind for norm in anatomy.norms()}
     scaling = anatomy.positions.scaling if isinstance(anatomy.positions, RoPE) else None
@@ -215,8 +215,8 @@ def _auto_class(model: Any, layout: Layout) -> str:
     Raises:
         UnsupportedError: the layout doesn't say where the parts of that head are.
     """
-    config, cls = host_class(type(model.config)), host_class(type(model))
-    found = next((auto for auto in layout.heads if cls in opened_classes(getattr(transformers, auto), config)), None)
+    cls = host_class(type(model))
+    found = next((auto for auto in auto_classes_of(cls, host_class(type(model.config))) if auto in layout.heads), None)
     if found is None:
         raise UnsupportedError(f"the head of {cls.__name__} is none of those known here")
     return found
@@ -224,14 +224,14 @@ def _auto_class(model: Any, layout: Layout) -> str:
 
 def _refusal(model: Any, tried: list[Candidate]) -> UnsupportedError | VerificationError:
     """Why there is no native form of a model: a line for each architecture that came into question."""
-    lines = [f"  {one.model_type}: {one.reason}." for one in tried]
-    name = f"{host_class(type(model)).__name__} as patched here"
-    said = (
-        f"{name} equals no architecture that transformers {transformers.__version__} ships and hfpatch knows:\n"
-        + "\n".join(dict.fromkeys(lines))
-        + "\nto='remote' writes a checkpoint that opens without hfpatch all the same, to='plugin' one that needs it."
+    lines = dict.fromkeys(f"  {one.model_type}: {one.reason}." for one in tried)
+    message = "\n".join(
+        (
+            f"{host_class(type(model)).__name__} as patched here equals no architecture that transformers "
+            f"{transformers.__version__} ships and hfpatch knows:",
+            *lines,
+            "to='remote' writes a checkpoint that opens without hfpatch all the same, to='plugin' one that needs it.",
+        )
     )
     unequal = [one.measured for one in tried if one.measured is not None]
-    if unequal:
-        return VerificationError(said, str(unequal[0]))
-    return UnsupportedError(said)
+    return VerificationError(message, str(unequal[0])) if unequal else UnsupportedError(message)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +22,13 @@ from ..schemes.positions import ALiBi
 from ..schemes.rope import RoPE
 from ..sites.pairing import rotating_attentions
 from ..swap.native_rope import find_rotations, pairing_of
-from .anatomy import Affine, Anatomy, Parts, split_qkv
-from .layouts import BLOCK, SETTINGS, STEM, Layout
-from .modules import Access, body_of, found, found_in_head
+from .anatomy import Affine, Anatomy, Parts, changed, split_qkv
+from .layouts import SETTINGS, Layout
+from .weights import Weights, body_of, found, sections
 
 _GRID = torch.linspace(-12.0, 12.0, 2_001, dtype=torch.float64, device="cpu")
 _SCALES = ("embed_scale", "scalar_embed_scale")  # attributes of an embedding: a factor on its output
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # None is said too, else the target's own default would count
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # None is kept too, else the target's own default would count
 _SETTINGS = (
     *("sep_token_id", "cls_token_id", "mask_token_id", "initializer_range"),
     *("id2label", "label2id", "problem_type", "classifier_dropout"),
@@ -48,32 +46,31 @@ def read(model: Any, layout: Layout, auto: str) -> Anatomy:
     Raises:
         UnsupportedError: it holds what the layout doesn't know of.
     """
-    access = Access(model, {id(model.get_submodule(name)): gain for name, gain in gains_of(model).items()})
+    weights = Weights(model, {id(model.get_submodule(name)): gain for name, gain in gains_of(model).items()})
     body, config = body_of(model, layout), model.config.get_text_config()
     stack: Any = body.get_submodule(layout.paths["blocks"])
+    stem, *blocks, head = (weights.read(*section) for section in sections(model, layout, auto))
+    stem = _with_constant(weights, stem, body, layout)
     heads = config.num_attention_heads
-    blocks = [_block(access, block, layout, f"{layout.paths['blocks']}.{i}.", heads) for i, block in enumerate(stack)]
-    stem = _stem(access, body, layout)
-    positions, scaled_from = _positions(model, stack, layout)
-    anatomy = Anatomy(
-        stem=stem,
-        blocks=blocks,
-        head=_head(access, model, layout.heads[auto]),
-        heads=heads,
-        activation=_activation(stack[0], layout),
-        positions=positions,
-        scaled_from=scaled_from,
-        length=setting(config, "length", 2048),
-        centred=any(CENTRED in vars(module) for module in model.modules()),
-        settings={name: getattr(config, name, None) for name in _IDS}
-        | {name: value for name in _SETTINGS if (value := getattr(config, name, None)) is not None},
-        dropouts={fact: setting(config, fact, 0.0) for fact in SETTINGS if fact.endswith("_dropout")},
-    )
-    unread = access.untouched(layout)
+    blocks = [_with_plain_scores(parts, block, layout, heads) for parts, block in zip(blocks, stack, strict=True)]
+    unread = weights.untouched(layout)
     if unread:
         more = f", nor have {len(unread) - 1} more weights" if len(unread) > 1 else ""
         raise UnsupportedError(f"{unread[0]} has no counterpart{more}")
-    return anatomy
+    positions, scaled_from = _positions(model, stack, layout)
+    dropouts = {fact: setting(config, fact, 0.0) for fact in SETTINGS if fact.endswith("_dropout")}
+    settings = {name: getattr(config, name, None) for name in (*_IDS, *_SETTINGS)}
+    return Anatomy(
+        stem=stem,
+        blocks=blocks,
+        head=head,
+        heads=heads,
+        positions=positions,
+        scaled_from=scaled_from,
+        centred=any(CENTRED in vars(module) for module in model.modules()),
+        facts={"activation": _activation(stack[0], layout), "length": setting(config, "length", 2048), **dropouts},
+        settings={name: value for name, value in settings.items() if value is not None or name in _IDS},
+    )
 
 
 def gains_of(model: nn.Module) -> dict[str, float]:
@@ -99,13 +96,13 @@ def gains_of(model: nn.Module) -> dict[str, float]:
 
 
 def setting(config: Any, fact: str, default: Any) -> Any:
-    """What a config says of a fact, under the first of its names that says something."""
+    """A config's value of a fact, under the first of its names that has one."""
     values = (getattr(config, name, None) for name in SETTINGS[fact].split())
     return next((value for value in values if value is not None), default)
 
 
 def why_not(layout: Layout, config: Any) -> str | None:
-    """Which setting makes another stack of a model than its family's layout says; None where it is as the layout says.
+    """Which setting makes a model another stack than its family's layout describes; None where none does.
 
     Windows are settings of which a comparison of short texts would see nothing.
     """
@@ -115,52 +112,38 @@ def why_not(layout: Layout, config: Any) -> str | None:
         return f"sliding_window={window}"
     if local - {"full_attention", "global"}:
         return f"layers of {', '.join(sorted(local))}"
-    said = {name: getattr(config, name, value) for name, value in layout.requires.items()}
-    return next((f"{name}={value!r}" for name, value in said.items() if value != layout.requires[name]), None)
+    present = {name: getattr(config, name, value) for name, value in layout.requires.items()}
+    return next((f"{name}={value!r}" for name, value in present.items() if value != layout.requires[name]), None)
 
 
-def _stem(access: Access, body: nn.Module, layout: Layout) -> Parts:
-    """What is around the blocks; what a removed table left is added to the token types, or is the only one."""
-    stem = access.read(partial(found, body), layout.at(STEM))
-    tokens = vars(found(body, layout.paths["embedding"]))
-    scale = next((tokens[name] for name in _SCALES if name in tokens), 1.0)
-    stem = stem.changed({"embedding": lambda layer: layer.times(scale)})
-    table, types = found(body, layout.paths.get("table", "")), stem.layers.get("types")
+def _with_constant(weights: Weights, stem: Parts, body: nn.Module, layout: Layout) -> Parts:
+    """The stem with its scaled embedding; what a removed table left is added to the token types, or is the only one."""
+    embedding = vars(found(body, layout.paths["embedding"]))
+    scale = next((embedding[name] for name in _SCALES if name in embedding), 1.0)
+    stem = changed(stem, ["embedding"], lambda layer: layer.times(scale))
+    table = found(body, layout.paths.get("table", ""))
     if isinstance(table, ConstantPositions):
-        constant = access.value(table.constant).reshape(-1, 1)
-        stem.layers["types"] = Affine(constant if types is None else types.weight + constant)
+        constant = weights.value(table.constant).reshape(-1, 1)
+        stem["types"] = Affine(stem["types"].weight + constant if "types" in stem else constant)
     elif table is not None:
         raise UnsupportedError(f"{layout.paths['table']} is a table of positions")
     return stem
 
 
-def _block(access: Access, block: nn.Module, layout: Layout, where: str, heads: int) -> Parts:
-    """A block's parts; what its attention multiplies scores with, other than 1 / sqrt(head_dim), is in the queries."""
-    parts = access.read(partial(found, block), layout.at(BLOCK), where)
-    if "qkv" in parts.layers:
-        parts.layers |= split_qkv(parts.layers.pop("qkv"), layout, heads)
-    query = parts.layers["query"]
-    usual = (len(query.weight) // heads) ** -0.5
+def _with_plain_scores(parts: Parts, block: nn.Module, layout: Layout, heads: int) -> Parts:
+    """A block with separate queries, keys and values, whose scores are q . k / sqrt(head_dim)."""
+    if "qkv" in parts:
+        parts |= split_qkv(parts.pop("qkv"), layout, heads)
+    usual = (len(parts["query"].weight) // heads) ** -0.5
     scale = layout.scale or usual
     if isinstance(scale, str):
         scale = getattr(found(block, layout.paths["attention"]), scale)
-    if not math.isclose(scale, usual, rel_tol=1e-6):
-        parts.layers["query"] = query.times(scale / usual)
-    return parts
-
-
-def _head(access: Access, model: Any, paths: Mapping[str, str]) -> Parts:
-    """The head's parts; "bias" is a second name of the output's bias, or that bias itself."""
-    head = access.read(partial(found_in_head, model), {role: p for role, p in paths.items() if role != "bias"})
-    bias, output = found_in_head(model, paths["bias"]) if "bias" in paths else None, head.layers.get("head")
-    if bias is not None and output is not None:
-        values = access.value(bias)
-        output.bias = values if output.bias is None else output.bias
-    return head
+    factor = scale / usual
+    return parts if math.isclose(factor, 1, rel_tol=1e-6) else changed(parts, ["query"], lambda one: one.times(factor))
 
 
 def _activation(block: nn.Module, layout: Layout) -> str:
-    """transformers' name of an activation that does what this one does."""
+    """transformers' name of an activation that computes the same as a block's."""
     path = layout.paths.get("activation")
     module = found(block, path) if path else ACT2FN["gelu"]
     if isinstance(module, GatedActivation):
@@ -175,7 +158,7 @@ def _activation(block: nn.Module, layout: Layout) -> str:
 
 
 def _positions(model: Any, stack: Any, layout: Layout) -> tuple[RoPE | ALiBi | None, int]:
-    """What every attention of the stack does with positions, and the length that scaling starts from."""
+    """The position scheme of every attention of the stack, and the length that its scaling starts from."""
     attached: list[tuple[Any, int]] = []
     for block in stack:
         children = found(block, layout.paths["attention"])._modules
@@ -185,19 +168,19 @@ def _positions(model: Any, stack: Any, layout: Layout) -> tuple[RoPE | ALiBi | N
         elif isinstance(rotary, RotaryEmbedding):
             attached.append((RoPE.of(rotary), rotary.length))
         elif rotary is not None or bias is not None:
-            raise UnsupportedError("the position scheme of its attentions isn't one that configs can say")
+            raise UnsupportedError("the position scheme of its attentions isn't one that configs can express")
     own = [rotation for rotation in find_rotations(model) if not rotation.dropped]
     if attached:
         if len({str(pair) for pair in attached}) > 1 or len(attached) < len(stack):
             raise UnsupportedError("its attentions have different positions")
         return attached[0]
     if own:
-        return _own(model, own)
+        return _own_rotation(model, own)
     return (RoPE(pairing=layout.pairing).resolved(), 0) if layout.computed else (None, 0)
 
 
-def _own(model: Any, rotations: list[Any]) -> tuple[RoPE, int]:
-    """The rotation that a model does by itself."""
+def _own_rotation(model: Any, rotations: list[Any]) -> tuple[RoPE, int]:
+    """The rotation that a model's own class carries out."""
     if len(rotations) > 1:
         raise UnsupportedError("it rotates in several ways")
     settings = dict(rotations[0].settings)

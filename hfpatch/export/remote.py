@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from accelerate.utils import send_to_device  # type: ignore[import-untyped]
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core.bare import require_bare
 from ..errors import VerificationError
-from ..measure.inputs import example_inputs as made_inputs
+from ..measure.inputs import example_inputs as random_inputs
+from ..measure.outputs import deviations, outputs_of
 from ..measure.quiet_forward import device_of, fitting, quiet
 from ..runtime.errors import UnsupportedError
 from . import fresh
 from .files import require_free, require_plain_options, staged
-from .modeling import auto_class, write_code
+from .modeling import opened_by, write_code
 
 _TIMEOUT = 1800  # seconds for the other process
 
@@ -72,7 +74,7 @@ def export_remote(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
     require_free(folder, overwrite)
-    auto = auto_class(model)
+    auto = next(iter(opened_by(model)))
     with staged(folder, overwrite, tokenizer) as written:
         model.save_pretrained(written, **save_options)
         _set_auto_map(written / "config.json", write_code(model, written))
@@ -95,35 +97,31 @@ def verify_remote(
     Raises:
         VerificationError: one doesn't open, or gives other outputs.
     """
-    device, given = device_of(model), example_inputs
-    if given is None:
-        given = made_inputs(model)
+    inputs = fitting(model, random_inputs(model) if example_inputs is None else example_inputs)
     with quiet(model):
-        outputs = fresh.outputs_of(_aligned(model), given := fitting(model, given))
+        torch.manual_seed(0)
+        outputs = outputs_of(_aligned(model), inputs)
+    chosen = getattr(model.config, "_attn_implementation", None)
+    attention = {} if chosen in (None, "sdpa") else {"attn_implementation": chosen}  # sdpa is what it gets anyway
     with tempfile.TemporaryDirectory() as scratch:
-        job, answer = Path(scratch) / "job.pt", Path(scratch) / "answer.json"
-        torch.save(
-            {
-                "folder": str(folder.resolve()),
-                "again": str(Path(scratch) / "again"),
-                "auto": auto,
-                "class": type(model).__name__,
-                "device": str(device),
-                "options": {"dtype": model.dtype, **_attention(model)},
-                "threads": torch.get_num_threads(),
-                "inputs": {name: _on_cpu(value) for name, value in given.items()},
-                "outputs": {name: value.cpu() for name, value in outputs.items()},
-            },
-            job,
-        )
-        done = _run(job, answer, scratch)
-        found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {"error": done}
-    error = found.get("error")
-    if error is not None:
+        job = {
+            "folder": str(folder.resolve()),
+            "again": str(Path(scratch) / "again"),
+            "auto": auto,
+            "class": type(model).__name__,
+            "device": str(device_of(model)),
+            "options": {"dtype": model.dtype, **attention},
+            "threads": torch.get_num_threads(),
+            "inputs": send_to_device(inputs, "cpu"),
+        }
+        answer = _run(job, Path(scratch))
+    if "error" in answer:
         raise VerificationError(
-            f"{type(model).__name__}: what was written doesn't open without hfpatch: {error}. Nothing was kept.", error
+            f"{type(model).__name__}: what was written doesn't open without hfpatch: {answer['error']}. Nothing was "
+            "kept.",
+            answer["error"],
         )
-    opened, again = found["differences"]
+    opened, again = (_difference(outputs, found) for found in answer["outputs"])
     if opened or again:
         which = f"by {opened:.3g}" + (f", and saved from there again by {again:.3g}" if again != opened else "")
         raise VerificationError(
@@ -132,28 +130,29 @@ def verify_remote(
         )
 
 
-def _attention(model: PreTrainedModel) -> dict[str, str]:
-    """The option that gives the model's implementation of attention, where that isn't the one it gets anyway."""
-    chosen = getattr(model.config, "_attn_implementation", None)
-    return {} if chosen in (None, "sdpa") else {"attn_implementation": chosen}
+def _difference(truth: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
+    """The largest one of two models' outputs; infinite where they aren't of the same names, shapes and dtypes."""
+    if any(name in found and found[name].dtype != value.dtype for name, value in truth.items()):
+        return float("inf")
+    return max(float("inf") if one.incomparable else one.largest for one in deviations(truth, found))
 
 
-def _run(job: Path, answer: Path, scratch: str) -> str:
-    """What the other process said."""
+def _run(job: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
+    """The answer of the other process."""
+    answer = scratch / "answer.pt"
+    torch.save(job, scratch / "job.pt")
     env = {**os.environ, "HF_MODULES_CACHE": f"{scratch}/modules", "HF_HUB_OFFLINE": "1"}
     env["TRANSFORMERS_VERBOSITY"] = "error"
-    command = [sys.executable, "-P", str(Path(fresh.__file__).resolve()), str(job), str(answer)]
+    command = [sys.executable, "-P", str(Path(fresh.__file__).resolve()), str(scratch / "job.pt"), str(answer)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, env=env, cwd=scratch, timeout=_TIMEOUT
         )
     except subprocess.TimeoutExpired:
-        return f"it took more than {_TIMEOUT} seconds"
-    return (done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1]
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+        return {"error": f"it took more than {_TIMEOUT} seconds"}
+    if answer.exists():
+        return torch.load(answer, weights_only=True)
+    return {"error": (done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1]}
 
 
 def _aligned(model: nn.Module) -> Any:
@@ -161,4 +160,4 @@ def _aligned(model: nn.Module) -> Any:
     moved = {name: p.detach().clone() for name, p in model.named_parameters() if p.data_ptr() % 64}
     if not moved:
         return model
-    return lambda **given: torch.func.functional_call(model, moved, kwargs=given)
+    return lambda **inputs: torch.func.functional_call(model, moved, kwargs=inputs)

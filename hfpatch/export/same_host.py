@@ -1,7 +1,7 @@
 """Writes a patched model as the stock class that it was patched from: other weights, or other settings, and no patch.
 
-That is possible where a patch can be said in what the class reads: a table of positions with other rows (one row for
-all where positions were dropped), settings of a rotation, a stream without a mean, a norm without a shift.
+That is possible where a patch can be expressed in what the class reads: a table of positions with other rows (one row
+for all where positions were dropped), settings of a rotation, a stream without a mean, a norm without a shift.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..measure.copies import unpatched_config
 from ..runtime.attention import BIAS, ROTARY, AttentionLens, order
 from ..runtime.constants import ConstantPositions, Given, Unrotated
 from ..runtime.errors import UnsupportedError
 from ..runtime.gated import GatedLinear
 from ..runtime.lens import SCALED, host_class, lens_of
 from ..runtime.norms import AffineNorm
-from ..runtime.record import KEY
 from ..runtime.tables import ComputedPositions
 from ..sites.biases import find_biases
-from ..sites.norms import describe
 from ..sites.pairing import reordered_rows, rotating_attentions
 from ..sites.stacks import find_stacks, max_positions
 from ..swap.native_rope import find_rotations, rotary_dim_of
-from .anatomy import CLOSE
 from .read import gains_of
+from .weights import Weights
 
 
 @torch.no_grad()
@@ -41,13 +40,13 @@ def as_host(model: Any) -> tuple[Any, int | None]:
         UnsupportedError: something of the patch can't be had in the host's class; says what.
     """
     host: Any = host_class(type(model))
-    configs: Any = host_class(type(model.config))
-    config = configs.from_dict({name: value for name, value in model.config.to_dict().items() if name != KEY})
     for name, module in model.named_modules():
-        _require_possible(name, module, host.__name__)
+        obstacle = _obstacle(module)
+        if obstacle is not None:
+            raise UnsupportedError(f"{name} {obstacle.format(host=host.__name__)}")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        twin = host._from_config(config, dtype=model.dtype).eval()
-    twin.load_state_dict(_stock_state(model, twin))
+        twin = host._from_config(unpatched_config(model.config), dtype=model.dtype).eval()
+    _fill(twin, model)
     for name, factor in gains_of(model).items():
         for value in twin.get_submodule(name).parameters(recurse=False):
             value.mul_(factor)
@@ -62,70 +61,60 @@ def _longest_text(model: nn.Module) -> int | None:
     return min((rows for rows in map(max_positions, find_stacks(model)) if rows), default=None)
 
 
-def _require_possible(name: str, module: nn.Module, host: str) -> None:
-    """Refuse what no weight and no setting of the host's class stands for."""
-    rotary, bias = module._modules.get(ROTARY), module._modules.get(BIAS)
+def _obstacle(module: nn.Module) -> str | None:
+    """What no weight and no setting of the host's class stands for."""
     if isinstance(module, AffineNorm) and module.facts.kind not in ("layer", "rms"):
-        raise UnsupportedError(f"{name} is a {type(module).__name__}, which {host} doesn't have")
+        return f"is a {type(module).__name__}, which {{host}} doesn't have"
     if isinstance(module, GatedLinear):
-        raise UnsupportedError(f"{name} is gated ({module.kind}), which the MLPs of {host} aren't")
+        return f"is gated ({module.kind}), which the MLPs of {{host}} aren't"
     if SCALED in vars(module):
-        raise UnsupportedError(f"{name} is scaled by a learned number, which {host} doesn't have")
-    if rotary is not None and lens_of(module, AttentionLens) is not None:  # else it is the host's own
-        raise UnsupportedError(f"{name} rotates queries and keys, which {host} doesn't")
-    if bias is not None:
-        raise UnsupportedError(f"{name} adds a bias by distance, which {host} doesn't")
+        return "is scaled by a learned number, which {host} doesn't have"
+    if module._modules.get(ROTARY) is not None and lens_of(module, AttentionLens) is not None:  # else the host's own
+        return "rotates queries and keys, which {host} doesn't"
+    if module._modules.get(BIAS) is not None:
+        return "adds a bias by distance, which {host} doesn't"
     if lens_of(module, Unrotated) is not None or lens_of(module, Given) is not None:
-        raise UnsupportedError(f"{name} has lost its positions, which in {host} can't be switched off")
+        return "has lost its positions, which in {host} can't be switched off"
+    return None
 
 
-def _stock_state(model: nn.Module, twin: nn.Module) -> dict[str, Tensor]:
-    """The patched model's values under the names and in the shapes of a stock twin's state dict."""
-    state, wanted = dict(model.state_dict()), twin.state_dict()
-    keys: dict[str, list[str]] = {}
-    for key in wanted:
-        keys.setdefault(key.rpartition(".")[0], []).append(key)
-    for name, module in model.named_modules():
-        if isinstance(module, ConstantPositions) and name in keys:
-            state |= dict.fromkeys(keys[name], state.pop(f"{name}.constant"))
-        elif isinstance(module, ComputedPositions):
-            for key in keys.get(name, ()):
-                state[key] = module.rows(torch.arange(len(wanted[key]), device=module.weight.device))
-        elif isinstance(module, AffineNorm):
-            for own in module.names:
-                state.pop(f"{name}.{own}", None)
-            of_norm = _of_norm(module, twin.get_submodule(name), name)
-            state |= {f"{name}.{attribute}": value for attribute, value in of_norm.items()}
+def _fill(twin: nn.Module, model: nn.Module) -> None:
+    """Copy a patched model's values into a stock twin, norm by norm and then name by name.
+
+    Raises:
+        UnsupportedError: one of them has no counterpart.
+    """
+    source, target, state = Weights(model), Weights(twin), dict(model.state_dict())
+    modules: dict[str, Any] = dict(model.named_modules())
+    norms = {name: module for name, module in modules.items() if isinstance(module, AffineNorm)}
+    for name, module in norms.items():
+        target.fill_norm(twin.get_submodule(name), source.norm(module, name), name)
     removed = [item.prefix + glob for item in find_biases(model) if item.removed for glob in item.bias.tables]
-    for key, like in wanted.items():
-        values, holder = state.get(key), key.rpartition(".")[0]
-        if values is not None and values.shape != like.shape and like.numel() % values.numel() == 0:
-            state[key] = values.expand_as(like)  # one row for all
+    used: set[str] = set()
+    for key, place in twin.state_dict(keep_vars=True).items():
+        holder = key.rpartition(".")[0]
+        if holder in norms:
+            continue
+        used.add(f"{holder}.constant" if isinstance(modules.get(holder), ConstantPositions) else key)
+        values = _values(modules.get(holder), state.get(key), place)
         if values is None and any(fnmatch.fnmatchcase(one, glob) for one in (key, holder) for glob in removed):
-            state[key] = torch.zeros_like(like)  # biases by distance that are no more
-        if key not in state or state[key].shape != like.shape:
+            values = torch.zeros_like(place)  # biases by distance that are no more
+        if values is None or values.shape != place.shape:
             raise UnsupportedError(f"{key} has no counterpart of its shape")
-    more = state.keys() - wanted.keys()
-    if more:
-        raise UnsupportedError(f"{min(more)} has no counterpart")
-    return state
+        place.copy_(values)
+    unused = [key for key in state if key not in used and key.rpartition(".")[0] not in norms]
+    if unused:
+        raise UnsupportedError(f"{min(unused)} has no counterpart")
 
 
-def _of_norm(ours: AffineNorm, stock: nn.Module, name: str) -> dict[str, Tensor]:
-    """Gain and shift as the stock norm keeps them."""
-    facts = describe(stock)
-    if facts is None or facts.kind not in ("layer", "rms"):
-        return {}
-    if ours.eps is not None and facts.eps is not None and abs(ours.eps - facts.eps) > CLOSE:
-        raise UnsupportedError(f"{name} has an eps of {ours.eps:g}, and that of the host is {facts.eps:g}")
-    (gain, shift), (stock_gain, stock_shift) = ours.facts.parameters_of(ours), facts.parameters_of(stock)
-    values: dict[str, Tensor] = {}
-    if facts.gain and stock_gain is not None:
-        present = torch.ones_like(stock_gain) if gain is None else gain + ours.facts.offset
-        values[facts.gain] = present.reshape(stock_gain.shape) - facts.offset
-    if facts.shift and stock_shift is not None:
-        values[facts.shift] = torch.zeros_like(stock_shift) if shift is None else shift
-    return values
+def _values(module: Any, stored: Tensor | None, place: Tensor) -> Tensor | None:
+    """What belongs into a stock twin's place: rows of a table, or what is stored under the same name."""
+    if isinstance(module, ComputedPositions):
+        return module.rows(torch.arange(len(place), device=module.weight.device))
+    values = module.constant if isinstance(module, ConstantPositions) else stored
+    if values is None or values.shape == place.shape or place.numel() % values.numel():
+        return values
+    return values.expand_as(place)  # one row for all positions
 
 
 def _reorder(model: nn.Module, twin: nn.Module) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from ..runtime.errors import UnsupportedError
 from ..runtime.rotary import ORIGINAL
 from ..schemes.positions import ALiBi
 from ..schemes.rope import FACTOR_BY_LENGTH, RoPE
-from .anatomy import CLOSE, Affine, Anatomy, Parts, centre, fold_norms, fuse_qkv, with_pairing
-from .layouts import BLOCK, QKV, SETTINGS, STEM
-from .modules import Access, body_of, found, found_in_head
+from .anatomy import Affine, Anatomy, Parts, centre, fold_norms, fuse_qkv, with_pairing
+from .layouts import QKV, SETTINGS, Layout
 from .targets import Target
+from .weights import CLOSE, Weights, sections
 
 _PARTS = {
     "gate": "gates in its MLPs",
@@ -30,6 +29,7 @@ _PARTS = {
 _POSITIONS = {"none": "queries and keys without positions", "rope": "RoPE", "alibi": "ALiBi"}
 
 
+@torch.no_grad()
 def write(anatomy: Anatomy, target: Target, auto: str) -> Any:
     """A stock model, in the anatomy's dtype and in eval mode.
 
@@ -51,21 +51,26 @@ def write(anatomy: Anatomy, target: Target, auto: str) -> Any:
     try:
         config = configs(**_settings(anatomy, target, configs))
     except Exception as error:  # whatever its validation raises
-        said = str(error).strip().splitlines()[-1].strip()
-        raise UnsupportedError(f"its config takes other values: {said}") from error
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise UnsupportedError(f"its config takes other values: {reason}") from error
     model_classes = opened_classes(getattr(transformers, auto), configs)
     if not model_classes or auto not in target.layout.heads:
         raise UnsupportedError(f"it has no head for {auto}")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        model = model_classes[0]._from_config(config, dtype=anatomy.stem.layers["embedding"].weight.dtype).eval()
-    _fill(model, anatomy, target, auto)
+        model = model_classes[0]._from_config(config, dtype=anatomy.stem["embedding"].weight.dtype).eval()
+    weights, parts = Weights(model), (anatomy.stem, *_blocks(anatomy, target.layout), anatomy.head)
+    for (_, root, paths), section in zip(sections(model, target.layout, auto), parts, strict=True):
+        weights.fill(root, paths, section)
+    unfilled = weights.untouched(target.layout)
+    if unfilled:
+        raise UnsupportedError(f"its {unfilled[0]} has no counterpart")
     return model
 
 
 def _obstacles(anatomy: Anatomy, target: Target) -> Iterator[str]:
-    """What the target is built without, or can't do without."""
+    """What the target lacks, or can't do without."""
     layout, scheme, possible = target.layout, anatomy.positions, target.positions
-    present = {*anatomy.blocks[0].layers, *anatomy.stem.norms}
+    present = {*anatomy.blocks[0], *anatomy.stem}
     for role, words in _PARTS.items():
         if role in present and role not in layout.paths:
             yield f"it has no {words.removeprefix('a ')}"
@@ -76,8 +81,8 @@ def _obstacles(anatomy: Anatomy, target: Target) -> Iterator[str]:
         yield "it has keys and values for every head"
     if shared is not None and shared != (grouped and anatomy.kv_heads == 1):
         yield f"it has {'one key and value' if shared else 'keys and values'} for all heads"
-    if _types(anatomy) > 1 and "types" not in layout.paths:
-        yield f"it has no token types, and there are {_types(anatomy)}"
+    if anatomy.token_types > 1 and "types" not in layout.paths:
+        yield f"it has no token types, and there are {anatomy.token_types}"
     kind = "none" if scheme is None else scheme.name
     if kind not in possible:
         yield f"it doesn't have {_POSITIONS[kind]}"
@@ -105,19 +110,19 @@ def _fitted(anatomy: Anatomy, target: Target) -> Anatomy:
         anatomy = centre(anatomy)
     if not target.shift and not layout.post_norm:
         anatomy = fold_norms(anatomy, gains=not target.gain)
-    tokens, types = anatomy.stem.layers["embedding"], anatomy.stem.layers.get("types")
-    if "types" not in layout.paths and types is not None:
-        layers = {"embedding": Affine(tokens.weight + types.weight)}
-    elif "types" in layout.paths and types is None:
-        layers = {"embedding": tokens, "types": Affine(torch.zeros_like(tokens.weight[:, :1]))}
-    else:
-        return anatomy
-    return replace(anatomy, stem=replace(anatomy.stem, layers=layers))
+    stem = dict(anatomy.stem)
+    if "types" in stem and "types" not in layout.paths:
+        stem["embedding"] = Affine(stem["embedding"].weight + stem.pop("types").weight)
+    elif "types" in layout.paths and "types" not in stem:
+        stem["types"] = Affine(torch.zeros_like(stem["embedding"].weight[:, :1]))
+    return replace(anatomy, stem=stem)
 
 
-def _types(anatomy: Anatomy) -> int:
-    types = anatomy.stem.layers.get("types")
-    return 0 if types is None else types.weight.shape[1]
+def _blocks(anatomy: Anatomy, layout: Layout) -> Iterator[Parts]:
+    """The blocks, with one projection for queries, keys and values where the layout has a fused one."""
+    for block in anatomy.blocks:
+        fused = {"qkv": fuse_qkv(anatomy, block, layout)} if "qkv" in layout.paths else {}
+        yield fused | {role: part for role, part in block.items() if not fused or role not in QKV}
 
 
 def _settings(anatomy: Anatomy, target: Target, configs: Any) -> dict[str, Any]:
@@ -131,34 +136,32 @@ def _settings(anatomy: Anatomy, target: Target, configs: Any) -> dict[str, Any]:
 
 
 def facts_of(anatomy: Anatomy) -> dict[str, Any]:
-    """What configs say of a model, by the names of `SETTINGS`."""
-    blocks, scheme = anatomy.blocks, anatomy.positions
-    width, vocabulary = anatomy.stem.layers["embedding"].weight.shape
+    """What configs contain of a model, by the names of `SETTINGS`."""
+    blocks, scheme, head, embedding = anatomy.blocks, anatomy.positions, anatomy.head, anatomy.stem["embedding"]
+    width, vocabulary = embedding.weight.shape
 
     def biased(*roles: str) -> bool:
-        return any(b.layers[role].bias is not None for b in blocks for role in roles if role in b.layers)
+        return any(block[role].bias is not None for block in blocks for role in roles if role in block)
 
     of_attention, of_mlps = biased(*QKV, "output"), biased("up", "down", "gate")
     facts: dict[str, Any] = {
+        **anatomy.facts,
         "vocabulary": vocabulary,
         "width": width,
         "depth": len(blocks),
         "heads": anatomy.heads,
         "kv_heads": anatomy.kv_heads,
         "head_dim": anatomy.head_dim,
-        "d_ff": len(blocks[0].layers["up"].weight),
-        "activation": anatomy.activation,
-        "length": anatomy.length,
+        "d_ff": len(blocks[0]["up"].weight),
         "eps": _eps(anatomy),
-        "tied": anatomy.tied,
-        "types": _types(anatomy),
-        "embedding_norm": "embedding_norm" in anatomy.stem.norms,
+        "tied": "head" in head and torch.equal(head["head"].weight, embedding.weight.T),
+        "types": anatomy.token_types,
+        "embedding_norm": "embedding_norm" in anatomy.stem,
         "attention_bias": of_attention,
         "qkv_bias": biased(*QKV),
         "mlp_bias": of_mlps,
         "any_bias": of_attention or of_mlps,
         "rotated_layers": [int(scheme is not None)] * len(blocks),
-        **anatomy.dropouts,
     }
     if isinstance(scheme, RoPE):
         facts |= {"theta": float(scheme.theta or 0), "rope": _rope(scheme, anatomy)}
@@ -185,30 +188,3 @@ def _eps(anatomy: Anatomy) -> float:
     if max(values) - min(values) > CLOSE:
         raise UnsupportedError(f"its norms have one eps, and these have {min(values):g} to {max(values):g}")
     return values[0]
-
-
-@torch.no_grad()
-def _fill(model: Any, anatomy: Anatomy, target: Target, auto: str) -> None:
-    """Every Parameter of a fresh model."""
-    access, layout, body = Access(model), target.layout, body_of(model, target.layout)
-    access.write(partial(found, body), layout.at(STEM), anatomy.stem)
-    stack: Any = body.get_submodule(layout.paths["blocks"])
-    for block, parts in zip(stack, anatomy.blocks, strict=True):
-        if "qkv" in layout.paths:
-            others = {role: layer for role, layer in parts.layers.items() if role not in QKV}
-            parts = replace(parts, layers={"qkv": fuse_qkv(anatomy, parts, layout), **others})
-        access.write(partial(found, block), layout.at(BLOCK), parts)
-    _fill_head(access, model, anatomy.head, layout.heads[auto])
-    unfilled = access.untouched(layout)
-    if unfilled:
-        raise UnsupportedError(f"its {unfilled[0]} has no counterpart")
-
-
-def _fill_head(access: Access, model: Any, head: Parts, paths: Mapping[str, str]) -> None:
-    """A head's parts; its "bias" is the output's, with a second name or as a Parameter of its own."""
-    output, bias = head.layers.get("head"), found_in_head(model, paths["bias"]) if "bias" in paths else None
-    if bias is not None and output is not None:
-        access.fill(bias, output.bias, paths["bias"])
-        if getattr(found_in_head(model, paths["head"]), "bias", None) is None:
-            head = head.changed({"head": lambda layer: Affine(layer.weight)})
-    access.write(partial(found_in_head, model), {role: p for role, p in paths.items() if role != "bias"}, head)

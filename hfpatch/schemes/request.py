@@ -122,7 +122,7 @@ def _part(stored: Any, where: str) -> tuple[str, Part]:
             raise CheckpointError(f"{where}: only and keep are lists of globs over module names.")
     try:
         scheme = KINDS[kind].resolve(stored[kind])
-    except PatchError as error:
+    except (PatchError, RecursionError) as error:
         raise CheckpointError(
             f"{where} can't be read here: {error} If the scheme comes from a package of its own, import it first."
         ) from error

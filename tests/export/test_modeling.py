@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2Model
 
 from hfpatch import runtime
 from hfpatch.core.registry import NORMS
-from hfpatch.export.modeling import FILE, auto_class, write_code
+from hfpatch.export.modeling import FILE, opened_by, write_code
 from hfpatch.runtime.errors import UnsupportedError
 
 RUNTIME = {path.name: path for path in Path(runtime.__file__).parent.glob("*.py") if path.stem != "__init__"}
@@ -42,7 +42,7 @@ def test_the_files(family: str, request_: str, tmp_path: Path) -> None:
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     assert {f"modeling_hfpatch.{name}" for name in classes} == set(auto_map.values())
     assert auto_map["AutoConfig"] == f"modeling_hfpatch.{type(model.config).__name__}"
-    assert auto_map[auto_class(model)] == f"modeling_hfpatch.{type(model).__name__}"
+    assert auto_map[next(iter(opened_by(model)))] == f"modeling_hfpatch.{type(model).__name__}"
     assert auto_map["AutoModel"] == f"modeling_hfpatch.{type(model.base_model).__name__}"
     assert len(classes) > 3
 

@@ -1,0 +1,193 @@
+"""Reads and fills the norms, linear layers and embeddings of a model by the paths of their roles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime.errors import UnsupportedError
+from ..runtime.gated import GatedLinear
+from ..runtime.norms import NormFacts
+from ..sites.norms import describe
+from .anatomy import Affine, Norm, Parts
+from .layouts import BLOCK, OUTPUT, STEM, Layout
+
+CLOSE = 1e-11  # eps of norms that differ by less are equal
+_UNREAD = ("contacts",)  # parts of a head that no forward reads
+_OPTIONAL = ("pooler", "contacts")  # parts of a head that are zero where there is nothing for them
+_OUTPUT_BIAS = "bias"  # role of a head's Parameter that is its output's bias, or a second name of it
+
+
+def sections(model: Any, layout: Layout, auto: str) -> Iterator[tuple[str, Any, Mapping[str, str]]]:
+    """The stem of a stack, its blocks and its head: where it is, the module, and the paths in it by role."""
+    body, blocks = body_of(model, layout), layout.paths["blocks"]
+    yield "", body, layout.at(STEM)
+    for index, block in enumerate(body.get_submodule(blocks)):
+        yield f"{blocks}.{index}.", block, layout.at(BLOCK)
+    yield "", model, layout.heads[auto]
+
+
+class Weights:
+    """Reads or fills parts of one model, and remembers which Parameters it has touched.
+
+    Args:
+        model: a transformers model; what is read has its dtype.
+        gains: factors on the outputs of linear layers that are read, by the layer's id.
+    """
+
+    def __init__(self, model: Any, gains: Mapping[int, float] | None = None):
+        self.model, self.gains = model, gains or {}
+        self.touched: set[int] = set()  # by address, as a transposed weight is a view
+
+    def untouched(self, layout: Layout) -> list[str]:
+        """Names of the Parameters that are left, apart from a table that the model's class computes."""
+        computed = self.model.base_model.get_submodule(layout.computed).parameters() if layout.computed else ()
+        done = self.touched | {value.data_ptr() for value in computed}
+        return [name for name, value in self.model.named_parameters() if value.data_ptr() not in done]
+
+    def read(self, where: str, root: Any, paths: Mapping[str, str]) -> Parts:
+        """The parts of a section, by role; what isn't there is left out.
+
+        Raises:
+            UnsupportedError: a norm is neither LayerNorm nor RMSNorm.
+        """
+        parts: Parts = {}
+        for role, path in paths.items():
+            module = None if role == _OUTPUT_BIAS else found(root, path)
+            if isinstance(module, GatedLinear):
+                parts |= {role: self.layer(module.up), "gate": self.layer(module.gate)}
+            elif module is not None and role.endswith("norm"):
+                parts[role] = self.norm(module, where + path)
+            elif module is not None:
+                parts[role] = self.layer(module, _output_bias(root, role, paths))
+        return parts
+
+    def fill(self, root: Any, paths: Mapping[str, str], parts: Parts) -> None:
+        """Copy parts into a section.
+
+        Raises:
+            UnsupportedError: a part has no place there, or a place no part, or another shape.
+        """
+        for role in dict.fromkeys((*parts, *paths)):
+            part, path = parts.get(role), paths.get(role, "")
+            module = found(root, path) if path and role != _OUTPUT_BIAS else None
+            if module is None and part is not None and role not in _UNREAD:
+                raise UnsupportedError(f"it has no place for the {role}")
+            if module is not None and part is None and role not in _OPTIONAL:
+                raise UnsupportedError(f"it has a {role}, and here is none")
+            if module is not None and isinstance(part, Norm):
+                self.fill_norm(module, part, path)
+            elif module is not None:
+                self._fill(_stored(module, _output_bias(root, role, paths)), part, path)
+
+    def layer(self, module: nn.Module, output_bias: Tensor | None = None) -> Affine:
+        """A linear layer or embedding."""
+        values = self._values(_stored(module, output_bias))
+        layer = Affine(values["weight"], values.get("bias"))
+        return layer.times(self.gains[id(module)]) if id(module) in self.gains else layer
+
+    def norm(self, module: nn.Module, path: str) -> Norm:
+        """A norm; its gain is 1 where it stores none.
+
+        Raises:
+            UnsupportedError: it is neither LayerNorm nor RMSNorm.
+        """
+        facts, like = _facts(module, path), self.model
+        values = self._values(_stored_of_norm(module, facts))
+        gain = torch.ones(facts.shape[:1] or 0, dtype=like.dtype, device=like.device)
+        gain = values["weight"] + facts.offset if "weight" in values else gain
+        return Norm(gain, values.get("bias"), facts.kind, _eps(facts, like.dtype))
+
+    def fill_norm(self, module: nn.Module, norm: Norm, path: str) -> None:
+        """Copy gain and shift into a stock norm.
+
+        Raises:
+            UnsupportedError: it has another eps, or no place for one of them.
+        """
+        facts = _facts(module, path)
+        if abs(_eps(facts, norm.weight.dtype) - norm.eps) > CLOSE:
+            raise UnsupportedError(
+                f"its {path} has an eps of {_eps(facts, norm.weight.dtype):g}, and here {norm.eps:g}"
+            )
+        stored = _stored_of_norm(module, facts)
+        for word, places, values, neutral in (
+            ("gain", stored["weight"], norm.weight, 1.0),
+            ("shift", stored["bias"], norm.bias, 0.0),
+        ):
+            if not places and values is not None and bool((values != neutral).any()):
+                raise UnsupportedError(f"its {path} has no {word}")
+        stored = {name: places for name, places in stored.items() if places}
+        self._fill(stored, Affine(norm.weight - facts.offset, norm.bias), path)
+
+    def value(self, *places: Tensor) -> Tensor:
+        """What is stored in the first of these places, of which the others are copies."""
+        self.touched |= {place.data_ptr() for place in places}
+        return places[0].detach().to(self.model.dtype)
+
+    def _values(self, stored: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+        return {name: self.value(*places) for name, places in stored.items() if places}
+
+    def _fill(self, stored: Mapping[str, list[Tensor]], part: Affine | None, path: str) -> None:
+        """Copy weight and bias to where they are stored; zeros where there are none."""
+        for name, places in stored.items():
+            values = getattr(part, name, None)
+            if not places and values is not None and bool(values.any()):
+                raise UnsupportedError(f"its {path} has no {name}")
+            for place in places:
+                values = torch.zeros_like(place) if values is None else values
+                if place.shape != values.shape:
+                    raise UnsupportedError(f"its {path} is {tuple(place.shape)}, and here {tuple(values.shape)}")
+                self.touched.add(place.data_ptr())
+                place.copy_(values)
+
+
+def _facts(module: nn.Module, path: str) -> NormFacts:
+    facts = describe(module)
+    if facts is None or facts.kind not in ("layer", "rms"):
+        kind = facts.kind if facts is not None else module._get_name()
+        raise UnsupportedError(f"{path} computes {kind!r}, which no architecture of transformers has")
+    return facts
+
+
+def _eps(facts: NormFacts, dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if facts.eps is None else facts.eps
+
+
+def _stored(module: Any, output_bias: Tensor | None = None) -> dict[str, list[Tensor]]:
+    """The Parameters, or views of them, that hold a layer's weight (out, in) and bias; a bias may have two places."""
+    transposed = isinstance(module, nn.Embedding) or "Conv1D" in type(module).__name__
+    weight, bias = module.weight.T if transposed else module.weight, getattr(module, "bias", None)
+    return {"weight": [weight], "bias": [one for one in (bias, output_bias) if one is not None]}
+
+
+def _stored_of_norm(module: nn.Module, facts: NormFacts) -> dict[str, list[Tensor]]:
+    """Likewise a norm's gain, less its offset, and shift."""
+    places = zip(("weight", "bias"), facts.parameters_of(module), strict=True)
+    return {name: [] if place is None else [place] for name, place in places}
+
+
+def _output_bias(root: Any, role: str, paths: Mapping[str, str]) -> Tensor | None:
+    return found(root, paths[_OUTPUT_BIAS]) if role == "head" and _OUTPUT_BIAS in paths else None
+
+
+def found(root: Any, path: str) -> Any:
+    """The module at a path, or at the first of several, in a module or its base model; None where there is none."""
+    if path == OUTPUT:
+        output = root.get_output_embeddings()
+        return found(root, "lm_head.decoder") if output is None else output
+    for base in (root, getattr(root, "base_model", None)):
+        for one in path.split(" | "):
+            inner = base
+            for name in one.split("."):
+                inner = getattr(inner, name, None)
+            if inner is not None:
+                return inner
+    return None
+
+
+def body_of(model: Any, layout: Layout) -> Any:
+    """The module that holds the stack."""
+    return model.base_model.get_submodule(layout.paths.get("body", ""))
