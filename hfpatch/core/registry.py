@@ -107,17 +107,9 @@ class Registry(Mapping[str, T], Generic[T]):
 
 
 NORMS: Registry[type] = Registry("norm")
-
-
 POSITIONS: Registry[type] = Registry("position")
-
-
 MLPS: Registry[type] = Registry("mlp")
-
-
 PLACEMENTS: Registry[type] = Registry("placement")
-
-
 ARCHITECTURES: Registry = Registry("architecture")
 
 
