@@ -79,47 +79,34 @@ app = typer.Typer(
 )
 
 
-def _flag(name: str, text: str, **settings: Any) -> Any:
-    return typer.Option(f"--{name}", help=text, **settings)  # by itself typer would add --no-<name>
+def _one_of(names: Any) -> str:
+    return f"One of: {', '.join(names)}."
 
 
-def _scheme(text: str, names: Any) -> Any:
-    return typer.Option(help=f"{text} One of: {', '.join(names)}.")
+def _option(text: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=text, **settings)
 
 
 Model = Annotated[str, typer.Argument(help="A Hub id, a folder, or config:FAMILY for random weights (config:gpt2).")]
 Patched = Annotated[str, typer.Argument(help="The patched checkpoint: a Hub id or a folder.")]
-Norm = Annotated[str | None, _scheme("Norm scheme, with options as dyt:alpha=0.8.", NORMS)]
-Pos = Annotated[
-    str | None, _scheme("Position scheme, with options as rope:theta=5e5 or rope:max_positions=8192.", POSITIONS)
-]
-Mlp = Annotated[str | None, _scheme("MLP scheme, with options as swiglu:d_ff=2048.", MLPS)]
-Placement = Annotated[str | None, _scheme("Where norms stand, for training from scratch.", PLACEMENTS)]
-Only = Annotated[list[str] | None, typer.Option(help="Glob over module names; others are kept. Repeatable.")]
-Keep = Annotated[list[str] | None, typer.Option(help="Glob over module names that stay as they are. Repeatable.")]
-Init = Annotated[Literal["auto", "exact", "copy", "reset"], typer.Option(help="How new parameters start.")]
-Head = Annotated[
-    str | None,
-    typer.Option(help="Auto class to build, such as AutoModel; default: what the checkpoint was saved as."),
-]
-Trust = Annotated[
-    bool,
-    _flag("trust-remote-code", "Run the code in the model's repository, for models that aren't part of transformers."),
-]
-Shard = Annotated[str, typer.Option(help="Largest file of weights, such as 2GB.")]
-Length = Annotated[
-    int, typer.Option("--length", "--tokens", min=2, help="Most tokens of a sequence; longer ones are cut.")
-]
-Overwrite = Annotated[bool, _flag("overwrite", "Replace OUT, with everything in it, once all has gone well.")]
+Norm = Annotated[str | None, _option(f"Norm scheme, with options as dyt:alpha=0.8. {_one_of(NORMS)}")]
+Pos = Annotated[str | None, _option(f"Position scheme, with options as rope:theta=5e5. {_one_of(POSITIONS)}")]
+Mlp = Annotated[str | None, _option(f"MLP scheme, with options as swiglu:d_ff=2048. {_one_of(MLPS)}")]
+Placement = Annotated[str | None, _option(f"Where norms stand, for training from scratch. {_one_of(PLACEMENTS)}")]
+Only = Annotated[list[str] | None, _option("Glob over module names; others are kept. Repeatable.")]
+Keep = Annotated[list[str] | None, _option("Glob over module names that stay as they are. Repeatable.")]
+Init = Annotated[Literal["auto", "exact", "copy", "reset"], _option("How new parameters start.")]
+Head = Annotated[str | None, _option("Auto class to build, such as AutoModel; default: what it was saved as.")]
+Trust = Annotated[bool, _option("Run the code in the model's repository.", "--trust-remote-code")]
+Shard = Annotated[str, _option("Largest file of weights, such as 2GB.")]
+Length = Annotated[int, _option("Most tokens of a sequence; longer ones are cut.", "--length", "--tokens", min=2)]
+Overwrite = Annotated[bool, _option("Replace OUT, with everything in it, once all has gone well.", "--overwrite")]
 Form = Literal["native", "remote", "plugin"]
 _CALIBRATION = (
     "What repairs a lossy swap: 'self' (sequences drawn from the model: the default where it generates and has "
     "weights), a text file with one example a line, or 'none'."
 )
-_FIT = (
-    "What a repair of positions fits to the original's attention maps: 'qk', weights and biases of queries and keys, "
-    "or 'bias', their biases alone."
-)
+_FIT = "What a repair of positions fits to attention maps: weights and biases of queries and keys, or biases alone."
 _TO = (
     "What opens it: 'native' transformers alone, as a stock architecture of equal outputs, where there is one; "
     "'remote' trust_remote_code=True; 'plugin' import hfpatch."
@@ -135,7 +122,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def main(
-    version: Annotated[bool, _flag("version", "Print versions.", callback=_version, is_eager=True)] = False,
+    version: Annotated[bool, _option("Print versions.", "--version", callback=_version, is_eager=True)] = False,
 ) -> None:
     """Swap the norms, positions and MLPs of pretrained models, and save checkpoints that open again."""
     transformers.logging.set_verbosity_error()
@@ -188,12 +175,12 @@ def patch(
     init: Init = "auto",
     placement: Placement = None,
     head: Head = None,
-    calibration: Annotated[str | None, typer.Option(help=_CALIBRATION)] = None,
-    sequences: Annotated[int, typer.Option(min=1, help="How many sequences a repair takes.")] = 256,
+    calibration: Annotated[str | None, _option(_CALIBRATION)] = None,
+    sequences: Annotated[int, _option("How many sequences a repair takes.", min=1)] = 256,
     length: Length = 128,
-    fit: Annotated[Literal["qk", "bias"], typer.Option(help=_FIT)] = "qk",
-    report: Annotated[Path | None, typer.Option(help="Save what the repair did as this .json file.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of random weights (config:FAMILY) and of samples.")] = 0,
+    fit: Annotated[Literal["qk", "bias"], _option(_FIT)] = "qk",
+    report: Annotated[Path | None, _option("Save what the repair did as this .json file.")] = None,
+    seed: Annotated[int, _option("Seed of random weights (config:FAMILY) and of samples.")] = 0,
     max_shard_size: Shard = "50GB",
     trust_remote_code: Trust = False,
     overwrite: Overwrite = False,
@@ -241,12 +228,10 @@ def patch(
 def verify(
     model: Patched,
     reference: Annotated[str, typer.Argument(help="The original's Hub id or folder.")],
-    text: Annotated[
-        Path | None, typer.Option(help="Text file, one example a line; without it the inputs are random.")
-    ] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Save the report as this .json file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the error layer by layer into this .png file.")] = None,
-    examples: Annotated[int, typer.Option(min=1, help="How many lines of the text are used, from its start.")] = 64,
+    text: Annotated[Path | None, _option("Text file, one example a line; default: random inputs.")] = None,
+    json: Annotated[Path | None, _option("Save the report as this .json file.", "--json")] = None,
+    plot: Annotated[Path | None, _option("Draw the error layer by layer into this .png file.")] = None,
+    examples: Annotated[int, _option("How many lines of the text are used, from its start.", min=1)] = 64,
     length: Length = 128,
     head: Head = None,
     trust_remote_code: Trust = False,
@@ -276,11 +261,8 @@ def verify(
 def export(
     model: Patched,
     out: Annotated[Path, typer.Argument(help="Folder for what is written.")],
-    to: Annotated[Form, typer.Option(help=_TO)] = "native",
-    architecture: Annotated[
-        str | None,
-        typer.Option(help="Of --to native: the only one to try, such as gpt_neox; default: the first equal."),
-    ] = None,
+    to: Annotated[Form, _option(_TO)] = "native",
+    architecture: Annotated[str | None, _option("Of --to native: the only one to try, such as gpt_neox.")] = None,
     head: Head = None,
     max_shard_size: Shard = "50GB",
     trust_remote_code: Trust = False,
@@ -306,26 +288,18 @@ def export(
 def push(
     folder: Annotated[Path, typer.Argument(help="The patched checkpoint's folder.")],
     repo: Annotated[str, typer.Argument(help="The Hub id of the repository: user/name, or name for one's own.")],
-    base: Annotated[
-        str | None, typer.Option("--base", help="The model that was patched: its Hub id or folder, for the card.")
-    ] = None,
-    license: Annotated[
-        str | None, typer.Option(help="The licence's id on the Hub; default: the base's, where its card can be read.")
-    ] = None,
-    report: Annotated[Path | None, typer.Option(help="A .json file that verify saved, for the card.")] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Hub id or folder of the tokenizer or processor, where the folder has none.")
-    ] = None,
-    form: Annotated[
-        Form | None, typer.Option(help="What it is exported as first, as in export --to; default: as it is.")
-    ] = None,
-    native: Annotated[bool, _flag("native", "The folder is a native export, without a record.")] = False,
-    public: Annotated[bool, _flag("public", "A repository that is made is public, not private.")] = False,
-    revision: Annotated[str | None, typer.Option(help="The branch; it is made where it doesn't exist.")] = None,
-    subfolder: Annotated[str, typer.Option(help="The folder in the repository.")] = "",
-    create_pr: Annotated[bool, _flag("create-pr", "Open a pull request instead of committing.")] = False,
-    message: Annotated[str | None, typer.Option(help="The commit's first line.")] = None,
-    dry_run: Annotated[bool, _flag("dry-run", "Send nothing; list what would be uploaded.")] = False,
+    base: Annotated[str | None, _option("The model that was patched: its Hub id or folder, for the card.")] = None,
+    license: Annotated[str | None, _option("The licence's id on the Hub; default: the base's, where known.")] = None,
+    report: Annotated[Path | None, _option("A .json file that verify saved, for the card.")] = None,
+    tokenizer: Annotated[str | None, _option("Its Hub id or folder, where the checkpoint's folder has none.")] = None,
+    form: Annotated[Form | None, _option("What it is exported as first, as in export --to; default: as it is.")] = None,
+    native: Annotated[bool, _option("The folder is a native export, without a record.", "--native")] = False,
+    public: Annotated[bool, _option("A repository that is made is public, not private.", "--public")] = False,
+    revision: Annotated[str | None, _option("The branch; it is made where it doesn't exist.")] = None,
+    subfolder: Annotated[str, _option("The folder in the repository.")] = "",
+    create_pr: Annotated[bool, _option("Open a pull request instead of committing.", "--create-pr")] = False,
+    message: Annotated[str | None, _option("The commit's first line.")] = None,
+    dry_run: Annotated[bool, _option("Send nothing; list what would be uploaded.", "--dry-run")] = False,
 ) -> None:
     """Push a patched checkpoint to the Hub, with a model card, as one commit; resumed where it broke off."""
     push = push_patched(

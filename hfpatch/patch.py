@@ -99,8 +99,8 @@ def patch_model(
             change is rolled back before the error is passed on.
         VerificationError: norms that should be exact aren't, with init="exact".
     """
-    asked = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
-    plan = make_plan(model, checked_request(asked, only, keep, init), example_inputs)
+    schemes = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
+    plan = make_plan(model, checked_request(schemes, only, keep, init), example_inputs)
     way_back: WayBack | None = vars(model).get(WAY_BACK)
     if reversible and way_back is None and getattr(model.config, KEY, None):
         raise NotReversibleError(
@@ -121,7 +121,7 @@ def patch_model(
         except VerificationError as error:
             if init == "exact":
                 raise
-            plan = make_plan(model, checked_request(asked, only, keep, init), example_inputs, error.measured)
+            plan = make_plan(model, checked_request(schemes, only, keep, init), example_inputs, error.measured)
             batches = batches or _checked_calibration(model, calibration, plan, init)
             report = _carry_out(plan, model, edits, optimizer, batches, fit)
     if tokenizer is not None:
@@ -194,7 +194,7 @@ def _checked_length(tokenizer: Any, pos: str | Position | None) -> int | None:
     scheme = Position.resolve(pos)
     if scheme is None or scheme.max_positions is None:
         raise OptionError(
-            "tokenizer= is told the new length, so pos= must say it: pos='rope:max_positions=8192', for example."
+            "tokenizer= takes over the new length, so pos= must say it: pos='rope:max_positions=8192', for example."
         )
     if tokenizer_of(tokenizer) is None:
         raise OptionError(f"tokenizer= takes a tokenizer or a processor that has one, not {type(tokenizer).__name__}.")

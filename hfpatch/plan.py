@@ -142,7 +142,7 @@ class Plan:
         if not self.changes:
             return f"{self.model_name}: nothing to do, it is patched this way already."
         lines = [("module", "now", "becomes", "kept function", "note")]
-        for members, numbers in grouped(self.rows, _alike):
+        for members, numbers in grouped(self.rows, _words):
             row, count = members[0], len(members)
             becomes = row.becomes or "(kept)"
             kept = "" if row.action == "keep" else "exact" if row.loss is None else "approximate"
@@ -152,8 +152,8 @@ class Plan:
         return f"{table(lines)}\n{self.model_name}: {replaced} of {len(self.rows)} modules change."
 
 
-def _alike(row: Row) -> tuple[object, ...]:
-    """What rows of one line have in common."""
+def _words(row: Row) -> tuple[object, ...]:
+    """What the rows of one line have in common."""
     return row.now, row.becomes, row.reason, row.loss
 
 
@@ -194,8 +194,8 @@ def plan_patch(
     Raises:
         PatchError: one of its children, for anything that `patch_model` would refuse.
     """
-    asked = {"placement": placement, "norm": norm, "pos": pos, "mlp": mlp}
-    return make_plan(model, checked_request(asked, only, keep, init), example_inputs)
+    schemes = {"placement": placement, "norm": norm, "pos": pos, "mlp": mlp}
+    return make_plan(model, checked_request(schemes, only, keep, init), example_inputs)
 
 
 def make_plan(
@@ -214,8 +214,9 @@ def make_plan(
         if kind in parts:
             parts[kind] = settle(model, parts[kind], example_inputs)
     parts = {kind: part for kind, part in parts.items() if not record.has(kind, part)}
-    asked = "norm" in parts
-    conversion = Conversion.asked_for(model, parts["norm"], example_inputs, inexact) if asked else None
+    conversion = None
+    if "norm" in parts:
+        conversion = Conversion.asked_for(model, parts["norm"], example_inputs, inexact)
     planned: dict[str, list[Change]] = {}
     for kind, part in parts.items():
         changes = PLANNERS[kind](model, part, **({"conversion": conversion} if kind == "norm" else {}))
@@ -239,9 +240,12 @@ def make_plan(
 
 
 def _phases(model: nn.Module, plan: Plan) -> list[Phase]:
-    """First what keeps the function, which is checked then: centring, and norms that become exact. Then other norms,
-    and what follows from them; last positions and MLPs. A placement that starts afresh brings norms, which other norms
-    take the place of; where norms are measured it brings none, and comes after that."""
+    """The phases of a plan, in their order.
+
+    First what keeps the function, which is checked then: centring, and norms that become exact. Then other norms, and
+    what follows from them; last positions and MLPs. A placement that starts afresh brings norms, which other norms
+    replace; where norms are measured it brings none, and comes after that.
+    """
     streams, exact, norms, others = (list[Change]() for _ in range(4))
     placements = norms if plan.conversion is None else others
     for change in plan.changes:
@@ -269,7 +273,7 @@ def _require_same_init(parts: dict[str, Part], record: Record) -> None:
 
 
 def _require_order(parts: dict[str, Part], record: Record) -> None:
-    """Refuse what a record, which replays placements first, couldn't tell of.
+    """Refuse placements that can't come after the norms that are there or requested.
 
     Raises:
         UnsupportedError: says in which order it can be had.
@@ -294,14 +298,14 @@ def _require_change(model_name: str, kind: str, part: Part, changes: list[Change
         )
 
 
-def checked_request(asked: Mapping[str, object], only: object, keep: object, init: str) -> dict[str, Part]:
-    """Schemes, globs and `init` as what a record would hold, by kind.
+def checked_request(schemes: Mapping[str, object], only: object, keep: object, init: str) -> dict[str, Part]:
+    """A request as what a record would hold, by kind: schemes by kind, globs and `init`.
 
     Raises:
         OptionError, UnknownNameError: one of them is outside its domain.
     """
-    schemes = {kind: KINDS[kind].resolve(asked.get(kind)) for kind in PLANNERS}
-    if not any(schemes.values()):
+    resolved = {kind: KINDS[kind].resolve(schemes.get(kind)) for kind in PLANNERS}
+    if not any(resolved.values()):
         raise OptionError(
             f"nothing was asked for: pass {', '.join(f'{kind}=' for kind in KINDS)} or several of them, such as "
             "norm='rms', pos='rope'."
@@ -309,4 +313,4 @@ def checked_request(asked: Mapping[str, object], only: object, keep: object, ini
     if init not in INITS:
         raise OptionError(f"init must be one of {', '.join(INITS)}, not {init!r}.")
     globs = as_globs("only", only), as_globs("keep", keep)  # type: ignore[arg-type]
-    return {kind: Part(scheme.settled(init), *globs, init) for kind, scheme in schemes.items() if scheme is not None}
+    return {kind: Part(scheme.settled(init), *globs, init) for kind, scheme in resolved.items() if scheme is not None}
