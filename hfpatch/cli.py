@@ -95,7 +95,7 @@ Mlp = Annotated[str | None, _option(f"MLP scheme, with options as swiglu:d_ff=20
 Placement = Annotated[str | None, _option(f"Where norms stand, for training from scratch. {_one_of(PLACEMENTS)}")]
 Only = Annotated[list[str] | None, _option("Glob over module names; others are kept. Repeatable.")]
 Keep = Annotated[list[str] | None, _option("Glob over module names that stay as they are. Repeatable.")]
-Init = Annotated[Literal["auto", "exact", "copy", "reset"], _option("How new parameters start.")]
+Init = Annotated[Literal["auto", "exact", "copy", "reset"], _option("How new parameters start; reset: afresh.")]
 Head = Annotated[str | None, _option("Auto class to build, such as AutoModel; default: what it was saved as.")]
 Trust = Annotated[bool, _option("Run the code in the model's repository.", "--trust-remote-code")]
 Shard = Annotated[str, _option("Largest file of weights, such as 2GB.")]
@@ -106,7 +106,7 @@ _CALIBRATION = (
     "What repairs a lossy swap: 'self' (sequences drawn from the model: the default where it generates and has "
     "weights), a text file with one example a line, or 'none'."
 )
-_FIT = "What a repair of positions fits to attention maps: weights and biases of queries and keys, or biases alone."
+_FIT = "What a repair of positions fits to attention maps: weights and biases of queries and keys, or their biases."
 _TO = (
     "What opens it: 'native' transformers alone, as a stock architecture of equal outputs, where there is one; "
     "'remote' trust_remote_code=True; 'plugin' import hfpatch."

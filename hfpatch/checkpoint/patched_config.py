@@ -42,7 +42,8 @@ def give_patched_config(
     setattr(config, KEY, replace(record, any_length=unlimited).to_json())
     tell_config(model, config)
     for original, attribute, value in lengths:
-        own, generation = copies[id(original)], getattr(model, "generation_config", None)
+        own: Any = copies[id(original)]
+        generation: Any = getattr(model, "generation_config", None)
         ends_there = generation is not None and generation.max_length == getattr(own, attribute)
         if ends_there and attribute != IMAGE_SIZE:
             generation = copy.deepcopy(generation)

@@ -23,7 +23,7 @@ def as_globs(option: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
         OptionError: something in it is no non-empty string.
     """
     several = isinstance(value, Iterable) and not isinstance(value, str)
-    globs: tuple[Any, ...] = () if value is None else tuple(value) if several else (value,)  # type: ignore[arg-type]
+    globs: tuple[Any, ...] = () if value is None else tuple(value) if several else (value,)
     for glob in globs:
         if not isinstance(glob, str) or not glob:
             raise OptionError(f"{option} takes globs over module names such as '*.h.[0-5].*', not {glob!r:.80}.")

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
-from ..checkpoint.files import SUFFIX, broken_file, require_sound_files
+from ..checkpoint.files import SUFFIX, require_sound_files
 from ..core.bare import require_bare
 from ..errors import OptionError
 from ..export import export_model
@@ -147,13 +148,24 @@ def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
         )
     elif config.get("auto_map"):
         raise CheckpointError(f"{folder} is no native export: transformers opens it by code of its own.")
-    if not any(name.endswith(SUFFIX) for name in files):
+    _require_weights(folder, files, left_out)
+    return Checkpoint(config, record, files, left_out)
+
+
+def _require_weights(folder: Path, files: dict[str, Path], left_out: list[str]) -> None:
+    """Refuse a folder whose weights are missing, broken, or links, which stay behind."""
+    weights = [name for name in files if name.endswith(SUFFIX)]
+    if links := [name for name in left_out if fnmatchcase(name, f"model*{SUFFIX}")]:
+        raise CheckpointError(f"{folder / links[0]} is a link, which stays behind. Put the file itself there.")
+    if not weights:
         raise CheckpointError(f"{folder} has no weights (*{SUFFIX}). Save the model with save_pretrained.")
     require_sound_files(folder)
-    broken = broken_file(folder, "") or next((f"{name} is a link" for name in left_out if name.endswith(SUFFIX)), None)
-    if broken:
-        raise CheckpointError(f"{folder}: {broken}")
-    return Checkpoint(config, record, files, left_out)
+    for name in weights:
+        try:
+            with safe_open(files[name], "pt"):  # reads the header and compares it with the file's size
+                pass
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder / name} can't be read: {first_line(error)}. Save it again.") from error
 
 
 def _split(folder: Path) -> tuple[dict[str, Path], list[str]]:

@@ -148,6 +148,15 @@ def test_weights_that_are_not_all_there(folder: Path, tmp_path: Path) -> None:
         push_patched(tmp_path / "shards", "me/model")
 
 
+def test_weights_that_stay_behind(folder: Path, tmp_path: Path) -> None:
+    write(folder, "._model.safetensors", "optimizer.safetensors")  # no weights of the model: nobody looks into them
+    assert read_checkpoint(folder).left_out == ["._model.safetensors", "optimizer.safetensors"]
+    (folder / "model.safetensors").rename(tmp_path / "weights")
+    (folder / "model.safetensors").symlink_to(tmp_path / "weights")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is a link, which stays behind"):
+        push_patched(folder, "me/model")
+
+
 def test_links_are_not_followed(folder: Path, tmp_path: Path) -> None:
     """A link may lead out of the folder, or to a file in it that must stay behind."""
     before = set(read_checkpoint(folder).files)
