@@ -1,15 +1,14 @@
 """Architecture surgery for Hugging Face models: `patch_model(model, norm="rms", pos="rope")`.
 
-These are the names that users need most. Others are in their modules: errors in `hfpatch.errors`, results beside what
-returns them. Each is imported when it is first used.
+These are the names that users need most. Others are in their modules: errors in `hfpatch.errors`, results where they
+are returned. Each name is imported when it is first used.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compile import compile_model, uncompile_model
-    from .contrib.convert_pairing import convert_pairing
+    from .compile import compile_model
     from .core.progress import show_progress
     from .errors import PatchError
     from .export import export_model
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from .runtime.qk_layouts import Projections
     from .schemes.learned import Learned
     from .schemes.mlps import MLP, MLPS, GeGLU, ReGLU, SwiGLU
-    from .schemes.norms import NORMS, RMS, BatchNorm, DeepNorm, Derf, DyT, Layer, Norm
+    from .schemes.norms import NORMS, RMS, DeepNorm, Derf, DyT, Layer, Norm
     from .schemes.positions import POSITIONS, ALiBi, NoPE, Position, Sinusoidal
     from .schemes.rope import RoPE
     from .sites.records.record import Architecture, Stack
@@ -43,7 +42,6 @@ __all__ = [
     "ALiBi",
     "AffineNorm",
     "Architecture",
-    "BatchNorm",
     "DeepNorm",
     "Derf",
     "DyT",
@@ -61,7 +59,6 @@ __all__ = [
     "Stack",
     "SwiGLU",
     "compile_model",
-    "convert_pairing",
     "export_model",
     "patch_model",
     "plan_patch",
@@ -70,14 +67,12 @@ __all__ = [
     "repair_report",
     "sample_batches",
     "show_progress",
-    "uncompile_model",
     "unpatch_model",
     "verify",
 ]
 
 _NAMES = {
-    "compile": "compile_model uncompile_model",
-    "contrib.convert_pairing": "convert_pairing",
+    "compile": "compile_model",
     "core.progress": "show_progress",
     "errors": "PatchError",
     "export": "export_model",
@@ -90,7 +85,7 @@ _NAMES = {
     "runtime.qk_layouts": "Projections",
     "schemes.learned": "Learned",
     "schemes.mlps": "MLP MLPS GeGLU ReGLU SwiGLU",
-    "schemes.norms": "NORMS RMS BatchNorm DeepNorm Derf DyT Layer Norm",
+    "schemes.norms": "NORMS RMS DeepNorm Derf DyT Layer Norm",
     "schemes.positions": "POSITIONS ALiBi NoPE Position Sinusoidal",
     "schemes.rope": "RoPE",
     "sites.records.record": "Architecture Stack",

@@ -69,15 +69,14 @@ def compile_model(
     if regions not in ("blocks", "model"):
         raise OptionError(f'regions must be "blocks" or "model", not {regions!r}')
     modules = {"": model} if regions == "model" else require_blocks(model)
-    compiled: dict[type, Callable[..., Any]] = {}
+    compiled = {
+        kind: torch.compile(_own_call(kind), fullgraph=True, dynamic=dynamic, mode=mode, backend=backend)
+        for kind in dict.fromkeys(map(type, modules.values()))
+    }
     before = {module: module._compiled_call_impl for module in model.modules()}
     uncompile_model(model)
     for module in modules.values():
-        kind = type(module)
-        if kind not in compiled:
-            compiled[kind] = torch.compile(_own_call(kind), fullgraph=True, dynamic=dynamic, mode=mode, backend=backend)
-        inside = None if regions == "model" else [part for part in module.modules() if part is not module]
-        module._compiled_call_impl = Region(module, compiled[kind], inside)
+        module._compiled_call_impl = Region(module, compiled[type(module)], is_block=regions == "blocks")
     if example_inputs is not None:
         try:
             _try_out(model, modules, example_inputs)
@@ -104,65 +103,6 @@ def compiled_calls(model: nn.Module) -> dict[str, int]:
     return {name: region.calls for name, region in regions.items() if isinstance(region, Region)}
 
 
-class Region:
-    """What a compiled module's call runs: its hooks as ever and its forward as compiled code, which is counted.
-
-    A block (`inside` are the modules in it) that is handed a cache, or inside which something is recorded, runs
-    uncompiled.
-    """
-
-    def __init__(self, module: nn.Module, compiled: Callable[..., Any], inside: list[nn.Module] | None) -> None:
-        self.module, self.compiled, self.inside = module, compiled, inside
-        self.calls = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or (self.inside is not None and self._needs_eager(*args, *kwargs.values())):
-            return self.module._call_impl(*args, **kwargs)
-        own, forward = self.module.__dict__, self.module.forward
-        replaced = {"forward": forward} if "forward" in own else {}  # by accelerate's hooks
-
-        def restore() -> None:
-            if own.get("forward") is run:
-                del own["forward"]
-                own.update(replaced)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            restore()  # at once: another thread may call the module
-            self.calls += 1
-            with _without_recording(self.inside or ()):
-                return self.compiled(forward, *args, **kwargs)
-
-        own["forward"] = run
-        try:
-            return self.module._call_impl(*args, **kwargs)
-        finally:
-            restore()  # a hook raised before it
-
-    def _needs_eager(self, *values: Any) -> bool:
-        wanted = (output_capturing._active_collector.get() or {}).keys()
-        outside = wanted <= _HIDDEN_STATES and any(map(_records, self.module._forward_hooks.values()))
-        return (bool(wanted) and not outside) or any(isinstance(value, Cache) for value in values)
-
-
-def _records(hook: Callable[..., Any]) -> bool:
-    """Whether transformers installed this hook to record outputs; it stays after a first time."""
-    return getattr(hook, "__module__", "") == output_capturing.__name__
-
-
-@contextmanager
-def _without_recording(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Hides these modules' hooks that record outputs: dynamo can't trace them."""
-    found = {module: hooks for module in modules if any(map(_records, (hooks := module._forward_hooks).values()))}
-    try:
-        for module, hooks in found.items():
-            others = ((number, hook) for number, hook in hooks.items() if not _records(hook))
-            module._forward_hooks = OrderedDict(others)
-        yield
-    finally:
-        for module, hooks in found.items():
-            module._forward_hooks = hooks
-
-
 def require_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks that a model repeats, by name.
 
@@ -176,6 +116,46 @@ def require_blocks(model: nn.Module) -> dict[str, nn.Module]:
     )
 
 
+class Region:
+    """What a compiled module's call runs: its hooks as ever and its forward as compiled code, which is counted.
+
+    A block that is handed a cache, or inside which something is recorded, runs uncompiled.
+    """
+
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any], is_block: bool) -> None:
+        self.module, self.compiled, self.is_block = module, compiled, is_block
+        self.inside = [part for part in module.modules() if part is not module] if is_block else []
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or (self.is_block and self._needs_eager(*args, *kwargs.values())):
+            return self.module._call_impl(*args, **kwargs)
+        own, forward = vars(self.module), self.module.forward
+        replaced = {"forward": forward} if "forward" in own else {}  # by accelerate's hooks
+
+        def restore() -> None:
+            if own.get("forward") is run:
+                del own["forward"]
+                own.update(replaced)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            restore()  # at once: another thread may call the module
+            self.calls += 1
+            with _without_recording(self.inside):
+                return self.compiled(forward, *args, **kwargs)
+
+        own["forward"] = run
+        try:
+            return self.module._call_impl(*args, **kwargs)
+        finally:
+            restore()  # a hook raised before it
+
+    def _needs_eager(self, *values: Any) -> bool:
+        recorded = (output_capturing._active_collector.get() or {}).keys()
+        outside = recorded <= _HIDDEN_STATES and any(map(_records, self.module._forward_hooks.values()))
+        return (bool(recorded) and not outside) or any(isinstance(value, Cache) for value in values)
+
+
 def _own_call(kind: type) -> Callable[..., Any]:
     """Calls a forward, from a code object of its own: dynamo keeps graphs, and counts them, by these."""
 
@@ -183,6 +163,24 @@ def _own_call(kind: type) -> Callable[..., Any]:
         return forward(*args, **kwargs)
 
     return types.FunctionType(call.__code__.replace(co_name=f"call_{kind.__name__}"), call.__globals__)
+
+
+def _records(hook: Callable[..., Any]) -> bool:
+    """Whether transformers installed this hook to record outputs; it stays after a first time."""
+    return getattr(hook, "__module__", "") == output_capturing.__name__
+
+
+@contextmanager
+def _without_recording(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Hides these modules' hooks that record outputs: dynamo can't trace them."""
+    found = {module: hooks for module in modules if any(map(_records, (hooks := module._forward_hooks).values()))}
+    try:
+        for module, hooks in found.items():
+            module._forward_hooks = OrderedDict((key, hook) for key, hook in hooks.items() if not _records(hook))
+        yield
+    finally:
+        for module, hooks in found.items():
+            module._forward_hooks = hooks
 
 
 def _try_out(model: nn.Module, modules: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ class WrappedModelError(PatchError, TypeError):
 
 
 class NotReversibleError(PatchError):
-    """`unpatch_model` was called on a model that keeps no way back."""
+    """`unpatch_model` was called on a model that wasn't patched with `reversible=True`."""
 
 
 class VerificationError(PatchError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ from .schemes.positions import Position
 from .schemes.request import INITS, KINDS, Part, Record
 from .swap.batch import plan_batch_norms, settle_batch
 from .swap.branches import plan_branch_norms, settle_norm
-from .swap.config_diff import Derived
+from .swap.config_diff import Setting
 from .swap.config_lengths import config_lengths, derived_from, settle_positions
 from .swap.from_scratch import settle_start
 from .swap.mlps import plan_mlps
@@ -98,7 +99,6 @@ class Plan:
         changes: every row with the change behind it.
         conversion: where norms are to be the same function: what `patch_model` must check.
         lengths: (config, attribute, value) where max_positions or image_size says another one.
-        derived: what the model's class makes of those.
         phases: the changes in the order in which they are carried out.
     """
 
@@ -106,8 +106,7 @@ class Plan:
     record: Record
     changes: list[Change] = field(default_factory=list)
     conversion: Conversion | None = None
-    lengths: list[tuple[Any, str, Any]] = field(default_factory=list)
-    derived: Derived = field(default_factory=Derived)
+    lengths: list[Setting] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
 
     @property
@@ -132,18 +131,18 @@ class Plan:
 
     def losses(self) -> list[str]:
         """What the patch doesn't preserve, each said once."""
-        said = dict.fromkeys(
-            f"{row.becomes.partition('(')[0]}: {row.loss}" if row.kind != "position" else row.loss
+        said = (
+            row.loss if row.kind == "position" else f"{row.becomes.partition('(')[0]}: {row.loss}"
             for row in self.rows
             if row.loss and row.becomes
         )
-        return list(said)
+        return list(dict.fromkeys(said))
 
     def __str__(self) -> str:
         if not self.changes:
             return f"{self.model_name}: nothing to do, it is patched this way already."
         lines = [("module", "now", "becomes", "kept function", "note")]
-        for members, numbers in grouped(self.rows, _alike):
+        for members, numbers in grouped(self.rows, _words):
             row, count = members[0], len(members)
             becomes = row.becomes or "(kept)"
             kept = "" if row.action == "keep" else "exact" if row.loss is None else "approximate"
@@ -153,8 +152,8 @@ class Plan:
         return f"{table(lines)}\n{self.model_name}: {replaced} of {len(self.rows)} modules change."
 
 
-def _alike(row: Row) -> tuple[object, ...]:
-    """What rows of one line have in common."""
+def _words(row: Row) -> tuple[object, ...]:
+    """What the rows of one line have in common."""
     return row.now, row.becomes, row.reason, row.loss
 
 
@@ -195,8 +194,8 @@ def plan_patch(
     Raises:
         PatchError: one of its children, for anything that `patch_model` would refuse.
     """
-    asked = {"placement": placement, "norm": norm, "pos": pos, "mlp": mlp}
-    return make_plan(model, checked_request(asked, only, keep, init), example_inputs)
+    schemes = {"placement": placement, "norm": norm, "pos": pos, "mlp": mlp}
+    return make_plan(model, checked_request(schemes, only, keep, init), example_inputs)
 
 
 def make_plan(
@@ -208,7 +207,6 @@ def make_plan(
     """`plan_patch` for a checked request; `inexact` says why an exact conversion that was tried isn't one."""
     require_bare(model)
     record = Record.of(model.config)
-    plan = Plan(type(model).__name__, record)
     _require_same_init(parts, record)
     parts = {kind: part for kind, part in parts.items() if not record.has(kind, part)}
     _require_order(parts, record)
@@ -216,36 +214,38 @@ def make_plan(
         if kind in parts:
             parts[kind] = settle(model, parts[kind], example_inputs)
     parts = {kind: part for kind, part in parts.items() if not record.has(kind, part)}
+    conversion = None
+    if "norm" in parts:
+        conversion = Conversion.asked_for(model, parts["norm"], example_inputs, inexact)
     planned: dict[str, list[Change]] = {}
     for kind, part in parts.items():
-        options: dict[str, Any] = {}
-        if kind == "norm":
-            plan.conversion = Conversion.asked_for(model, part, example_inputs, inexact)
-            options["conversion"] = plan.conversion
-        planned[kind] = PLANNERS[kind](model, part, **options)
-        if kind == "pos" and any(change.changes for change in planned[kind]):
-            plan.lengths = config_lengths(model, part)
-            plan.derived = derived_from(model, part, plan.lengths)
-    for kind in [kind for kind, changes in planned.items() if _is_so_already(changes)]:
-        del planned[kind], parts[kind]
-    for kind, changes in planned.items():
-        plan.changes += changes
-        settled = plan.conversion.recorded() if plan.conversion is not None and kind == "norm" else parts[kind]
-        plan.record = plan.record.plus(kind, settled)
+        changes = PLANNERS[kind](model, part, **({"conversion": conversion} if kind == "norm" else {}))
+        if any(change.changes for change in changes) or all(change.row.reason != SO_ALREADY for change in changes):
+            planned[kind] = changes
+    plan = Plan(type(model).__name__, record, list(itertools.chain(*planned.values())), conversion)
     if planned:
         globs = {option: getattr(next(iter(parts.values())), option) for option in ("only", "keep")}
         require_matches(Names.of(model), globs, [row for row in plan.rows if row.kind != "stream"])
     for kind, changes in planned.items():
-        _require_change(plan, kind, parts[kind], changes)
+        _require_change(plan.model_name, kind, parts[kind], changes)
+        settled = conversion.recorded() if conversion is not None and kind == "norm" else parts[kind]
+        plan.record = plan.record.plus(kind, settled)
     plan.phases = _phases(model, plan)
     plan.record = plan.record.with_edits(plan.edits)
+    if "pos" in planned:
+        plan.lengths = config_lengths(model, parts["pos"])
+        derived = derived_from(model, parts["pos"], plan.lengths)
+        plan.phases[-1].values.append(lambda edits: derived.apply(model, edits))
     return plan
 
 
 def _phases(model: nn.Module, plan: Plan) -> list[Phase]:
-    """First what keeps the function, which is checked then: centring, and norms that become exact. Then other norms,
-    and what follows from them; last positions and MLPs. A placement that starts afresh brings norms, which other norms
-    take the place of; where norms are measured it brings none, and comes after that."""
+    """The phases of a plan, in their order.
+
+    First what keeps the function, which is checked then: centring, and norms that become exact. Then other norms, and
+    what follows from them; last positions and MLPs. A placement that starts afresh brings norms, which other norms
+    replace; where norms are measured it brings none, and comes after that.
+    """
     streams, exact, norms, others = (list[Change]() for _ in range(4))
     placements = norms if plan.conversion is None else others
     for change in plan.changes:
@@ -272,13 +272,8 @@ def _require_same_init(parts: dict[str, Part], record: Record) -> None:
             )
 
 
-def _is_so_already(changes: list[Change]) -> bool:
-    """Whether a request, in other words, asks for what the model is."""
-    return not any(change.changes for change in changes) and any(change.row.reason == SO_ALREADY for change in changes)
-
-
 def _require_order(parts: dict[str, Part], record: Record) -> None:
-    """Refuse what a record, which replays placements first, couldn't tell of.
+    """Refuse placements that can't come after the norms that are there or requested.
 
     Raises:
         UnsupportedError: says in which order it can be had.
@@ -294,23 +289,23 @@ def _require_order(parts: dict[str, Part], record: Record) -> None:
         )
 
 
-def _require_change(plan: Plan, kind: str, part: Part, changes: list[Change]) -> None:
+def _require_change(model_name: str, kind: str, part: Part, changes: list[Change]) -> None:
     if not any(change.changes for change in changes):
         reasons = "; ".join(dict.fromkeys(str(change.row.reason) for change in changes))
         raise NothingToPatchError(
-            f"{plan.model_name}: {kind}={part.scheme.name!r} has nothing to change; "
+            f"{model_name}: {kind}={part.scheme.name!r} has nothing to change; "
             f"{'its one module is' if len(changes) == 1 else f'all {len(changes)} modules are'} kept ({reasons})."
         )
 
 
-def checked_request(asked: Mapping[str, object], only: object, keep: object, init: str) -> dict[str, Part]:
-    """Schemes, globs and `init` as what a record would hold, by kind.
+def checked_request(schemes: Mapping[str, object], only: object, keep: object, init: str) -> dict[str, Part]:
+    """A request as what a record would hold, by kind: schemes by kind, globs and `init`.
 
     Raises:
         OptionError, UnknownNameError: one of them is outside its domain.
     """
-    schemes = {kind: KINDS[kind].resolve(asked.get(kind)) for kind in PLANNERS}
-    if not any(schemes.values()):
+    resolved = {kind: KINDS[kind].resolve(schemes.get(kind)) for kind in PLANNERS}
+    if not any(resolved.values()):
         raise OptionError(
             f"nothing was asked for: pass {', '.join(f'{kind}=' for kind in KINDS)} or several of them, such as "
             "norm='rms', pos='rope'."
@@ -318,4 +313,4 @@ def checked_request(asked: Mapping[str, object], only: object, keep: object, ini
     if init not in INITS:
         raise OptionError(f"init must be one of {', '.join(INITS)}, not {init!r}.")
     globs = as_globs("only", only), as_globs("keep", keep)  # type: ignore[arg-type]
-    return {kind: Part(scheme.settled(init), *globs, init) for kind, scheme in schemes.items() if scheme is not None}
+    return {kind: Part(scheme.settled(init), *globs, init) for kind, scheme in resolved.items() if scheme is not None}

@@ -543,8 +543,8 @@ def test_a_failure_after_a_change_restores_everything(name: str, monkeypatch: py
     ("target", "error"),
     [
         ("hfpatch.patch.patched_model_class", StopHereError),
-        ("hfpatch.patch.registered_config_class", KeyboardInterrupt),
-        ("hfpatch.patch.copy.deepcopy", MemoryError),
+        ("hfpatch.checkpoint.patched_config.registered_config_class", KeyboardInterrupt),
+        ("hfpatch.checkpoint.patched_config.copy.deepcopy", MemoryError),
         ("hfpatch.runtime.norms.RMSNorm.__init__", ValueError),
         ("hfpatch.schemes.request.Record.to_json", StopHereError),
         ("hfpatch.runtime.constants.ConstantPositions.__init__", StopHereError),

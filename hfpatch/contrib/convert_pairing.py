@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
+from ..checkpoint.patched_config import give_patched_config
 from ..core.bare import require_bare
-from ..core.transaction import Transaction
+from ..core.transaction import WAY_BACK, Transaction
 from ..errors import NothingToPatchError, OptionError, VerificationError
 from ..exact.check import Reference
 from ..measure.inputs import example_inputs as made_inputs
 from ..measure.quiet_forward import fitting
-from ..patch import WAY_BACK, WayBack, give_own_config
-from ..plan import Plan
 from ..runtime.apply import apply, condensed
 from ..runtime.attention import ROTARY, AttentionLens, order
 from ..runtime.constants import Given
@@ -102,15 +101,13 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
                 f"{verdict.error:.1e} where rounding explains {verdict.tolerance:.1e}. It is as it was.",
                 str(verdict),
             )
-        plan = Plan(type(model).__name__, _recorded(Record.of(model.config), part).with_edits(found))
-        give_own_config(model, plan, edits)
+        give_patched_config(model, _recorded(Record.of(model.config), part).with_edits(found), edits)
         edits.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
     except BaseException:
         edits.undo()
         raise
-    way_back: WayBack | None = model.__dict__.get(WAY_BACK)
-    if way_back is not None:
-        model.__dict__[WAY_BACK] = way_back.then(edits, {})
+    if WAY_BACK in vars(model):
+        vars(model)[WAY_BACK].edits.then(edits)
     return model
 
 

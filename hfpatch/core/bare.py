@@ -16,53 +16,45 @@ def require_bare(model: object) -> None:
 
     Raises:
         WrappedModelError: says what it is and what to do first.
+        UnsupportedError: a part of it was patched by itself, or it was built from a patched config without a patch:
+            a checkpoint has one patch record, the outermost model's.
     """
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        if hasattr(model, "_orig_mod"):
-            raise WrappedModelError("the model is wrapped by torch.compile. Patch the model first, then compile it.")
-        if hasattr(model, "peft_config"):
-            raise WrappedModelError(
-                f"{kind} is a PEFT wrapper. Patch the base model first, then call get_peft_model on it."
-            )
-        inner = getattr(model, "module", None)
-        if isinstance(inner, nn.Module):
-            raise WrappedModelError(
-                f"{kind} wraps the model for distributed or parallel use. Patch the model first, then wrap it."
-            )
-        raise WrappedModelError(
-            f"patch_model takes a transformers PreTrainedModel, not {kind}. For a library's wrapper pass the model "
-            "inside it (sentence-transformers: model[0].auto_model)."
-        )
-    for name, module in model.named_modules():
-        _require_bare_module(name or kind, module)
-    _require_one_patched_model(model)
-
-
-def _require_bare_module(name: str, module: nn.Module) -> None:
-    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
-        raise WrappedModelError(f"{name} is compiled. Patch the model first, then compile it (uncompile_model).")
-    if type(module).__name__.startswith("FSDP") or "FullyShardedDataParallel" in type(module).__name__:
-        raise WrappedModelError(f"{name} is sharded by FSDP. Patch the model first, then shard it.")
-    if "_hf_hook" in module.__dict__:
-        raise WrappedModelError(
-            f"{name} carries an accelerate hook (device_map over several devices, or offloading). Patch the model "
-            "first, then dispatch it; accelerate.hooks.remove_hook_from_module(model, recurse=True) takes them off."
-        )
-
-
-def _require_one_patched_model(model: PreTrainedModel) -> None:
-    """A checkpoint has one patch record, the outermost model's; refuse what it couldn't tell of."""
-    if getattr(model.config, KEY, None) and host_class(type(model)) is type(model):
+        raise WrappedModelError(_what_wraps(model, kind))
+    record = getattr(model.config, KEY, None)
+    if record and host_class(type(model)) is type(model):
         raise UnsupportedError(
-            f"{type(model).__name__} was built from a patched config, but not as a patched model. Build it with "
-            "an Auto class's from_config, or from the original config."
+            f"{kind} was built from a patched config, but not as a patched model. Build it with an Auto class's "
+            "from_config, or from the original config."
         )
     for name, module in model.named_modules():
-        inner = name and isinstance(module, PreTrainedModel) and module.config is not model.config
-        own = getattr(module.config, KEY, None) if inner else None
-        if own and own != getattr(model.config, KEY, None):  # some hosts give their stacks copies of it
-            raise UnsupportedError(
-                f"{name} inside {type(model).__name__} was patched by itself, which the outer model's record couldn't "
-                "tell of. Patch the outermost model, the one that is saved; only= chooses the part."
+        where = name or kind
+        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+            raise WrappedModelError(f"{where} is compiled. Patch the model first, then compile it (uncompile_model).")
+        if type(module).__name__.startswith("FSDP") or "FullyShardedDataParallel" in type(module).__name__:
+            raise WrappedModelError(f"{where} is sharded by FSDP. Patch the model first, then shard it.")
+        if "_hf_hook" in module.__dict__:
+            raise WrappedModelError(
+                f"{where} carries an accelerate hook (device_map over several devices, or offloading). Patch the model "
+                "first, then dispatch it; accelerate.hooks.remove_hook_from_module(model, recurse=True) takes them off."
             )
+        own = getattr(module.config, KEY, None) if name and isinstance(module, PreTrainedModel) else None
+        if own and own != record:  # some hosts give their stacks copies of it
+            raise UnsupportedError(
+                f"{name} inside {kind} was patched by itself, which the outer model's record couldn't tell of. Patch "
+                "the outermost model, the one that is saved; only= chooses the part."
+            )
+
+
+def _what_wraps(model: object, kind: str) -> str:
+    if hasattr(model, "_orig_mod"):
+        return "the model is wrapped by torch.compile. Patch the model first, then compile it."
+    if hasattr(model, "peft_config"):
+        return f"{kind} is a PEFT wrapper. Patch the base model first, then call get_peft_model on it."
+    if isinstance(getattr(model, "module", None), nn.Module):
+        return f"{kind} wraps the model for distributed or parallel use. Patch the model first, then wrap it."
+    return (
+        f"patch_model takes a transformers PreTrainedModel, not {kind}. For a library's wrapper pass the model inside "
+        "it (sentence-transformers: model[0].auto_model)."
+    )

@@ -22,9 +22,8 @@ def as_globs(option: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
     Raises:
         OptionError: something in it is no non-empty string.
     """
-    if value is None:
-        return ()
-    globs: tuple[Any, ...] = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    several = isinstance(value, Iterable) and not isinstance(value, str)
+    globs: tuple[Any, ...] = () if value is None else tuple(value) if several else (value,)
     for glob in globs:
         if not isinstance(glob, str) or not glob:
             raise OptionError(f"{option} takes globs over module names such as '*.h.[0-5].*', not {glob!r:.80}.")
@@ -60,12 +59,10 @@ class Names:
         return cls(prefix, bool(prefix) and prefix in model._modules, headed)
 
     def forms(self, name: str) -> tuple[str, ...]:
+        """A name as it is, and as it is with or without the prefix."""
         if not self.prefix:
             return (name,)
-        if not self.has_prefix:
-            return (name, f"{self.prefix}.{name}")
-        inside = name.startswith(self.prefix + ".")
-        return (name, name[len(self.prefix) + 1 :]) if inside else (name,)
+        return (name, name.removeprefix(f"{self.prefix}.") if self.has_prefix else f"{self.prefix}.{name}")
 
     def in_head(self, name: str) -> bool:
         """Whether a module belongs to a head rather than to a base model."""
@@ -80,6 +77,7 @@ class Names:
         return None
 
     def matches(self, glob: str, names: Iterable[str]) -> bool:
+        """Whether a glob matches a module of these names; `*` stands for any characters, dots too."""
         return any(fnmatch.fnmatchcase(form, glob) for name in names for form in self.forms(name))
 
 

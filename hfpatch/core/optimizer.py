@@ -1,4 +1,4 @@
-"""Keeping an optimizer that was made before a patch: it must hold the Parameters that the model has now."""
+"""Updates an existing optimizer after a patch: removed Parameters leave it, new ones join."""
 
 from __future__ import annotations
 
@@ -45,46 +45,37 @@ def swap_parameters(
         edits: the log that can take the swap back.
     """
     present = {id(parameter): name for name, parameter in model.named_parameters()}
-    old = {id(parameter) for parameter in before}
-    home = {id(parameter): i for i, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
-    default = next(home[key] for key in [*map(id, before), *present] if key in home)
+    old = set(map(id, before))
+    groups = {id(parameter): i for i, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
+    default = next(groups[key] for key in (*map(id, before), *present) if key in groups)
     neighbours: dict[int, list[nn.Parameter]] = {}
     for gone, new in sorted(replaced, key=lambda pair: isinstance(pair[1], nn.Module)):  # Parameters tell more
-        for parameter in _all(new):
-            neighbours.setdefault(id(parameter), []).extend(_all(gone) + _all(new))
+        for parameter in _parameters(new):
+            neighbours.setdefault(id(parameter), []).extend(_parameters(gone) + _parameters(new))
     for module in model.modules():
-        for parameter in _own(module):
-            neighbours.setdefault(id(parameter), _own(module))
+        own = list(module.parameters(recurse=False))
+        for parameter in own:
+            neighbours.setdefault(id(parameter), own)
     joining: dict[int, list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        if id(parameter) not in old and id(parameter) not in home and parameter.requires_grad:
-            group = next((home[id(p)] for p in neighbours[id(parameter)] if id(p) in home), default)
+        if id(parameter) not in old and id(parameter) not in groups and parameter.requires_grad:
+            group = next((groups[id(p)] for p in neighbours[id(parameter)] if id(p) in groups), default)
             joining.setdefault(group, []).append(parameter)
     for i, group in enumerate(optimizer.param_groups):
-        _regroup(optimizer, group, old, present, joining.get(i, []), edits)
+        names = group.get("param_names", [None] * len(group["params"]))
+        kept = []
+        for parameter, name in zip(group["params"], names, strict=True):
+            if id(parameter) in old and id(parameter) not in present:
+                edits.drop_key(optimizer.state, parameter)
+            else:
+                kept.append((parameter, present.get(id(parameter), name)))
+        kept += [(parameter, present[id(parameter)]) for parameter in joining.get(i, [])]
+        edits.set_list(group["params"], [parameter for parameter, _ in kept])
+        if "param_names" in group:
+            edits.set_list(group["param_names"], [name for _, name in kept])
 
 
-def _all(value: Replaced) -> list[nn.Parameter]:
-    return list(value.parameters()) if isinstance(value, nn.Module) else _own(value)
-
-
-def _own(value: Replaced) -> list[nn.Parameter]:
-    if isinstance(value, nn.Parameter):
-        return [value]
-    return list(value.parameters(recurse=False)) if value is not None else []
-
-
-def _regroup(
-    optimizer: Any, group: dict, old: set[int], present: dict[int, str], joining: list[nn.Parameter], edits: Transaction
-) -> None:
-    names = group.get("param_names", [None] * len(group["params"]))
-    kept = []
-    for parameter, name in zip(group["params"], names, strict=True):
-        if id(parameter) in old and id(parameter) not in present:
-            edits.drop_key(optimizer.state, parameter)
-        else:
-            kept.append((parameter, present.get(id(parameter), name)))
-    kept += [(parameter, present[id(parameter)]) for parameter in joining]
-    edits.set_list(group["params"], [parameter for parameter, _ in kept])
-    if "param_names" in group:
-        edits.set_list(group["param_names"], [name for _, name in kept])
+def _parameters(value: Replaced) -> list[nn.Parameter]:
+    if isinstance(value, nn.Module):
+        return list(value.parameters())
+    return [] if value is None else [value]

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -15,15 +15,7 @@ from ..runtime.edits import Edit
 from .transaction import Transaction
 
 SO_ALREADY = "is so already"  # reason of a row that a request would change into what it is
-
-
-class Named(Protocol):
-    """A row about one module."""
-
-    module: str
-
-
-R = TypeVar("R", bound=Named)
+R = TypeVar("R", bound=Any)  # a row about one module: it has the attribute `module`
 
 
 @dataclass
@@ -83,15 +75,15 @@ def refuse_private_forward(name: str, module: nn.Module) -> None:
         )
 
 
-def grouped(rows: list[R], alike: Callable[[R], tuple[object, ...]]) -> list[tuple[list[R], str]]:
+def grouped(rows: list[R], words: Callable[[R], tuple[object, ...]]) -> list[tuple[list[R], str]]:
     """Rows that differ in the numbers of their names alone, as one line each: (the rows, `h.{0-11}.ln_1`).
 
-    `alike` gives what the rows of one line must have in common besides the words of their names.
+    `words` gives what the rows of one line must have in common besides the words of their names.
     """
     groups: dict[tuple, list[R]] = {}
     for row in rows:
         pattern = re.sub(r"\d+", "#", row.module)
-        groups.setdefault((pattern, *alike(row)), []).append(row)
+        groups.setdefault((pattern, *words(row)), []).append(row)
     return [line for members in groups.values() for line in _lines(members)]
 
 

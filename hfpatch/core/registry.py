@@ -61,10 +61,7 @@ class Registry(Mapping[str, T], Generic[T]):
         Raises:
             UnknownNameError: it isn't.
         """
-        for name, registered in self._entries.items():
-            if registered is entry:
-                return name
-        for name in set(self._points) - set(self._entries):
+        for name in (*self._entries, *(set(self._points) - set(self._entries))):  # what isn't imported yet comes last
             if self[name] is entry:
                 return name
         raise UnknownNameError(
@@ -76,21 +73,18 @@ class Registry(Mapping[str, T], Generic[T]):
     def _points(self) -> dict[str, EntryPoint]:
         return {point.name: point for point in entry_points(group=f"hfpatch.{self.kind}s")}
 
-    def _load(self, point: EntryPoint) -> T:
-        try:
-            return self.register(point.name)(point.load())
-        except Exception as error:
-            package = point.dist.name if point.dist else "an unknown package"
-            raise PatchError(
-                f"{self.kind} {point.name!r} of {package} can't be loaded from {point.value!r}: {error!r}. "
-                f"Repair or uninstall {package}."
-            ) from error
-
     def __getitem__(self, name: str) -> T:
         if name in self._entries:
             return self._entries[name]
-        if name in self._points:
-            return self._load(self._points[name])
+        if point := self._points.get(name):
+            try:
+                return self.register(name)(point.load())
+            except Exception as error:
+                package = point.dist.name if point.dist else "an unknown package"
+                raise PatchError(
+                    f"{self.kind} {name!r} of {package} can't be loaded from {point.value!r}: {error!r}. "
+                    f"Repair or uninstall {package}."
+                ) from error
         known = list(self)
         close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
         hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -107,17 +101,9 @@ class Registry(Mapping[str, T], Generic[T]):
 
 
 NORMS: Registry[type] = Registry("norm")
-
-
 POSITIONS: Registry[type] = Registry("position")
-
-
 MLPS: Registry[type] = Registry("mlp")
-
-
 PLACEMENTS: Registry[type] = Registry("placement")
-
-
 ARCHITECTURES: Registry = Registry("architecture")
 
 

@@ -67,9 +67,8 @@ class Scheme:
         if value is None or isinstance(value, cls):
             return value
         if not isinstance(value, str):
-            example = (
-                value if isinstance(value, type) and issubclass(value, cls) else cls.registry[next(iter(cls.registry))]
-            )
+            is_class = isinstance(value, type) and issubclass(value, cls)
+            example = value if is_class else cls.registry[next(iter(cls.registry))]
             raise OptionError(
                 f"a {cls.registry.kind} is a registered name or a scheme object such as {example.__name__}(), "
                 f"not {value!r:.80}."
@@ -97,10 +96,9 @@ def construct(registry: Registry, name: str, options: Mapping[str, Any]) -> Any:
 
 def _is_word(value: Any) -> bool:
     """Whether a string stands for itself in options; others are JSON."""
-    return isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", value) is not None and value not in _JSON
-
-
-_JSON = ("true", "false", "null", "NaN", "Infinity")
+    if not isinstance(value, str) or value in ("true", "false", "null", "NaN", "Infinity"):
+        return False
+    return re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", value) is not None
 
 
 def _parse_options(text: str, options: str) -> dict[str, Any]:
@@ -120,10 +118,9 @@ def require_number(
     owner: str, option: str, value: Any, *, above: float, at_most: float | None = None, inclusive: bool = False
 ) -> None:
     """Refuse what isn't a finite number in (above, at_most], or in [above, at_most] with `inclusive`."""
-    domain = f"{'[' if inclusive else '('}{above:g}, {'inf)' if at_most is None else f'{at_most:g}]'}"
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number:
+    if isinstance(value, int | float) and not isinstance(value, bool):
         enough = value >= above if inclusive else value > above
-        if enough and value <= sys.float_info.max and (at_most is None or value <= at_most):
+        if enough and value <= (sys.float_info.max if at_most is None else at_most):
             return
+    domain = f"{'[' if inclusive else '('}{above:g}, {'inf)' if at_most is None else f'{at_most:g}]'}"
     raise OptionError(f"{owner}: {option} must be a number in {domain}, not {value!r:.80}.")

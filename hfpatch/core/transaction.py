@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from operator import setitem
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_is_full_backward_hook",
 )
-_MISSING: Any = object()
+WAY_BACK = "_hfpatch_way_back"  # where a reversibly patched model keeps it
 
 _PIECE = 2**18  # elements that are computed in float64 at once
 
@@ -31,23 +33,23 @@ class Transaction:
     """
 
     def __init__(self) -> None:
-        self._log: list[tuple[str, tuple[Any, ...]]] = []
+        self._log: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # what undoes each change, and its arguments
 
     def __len__(self) -> int:
         return len(self._log)
 
-    def _record(self, kind: str, *inverse: Any) -> None:
-        self._log.append((kind, inverse))
+    def _record(self, undo: Callable[..., None], *arguments: Any) -> None:
+        self._log.append((undo, arguments))
 
     def _record_item(self, target: dict, key: Any) -> None:
         old = (target[key],) if key in target else None
         same = key.__eq__ if isinstance(key, str) else lambda present: present is key  # Tensors compare elementwise
         place = next((i for i, present in enumerate(target) if same(present)), None)
-        self._record("item", target, key, old, place)
+        self._record(_undo_item, target, key, old, place)
 
     def set_module(self, parent: nn.Module, name: str, new: nn.Module | None) -> None:
         """Put a child where another (or none) was; None removes it. Hooks of a replaced child move to the new one."""
-        old = parent._modules.get(name, _MISSING)
+        old = parent._modules.get(name)
         self._record_item(parent._modules, name)
         if new is None:
             parent._modules.pop(name, None)
@@ -73,25 +75,25 @@ class Transaction:
         """Give a Parameter other values, in its own dtype, shape and device; it stays the same object."""
         parameter = module._parameters[name]
         assert parameter is not None
-        self._record("values", module, name, parameter.data)
+        self._record(_undo_values, module, name, parameter.data)
         parameter.data = values.detach().to(parameter.device, parameter.dtype, copy=True).reshape(parameter.shape)
 
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
         """Set a plain attribute (not a child, Parameter or buffer)."""
-        old = target.__dict__.get(name, _MISSING)
+        old = (target.__dict__[name],) if name in target.__dict__ else None
         # the object rather than its __dict__, which is another one after deepcopy or pickle
-        self._record("attribute", target, name, None if old is _MISSING else (old,))
+        self._record(_undo_attribute, target, name, old)
         target.__dict__[name] = value
 
     def set_class(self, target: Any, new: type) -> None:
         """Change an object's class to a subclass of it, or back."""
         if type(target) is not new:
-            self._record("class", target, type(target))
+            self._record(setattr, target, "__class__", type(target))
             target.__class__ = new
 
     def set_list(self, target: list, new: list) -> None:
         """Replace a list's contents in place."""
-        self._record("list", target, list(target))
+        self._record(setitem, target, slice(None), list(target))
         target[:] = new
 
     def drop_key(self, target: dict, key: Any) -> None:
@@ -127,12 +129,12 @@ class Transaction:
             parts = [x.chunk(pieces, along) if pieces > 1 else [x] for x in (old, operands, new)]
             for x, y, result in zip(*parts, strict=True):
                 result.copy_(_calculated(kind, x.to(device, torch.float64), y, axis))
-        self._record("values", module, name, old)
+        self._record(_undo_values, module, name, old)
         parameter.data = new
 
     def replacements(self) -> list[tuple[nn.Module | nn.Parameter | None, nn.Module | nn.Parameter | None]]:
         """Pairs (old, new) of the children and Parameters that were exchanged; None where there was or is none."""
-        items = [inverse for kind, inverse in self._log if kind == "item"]
+        items = [arguments for undo, arguments in self._log if undo is _undo_item]
         pairs = [(old[0] if old else None, target.get(key)) for target, key, old, _ in items]
         kinds = nn.Module | nn.Parameter | None  # not buffers, nor an optimizer's state
         return [pair for pair in pairs if all(isinstance(one, kinds) for one in pair)]
@@ -145,8 +147,27 @@ class Transaction:
     def undo(self, length: int = 0) -> None:
         """Take changes back, newest first, until `length` of them are left."""
         while len(self._log) > length:
-            kind, inverse = self._log.pop()
-            _UNDO[kind](*inverse)
+            undo, arguments = self._log.pop()
+            undo(*arguments)
+
+
+@dataclass
+class WayBack:
+    """What a model keeps of its reversible patches.
+
+    Attributes:
+        edits: the log of all of them.
+        dtype: that the model had before the first.
+        lengths: what they set in its config, by name.
+    """
+
+    edits: Transaction
+    dtype: torch.dtype
+    lengths: dict[str, Any]
+
+    def then(self, later: WayBack) -> WayBack:
+        """The same with a later patch's after it."""
+        return WayBack(self.edits.then(later.edits), self.dtype, {**self.lengths, **later.lengths})
 
 
 def _calculated(kind: str, x: Tensor, operand: Tensor, axis: int | None) -> Tensor:
@@ -176,24 +197,7 @@ def _undo_attribute(target: Any, name: str, old: tuple[Any] | None) -> None:
         target.__dict__[name] = old[0]
 
 
-def _undo_class(target: Any, old: type) -> None:
-    target.__class__ = old
-
-
-def _undo_list(target: list, old: list) -> None:
-    target[:] = old
-
-
 def _undo_values(module: nn.Module, name: str, old: Tensor) -> None:
     parameter = module._parameters[name]
     if parameter is not None and parameter.shape == old.shape:  # a resized one has no old values
         parameter.data = old.to(parameter.device, parameter.dtype)
-
-
-_UNDO: dict[str, Callable[..., None]] = {
-    "item": _undo_item,
-    "attribute": _undo_attribute,
-    "class": _undo_class,
-    "list": _undo_list,
-    "values": _undo_values,
-}

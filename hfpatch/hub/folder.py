@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from os import PathLike
@@ -12,22 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from safetensors import safe_open
-from transformers import AutoConfig, AutoProcessor, PreTrainedModel
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
+from ..checkpoint.files import SUFFIX, require_sound_files
 from ..core.bare import require_bare
 from ..errors import OptionError
 from ..export import export_model
 from ..export.modeling import FILE
+from ..measure.text_batches import processor_of
 from ..runtime.classes import ARCHITECTURE
 from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.record import KEY
 from ..schemes.request import Record
 from .card import CARD
 
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
-# Globs over the lower-case name of a file, or of a folder that it is in, which stays behind
+CONFIG = "config.json"
+# Globs over the lower-case name of a file or folder that stays behind
 IGNORED = (
     *(".*", "*.env", "*.pem", "*.key", "id_rsa*", "id_ed25519*", "credentials*", "secret*", "token"),
     *("checkpoint-*", "global_step*", "optimizer*", "scheduler.*", "scaler.*", "rng_state*", "random_states*"),
@@ -81,19 +82,28 @@ def checkpoint_of(
     Raises:
         CheckpointError, OptionError, UnsupportedError, VerificationError, WrappedModelError: as in `push_patched`.
     """
-    tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
+    if isinstance(tokenizer, str | PathLike) and (name := tokenizer):
+        tokenizer = processor_of(str(name))
+        if tokenizer is None:
+            raise OptionError(f"tokenizer: {name} has none that opens here.")
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise OptionError(f"tokenizer is a tokenizer or processor, or the name of one, not {type(tokenizer).__name__}.")
     found = None
     if isinstance(model, str | PathLike):
-        found = read_checkpoint(Path(model), native)
+        found, folder = read_checkpoint(Path(model), native), model
         if form in (None, found.form):
             if tokenizer is not None:
                 tokenizer.save_pretrained(scratch / "tokenizer")
                 found.files |= _split(scratch / "tokenizer")[0]
             return found
-        if tokenizer is None:
-            with suppress(OptionError):  # the folder has none
-                tokenizer = _tokenizer(model)
-        model = _model_of(found, model)
+        tokenizer = tokenizer or processor_of(str(folder))
+        host = getattr(transformers, found.title, None)
+        if found.record is None or host is None:
+            raise CheckpointError(
+                f"{folder} holds {found.title}, which can't be opened as a patched model of transformers. Open it "
+                "yourself, and push the model in memory."
+            )
+        model = patched_model_class(host).from_pretrained(folder, dtype="auto")
     require_bare(model)
     if not getattr(model.config, KEY, None):
         raise CheckpointError(
@@ -107,18 +117,6 @@ def checkpoint_of(
         written.files |= {name: path for name, path in found.files.items() if name == CARD}
         written.left_out = found.left_out
     return written
-
-
-def _model_of(found: Checkpoint, folder: str | PathLike[str]) -> PreTrainedModel:
-    """The patched model of a folder, as the class that it was saved from, with its head."""
-    name = (found.config.get("architectures") or [""])[0]
-    host = getattr(transformers, name, None)
-    if found.record is None or host is None:
-        raise CheckpointError(
-            f"{folder} holds {name or 'a model without a class'}, which can't be opened as a patched model of "
-            "transformers. Open it yourself, and push the model in memory."
-        )
-    return patched_model_class(host).from_pretrained(folder, dtype="auto")
 
 
 def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
@@ -140,19 +138,34 @@ def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
             f"{folder / CONFIG} doesn't open: {first_line(error)} Save the checkpoint again."
         ) from error
     config["architectures"] = [name.removeprefix(ARCHITECTURE) for name in config.get("architectures") or []]
+    record = None
     if config.get("model_type") == KEY:
         record = Record.from_json(getattr(opened, KEY), str(folder / CONFIG))
-    elif native and not config.get("auto_map"):
-        record = None
-    elif native:
-        raise CheckpointError(f"{folder} is no native export: transformers opens it by code of its own.")
-    else:
+    elif not native:
         raise CheckpointError(
             f"{folder} holds a {config.get('model_type')!r} model without a patch record. Patch it first (hfpatch "
             "patch); if it is a native export, say so with native=True (--native); else use its own push_to_hub."
         )
-    _require_weights(folder, files)
+    elif config.get("auto_map"):
+        raise CheckpointError(f"{folder} is no native export: transformers opens it by code of its own.")
+    _require_weights(folder, files, left_out)
     return Checkpoint(config, record, files, left_out)
+
+
+def _require_weights(folder: Path, files: dict[str, Path], left_out: list[str]) -> None:
+    """Refuse a folder whose weights are missing, broken, or links, which stay behind."""
+    weights = [name for name in files if name.endswith(SUFFIX)]
+    if links := [name for name in left_out if fnmatchcase(name, f"model*{SUFFIX}")]:
+        raise CheckpointError(f"{folder / links[0]} is a link, which stays behind. Put the file itself there.")
+    if not weights:
+        raise CheckpointError(f"{folder} has no weights (*{SUFFIX}). Save the model with save_pretrained.")
+    require_sound_files(folder)
+    for name in weights:
+        try:
+            with safe_open(files[name], "pt"):  # reads the header and compares it with the file's size
+                pass
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder / name} can't be read: {first_line(error)}. Save it again.") from error
 
 
 def _split(folder: Path) -> tuple[dict[str, Path], list[str]]:
@@ -163,57 +176,16 @@ def _split(folder: Path) -> tuple[dict[str, Path], list[str]]:
     """
     root = folder.resolve()
     blobs = root.parents[1] / "blobs" if root.parent.name == "snapshots" else None
-    files, left_out = {}, []
+    files: dict[str, Path] = {}
+    left_out: list[str] = []
     for path in sorted(root.rglob("*")):
-        parts = path.relative_to(root).parts
-        if any(map(_is_ignored, parts[:-1])):
+        name, target = path.relative_to(root).as_posix(), Path(os.path.realpath(path))
+        if name.startswith(tuple(one for one in left_out if one.endswith("/"))):
             continue
-        name, target = "/".join(parts), Path(os.path.realpath(path))
-        stays = _is_ignored(parts[-1]) or (path.is_symlink() and not (blobs and target.is_relative_to(blobs)))
-        if target.is_file() and not stays:
-            files[name] = target
-        elif stays or not target.is_dir():
+        ignored = any(fnmatchcase(path.name.lower(), glob) for glob in IGNORED)
+        leads_out = path.is_symlink() and not (blobs and target.is_relative_to(blobs))
+        if ignored or leads_out or not target.exists():
             left_out.append(f"{name}/" if target.is_dir() else name)
+        elif target.is_file():
+            files[name] = target
     return files, left_out
-
-
-def _is_ignored(name: str) -> bool:
-    return any(fnmatchcase(name.lower(), glob) for glob in IGNORED)
-
-
-def _require_weights(folder: Path, files: dict[str, Path]) -> None:
-    """Refuse a folder without safetensors, or with broken or missing ones."""
-    weights = [name for name in files if name.endswith(".safetensors")]
-    if not weights:
-        raise CheckpointError(f"{folder} has no weights (*.safetensors). Save the model with save_pretrained.")
-    name, named = INDEX, set(weights)
-    try:
-        if INDEX in files:
-            named = set(map(str, json.loads(files[INDEX].read_text(encoding="utf-8"))["weight_map"].values()))
-        for name in weights:
-            with safe_open(files[name], "pt"):  # reads the header and compares it with the file's size
-                pass
-    except Exception as error:  # of JSON in any shape, and safetensors' own
-        raise CheckpointError(f"{folder / name} can't be read: {first_line(error)}. Save the model again.") from error
-    if missing := sorted(named - set(weights)):
-        raise CheckpointError(f"{folder} lacks weights that {INDEX} names: {', '.join(missing)}. Save the model again.")
-
-
-def _tokenizer(given: Any) -> Any:
-    """A tokenizer or processor, or the one of a name or folder.
-
-    Raises:
-        OptionError: there is none.
-    """
-    found = given
-    if isinstance(given, str | PathLike):
-        try:
-            found = AutoProcessor.from_pretrained(given)
-        except Exception as error:  # tokenizers fail in many ways
-            raise OptionError(f"tokenizer: {given} has none that opens here ({first_line(error):.200}).") from error
-    if not hasattr(found, "save_pretrained"):
-        raise OptionError(f"tokenizer is a tokenizer or processor, or the name of one, not {type(found).__name__}.")
-    inner = getattr(found, "tokenizer", found)
-    if hasattr(inner, "get_vocab") and len(inner.get_vocab()) <= len(inner.all_special_ids):
-        raise OptionError("tokenizer has no vocabulary: transformers opens a folder without tokenizer files as that.")
-    return found

@@ -34,12 +34,12 @@ from ..errors import HubError, OptionError
 from ..export import FORMS
 from ..verification.report import Report
 from .card import CARD, CardFacts, base_of, card
-from .folder import INDEX, checkpoint_of
+from .folder import checkpoint_of
 
 T = TypeVar("T")
 HTTPError: type[Exception] = hub_errors.HTTPError  # httpx's or httpx2's, as the client has it
 # Weights in the repository that transformers would open instead of those of a push, or along with them
-STALE = ("model*.safetensors", INDEX, "pytorch_model*.bin", "pytorch_model.bin.index.json")
+STALE = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 _VOCABULARIES = ("tokenizer", "vocab", "spiece")
 _TRANSIENT = (408, 429, 500, 502, 503, 504)  # the statuses that the client itself tries again, where it does
 _LONGEST_WAIT, _LONGEST_RETRY_AFTER = 16, 120  # seconds
@@ -159,9 +159,19 @@ def push_patched(
     """
     results = (eval_results,) if isinstance(eval_results, EvalResult) else tuple(eval_results)
     texts = {"base_model": base_model, "license": license, "revision": revision, "commit_message": commit_message}
-    if not isinstance(repo_id, str):
-        raise OptionError(f"repo_id is text such as 'me/gpt2-rms', not {type(repo_id).__name__}.")
-    _require_valid(form, token, subfolder, texts, report, results)
+    _require_types(
+        ("repo_id", repo_id, str, "text such as 'me/gpt2-rms'"),
+        *((name, value, str | PathLike | None, "text") for name, value in texts.items()),
+        ("report", report, Report | None, "what verify returned"),
+        *(("eval_results", result, EvalResult, "EvalResults of huggingface_hub") for result in results),
+    )
+    if form is not None and form not in FORMS:
+        raise OptionError(f"form must be one of {', '.join(FORMS)}, not {form!r:.40}.")
+    if any(part.startswith(".") or "\\" in part for part in subfolder.split("/")):
+        raise OptionError(
+            f"subfolder={subfolder!r:.80} is no folder of a repository; write for example 'variants/rms'."
+        )
+    _require_sendable(token)
     folder = "/".join(filter(None, subfolder.split("/")))
     # with True the client says how to log in where nobody is
     api = HfApi(endpoint=endpoint, token=True if token is None and not dry_run else token, library_name="hfpatch")
@@ -171,7 +181,9 @@ def push_patched(
     with tempfile.TemporaryDirectory() as scratch:
         shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
         found = checkpoint_of(model, form, native, tokenizer, Path(scratch), shards)
-        notes = branch.look() if dry_run else branch.create(private, create_pr)
+        if not dry_run:
+            branch.create(private, create_pr)
+        notes = branch.look(required=not dry_run)
         if private and branch.head.private is False:
             notes.append("the repository is public already, so anyone can read this")
         facts = CardFacts(found.config, found.record, branch.repo_id, folder, *base, license, report, results)
@@ -197,28 +209,15 @@ def _join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def _require_valid(
-    form: str | None, token: str | bool | None, subfolder: str, texts: dict[str, Any], report: Any, results: tuple
-) -> None:
-    """Refuse what can be refused before anything is exported or sent.
+def _require_types(*arguments: tuple[str, Any, Any, str]) -> None:
+    """Refuse an argument of another type; each is (name, value, types, what it is in words)."""
+    for name, value, types, words in arguments:
+        if not isinstance(value, types):
+            raise OptionError(f"{name} is {words}, not {type(value).__name__}.")
 
-    Raises:
-        OptionError: an argument is outside its domain.
-        HubError: the token has characters that no header can hold; the client's error about those would show it.
-    """
-    if form is not None and form not in FORMS:
-        raise OptionError(f"form must be one of {', '.join(FORMS)}, not {form!r:.40}.")
-    for name, value in texts.items():
-        if not isinstance(value, str | PathLike | None):
-            raise OptionError(f"{name} is text, not {type(value).__name__}.")
-    if not isinstance(report, Report | None):
-        raise OptionError(f"report is what verify returned, not {type(report).__name__}.")
-    if not all(isinstance(result, EvalResult) for result in results):
-        raise OptionError("eval_results are EvalResults of huggingface_hub.")
-    if any(part.startswith(".") or "\\" in part for part in subfolder.split("/")):
-        raise OptionError(
-            f"subfolder={subfolder!r:.80} is no folder of a repository; write for example 'variants/rms'."
-        )
+
+def _require_sendable(token: str | bool | None) -> None:
+    """Refuse a token with characters that no header can hold: the client's error about those would show it."""
     sent = token if isinstance(token, str) else None if token is False else get_token()
     if sent is not None and not (sent.isascii() and sent.isprintable() and sent.split() == [sent]):
         raise HubError("the token has blanks, line breaks or other characters that no token has. Copy it again.")
@@ -270,20 +269,20 @@ class _Branch:
         tree = self.api.list_repo_tree(self.repo_id, recursive=True, revision=info.sha)  # whatever follows that commit
         return _Head(info.sha, info.private, {entry.path: entry for entry in tree if isinstance(entry, RepoFile)})
 
-    def create(self, private: bool, create_pr: bool) -> list[str]:
-        """Make the repository and the branch where they don't exist, and read where the branch is; no notes."""
+    def create(self, private: bool, create_pr: bool) -> None:
+        """Make the repository and, but for a pull request, the branch where they don't exist."""
         self.ask(lambda: self.api.create_repo(self.repo_id, private=private, exist_ok=True))
         branch = None if create_pr else self.revision
         if branch and not self.ask(lambda: self.api.revision_exists(self.repo_id, branch)):
             self.ask(lambda: self.api.create_branch(self.repo_id, branch=branch, exist_ok=True))
-        self.head = self.ask(self.read)
-        return []
 
-    def look(self) -> list[str]:
-        """Read where the branch is, if that can be seen; a note where it can't."""
+    def look(self, required: bool) -> list[str]:
+        """Read where the branch is; a note where that isn't required and can't be seen."""
         try:
             self.head = self.ask(self.read)
         except HubError as error:
+            if required:
+                raise
             if isinstance(error.__cause__, RepositoryNotFoundError | RevisionNotFoundError):
                 return ["there is no such repository or branch yet, or the token can't see it: it would be made"]
             return [f"what the repository holds already isn't known ({error})"]

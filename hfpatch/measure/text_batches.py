@@ -14,22 +14,22 @@ from ..runtime.errors import PatchError, first_line
 BATCH = 8
 
 
+def tokenizer_of(processor: Any) -> Any:
+    """A tokenizer itself, or that of a processor; None where there is none."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    return tokenizer if hasattr(tokenizer, "get_vocab") else None
+
+
 def processor_of(checkpoint: str, trust_remote_code: bool = False) -> Any:
     """A checkpoint's tokenizer or processor, None where it has none that opens."""
     try:
         processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     except Exception:  # they fail in many ways (missing files, missing packages); none spoils the model
         return None
-    tokenizer = _tokenizer(processor)
+    tokenizer = tokenizer_of(processor)
     if tokenizer is not None and len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
         return None  # invented by transformers for a folder without a tokenizer's files
     return processor
-
-
-def set_length(processor: Any, length: int) -> None:
-    """Let the tokenizer of a processor cut at another length."""
-    if (tokenizer := _tokenizer(processor)) is not None:
-        tokenizer.model_max_length = length
 
 
 def text_batches(
@@ -49,7 +49,7 @@ def text_batches(
     """
     if not text.is_file():
         raise PatchError(f"there is no text file {text}.")
-    tokenizer = _tokenizer(processor)
+    tokenizer = tokenizer_of(processor)
     if tokenizer is None:
         raise PatchError(f"no tokenizer for the text in {text} comes with the model.")
     lines = [line for line in text.read_text(encoding="utf-8").splitlines() if line.strip()][:examples]
@@ -71,8 +71,3 @@ def text_batches(
             raise PatchError(f"the tokenizer takes no such text ({first_line(error):.200}): {few[0]:.60}") from error
         batches.append({name: value for name, value in encoded.items() if name in takes})
     return batches
-
-
-def _tokenizer(processor: Any) -> Any:
-    tokenizer = getattr(processor, "tokenizer", processor)
-    return tokenizer if hasattr(tokenizer, "get_vocab") else None

@@ -141,11 +141,20 @@ def test_weights_that_are_not_all_there(folder: Path, tmp_path: Path) -> None:
         push_patched(folder, "me/model")
     patch(tiny("gpt2"), norm="dyt").save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     next((tmp_path / "shards").glob("model-00002*")).unlink()
-    with pytest.raises(CheckpointError, match=r"lacks weights that .* names: model-00002-of-"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-\d+\.safetensors can't be read"):
         push_patched(tmp_path / "shards", "me/model")
     (tmp_path / "shards/model.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"index\.json can't be read"):
         push_patched(tmp_path / "shards", "me/model")
+
+
+def test_weights_that_stay_behind(folder: Path, tmp_path: Path) -> None:
+    write(folder, "._model.safetensors", "optimizer.safetensors")  # no weights of the model: nobody looks into them
+    assert read_checkpoint(folder).left_out == ["._model.safetensors", "optimizer.safetensors"]
+    (folder / "model.safetensors").rename(tmp_path / "weights")
+    (folder / "model.safetensors").symlink_to(tmp_path / "weights")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is a link, which stays behind"):
+        push_patched(folder, "me/model")
 
 
 def test_links_are_not_followed(folder: Path, tmp_path: Path) -> None:
@@ -217,7 +226,7 @@ def test_offline_is_said(folder: Path) -> None:
         ({"license": ["mit"]}, "license is text, not list"),
         ({"revision": 1}, "revision is text, not int"),
         ({"report": {"version": 1}}, "report is what verify returned, not dict"),
-        ({"eval_results": [0.5]}, "eval_results are EvalResults of huggingface_hub"),
+        ({"eval_results": [0.5]}, "eval_results is EvalResults of huggingface_hub, not float"),
         ({"form": "onnx"}, "form must be one of plugin, remote, native"),
         ({"subfolder": "../up"}, "is no folder of a repository"),
     ],

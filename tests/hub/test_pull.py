@@ -169,7 +169,7 @@ def test_the_command_line_pushes_and_opens_by_repository_id(
     written = hub.repo(name).files()["README.md"].decode()
     assert "license: mit" in written
     assert f"base_model: {original}" in written
-    assert "| logits | dtype | max error |" in written
+    assert "\nlogits     dtype " in written
     verified = cli("verify", name, original)
     assert verified.splitlines()[1:] == cli("verify", str(patched), original).splitlines()[1:]
     cli("patch", name, str(tmp_path / "again"), "--pos", "rope", "--calibration", "none")

@@ -1,0 +1,85 @@
+"""Gives a patched model a config of its own, with the patch record and the new lengths, and takes it back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..core.transaction import Transaction
+from ..runtime.lens import host_class
+from ..runtime.record import KEY
+from ..schemes.request import Record
+from ..swap.config_diff import Setting
+from ..swap.config_lengths import takes_any_length
+from ..swap.image_tables import IMAGE_SIZE
+from ..swap.native_rope import TOLD, tell_config
+from .classes import registered_config_class
+
+
+def give_patched_config(
+    model: PreTrainedModel, record: Record, edits: Transaction, lengths: Iterable[Setting] = ()
+) -> None:
+    """Give a model a patched copy of its config; other models may share the old one.
+
+    Every module that holds the config or a part of it gets the copy. A generation config that ended at an old length
+    ends at the new one.
+
+    Args:
+        model: after its patch.
+        record: of all its patches.
+        edits: the log.
+        lengths: (config, attribute, value) of what the patch changes in it.
+    """
+    copies: dict[int, Any] = {}
+    config = copy.deepcopy(model.config, copies)
+    object.__setattr__(config, "__class__", registered_config_class(host_class(type(config))))
+    unlimited = bool(record.pos) and record.pos[-1].scheme.max_positions is None and takes_any_length(model)  # type: ignore[attr-defined]
+    setattr(config, KEY, replace(record, any_length=unlimited).to_json())
+    tell_config(model, config)
+    for original, attribute, value in lengths:
+        own: Any = copies[id(original)]
+        generation: Any = getattr(model, "generation_config", None)
+        ends_there = generation is not None and generation.max_length == getattr(own, attribute)
+        if ends_there and attribute != IMAGE_SIZE:
+            generation = copy.deepcopy(generation)
+            generation.max_length = value
+            edits.set_attribute(model, "generation_config", generation)
+        setattr(own, attribute, value)
+    for module in model.modules():
+        for name, value in list(module.__dict__.items()):
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                edits.set_attribute(module, name, copies[id(value)])
+
+
+def carry_over_config(model: nn.Module, patched: PreTrainedConfig, lengths: dict[str, Any]) -> None:
+    """Give an unpatched model what its user changed in the patched config: a resized vocabulary, labels, ...
+
+    It goes into a copy of the original config, which other models may share.
+
+    Args:
+        model: with its original config.
+        patched: the config that it had while it was patched.
+        lengths: what the patch itself put there, by name.
+    """
+    original: Any = model.config
+    changed = {
+        name: value
+        for name, value in vars(patched).items()
+        if name not in (KEY, *TOLD)
+        and not isinstance(value, PreTrainedConfig)
+        and vars(original).get(name, KEY) != value
+        and lengths.get(name, KEY) != value
+    }
+    config = original
+    if changed:
+        config = copy.copy(original)
+        vars(config).update(changed)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if value is patched or value is original:
+                vars(module)[name] = config
