@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import _C, Tensor, nn
-from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
-from torch.linalg import vector_norm
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -59,9 +55,6 @@ def parameter_names(norm: nn.Module | None) -> tuple[str | None, str | None]:
 HALF = (torch.float16, torch.bfloat16)
 
 
-PLAIN = (nn.Parameter, Tensor)  # classes that do nothing in a way of their own
-
-
 class AffineNorm(nn.Module):
     """A module that stands where a norm stood and keeps its Parameters, dtype, device, eps and axis.
 
@@ -84,19 +77,14 @@ class AffineNorm(nn.Module):
     ):
         super().__init__()
         gain_name, shift_name = self.names
-        self.facts = NormFacts(
-            self.kind,
-            facts.shape,
-            facts.eps,
-            facts.channels_first,
-            facts.offset,
-            gain_name if gain is not None else None,
-            shift_name if shift is not None else None,
-        )
-        # what a forward reads of them, in one tuple: compiled code checks each attribute that it reads in every call
-        self.arithmetic = (max(1, len(facts.shape)), facts.eps, facts.offset, facts.channels_first)
         self.register_parameter(gain_name, gain)
         self.register_parameter(shift_name, shift)
+        stored = {"gain": None if gain is None else gain_name, "shift": None if shift is None else shift_name}
+        self.facts = replace(facts, kind=self.kind, **stored)
+        self.normalized_shape, self.eps = facts.shape, facts.eps
+        fit = all(one is None or one.shape == facts.shape for one in (gain, shift))
+        special = facts.channels_first or facts.offset or facts.eps is None or not facts.shape
+        self.fused_eps = facts.eps if fit and not special else None  # where torch's function takes all of them as it is
 
     @classmethod
     def replacing(
@@ -145,14 +133,6 @@ class AffineNorm(nn.Module):
                     parameter.fill_(values[name])
         return new
 
-    @property
-    def eps(self) -> float | None:
-        return self.facts.eps
-
-    @property
-    def normalized_shape(self) -> tuple[int, ...]:
-        return self.facts.shape
-
     def new_scalar(self, value: float, like: Tensor) -> nn.Parameter:
         """A learned scalar (1,) with the dtype and device of `like`, frozen where the kept Parameters are."""
         kept = next(self.parameters(), None)
@@ -172,12 +152,11 @@ class AffineNorm(nn.Module):
 
     def normalised_shape(self, h: Tensor) -> torch.Size:
         """The trailing shape of h that is normalised together."""
-        return h.shape[-self.arithmetic[0] :]
+        return h.shape[-max(1, len(self.normalized_shape)) :]
 
     def eps_for(self, h: Tensor) -> float:
         """eps, or where there is none the smallest step of h's dtype, as in torch's RMSNorm."""
-        eps = self.arithmetic[1]
-        return torch.finfo(h.dtype).eps if eps is None else eps
+        return torch.finfo(h.dtype).eps if self.eps is None else self.eps
 
     def forward(self, hidden_states: Tensor, *more: Any) -> Tensor:
         """The norm of hidden states; `more` is what `normalise` takes besides.
@@ -185,27 +164,15 @@ class AffineNorm(nn.Module):
         Where the input is wider than parameters of half precision the output has their dtype, as T5's norms do: some
         hosts keep a few layers in float32, and what reads a norm is in the model's dtype.
         """
-        # few calls, here and in `normed`: where a token is decoded a dozen of them takes as long as the kernels
-        (_, _, offset, channels_first), (gain_name, shift_name), stored = self.arithmetic, self.names, self._parameters
-        if is_dynamo_compiling():
-            gain, shift = getattr(self, gain_name), getattr(self, shift_name)
-        else:
-            gain = stored[gain_name] if gain_name in stored else getattr(self, gain_name)
-            shift = stored[shift_name] if shift_name in stored else getattr(self, shift_name)
-        x = hidden_states.movedim(1, -1) if channels_first else hidden_states
+        gain, shift, facts = getattr(self, self.names[0]), getattr(self, self.names[1]), self.facts
+        x = hidden_states.movedim(1, -1) if facts.channels_first else hidden_states
         dtype = x.dtype if gain is None or gain.dtype not in HALF else gain.dtype
         if x.dtype in HALF:
             x = x.float()
-        if offset and gain is not None:
-            gain = gain.to(x.dtype) + offset
-        y = self.normed(x, gain, shift, *more)
-        if y.dtype != dtype:
-            y = y.to(dtype)
-        return y.movedim(-1, 1) if channels_first else y
-
-    def normed(self, h: Tensor, gain: Tensor | None, shift: Tensor | None, *more: Any) -> Tensor:
-        """h normalised, times gain, plus shift; in the dtype of h or of whichever of them is wider."""
-        return affine(self.normalise(h, *more), gain, shift)
+        if facts.offset and gain is not None:
+            gain = gain.to(x.dtype) + facts.offset
+        y = affine(self.normalise(x, *more), gain, shift).to(dtype)
+        return y.movedim(-1, 1) if facts.channels_first else y
 
     def initial_values(self) -> dict[str, float]:
         """The paper's starting value of each parameter, for training from scratch."""
@@ -216,21 +183,13 @@ class AffineNorm(nn.Module):
         return f"{d}, eps={self.eps}" + (", channels_first=True" if self.facts.channels_first else "")
 
 
-def affine(h: Tensor, gain: Tensor | None, shift: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """h * gain + shift, as far as there are both; in `out`, which may be h, if that is given."""
+def affine(h: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
+    """h * gain + shift, as far as there are both."""
     if gain is not None and shift is not None:
-        return torch.addcmul(shift, h, gain, out=out)  # one pass over h instead of two
+        return torch.addcmul(shift, h, gain)  # one pass over h instead of two
     if gain is not None:
-        return torch.mul(h, gain, out=out)
-    return h if shift is None else torch.add(h, shift, out=out)
-
-
-def per_channel(h: Tensor, shape: torch.Size, gain: Tensor | None, shift: Tensor | None) -> bool:
-    """Whether a kernel takes them with h: in its dtype, of the shape that is normalised together, and plain."""
-    dtype = h.dtype
-    return (gain is None or (type(gain) in PLAIN and gain.dtype is dtype and gain.shape == shape)) and (
-        shift is None or (type(shift) in PLAIN and shift.dtype is dtype and shift.shape == shape)
-    )
+        return h * gain
+    return h if shift is None else h + shift
 
 
 class LayerNorm(AffineNorm):
@@ -244,117 +203,35 @@ class LayerNorm(AffineNorm):
     def normalise(self, h: Tensor) -> Tensor:
         return F.layer_norm(h, self.normalised_shape(h), None, None, self.eps_for(h))
 
-    def normed(self, h: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
-        shape = self.normalised_shape(h)
-        if not per_channel(h, shape, gain, shift):
-            return super().normed(h, gain, shift)
-        return F.layer_norm(h, shape, gain, shift, self.eps_for(h))  # one kernel
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gain, shift, eps = self.weight, self.bias, self.fused_eps
+        if eps is None or any(one is not None and one.dtype != hidden_states.dtype for one in (gain, shift)):
+            return super().forward(hidden_states)
+        return F.layer_norm(hidden_states, self.normalized_shape, gain, shift, eps)
 
 
 class RMSNorm(AffineNorm):
     """y = x / sqrt(mean(x^2) + eps) * gain + shift over the last axis, eps inside the root.
 
-    Unlike most RMSNorm classes it keeps a shift where the replaced LayerNorm had one. The arithmetic is float32 for
-    half-precision input. On a CPU, where nothing fuses torch's operations, it has a gradient of its own. Arguments as
-    in `AffineNorm`.
+    Unlike most RMSNorm classes it keeps a shift where the replaced LayerNorm had one. Arguments as in `AffineNorm`.
     """
 
     kind = "rms"
 
     def normalise(self, h: Tensor) -> Tensor:
-        shape = self.normalised_shape(h)
-        if not h.is_cpu or torch.compiler.is_compiling():
-            return F.rms_norm(h, shape, None, self.eps)
-        # F.rms_norm's own sum over an axis is slow where nothing fuses it
-        length = vector_norm(h, dim=tuple(range(-len(shape), 0)), keepdim=True)
-        return h * torch.rsqrt(length.square() / shape.numel() + self.eps_for(h))
+        return F.rms_norm(h, self.normalised_shape(h), None, self.eps_for(h))
 
-    def normed(self, h: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
-        if is_dynamo_compiling():
-            axes, eps, *_ = self.arithmetic
-            return affine(F.rms_norm(h, h.shape[-axes:], None, eps), gain, shift)
-        # few calls, as in `forward`, where nothing but autograd looks at what is done
-        if type(h) is Tensor and h.is_cpu and not (_C._is_tracing() or _is_transformed()):
-            axes, eps, *_ = self.arithmetic
-            shape = h.shape[-axes:]
-            if not per_channel(h, shape, gain, shift):
-                gain, shift = (x.to(h.dtype) if x is not None and x.dtype in HALF else x for x in (gain, shift))
-                if not per_channel(h, shape, gain, shift):
-                    return super().normed(h, gain, shift)
-            eps = self.eps_for(h) if eps is None else eps
-            if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (h, gain, shift)):
-                return _EagerRMSNorm.apply(h, gain, shift, shape, eps)
-            return _computed(h, gain, shift, shape, eps)[0]
-        return super().normed(h, gain, shift)
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        shape, gain, shift, eps = self.normalized_shape, self.weight, self.bias, self.fused_eps
+        if eps is None:
+            return super().forward(hidden_states)
+        if shift is None:
+            return F.rms_norm(hidden_states, shape, gain, eps)
+        x = hidden_states.float() if hidden_states.dtype in HALF else hidden_states  # rounded once, at the end
+        return affine(F.rms_norm(x, shape, None, eps), gain, shift).to(hidden_states.dtype)
 
 
-def _computed(
-    h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch.Size, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The norm of n numbers, in as few calls as there can be, and sqrt(|h|^2 + n eps); autograd mustn't look at it."""
-    axes, root, least, factor = _constants(shape, eps, h.dtype)
-    # a number in a sum or a product would cost more than the kernel where a token is decoded
-    length = vector_norm(h, 2, axes, True).hypot_(least)
-    if gain is None or shift is None:
-        normalised = h * root.div(length)
-        return affine(normalised, gain, shift, out=normalised), length
-    normalised = h.div(length)
-    return torch.addcmul(shift, normalised, gain, value=factor, out=normalised), length
-
-
-@cache
-def _constants(shape: torch.Size, eps: float, dtype: torch.dtype) -> tuple[tuple[int, ...], Tensor, Tensor, float]:
-    """The axes of a shape of n numbers, sqrt(n), sqrt(n eps), and sqrt(n) as a float."""
-    factor = math.sqrt(shape.numel())
-    root, least = (torch.tensor(x, dtype=dtype, device="cpu") for x in (factor, factor * math.sqrt(eps)))
-    return tuple(range(-len(shape), 0)), root, least, factor
-
-
-def _is_transformed() -> bool:
-    """Whether a transform of torch.func is at work, or forward-mode differentiation."""
-    return _C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # -1 outside `dual_level()`
-
-
-class _EagerRMSNorm(torch.autograd.Function):
-    """h / sqrt(mean(h^2) + eps) * gain + shift, of which h and a number for each row are kept for the gradients.
-
-    With r = 1 / sqrt(mean(h^2) + eps) and g = dL/dy * gain, dL/dh = r (g - h r^2 mean(g h)). LayerNorm's kernel, told
-    that the mean of h is 0, computes r (g - mean(g) - h r^2 mean(g h)) in one go: r mean(g) is added.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, h: Tensor, gain: Tensor | None, shift: Tensor | None, shape: torch.Size, eps: float
-    ) -> Tensor:
-        y, length = _computed(h, gain, shift, shape, eps)
-        ctx.save_for_backward(h, gain, shift, length)
-        ctx.shape, ctx.eps = shape, eps
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        h, gain, shift, length = ctx.saved_tensors
-        wanted, shape, n = ctx.needs_input_grad[:3], ctx.shape, ctx.shape.numel()
-        if torch.is_grad_enabled() or _is_transformed():  # differentiated again: the kernel's derivatives are others
-            axes = tuple(range(-len(shape), 0))
-            scale = (h.square().mean(axes, keepdim=True) + ctx.eps).rsqrt()
-            g = grad if gain is None else grad * gain
-            d_h = scale * (g - h * scale.square() * (g * h).mean(axes, keepdim=True))
-            d_gain, d_shift = (x.reshape(-1, *shape).sum(0) for x in (grad * h * scale, grad))
-            return *(x if want else None for x, want in zip((d_h, d_gain, d_shift), wanted, strict=True)), None, None
-        grad, scale = grad.contiguous(), torch.div(_constants(shape, ctx.eps, h.dtype)[1], length)
-        d_h, d_gain, d_shift = torch.ops.aten.native_layer_norm_backward(
-            grad, h, shape, torch.zeros_like(scale), scale, gain, shift, wanted
-        )
-        if wanted[0]:
-            with torch.autocast("cpu", enabled=False):
-                rows = grad.view(-1, n)
-                total = rows.sum(-1) if gain is None else rows @ gain.flatten()
-            d_h.add_(total.view_as(scale).mul_(scale), alpha=1 / n)
-        return d_h, d_gain, d_shift, None, None
-
-
-class PartialRMSNorm(RMSNorm):
+class PartialRMSNorm(AffineNorm):
     """y = x / sqrt(mean(x_k^2) + eps) * gain + shift, x_k the first k = ceil(fraction * d) of the d channels.
 
     Args:
@@ -363,18 +240,9 @@ class PartialRMSNorm(RMSNorm):
 
     kind = "prms"
 
-    def __init__(
-        self,
-        facts: NormFacts,
-        gain: nn.Parameter | None,
-        shift: nn.Parameter | None,
-        fraction: float,
-        like: Tensor | None = None,
-    ):
-        super().__init__(facts, gain, shift)
+    def __init__(self, *norm: Any, fraction: float, like: Tensor | None = None):
+        super().__init__(*norm, like=like)
         self.fraction = fraction
-
-    normed = AffineNorm.normed
 
     def normalise(self, h: Tensor) -> Tensor:
         axes = len(self.normalised_shape(h))
@@ -409,15 +277,8 @@ class DynamicTanh(AffineNorm):
     names = ("gain", "shift")
     scalars: ClassVar[tuple[str, ...]] = ("alpha",)
 
-    def __init__(
-        self,
-        facts: NormFacts,
-        gain: nn.Parameter | None,
-        shift: nn.Parameter | None,
-        alpha: float,
-        like: Tensor,
-    ):
-        super().__init__(facts, gain, shift)
+    def __init__(self, *norm: Any, alpha: float, like: Tensor):
+        super().__init__(*norm, like=like)
         self.alpha0 = alpha
         self.alpha = self.new_scalar(alpha, like)
 
@@ -450,16 +311,8 @@ class DynamicErf(DynamicTanh):
 
     scalars = ("alpha", "s")
 
-    def __init__(
-        self,
-        facts: NormFacts,
-        gain: nn.Parameter | None,
-        shift: nn.Parameter | None,
-        alpha: float,
-        s: float,
-        like: Tensor,
-    ):
-        super().__init__(facts, gain, shift, alpha, like)
+    def __init__(self, *norm: Any, alpha: float, s: float, like: Tensor):
+        super().__init__(*norm, alpha=alpha, like=like)
         self.s0 = s
         self.s = self.new_scalar(s, like)
 
