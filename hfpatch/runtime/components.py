@@ -4,7 +4,7 @@
 from .alibi import LinearBias
 from .attention import AttentionLens, HostOrder, Window
 from .batch_norm import MaskedBatchNorm
-from .constants import ConstantPositions, Given, HostRotary, MeanRow, NoBias, NoPositions, Rows, Unrotated, ZeroRow
+from .constants import ConstantPositions, Given, HostRotary, MeanRow, NoPositions, Rows, Unrotated
 from .edits import register_component
 from .gated import GatedActivation, GatedLinear, Projection
 from .grid import Grid, GridLens, KeptGrid, MaskedGrid, PackedGrid, PlacedGrid, Relay, SeenGrid
@@ -30,7 +30,7 @@ from .tables import ComputedPositions, Sinusoids
 
 _MODULES = (
     *(LayerNorm, RMSNorm, PartialRMSNorm, DynamicTanh, DynamicErf, MaskedBatchNorm),
-    *(RotaryEmbedding, AdaptiveRotaryEmbedding, LinearBias, ConstantPositions, NoPositions, NoBias, HostRotary),
+    *(RotaryEmbedding, AdaptiveRotaryEmbedding, LinearBias, ConstantPositions, NoPositions, HostRotary),
     *(ComputedPositions, GatedLinear, GatedActivation, Projection),
 )
 _LENSES = (
@@ -40,7 +40,7 @@ _LENSES = (
 )
 _PARTS = (
     *(Projections, WindowProjections, Fused, Window, Join, Sinusoids),
-    *(Grid, MaskedGrid, KeptGrid, PackedGrid, PlacedGrid, SeenGrid, MeanRow, ZeroRow, Rows),
+    *(Grid, MaskedGrid, KeptGrid, PackedGrid, PlacedGrid, SeenGrid, MeanRow, Rows),
 )
 OWN = (*_MODULES, *_LENSES, *_PARTS)
 for _component in OWN:

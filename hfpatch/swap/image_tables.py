@@ -18,6 +18,7 @@ from ..runtime.grid import PackedGrid, PlacedGrid
 from ..schemes.learned import Learned
 from ..schemes.request import Part
 from ..sites.stacks import FoundStack
+from .attentions import refuse_exact
 
 IMAGE_SIZE = "image_size"  # transformers' name
 
@@ -82,9 +83,7 @@ def grid_table_change(item: FoundStack, part: Part, row: Row) -> Change:
     row.loss = f"its {layout.rows} x {layout.columns} positions are stretched over {rows} x {columns}"
     if part.init == "reset":
         row.loss = "its rows start afresh"
-    if part.init == "exact":
-        raise UnsupportedError(f"{where}: pos='learned' isn't exact: {row.loss}. Use init='auto' to accept that.")
-
+    refuse_exact(where, part, row.loss)
     name = f"{where}.weight" if isinstance(table, nn.Embedding) else where
     edits = [Edit.of(name, Call.of(Rows, *new.shape))]
     if isinstance(table, nn.Embedding):

@@ -108,7 +108,7 @@ def test_without_positions_patches_may_change_places(owner: str) -> None:
 
 
 RELATIVE = {owner: {"use_relative_position_embeddings": True} for owner in ("VitDetModel", "VitDetBackbone")}
-SAM_LIKE = [owner for owner in OWNERS if STACKS[owner].switched_off]
+SAM_LIKE = [owner for owner in OWNERS if False in dict(STACKS[owner].in_attention).values()]
 
 
 @pytest.mark.parametrize("owner", SAM_LIKE)
@@ -119,10 +119,10 @@ def test_biases_by_rows_and_columns_go_as_well(owner: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotPreservedWarning)
         model = patch_model(plain, pos="rope:axes=2")
-    if STACKS[owner].unused:
+    if None in dict(STACKS[owner].in_attention).values():
         assert not any("rel_pos" in name for name in model.state_dict())
     for attention in proof.stack_of(model, owner).attentions.values():
-        assert not any(getattr(attention, switch) for switch in STACKS[owner].switched_off)
+        assert not any(getattr(attention, name) for name, value in STACKS[owner].in_attention if value is False)
 
 
 def test_a_window_of_equal_patches_is_blind_without_positions() -> None:
