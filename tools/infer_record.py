@@ -32,7 +32,7 @@ from hfpatch.runtime.apply import apply, condensed
 from hfpatch.runtime.attention import NUMBER_OF_HEADS, Window
 from hfpatch.runtime.constants import Given
 from hfpatch.runtime.errors import UnsupportedError
-from hfpatch.runtime.length_lenses import AnyImageSize, AnyRow, AnyTextLength, ZeroArguments
+from hfpatch.runtime.length_lenses import AnyImageSize, ExpandedRows, FilledArguments, MeanOfBuffer
 from hfpatch.runtime.lens import host_class
 from hfpatch.runtime.qk_layouts import Fused, Projections
 from hfpatch.schemes.request import Part
@@ -489,12 +489,12 @@ def _limits(holder: nn.Module, table: str) -> tuple[tuple[str, Any], ...]:
     path, _, attribute = table.rpartition(".")
     place = f"{path}.@lens".strip(".")
     if attribute in buffers:
-        return ((place, AnyRow(attribute)),)
+        return ((place, MeanOfBuffer(attribute)),)
     if hasattr(holder, "interpolate_pos_encoding") and "pixel_values" in _parameters(holder):
         flag = "interpolate_pos_encoding" in _parameters(holder)
         return ((place, AnyImageSize(attribute, flag=flag)),)
     names = [name for name in ("position_ids", "token_type_ids") if name in buffers and name in _parameters(holder)]
-    return ((place, ZeroArguments(*names)),) if names and path else ()
+    return ((place, FilledArguments(*names)),) if names and path else ()
 
 
 def _causal(calls: tuple[_Calls, _Calls], attention: _Attention, time: int) -> bool:
@@ -550,12 +550,14 @@ def _as_found(stack: Stack) -> Stack:
 
 
 def _types_outside(stack: Stack) -> Stack:
-    return replace(stack, removal=(("@lens", ZeroArguments("token_type_ids")), *stack.removal))
+    return replace(stack, removal=(("@lens", FilledArguments("token_type_ids")), *stack.removal))
 
 
 def _of_any_length(stack: Stack) -> Stack:
     path, _, attribute = stack.table.rpartition(".")
-    return replace(stack, removal=((f"{path}.@lens".strip("."), AnyTextLength(attribute)),))
+    place = f"{path}.@lens".strip(".")
+    limits = ExpandedRows(((f"{attribute}.weight", None),)), FilledArguments("position_ids")
+    return replace(stack, removal=tuple((place, limit) for limit in limits))
 
 
 def _longest(small: nn.Module, inputs: Mapping[str, Any]) -> int | str | None:
@@ -616,8 +618,8 @@ def _text(value: Any, indent: int = 0) -> str:
         if isinstance(value, tuple):
             return f"({', '.join(_text(one) for one in value)}{',' if len(value) == 1 else ''})"
         return repr(value)
-    if isinstance(value, ZeroArguments):
-        return f"ZeroArguments({', '.join(map(repr, value.names))})"
+    if isinstance(value, FilledArguments):
+        return f"FilledArguments({', '.join(map(repr, value.names))})"
     arguments = []
     for one in fields(value):
         held = getattr(value, one.name)

@@ -10,17 +10,12 @@ from .gated import GatedActivation, GatedLinear, Projection
 from .grid import Grid, GridLens, KeptGrid, MaskedGrid, PackedGrid, PlacedGrid, Relay, SeenGrid
 from .joins import Gains, Join, Joins
 from .length_lenses import (
-    AnyBufferLength,
     AnyImageSize,
-    AnyInputLength,
-    AnyRow,
-    AnySeriesLength,
-    AnyTextLength,
-    AnyTileSize,
-    AnyVideoSize,
-    ReadRows,
+    CountedLength,
+    ExpandedRows,
+    FilledArguments,
+    MeanOfBuffer,
     RefusedArguments,
-    ZeroArguments,
 )
 from .norms import DynamicErf, DynamicTanh, LayerNorm, PartialRMSNorm, RMSNorm
 from .padding import Padded
@@ -35,8 +30,7 @@ _MODULES = (
 )
 _LENSES = (
     *(AttentionLens, HostOrder, Given, Unrotated, GridLens, Relay, Gains, Joins, Padded),
-    *(ZeroArguments, RefusedArguments, AnyTextLength, AnyBufferLength, AnyRow, AnyImageSize, AnyInputLength),
-    *(ReadRows, AnyVideoSize, AnySeriesLength, AnyTileSize),
+    *(FilledArguments, RefusedArguments, ExpandedRows, MeanOfBuffer, CountedLength, AnyImageSize),
 )
 _PARTS = (
     *(Projections, WindowProjections, Fused, Window, Join, Sinusoids),

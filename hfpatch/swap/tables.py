@@ -112,7 +112,7 @@ def _mean(
     if isinstance(table, nn.Module):
         first = {"first": item.stack.reserved_rows} if item.stack.reserved_rows else {}
         return [Edit.of(path, Call.of(ConstantPositions, **first, **dict(value.kwargs)))], [f"{path}.constant"]
-    if attribute in holder._buffers:  # length_lenses.AnyRow hides it
+    if attribute in holder._buffers:  # length_lenses.MeanOfBuffer hides it
         return [Edit.of(item.path(above, NO_ROW), True)] if fresh else [], []
     if isinstance(table, nn.Parameter):
         return [Edit.of(path, Call.of(MeanRow))], [path]

@@ -9,11 +9,11 @@ from proof import DIFFERENT, EXACT, HOMES, STACKS
 
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
-from hfpatch.runtime.length_lenses import AnyInputLength
+from hfpatch.runtime.length_lenses import CountedLength
 from hfpatch.sites.records.record import ZEROS
 
 OWNERS = proof.here()
-WINDOWED = [owner for owner in OWNERS if any(isinstance(limit, AnyInputLength) for _, limit in STACKS[owner].limits)]
+WINDOWED = [owner for owner in OWNERS if any(isinstance(limit, CountedLength) for _, limit in STACKS[owner].limits)]
 CONVOLVED = [
     owner
     for owner in OWNERS

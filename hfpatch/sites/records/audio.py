@@ -5,22 +5,23 @@ are computed by a convolution over the hidden states. Of time series as well.
 from dataclasses import replace
 
 from ...runtime.grid import Grid
-from ...runtime.length_lenses import AnyInputLength, AnySeriesLength, ReadRows
+from ...runtime.length_lenses import ExpandedRows
 from .encoder_decoders import ENCODER as WITH_CACHE
+from .encoder_decoders import SPECTROGRAM
 from .record import INPUT, NOTHING, Q_K_PROJ, ZEROS, Stack, family
 
 ENCODER = replace(WITH_CACHE, cache=None)
 WHISPER = replace(  # the whole table is added to a window of just that length
     ENCODER,
     removal=(
-        ("@lens", AnyInputLength("max_source_positions", ("conv1", "conv2"))),
-        ("@lens", ReadRows("embed_positions")),
+        ("@lens", SPECTROGRAM),
+        ("@lens", ExpandedRows((("embed_positions.weight", 1),))),
     ),
 )
 PACKED = replace(  # sound is cut into windows whose positions start anew, packed one after another
     ENCODER,
     table="positional_embedding",
-    removal=(("@lens", ReadRows("positional_embedding", "positional_embedding")),),
+    removal=(("@lens", ExpandedRows((("positional_embedding.positional_embedding", 1),))),),
 )
 WAV2VEC2 = Stack("", "pos_conv_embed", "layers.*.attention", Q_K_PROJ, cache=None, removal=(("pos_conv_embed", ZEROS),))
 AST = Stack(
@@ -34,7 +35,7 @@ AST = Stack(
 PATCHTST = replace(
     ENCODER,
     table="positional_encoder.position_enc",
-    removal=(("positional_encoder.@lens", AnySeriesLength()),),
+    removal=(("positional_encoder.@lens", ExpandedRows((("position_enc", "use_cls_token"),))),),
     requires=(("layers.*.channel_attention", False, None),),  # which would turn channels as if they were moments
 )
 # sinusoids, a convolution and relative biases in the speech encoder; sinusoids that are added in place elsewhere

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ...runtime.attention import Window
-from ...runtime.length_lenses import AnyRow
+from ...runtime.length_lenses import MeanOfBuffer
 from ...runtime.qk_layouts import Fused, Projections
 from .record import MEAN_BY_TOKEN, Q_K_PROJ, Stack, family
 
@@ -29,7 +29,7 @@ CTRL = Stack(
     Projections("Wq", "Wk"),
     cache="layer_past",
     states="q",
-    removal=(("@lens", AnyRow("pos_encoding")),),
+    removal=(("@lens", MeanOfBuffer("pos_encoding")),),
     causal=True,
 )
 GPT_NEO = Stack(

@@ -3,12 +3,15 @@
 from dataclasses import replace
 
 from ...runtime.edits import Call
-from ...runtime.length_lenses import AnyInputLength
+from ...runtime.length_lenses import CountedLength
 from ...runtime.qk_layouts import Projections, WindowProjections
 from .decoders import DECODER
 from .record import MEAN_BY_TOKEN, MEAN_ROW, QUERY_KEY, ZEROS, Stack, family
 
 ENCODER = replace(DECODER, causal=False)
+SPECTROGRAM = CountedLength(  # Whisper's encoder compares the length of its input with the config's
+    "input_features", ("conv1", "conv2"), ("config.max_source_positions", "embed_positions.num_embeddings")
+)
 BART = replace(ENCODER, reserved_rows=2)
 FSMT = replace(
     BART,
@@ -66,7 +69,7 @@ SPEECH_TO_TEXT = {
 WHISPER = {
     "WhisperEncoder": replace(
         ENCODER,
-        removal=(("@lens", AnyInputLength("max_source_positions", ("conv1", "conv2"))),),
+        removal=(("@lens", SPECTROGRAM),),
         config_length="max_source_positions",
     ),
     "WhisperDecoder": replace(DECODER, lengths=("max_target_positions",), config_length="max_target_positions"),

@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 from ...runtime.constants import Given
-from ...runtime.length_lenses import AnyBufferLength, RefusedArguments, ZeroArguments
+from ...runtime.length_lenses import ExpandedRows, FilledArguments, RefusedArguments
 from ...runtime.qk_layouts import Fused, Projections, WindowProjections
 from .record import MEAN_BY_TOKEN, MEAN_ROW, QUERY_KEY, Stack, family
 
 # what reads buffers of the old maximum length: position_ids, and token_type_ids in the same module or outside of it
-IDS = (("embeddings.@lens", ZeroArguments("position_ids")),)
-IDS_AND_TYPES = (("embeddings.@lens", ZeroArguments("position_ids", "token_type_ids")),)
-TYPES_OUTSIDE = (("@lens", ZeroArguments("token_type_ids")), *IDS)
+IDS = (("embeddings.@lens", FilledArguments("position_ids")),)
+IDS_AND_TYPES = (("embeddings.@lens", FilledArguments("position_ids", "token_type_ids")),)
+TYPES_OUTSIDE = (("@lens", FilledArguments("token_type_ids")), *IDS)
 
 BERT = Stack(
     "",
@@ -33,7 +33,7 @@ XLM = Stack(  # causal where its config says so, and with a cache of its own nam
     cache="cache",
     layer_index="layer_id",
     states="input",
-    removal=(("@lens", ZeroArguments("position_ids")),),
+    removal=(("@lens", FilledArguments("position_ids")),),
 )
 BIG_BIRD = replace(
     BERT,
@@ -45,7 +45,7 @@ CANINE = replace(
     table="char_embeddings.char_position_embeddings",
     attention="*.layer.*.attention.self",  # of characters, of molecules, and of characters again
     states="from_tensor",
-    removal=(("char_embeddings.@lens", ZeroArguments("position_ids")),),
+    removal=(("char_embeddings.@lens", FilledArguments("position_ids")),),
 )
 LAYOUTLMV3 = replace(
     COUNTING,
@@ -53,7 +53,7 @@ LAYOUTLMV3 = replace(
         ("pos_embed", MEAN_ROW),  # of an image's patches, which follow the text
         ("encoder.has_relative_attention_bias", False),
         ("encoder.rel_pos_bias", None),
-        ("@lens", AnyBufferLength("embeddings", "position_ids")),
+        ("@lens", ExpandedRows((("embeddings.position_ids", None),))),
         *IDS,
     ),
     in_attention=(("@lens", Given((("rel_pos", 0),))),),

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ...runtime.length_lenses import AnyRow, AnyTextLength
+from ...runtime.length_lenses import ExpandedRows, FilledArguments, MeanOfBuffer
 from .encoders import BERT, IDS
 from .record import Q_K_PROJ, Stack, family
 
@@ -14,7 +14,10 @@ CLIP = Stack(
     "encoder.layers.*.self_attn",
     Q_K_PROJ,
     cache=None,
-    removal=(("embeddings.@lens", AnyTextLength()),),
+    removal=(  # it compares its input's length with the table's
+        ("embeddings.@lens", ExpandedRows((("position_embedding.weight", None),))),
+        ("embeddings.@lens", FilledArguments("position_ids")),
+    ),
     causal=True,
 )
 SIGLIP = replace(CLIP, causal=False)
@@ -22,7 +25,7 @@ AIMV2 = replace(SIGLIP, attention="encoder.layers.*.attention")
 ALTCLIP = replace(COUNTING, attention="encoder.layers.*.attention.self")
 FLAVA = replace(TOWER, attention="encoder.layer.*.attention.attention")
 VIDEOPRISM = replace(
-    SIGLIP, attention="layers.*.attention", removal=(("embeddings.@lens", AnyRow("position_embedding")),)
+    SIGLIP, attention="layers.*.attention", removal=(("embeddings.@lens", MeanOfBuffer("position_embedding")),)
 )
 
 FAMILIES = (

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ...runtime.grid import Grid, KeptGrid, MaskedGrid, PackedGrid, PlacedGrid, SeenGrid
-from ...runtime.length_lenses import AnyImageSize, AnyTileSize, AnyVideoSize
+from ...runtime.length_lenses import AnyImageSize, CountedLength, ExpandedRows
 from ...runtime.qk_layouts import Fused
 from .record import INPUT, MEAN_ROW, Q_K_PROJ, QUERY_KEY, Stack, family
 
@@ -75,7 +75,10 @@ TIMESFORMER = replace(
     attention="encoder.layer.*.*attention.attention",
     projections=Fused("qkv"),
     head_dim="/ num_heads",
-    removal=(("embeddings.time_embeddings", MEAN_ROW), ("embeddings.@lens", AnyVideoSize())),
+    removal=(
+        ("embeddings.time_embeddings", MEAN_ROW),
+        ("embeddings.@lens", ExpandedRows((("position_embeddings", 2),))),
+    ),
     grid=None,
 )
 
@@ -188,13 +191,14 @@ MGP_STR = Stack(
     grid=Grid("embeddings.proj"),
     relayed=True,
 )
+TILES = CountedLength("pixel_values", ("patch_embedding",), ("num_patches",), more=1, never_multiple_of=8)
 MLLAMA = Stack(  # what tells tiles apart, by the image's aspect ratio, stays
     "",
     "gated_positional_embedding",
     "transformer.layers.*.self_attn | global_transformer.layers.*.self_attn",
     Q_K_PROJ,
     cache=None,
-    removal=(("gated_positional_embedding", INPUT), ("@lens", AnyTileSize())),
+    removal=(("gated_positional_embedding", INPUT), ("@lens", TILES)),
 )
 MOLMO2 = Stack("", "positional_embedding", "layers.*.self_attn", Q_K_PROJ, cache=None)
 _VIDEO = AnyImageSize(flag=True, argument="pixel_values_videos")
