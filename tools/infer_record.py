@@ -30,7 +30,7 @@ from hfpatch.core.registry import ARCHITECTURES, name_in_records
 from hfpatch.measure.twin import twin
 from hfpatch.runtime.apply import apply, condensed
 from hfpatch.runtime.attention import NUMBER_OF_HEADS, Window
-from hfpatch.runtime.constants import Given
+from hfpatch.runtime.constants import FixedArguments
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.length_lenses import AnyImageSize, ExpandedRows, FilledArguments, MeanOfBuffer
 from hfpatch.runtime.lens import host_class
@@ -424,7 +424,7 @@ def _stack(
         window=_window(module),
         removal=(*((other, MEAN_ROW) for other in tables[1:]), *_limits(holder, table)),
         in_attention=(
-            *([("@lens", Given(biases))] if biases else []),
+            *([("@lens", FixedArguments(biases))] if biases else []),
             *((name, False) for name, value in vars(module).items() if _BIASES.fullmatch(name) and value is True),
         ),
         causal=_causal(calls, first, states_time),

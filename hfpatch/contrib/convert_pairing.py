@@ -20,7 +20,7 @@ from ..patch import WAY_BACK, WayBack, give_own_config
 from ..plan import Plan
 from ..runtime.apply import apply, condensed
 from ..runtime.attention import ROTARY, AttentionLens, order
-from ..runtime.constants import Given
+from ..runtime.constants import FixedArguments
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import LENS, host_class, lens_of
 from ..runtime.rotary import RotaryEmbedding
@@ -150,9 +150,9 @@ def _found(model: nn.Module, to: str) -> tuple[list[_Attention], tuple[str, ...]
     for item in find_own_rotations(model):
         for path, module in item.attentions.items():
             itself = own_rotation(item, module)
-            if lens_of(module, Given) is None and itself.pairing == to:
+            if lens_of(module, FixedArguments) is None and itself.pairing == to:
                 already += 1
-            elif lens_of(module, Given) is None:
+            elif lens_of(module, FixedArguments) is None:
                 dim = getattr(module, item.stack.head_dim)
                 found.append(_Attention(path, module, item.stack.projections, dim, itself.rotary_dim(dim)))
                 names.append(path)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.attention import BIAS, ROTARY, AttentionLens, order
-from ..runtime.constants import ConstantPositions, Given, Unrotated
+from ..runtime.constants import ConstantPositions, FixedArguments, Unrotated
 from ..runtime.errors import UnsupportedError
 from ..runtime.gated import GatedLinear
 from ..runtime.lens import SCALED, host_class, lens_of
@@ -75,7 +75,7 @@ def _require_possible(name: str, module: nn.Module, host: str) -> None:
         raise UnsupportedError(f"{name} rotates queries and keys, which {host} doesn't")
     if bias is not None:
         raise UnsupportedError(f"{name} adds a bias by distance, which {host} doesn't")
-    if lens_of(module, Unrotated) is not None or lens_of(module, Given) is not None:
+    if lens_of(module, Unrotated) is not None or lens_of(module, FixedArguments) is not None:
         raise UnsupportedError(f"{name} has lost its positions, which in {host} can't be switched off")
 
 

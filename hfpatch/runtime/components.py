@@ -4,10 +4,10 @@
 from .alibi import LinearBias
 from .attention import AttentionLens, HostOrder, Window
 from .batch_norm import MaskedBatchNorm
-from .constants import ConstantPositions, Given, HostRotary, MeanRow, NoPositions, Rows, Unrotated
+from .constants import ConstantPositions, FixedArguments, HostRotary, MeanRow, NoPositions, Rows, Unrotated
 from .edits import register_component
 from .gated import GatedActivation, GatedLinear, Projection
-from .grid import Grid, GridLens, KeptGrid, MaskedGrid, PackedGrid, PlacedGrid, Relay, SeenGrid
+from .grid import Grid, GridLens, Relay
 from .joins import Gains, Join, Joins
 from .length_lenses import (
     AnyImageSize,
@@ -29,12 +29,12 @@ _MODULES = (
     *(ComputedPositions, GatedLinear, GatedActivation, Projection),
 )
 _LENSES = (
-    *(AttentionLens, HostOrder, Given, Unrotated, GridLens, Relay, Gains, Joins, Padded),
+    *(AttentionLens, HostOrder, FixedArguments, Unrotated, GridLens, Relay, Gains, Joins, Padded),
     *(FilledArguments, RefusedArguments, ExpandedRows, MeanOfBuffer, CountedLength, AnyImageSize),
 )
 _PARTS = (
     *(Projections, WindowProjections, Fused, Window, Join, Sinusoids),
-    *(Grid, MaskedGrid, KeptGrid, PackedGrid, PlacedGrid, SeenGrid, MeanRow, Rows),
+    *(Grid, MeanRow, Rows),
 )
 OWN = (*_MODULES, *_LENSES, *_PARTS)
 for _component in OWN:

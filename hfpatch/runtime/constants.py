@@ -161,7 +161,7 @@ class HostRotary(nn.Module):
             old, parent: the module, and what it stands in.
             settings: transformers' `rope_parameters`.
             at: the attributes of the model's config that lead to the part it reads; None where there is none.
-            layer_type: the type of layer that they are for, None where all are alike.
+            layer_type: the type of layer that they are for, None for all layers.
             note: what a report says of it.
         """
         assert old is not None
@@ -202,8 +202,8 @@ def with_settings(
 
 
 @dataclass(frozen=True)
-class Given:
-    """A lens on an attention that gets other arguments than it is handed; "zeros" are zeros like those, if any."""
+class FixedArguments:
+    """A lens on an attention that fixes some of its arguments; "zeros" are zeros like what it is handed, if any."""
 
     arguments: tuple[tuple[str, Any], ...]
     hfpatch_note: ClassVar[str] = "its own positions are hidden from it"

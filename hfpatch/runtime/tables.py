@@ -1,4 +1,4 @@
-"""Tables of positions that stay: computed by a rule, or resized. Their host goes on counting positions."""
+"""Tables of positions whose rows are computed by a rule; their host goes on counting positions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Sinusoids:
 
 
 class ComputedPositions(nn.Embedding):
-    """An embedding whose rows follow a scheme's rule, so that there are as many as asked for.
+    """An embedding whose rows follow a scheme's rule, so that there is one for every position.
 
     The rows of the old table's length lie in a non-persistent buffer called `weight`, for hosts that ask for its device
     or dtype; a forward computes its own. Rows before the first position (reserved ones, padding) are zeros.

@@ -1,4 +1,4 @@
-"""Stacks in the model in hand: the positions that records name, and the attentions that they reach."""
+"""Finds the stacks of a model: the positions that architecture records name, and the attentions that they reach."""
 
 from __future__ import annotations
 

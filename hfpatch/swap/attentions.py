@@ -32,7 +32,7 @@ def reason_to_keep(name: str, part: Part, names: Names) -> str | None:
 
 
 def refuse_exact(where: str, part: Part, why: str | None) -> None:
-    """Refuse to change positions where exactness was asked for.
+    """Refuse a change that isn't exact where the request is init="exact".
 
     Raises:
         UnsupportedError: says what isn't preserved.
@@ -97,9 +97,7 @@ def attention_change(
         row.reason = "its causal mask serves any length"
 
     children = [(ROTARY, new), (BIAS, new_bias)]
-    found = [
-        Edit.of(f"{name}.{child}", made) for child, made in children if made is not None or child in module._modules
-    ]
+    found = [Edit.of(f"{name}.{child}", call) for child, call in children if call or child in module._modules]
     for place, value in own:
         if place == LENS_SLOT or getattr(module, place, None) is not None:
             found.append(Edit.of(f"{name}.{place}", value))
@@ -143,7 +141,7 @@ def _handing_down(item: FoundStack, grid: Grid) -> list[Edit]:
 
 
 def _require_axes(item: FoundStack, scheme: Position, where: str) -> None:
-    """Refuse positions with more axes than the stack's tokens have, or than its attentions can be told of."""
+    """Refuse positions with more axes than the stack's tokens have, or than its attentions can be handed."""
     axes = getattr(scheme, "axes", None) or 1
     grid = None if scheme.keeps_table else item.stack.grid
     if axes == 1:
@@ -168,7 +166,7 @@ def _scaled_from(item: FoundStack, scheme: Position) -> int:
         OptionError: there is none, and one is needed.
     """
     length, scaling = max_positions(item), getattr(scheme, "scaling", None) or {}
-    given = ORIGINAL in scaling or scheme.original_max_positions is not None
-    if not length and scaling.get("rope_type", "default") != "default" and not given:
+    stated = ORIGINAL in scaling or scheme.original_max_positions is not None
+    if not length and scaling.get("rope_type", "default") != "default" and not stated:
         raise OptionError(f"{item.table_name} has no length that scaling could start from; give its {ORIGINAL!r}.")
     return length

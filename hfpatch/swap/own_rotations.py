@@ -9,7 +9,7 @@ from torch import nn
 from ..core.globs import Names
 from ..core.plan_table import Change, Row
 from ..runtime.attention import ROTARY
-from ..runtime.constants import Given
+from ..runtime.constants import FixedArguments
 from ..runtime.lens import lens_of
 from ..schemes.positions import Position
 from ..schemes.request import Part
@@ -41,7 +41,7 @@ def own_change(path: str, module: nn.Module, item: FoundStack, part: Part, names
     scheme, own = part.scheme, own_rotation(item, module)
     assert isinstance(scheme, Position)
     rotary: Any = module._modules.get(ROTARY)
-    hidden = lens_of(module, Given) is not None
+    hidden = lens_of(module, FixedArguments) is not None
     described = own.describe(getattr(module, item.stack.head_dim))
     present = rotary or (None if hidden else described)
     now = f"{module._get_name()} with {present}" if present else module._get_name()

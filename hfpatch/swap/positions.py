@@ -91,9 +91,9 @@ def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:
     family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     for name, reason in _refused(model).items():
         return UnsupportedError(f"{family}: the positions of {name} can't be changed: {reason}. norm= works without.")
-    alike = [name for name, record in ARCHITECTURES.items() if any(_built_like(model, s) for s in record.stacks)]
-    close = difflib.get_close_matches(family, alike or list(ARCHITECTURES), n=1, cutoff=0.0 if alike else 0.6)
-    nearest = f" Nearest supported family{', built alike' if alike else ''}: {close[0]}." if close else ""
+    like_it = [name for name, record in ARCHITECTURES.items() if any(_built_like(model, s) for s in record.stacks)]
+    close = difflib.get_close_matches(family, like_it or list(ARCHITECTURES), n=1, cutoff=0.0 if like_it else 0.6)
+    nearest = f" Nearest supported family{', built alike' if like_it else ''}: {close[0]}." if close else ""
     return UnsupportedError(
         f"{family}: {_positions_of(model)} hfpatch has no record for it, so pos= can't change its positions yet."
         f"{nearest} `hfpatch families` lists the {len(ARCHITECTURES)} that have one; norm= works without."

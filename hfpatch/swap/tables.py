@@ -30,7 +30,7 @@ def table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None
     """What becomes of a stack's table; `why` is why it is kept, if it is.
 
     Raises:
-        UnsupportedError: exactness was asked for, or the scheme needs a table of another kind.
+        UnsupportedError: init="exact", or the scheme needs a table of another kind.
     """
     table, scheme, gone = item.table(), part.scheme, item.removed_rows() is not None
     assert isinstance(scheme, Position)
@@ -80,12 +80,12 @@ def removal(model: nn.Module, item: FoundStack, fresh: bool = False) -> tuple[tu
         fresh: what is left starts as for training from scratch, rather than at the mean of what was there.
     """
     stack, table, has_table = item.stack, item.table(), item.length is None
-    wanted = list(stack.removal)
-    if has_table and all(place != stack.table for place, _ in wanted):
-        wanted.insert(0, (stack.table, Call.of(ConstantPositions)))
+    places = list(stack.removal)
+    if has_table and all(place != stack.table for place, _ in places):
+        places.insert(0, (stack.table, Call.of(ConstantPositions)))
     found: list[Edit] = []
     constants: list[str] = []
-    for place, value in wanted:
+    for place, value in places:
         for above, holder, attribute in item.places(place):
             present = getattr(holder, attribute, None)
             if attribute == LENS_SLOT:
@@ -131,11 +131,11 @@ def kept_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) 
     """A table that stays, computed or resized.
 
     Args:
-        model, item, part: the model, the table's stack, and what is asked for.
+        model, item, part: the model, the table's stack, and the request.
         row: what the plan says of it so far.
 
     Raises:
-        UnsupportedError: the table is gone, or isn't one row a position; or exactness was asked for, and isn't there.
+        UnsupportedError: the table is gone, or isn't one row a position; or init="exact", and the change isn't.
     """
     scheme, table = part.scheme, item.table()
     assert isinstance(scheme, Position)

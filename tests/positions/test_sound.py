@@ -13,7 +13,11 @@ from hfpatch.runtime.length_lenses import CountedLength
 from hfpatch.sites.records.record import ZEROS
 
 OWNERS = proof.here()
-WINDOWED = [owner for owner in OWNERS if any(isinstance(limit, CountedLength) for _, limit in STACKS[owner].limits)]
+WINDOWED = [
+    owner
+    for owner in OWNERS
+    if any(isinstance(limit, CountedLength) and limit.argument == "input_features" for _, limit in STACKS[owner].limits)
+]
 CONVOLVED = [
     owner
     for owner in OWNERS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...runtime.constants import Given
+from ...runtime.constants import FixedArguments
 from ...runtime.qk_layouts import Fused, Projections
 from .record import Q_K_PROJ, QUERY_KEY, ZERO_ROWS, Stack, owned
 
@@ -12,7 +12,7 @@ _ABSOLUTE = "adds a table of absolute positions besides its biases, for which hf
 
 
 def _t5(attention: str) -> Stack:
-    """T5's buckets: the first layer makes the biases, or zeros if it is told so, and the others are handed them."""
+    """T5's buckets: the first layer makes the biases, or zeros where it is set so, and hands them to the others."""
     return Stack(
         "",
         "relative_attention_bias",
@@ -94,7 +94,7 @@ MPNET = Stack(
     Projections("q", "k"),
     removal=(
         ("encoder.relative_attention_bias", ZERO_ROWS),
-        ("encoder.layer.*.attention.attn.@lens", Given((("position_bias", None),))),
+        ("encoder.layer.*.attention.attn.@lens", FixedArguments((("position_bias", None),))),
     ),
     head_dim="attention_head_size",
     cache=None,
@@ -104,7 +104,7 @@ BLOOM = Stack(
     "alibi",
     "h.*.self_attention",
     Fused("query_key_value", by_head=True),
-    removal=(("h.*.self_attention.@lens", Given((("alibi", "zeros"),))),),
+    removal=(("h.*.self_attention.@lens", FixedArguments((("alibi", "zeros"),))),),
     present="",
     config_length="seq_length",
     cache="layer_past",
@@ -118,7 +118,7 @@ MPT = Stack(
     "alibi",
     "blocks.*.attn",
     Fused("Wqkv", clip="clip_qkv"),
-    removal=(("blocks.*.attn.@lens", Given((("position_bias", None),))),),
+    removal=(("blocks.*.attn.@lens", FixedArguments((("position_bias", None),))),),
     present="",
     config_length="max_seq_len",
     causal=True,

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ...runtime.constants import Given
+from ...runtime.constants import FixedArguments
 from ...runtime.length_lenses import ExpandedRows, FilledArguments, RefusedArguments
 from ...runtime.qk_layouts import Fused, Projections, WindowProjections
 from .record import MEAN_BY_TOKEN, MEAN_ROW, QUERY_KEY, Stack, family
@@ -56,7 +56,7 @@ LAYOUTLMV3 = replace(
         ("@lens", ExpandedRows((("embeddings.position_ids", None),))),
         *IDS,
     ),
-    in_attention=(("@lens", Given((("rel_pos", 0),))),),
+    in_attention=(("@lens", FixedArguments((("rel_pos", 0),))),),
 )
 LONGFORMER = replace(COUNTING, projections=WindowProjections("query", "key", time=0), head_dim="head_dim", removal=())
 LXMERT = replace(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...runtime.constants import Given
+from ...runtime.constants import FixedArguments
 from ...runtime.qk_layouts import Fused
 from .record import Q_K_PROJ, QUERY_KEY, Stack, owned
 
@@ -15,7 +15,7 @@ GPTJ = Stack(
     "",
     "h.*.attn",
     Q_K_PROJ,
-    in_attention=(("@lens", Given((("position_ids", "zeros"),))),),
+    in_attention=(("@lens", FixedArguments((("position_ids", "zeros"),))),),
     present="",
     cache="layer_past",
     rotary_dim="rotary_dim",
@@ -26,7 +26,7 @@ ROFORMER = Stack(
     "",
     "layer.*.attention.self",
     QUERY_KEY,
-    in_attention=(("@lens", Given((("sinusoidal_pos", None),))),),
+    in_attention=(("@lens", FixedArguments((("sinusoidal_pos", None),))),),
     present="",
     requires=(
         ("layer.*.attention.self.rotary_value", False, "rotates already, and that stays: it turns values as well"),

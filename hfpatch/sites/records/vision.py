@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ...runtime.grid import Grid, KeptGrid, MaskedGrid, PackedGrid, PlacedGrid, SeenGrid
+from ...runtime.grid import Grid
 from ...runtime.length_lenses import AnyImageSize, CountedLength, ExpandedRows
 from ...runtime.qk_layouts import Fused
 from .record import INPUT, MEAN_ROW, Q_K_PROJ, QUERY_KEY, Stack, family
@@ -28,7 +28,7 @@ PIXIO = replace(QIANFAN, grid=Grid(_PROJECTION, before=("n_cls_tokens",)))
 GROUPVIT = replace(VIT, attention="encoder.stages.0.layers.*.self_attn", grid=None)
 VIT_MAE = {
     "ViTMAEModel": replace(
-        VIT, removal=(("embeddings.@lens", AnyImageSize(flag=True, rows=2)),), grid=MaskedGrid(_PROJECTION)
+        VIT, removal=(("embeddings.@lens", AnyImageSize(flag=True, rows=2)),), grid=Grid(_PROJECTION, noise="noise")
     ),
     "ViTMAEDecoder": replace(
         VIT,
@@ -53,7 +53,7 @@ DPT = replace(
     removal=(("embeddings.@lens", AnyImageSize(resize=("_resize_pos_embed",))),),
     grid=Grid(_PROJECTION, interpolation="linear"),
 )
-VIDEOMAE = replace(FLAVA, removal=(_PATCHES,), grid=KeptGrid(_PROJECTION, before=()))
+VIDEOMAE = replace(FLAVA, removal=(_PATCHES,), grid=Grid(_PROJECTION, before=(), mask="bool_masked_pos"))
 VITPOSE = replace(
     FLAVA,
     removal=(("embeddings.@lens", AnyImageSize(rows=2)), _PATCHES),
@@ -126,7 +126,7 @@ AIMV2 = replace(OVIS2, grid=Grid("embeddings.patch_embed", before=(0,)))
 SIGLIP2 = replace(
     CLIP,
     removal=(("embeddings.@lens", AnyImageSize("position_embedding", ("resize_positional_embeddings",))),),
-    grid=PackedGrid(),
+    grid=Grid("", before=(), shapes="spatial_shapes"),
 )
 MINICPM = replace(  # images packed into one line, and the merger's windows as well
     CLIP, attention="encoder.layers.*.self_attn | vit_merger.self_attn", removal=(), grid=None
@@ -147,7 +147,7 @@ SAM = Stack(
     cache=None,
     head_dim="/ num_attention_heads",
     removal=(("patch_embed.@lens", AnyImageSize(None)),),
-    grid=SeenGrid(),
+    grid=Grid(None),
     in_attention=(("use_rel_pos", False), ("rel_pos_h", None), ("rel_pos_w", None)),
 )
 OCR_SAM = replace(SAM, removal=(("@lens", AnyImageSize("pos_embed")),))
@@ -176,7 +176,7 @@ PIX2STRUCT = Stack(
     cache=None,
     head_dim="key_value_proj_dim",
     removal=(("embeddings.column_embedder", MEAN_ROW),),
-    grid=PlacedGrid(),
+    grid=Grid("", before=(), argument="flattened_patches"),
     relayed=True,
 )
 KOSMOS_2_5 = replace(PIX2STRUCT, head_dim="head_dim", relayed=False)
