@@ -113,12 +113,10 @@ class ExpandedRows(LengthLimit):
         for path, number in self.rows:
             child, _, attribute = path.rpartition(".")
             holder: Any = getattr(module, child) if child else module
-            if isinstance(holder, ConstantPositions):
-                tensor = holder.constant[None]
-            elif isinstance(holder, nn.Embedding) and not isinstance(holder, ComputedPositions):
+            if isinstance(holder, nn.Embedding) and not isinstance(holder, ComputedPositions):
                 continue  # a table that was resized
-            else:
-                tensor = getattr(holder, attribute, None)
+            is_constant = isinstance(holder, ConstantPositions)
+            tensor: Tensor | None = holder.constant[None] if is_constant else getattr(holder, attribute, None)
             if tensor is None:  # this configuration has none
                 continue
             count = 1 + bool(getattr(module, number)) if isinstance(number, str) else number or _ANY
