@@ -57,21 +57,19 @@ class FoundStack:
     def removed_rows(self) -> int | None:
         """How many rows the table had that an earlier patch removed; None where the positions are there."""
         table = self.table()
-        if isinstance(table, NoPositions):
-            return 0
-        return (
-            table.num_embeddings if isinstance(table, ConstantPositions) else vars(self.holder()[0]).get(REMOVED_ROWS)
-        )
+        if isinstance(table, ConstantPositions | NoPositions):
+            return table.num_embeddings if isinstance(table, ConstantPositions) else 0
+        return vars(self.holder()[0]).get(REMOVED_ROWS)
 
     def places(self, glob: str) -> Iterator[tuple[str, nn.Module, str]]:
-        """(path from the owner, module, name of what of it is meant) of every place that a glob names."""
+        """(path of a module from the owner, the module, which of its names) of every place that a glob names."""
         for one in glob.split(" | "):
             above, _, attribute = one.rpartition(".")
             for path, holder in matching(self.owner, above).items():
                 yield path, holder, attribute
 
     def removed_names(self) -> set[str]:
-        """Names of the tables, modules and Parameters that the record's edits put something else in the place of."""
+        """Names of the tables, modules and Parameters that the record's edits remove or replace."""
         gone = [place for place, value in self.stack.removal if value is None or isinstance(value, Call)]
         names = {self.path(path, attribute) for place in gone for path, _, attribute in self.places(place)}
         unused = [place for place, value in self.stack.in_attention if value is None]
