@@ -19,7 +19,7 @@ from ..measure.inputs import example_inputs as made_inputs
 from ..measure.quiet_forward import fitting
 from ..runtime.apply import apply, condensed
 from ..runtime.attention import ROTARY, AttentionLens, order
-from ..runtime.constants import Given
+from ..runtime.constants import FixedArguments
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import LENS, host_class, lens_of
 from ..runtime.rotary import RotaryEmbedding
@@ -27,7 +27,7 @@ from ..schemes.request import Part, Record
 from ..schemes.rope import PAIRINGS, RoPE
 from ..sites.pairing import output_channels, reordered_rows, rotating_attentions
 from ..swap.native_rope import find_rotations, pairing_of, rotary_dim_of
-from ..swap.own_rotations import find_own_rotations, own_attentions
+from ..swap.own_rotations import find_own_rotations, own_rotation
 from ..swap.positions import plan_positions
 
 M = TypeVar("M", bound=PreTrainedModel)
@@ -144,13 +144,14 @@ def _found(model: nn.Module, to: str) -> tuple[list[_Attention], tuple[str, ...]
         dim = rotary.head_dim
         found.append(_Attention(name, module, layout, dim, rotary.rotary_dim, biases=biases))
         names.append(name)
-    for owner, name, own in find_own_rotations(model):
-        for path, (module, itself) in own_attentions(owner, name, own).items():
-            if lens_of(module, Given) is None and itself.pairing == to:
+    for item in find_own_rotations(model):
+        for path, module in item.attentions.items():
+            itself = own_rotation(item, module)
+            if lens_of(module, FixedArguments) is None and itself.pairing == to:
                 already += 1
-            elif lens_of(module, Given) is None:
-                dim = getattr(module, own.head_dim)
-                found.append(_Attention(path, module, own.projections, dim, itself.rotary_dim(dim)))
+            elif lens_of(module, FixedArguments) is None:
+                dim = getattr(module, item.stack.head_dim)
+                found.append(_Attention(path, module, item.stack.projections, dim, itself.rotary_dim(dim)))
                 names.append(path)
     for rotation in find_rotations(model):
         if rotation.settings.get("rope_type") == "axial":

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from ..measure.copies import unpatched_config
 from ..runtime.attention import BIAS, ROTARY, AttentionLens, order
-from ..runtime.constants import ConstantPositions, Given, Unrotated
+from ..runtime.constants import ConstantPositions, FixedArguments, Unrotated
 from ..runtime.errors import UnsupportedError
 from ..runtime.gated import GatedLinear
 from ..runtime.lens import SCALED, host_class, lens_of
 from ..runtime.norms import AffineNorm
 from ..runtime.tables import ComputedPositions
-from ..sites.biases import find_biases
 from ..sites.pairing import reordered_rows, rotating_attentions
+from ..sites.records.biases import BIASES
 from ..sites.stacks import find_stacks, max_positions
 from ..swap.native_rope import find_rotations, rotary_dim_of
 from .read import gains_of
@@ -73,7 +73,7 @@ def _obstacle(module: nn.Module) -> str | None:
         return "rotates queries and keys, which {host} doesn't"
     if module._modules.get(BIAS) is not None:
         return "adds a bias by distance, which {host} doesn't"
-    if lens_of(module, Unrotated) is not None or lens_of(module, Given) is not None:
+    if lens_of(module, Unrotated) is not None or lens_of(module, FixedArguments) is not None:
         return "has lost its positions, which in {host} can't be switched off"
     return None
 
@@ -89,7 +89,8 @@ def _fill(twin: nn.Module, model: nn.Module) -> None:
     norms = {name: module for name, module in modules.items() if isinstance(module, AffineNorm)}
     for name, module in norms.items():
         target.fill_norm(twin.get_submodule(name), source.norm(module, name), name)
-    removed = [item.prefix + glob for item in find_biases(model) if item.removed for glob in item.bias.tables]
+    biases = [item for item in find_stacks(model, BIASES) if item.removed_rows() is not None]
+    removed = [item.path(place) for item in biases for place, _ in item.stack.removal]
     used: set[str] = set()
     for key, place in twin.state_dict(keep_vars=True).items():
         holder = key.rpartition(".")[0]

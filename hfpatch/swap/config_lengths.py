@@ -14,7 +14,7 @@ from ..runtime.errors import UnsupportedError
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
 from ..schemes.request import Part, Record
-from ..sites.biases import find_biases
+from ..sites.records.biases import BIASES
 from ..sites.stacks import FoundStack, find_stacks, first_row, max_positions
 from .config_diff import Derived, derive
 from .image_tables import IMAGE_SIZE, new_size
@@ -104,12 +104,17 @@ def _pinned(model: nn.Module, part: Part) -> list[tuple[Any, str, Any]]:
     """Settings of biases that stay and are as long as the tables unless they say otherwise: they say so now."""
     scheme, owners = part.scheme, [item.owner for item in affected_stacks(model, part)]
     found: list[tuple[Any, str, Any]] = []
-    for item in find_biases(model):
-        config, unset = getattr(item.owner, "config", None), item.bias.as_long_as_tables
-        if unset is None or item.removed or not getattr(scheme, "keeps_table", False) or item.owner not in owners:
+    for item in find_stacks(model, BIASES):
+        config, unset = getattr(item.owner, "config", None), item.stack.as_long_as_tables
+        if (
+            unset is None
+            or item.removed_rows() is not None
+            or not getattr(scheme, "keeps_table", False)
+            or item.owner not in owners
+        ):
             continue
         if getattr(config, unset, None) is not None and getattr(config, unset) < 1:
-            found.append((config, unset, getattr(config, item.bias.length)))
+            found.append((config, unset, getattr(config, item.stack.config_length)))
     return found
 
 
@@ -137,17 +142,13 @@ def _changed_tables(model: nn.Module, part: Part) -> dict[str, tuple[int, ...] |
     assert isinstance(scheme, Position)
     tables: dict[str, tuple[int, ...] | None] = {}
     for item in stacks:
-        prefix = f"{item.name}." if item.name else ""
-        tables |= _named(model, {item.table_name, *(prefix + path for path in item.stack.others)})
+        tables |= _named(model, {item.table_name} if scheme.keeps_table else item.removed_names())
         if isinstance(scheme, Learned):
             tables |= _resized_shape(item, scheme)
-    for bias in [] if scheme.keeps_table else find_biases(model):
-        tables |= _named(model, {bias.prefix + path for path, _ in bias.table_paths()})
+    for bias in [] if scheme.keeps_table else find_stacks(model, BIASES):
+        tables |= _named(model, bias.removed_names())
     if not scheme.keeps_table:  # rows that a host fills in itself are left in a buffer, as many as it will fill in
         tables = {name: shape for name, shape in tables.items() if name not in dict(model.named_buffers())}
-        tables |= {
-            f"{name}.{unused}": None for item in stacks for name in item.attentions for unused in item.stack.unused
-        }
     windows = [(name, item.stack.window) for item in stacks for name in item.attentions]
     tables |= {f"{name}.{window.buffer}": None for name, window in windows if window is not None}
     return tables | {rotation.name: None for rotation in find_rotations(model)}
@@ -175,9 +176,9 @@ def _configs_of_biases(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
     """The configs of stacks with relative biases that a part changes, and the attributes with their length."""
     names = Names.of(model)
     return [
-        (item.owner.config, item.bias.length)
-        for item in find_biases(model)
-        if not any(names.matches(glob, [item.name]) for glob in part.keep)
+        (item.owner.config, item.stack.config_length)
+        for item in find_stacks(model, BIASES)
+        if not any(names.matches(glob, [item.table_name]) for glob in part.keep)
         and not all(names.reason_to_keep([name], part.only, part.keep) for name in item.attentions)
     ]
 
