@@ -63,6 +63,7 @@ class MLP(Scheme):
     """
 
     registry: ClassVar = MLPS
+    planner: ClassVar[str] = "hfpatch.swap.mlps:plan_mlp_request"
     label: ClassVar[str] = "MLP"  # as plans print it
 
     d_ff: int | None = None

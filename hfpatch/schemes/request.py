@@ -27,20 +27,12 @@ class Part:
         scheme: a norm, position, MLP or placement scheme, settled for `init`.
         only, keep: globs over module names; empty means everywhere, and nowhere.
         init: how new parameters start.
-        left: patterns of norms that stay although globs and scheme would take them; found before planning.
-        branches: where residual branches meet the stream, for schemes that change that; likewise.
-        attention: patterns of the norms of attentions' branches, where those start in their own way; likewise.
-        embeddings: patterns of the token embeddings whose output gets a learned scale; likewise.
     """
 
     scheme: Scheme
     only: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     init: str = field(default="auto", compare=False)
-    left: tuple[str, ...] = field(default=(), compare=False)
-    branches: tuple[Any, ...] = field(default=(), compare=False)
-    attention: tuple[str, ...] = field(default=(), compare=False)
-    embeddings: tuple[str, ...] = field(default=(), compare=False)
 
     def to_json(self, kind: str) -> dict[str, Any]:
         """The request as a user writes it: `{"norm": "dyt:alpha=0.4", "only": ["h.0.*"], "init": "reset"}`."""

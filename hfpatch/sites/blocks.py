@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.edits import pattern_of
+from ..runtime.errors import PatchError, UnsupportedError
 from .norms import describe
 
 Call = tuple[str, int]  # a module's name in its block, and which of its calls in one forward of the block
@@ -171,6 +173,24 @@ class Block:
     def fits(self, tensor: Tensor) -> bool:
         """Whether a tensor has the stream's size and width."""
         return tensor.is_floating_point() and tensor.numel() == self.x.numel() and tensor.shape[-1] == self.width
+
+
+@contextmanager
+def measuring(model: nn.Module, consequence: str) -> Iterator[None]:
+    """Around what runs the blocks of a small model one by one.
+
+    Raises:
+        UnsupportedError: one can't run by itself, with the arguments of a call in the model; what follows for `model`.
+    """
+    try:
+        yield
+    except PatchError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(model).__name__}: its blocks can't be measured one by one ({type(error).__name__}: {error}), so "
+            f"{consequence}."
+        ) from error
 
 
 def is_stream(value: Any) -> bool:

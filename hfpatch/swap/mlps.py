@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,6 +19,14 @@ from ..runtime.gated import FRESH, GatedActivation, GatedLinear, Projection, par
 from ..schemes.mlps import FARTHEST, MLP, Activation, Start
 from ..schemes.request import Part
 from ..sites.mlps import MLPSite, Place, find_mlps, mixtures
+from .planners import Planned
+
+
+def plan_mlp_request(
+    model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
+) -> Planned:
+    """What becomes of the model's MLPs: see `plan_mlps`."""
+    return Planned(part, plan_mlps(model, part))
 
 
 def plan_mlps(model: nn.Module, part: Part) -> list[Change]:
