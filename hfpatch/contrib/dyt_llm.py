@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..errors import OptionError
+from ..measure.quiet_forward import quiet
 from ..measure.twin import twin
 from ..runtime.edits import SCALE_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
@@ -160,22 +161,13 @@ def _called_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, nn
     """The modules with the input embedding's matrix that a forward runs; an encoder-decoder may have two."""
     source = _input_embedding(model)
     assert source is not None
-    found: dict[str, nn.Embedding] = {}
-    handles = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module.weight is source.weight:
-
-            def hook(module: Any, args: tuple, output: Tensor, name: str = name) -> None:
-                found[name] = module
-
-            handles.append(module.register_forward_hook(hook))
-    try:
-        with torch.no_grad():
-            model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
+    called: dict[str, nn.Embedding] = {}
+    with quiet(model):  # in which hooks last no longer
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding) and module.weight is source.weight:
+                module.register_forward_hook(lambda module, *_, name=name: called.update({name: module}))
+        model(**inputs)
+    return called
 
 
 def _factor(model: nn.Module, embedding: nn.Embedding, inputs: dict[str, Any]) -> float:
