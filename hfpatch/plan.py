@@ -98,13 +98,13 @@ class Plan:
         return {names.get(name, name): value for owner, name, value in self.lengths if owner is config}
 
     def losses(self) -> list[str]:
-        """What the patch doesn't preserve, each said once."""
-        said = dict.fromkeys(
+        """What the patch doesn't preserve, each once."""
+        losses = dict.fromkeys(
             f"{row.becomes.partition('(')[0]}: {row.loss}" if row.kind != "position" else row.loss
             for row in self.rows
             if row.loss and row.becomes
         )
-        return list(said)
+        return list(losses)
 
     def __str__(self) -> str:
         if not self.changes:
@@ -162,8 +162,8 @@ def plan_patch(
     Raises:
         PatchError: one of its children, for anything that `patch_model` would refuse.
     """
-    asked = {"placement": placement, "norm": norm, "pos": pos, "mlp": mlp}
-    return make_plan(model, checked_request(asked, only, keep, init), example_inputs)
+    request = {"placement": placement, "norm": norm, "pos": pos, "mlp": mlp}
+    return make_plan(model, checked_request(request, only, keep, init), example_inputs)
 
 
 def make_plan(
@@ -236,7 +236,7 @@ def _is_so_already(changes: list[Change]) -> bool:
 
 
 def _require_order(parts: dict[str, Part], record: Record) -> None:
-    """Refuse what a record, which replays placements first, couldn't tell of.
+    """Refuse a placement beside DeepNorm, which is one, and new norms of a placement after a norm scheme.
 
     Raises:
         UnsupportedError: says in which order it can be had.
@@ -262,13 +262,13 @@ def _require_change(plan: Plan, kind: str, found: Planned) -> None:
         )
 
 
-def checked_request(asked: Mapping[str, object], only: object, keep: object, init: str) -> dict[str, Part]:
+def checked_request(request: Mapping[str, object], only: object, keep: object, init: str) -> dict[str, Part]:
     """Schemes, globs and `init` as what a record would hold, by kind.
 
     Raises:
         OptionError, UnknownNameError: one of them is outside its domain.
     """
-    schemes = {kind: KINDS[kind].resolve(asked.get(kind)) for kind in _ORDER}
+    schemes = {kind: KINDS[kind].resolve(request.get(kind)) for kind in _ORDER}
     if not any(schemes.values()):
         raise OptionError(
             f"nothing was asked for: pass {', '.join(f'{kind}=' for kind in KINDS)} or several of them, such as "

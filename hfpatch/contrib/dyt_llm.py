@@ -37,8 +37,8 @@ _LLM = ((1024, 1.0, 1.0), (2048, 1.0, 0.5), (4096, 0.8, 0.2), (5120, 0.6, 0.15),
 def llm_alpha(width: int, attention: bool) -> float:
     """The paper's alpha0 of a language model (Zhu et al. 2025, arXiv:2503.10622, table of widths).
 
-    At the paper's widths the table's, between two interpolated in log(width) and log(alpha0), beyond the first and the
-    last theirs.
+    At the paper's widths the table's, between two interpolated in log(width) and log(alpha0), beyond them as at the
+    nearest.
 
     Args:
         width: of the residual stream.
@@ -136,13 +136,13 @@ def _patterns(name: str) -> tuple[str, str]:
     return pattern_of(name), ".".join("*" if i == first else part for i, part in enumerate(parts))
 
 
-def _require_language_model(model: nn.Module, asked: str) -> None:
+def _require_language_model(model: nn.Module, request: str) -> None:
     config: Any = model.config
     text = config.get_text_config()
     embedding = _input_embedding(model)
     if text is not config or embedding is None or not isinstance(getattr(text, "hidden_size", None), int):
         raise UnsupportedError(
-            f"{type(model).__name__} isn't a language model alone (token embedding, width), which {asked} is for. "
+            f"{type(model).__name__} isn't a language model alone (token embedding, width), which {request} is for. "
             "Pass a number as alpha; the paper's is 0.5."
         )
     if not embedding.weight.is_floating_point():
@@ -226,8 +226,9 @@ def _scales(model: nn.Module, unscaled: set[str]) -> Iterator[Change]:
         if isinstance(module, nn.Embedding) and any(pattern_of(form) in unscaled for form in names.forms(name))
     ]
     fresh = [(name, module) for name, module in found if SCALED not in vars(module)]
+    source = None if fresh else _input_embedding(model)
     for name, module in model.named_modules():
-        if not fresh and module is _input_embedding(model):
+        if source is not None and module is source:
             scaled = f"has its {SCALE} already" if SCALED in vars(module) else "the model multiplies its output itself"
             yield Change(Row("stream", "keep", name, module._get_name(), reason=scaled))
     for name, module in fresh:

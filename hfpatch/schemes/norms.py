@@ -67,21 +67,21 @@ class Norm(Scheme):
             old: that norm; None for a norm where none was.
         """
         facts, own = self.kept(facts), parameter_names(old)
-        given: dict[str, Any] = {"eps": facts.eps}
+        arguments: dict[str, Any] = {"eps": facts.eps}
         sizes = [getattr(old, name).shape for name in (facts.gain, facts.shift) if name] if old is not None else []
         if not sizes or tuple(sizes[0]) != facts.shape:
-            given["shape"] = facts.shape
+            arguments["shape"] = facts.shape
         if facts.channels_first:
-            given["channels_first"] = True
+            arguments["channels_first"] = True
         if facts.offset:
-            given["offset"] = facts.offset
+            arguments["offset"] = facts.offset
         for argument, usual in zip(("gain", "shift"), own, strict=True):
             if getattr(facts, argument) != usual:
-                given[argument] = getattr(facts, argument)
+                arguments[argument] = getattr(facts, argument)
         kind = self.module_class().kind
         if kind not in (self.name, "prms"):
-            given["kind"] = self.name
-        return Call.of(self.module_class(), **given, **self.module_options())
+            arguments["kind"] = self.name
+        return Call.of(self.module_class(), **arguments, **self.module_options())
 
     def build(
         self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor
@@ -171,8 +171,8 @@ class RMS(Norm):
             0.0625 in the paper's section 4.2. Another function whatever the input's mean, so nothing is centred.
 
     Raises:
-        OptionError: no such mode; `fold_bias` is no bool, or asked for together with "parametrize"; `fraction` isn't in
-            (0, 1], or asked for together with an option that keeps the function.
+        OptionError: no such mode; `fold_bias` is no bool, or is True with "parametrize"; `fraction` isn't in
+            (0, 1], or is below 1 with an option that keeps the function.
     """
 
     mode: str = "fold"

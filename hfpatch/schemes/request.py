@@ -1,4 +1,4 @@
-"""What was asked for: a scheme, where, and how new parameters start; and the record of all that a model got."""
+"""Requests (a scheme, where, and how new parameters start) and the patch record of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INITS = ("auto", "exact", "copy", "reset")
 
 @dataclass(frozen=True)
 class Part:
-    """One scheme and where it was asked for.
+    """A request: one scheme, where, and how new parameters start.
 
     Attributes:
         scheme: a norm, position, MLP or placement scheme, settled for `init`.
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Record:
-    """All that was patched: what was asked for, kind by kind, and the edits that it came to, in their order.
+    """All that was patched: the requests, kind by kind, and the edits that they came to, in their order.
 
     Attributes:
         base_model_type: the host's `model_type`.

@@ -61,7 +61,7 @@ def plan_converted_norms(
     model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
 ) -> Planned:
     """The same function wherever the scheme and the request allow it; a plain swap elsewhere."""
-    conversion = Conversion.asked_for(model, part, example_inputs, inexact)  # type: ignore[arg-type]
+    conversion = Conversion.asked_for(model, part, example_inputs, inexact)
     changes = plan_norms(model, part, conversion)
     return Planned(part if conversion is None else conversion.recorded(), changes, conversion)
 
@@ -102,7 +102,7 @@ def _plain(site: _Site, scheme: Norm, part: Part) -> _Swap:
     """A swap with gain and shift copied.
 
     Raises:
-        UnsupportedError: it isn't exact, as it was asked to be.
+        UnsupportedError: it isn't exact, and init="exact" allows nothing else.
     """
     assert site.facts is not None
     loss = scheme.loss(site.facts) if part.init != "reset" else "parameters start afresh"
@@ -121,7 +121,7 @@ def _converted(sites: list[_Site], scheme: Norm, conversion: Conversion) -> dict
     """How norms are replaced where the function is to stay the same: exactly where that is possible.
 
     Raises:
-        UnsupportedError: none is exact, as they were asked to be; no shift can be moved, as asked.
+        UnsupportedError: none is exact, and init="exact" allows nothing else; no shift can be moved.
     """
     if any(site.facts is not None and site.facts.kind == "layer" for site in sites):
         conversion.find()
