@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Dinov2Config, Dinov2Model, GPTNeoXConfig, GPTNeoXModel, PreTrainedModel
 
 from hfpatch.sites.anatomy import Branch, find_branches
-from hfpatch.sites.projections import values_of, with_weights
+from hfpatch.sites.deepnorm_weights import values_of, with_weights
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 

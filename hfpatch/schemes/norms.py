@@ -36,7 +36,7 @@ class Norm(Scheme):
     """
 
     registry: ClassVar = NORMS
-    planner: ClassVar[str] = "hfpatch.swap.norms:plan_converted_norms"
+    planner: ClassVar[str] = "hfpatch.swap.norms:plan_norm_request"
     component: ClassVar[type[AffineNorm]]
     label: ClassVar[str] = ""
 

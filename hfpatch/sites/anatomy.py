@@ -44,7 +44,7 @@ class Branch:
         mixes: whether it lets one position see another, as attention does and a feed-forward network doesn't.
         cross: whether it reads another stack's output besides its own stream, as cross-attention does.
         shared: whether the block runs several times in one forward of the model.
-        weights: (module, part) of what DeepNorm scales in a model that starts afresh (projections.py), where that was
+        weights: (module, part) of what DeepNorm scales in a model that starts afresh (deepnorm_weights.py), where that was
             looked for.
     """
 

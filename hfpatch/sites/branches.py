@@ -24,7 +24,7 @@ from ..runtime.padding import Padded
 from ..schemes.norms import Depth
 from .anatomy import Branch, find_branches
 from .blocks import measuring
-from .projections import with_weights
+from .deepnorm_weights import with_weights
 
 SECOND = "_after"  # of a sandwich's second norm, behind the first one's name
 _CONTAINERS = (nn.Sequential, nn.ModuleDict)

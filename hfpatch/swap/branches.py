@@ -21,8 +21,8 @@ from ..schemes.request import Part
 from ..sites.anatomy import Branch
 from ..sites.blocks import has_matrix
 from ..sites.branches import Site, discover, require_joinable, require_own_forward, require_transparent, sites_of
+from ..sites.deepnorm_weights import heads_of, values_of
 from ..sites.norms import describe
-from ..sites.projections import heads_of, values_of
 from .norms import norm_text, size_of, start_afresh
 from .planners import Planned
 

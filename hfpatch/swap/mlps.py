@@ -45,7 +45,7 @@ def plan_mlps(model: nn.Module, part: Part) -> list[Change]:
     scheme = part.scheme
     assert isinstance(scheme, MLP)
     names, sites = Names.of(model), find_mlps(model)
-    named = _named_in_heads(sites, part, names)
+    named = names.meant(part.only, {_names(site): names.in_head(site.name) for site in sites})
     changes = [_change(model, site, scheme, part, _reason_to_keep(site, part, names, named)) for site in sites]
     changes += [
         Change(Row("mlp", "keep", name, type(model.get_submodule(name)).__name__, reason="a mixture of routed experts"))
@@ -63,21 +63,11 @@ def _names(site: MLPSite) -> tuple[str, ...]:
     return (site.name, site.owner) if site.owner else (site.name,)
 
 
-def _named_in_heads(sites: list[MLPSite], part: Part, names: Names) -> set[int]:
-    """MLPs of heads that a glob in `only` means, since it matches no other."""
-    meant: set[int] = set()
-    for glob in part.only:
-        matched = [site for site in sites if names.matches(glob, _names(site))]
-        if all(names.in_head(site.name) for site in matched):
-            meant |= {id(site) for site in matched}
-    return meant
-
-
-def _reason_to_keep(site: MLPSite, part: Part, names: Names, named: set[int]) -> str | None:
+def _reason_to_keep(site: MLPSite, part: Part, names: Names, named: set[tuple[str, ...]]) -> str | None:
     if site.reason:
         return site.reason
     reason = names.reason_to_keep(_names(site), part.only, part.keep)
-    if reason is None and names.in_head(site.name) and id(site) not in named:
+    if reason is None and names.in_head(site.name) and _names(site) not in named:
         return "MLP of a head: name it in only= to change it"
     return reason
 

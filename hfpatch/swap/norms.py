@@ -57,7 +57,7 @@ class _Swap:
     note: str | None = None
 
 
-def plan_converted_norms(
+def plan_norm_request(
     model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
 ) -> Planned:
     """The same function wherever the scheme and the request allow it; a plain swap elsewhere."""
@@ -190,16 +190,13 @@ def _reasons_to_keep(sites: list[_Site], scheme: Norm, part: Part, names: Names)
     Norms that aren't the residual stream's stay, unless a glob in `only` means them: one that matches no other norm to
     replace.
     """
-    settled = {id(site): _reason_of_its_own(site, scheme) for site in sites}
-    meant: set[int] = set()
-    for glob in part.only:
-        matched = [site for site in sites if names.matches(glob, site.names) and settled[id(site)] is None]
-        if all(_special(site, names) for site in matched):
-            meant |= set(map(id, matched))
+    own = {id(site): _reason_of_its_own(site, scheme) for site in sites}
+    special = {tuple(site.names): _special(site, names) for site in sites}
+    changeable = {tuple(site.names): bool(special[tuple(site.names)]) for site in sites if own[id(site)] is None}
+    for meant in names.meant(part.only, changeable):
+        special[meant] = None
     return {
-        id(site): settled[id(site)]
-        or names.reason_to_keep(site.names, part.only, part.keep)
-        or (None if id(site) in meant else _special(site, names))
+        id(site): own[id(site)] or names.reason_to_keep(site.names, part.only, part.keep) or special[tuple(site.names)]
         for site in sites
     }
 
