@@ -44,8 +44,8 @@ class Branch:
         mixes: whether it lets one position see another, as attention does and a feed-forward network doesn't.
         cross: whether it reads another stack's output besides its own stream, as cross-attention does.
         shared: whether the block runs several times in one forward of the model.
-        weights: (module, part) of what DeepNorm scales in a model that starts afresh (deepnorm_weights.py), where that was
-            looked for.
+        weights: (module, part) of what DeepNorm scales in a model that starts afresh, where that was looked for
+            (deepnorm_weights.py).
     """
 
     block: str
