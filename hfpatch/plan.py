@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,48 +20,15 @@ from .runtime.apply import apply, condensed
 from .runtime.edits import Edit
 from .runtime.errors import UnsupportedError
 from .schemes.mlps import MLP
-from .schemes.norms import Norm
+from .schemes.norms import DeepNorm, Norm
 from .schemes.placements import Placement
 from .schemes.positions import Position
 from .schemes.request import INITS, KINDS, Part, Record
-from .swap.batch import plan_batch_norms, settle_batch
-from .swap.branches import plan_branch_norms, settle_norm
 from .swap.config_diff import Setting
-from .swap.config_lengths import config_lengths, derived_from, settle_positions
-from .swap.from_scratch import settle_start
-from .swap.mlps import plan_mlps
-from .swap.norms import plan_norms
-from .swap.placement import plan_placement, settle_placement
-from .swap.positions import plan_positions
+from .swap.planners import Planned, planner_of
 
-
-def _settle_norms(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Part:
-    if getattr(part.scheme, "by_branch", False):
-        return settle_start(model, part, example_inputs)
-    settle = settle_batch if getattr(part.scheme, "needs_padding", False) else settle_norm
-    return settle(model, part, example_inputs)
-
-
-def _plan_norms(model: nn.Module, part: Part, **options: Any) -> list[Change]:
-    if part.branches:
-        return plan_branch_norms(model, part)
-    if getattr(part.scheme, "needs_padding", False):
-        return plan_batch_norms(model, part)
-    return plan_norms(model, part, **options)
-
-
-# in the order in which requests are carried out: a placement may bring norms that a norm scheme then replaces
-PLANNERS: dict[str, Callable[..., list[Change]]] = {
-    "placement": plan_placement,
-    "norm": _plan_norms,
-    "pos": plan_positions,
-    "mlp": plan_mlps,
-}
-SETTLERS = {
-    "norm": _settle_norms,
-    "placement": settle_placement,
-    "pos": settle_positions,
-}  # what a part needs to know of the model before it is planned, and stores
+# the order in which requests are planned and recorded: a placement may bring norms that a norm scheme then replaces
+_ORDER = ("placement", "norm", "pos", "mlp")
 
 
 @dataclass
@@ -207,35 +174,28 @@ def make_plan(
     """`plan_patch` for a checked request; `inexact` says why an exact conversion that was tried isn't one."""
     require_bare(model)
     record = Record.of(model.config)
+    plan = Plan(type(model).__name__, record)
     _require_same_init(parts, record)
     parts = {kind: part for kind, part in parts.items() if not record.has(kind, part)}
     _require_order(parts, record)
-    for kind, settle in SETTLERS.items():  # in this order, so that of two refusals the same is always the first
-        if kind in parts:
-            parts[kind] = settle(model, parts[kind], example_inputs)
-    parts = {kind: part for kind, part in parts.items() if not record.has(kind, part)}
-    conversion = None
-    if "norm" in parts:
-        conversion = Conversion.asked_for(model, parts["norm"], example_inputs, inexact)
-    planned: dict[str, list[Change]] = {}
+    planned: dict[str, Planned] = {}
     for kind, part in parts.items():
-        changes = PLANNERS[kind](model, part, **({"conversion": conversion} if kind == "norm" else {}))
-        if any(change.changes for change in changes) or all(change.row.reason != SO_ALREADY for change in changes):
-            planned[kind] = changes
-    plan = Plan(type(model).__name__, record, list(itertools.chain(*planned.values())), conversion)
+        found = planner_of(part.scheme)(model, part, example_inputs, inexact)
+        if found.changes and not _is_so_already(found.changes):
+            planned[kind] = found
+    for kind, found in planned.items():
+        plan.changes += found.changes
+        plan.conversion = found.conversion or plan.conversion
+        plan.lengths += found.lengths
+        plan.record = plan.record.plus(kind, found.part)
     if planned:
-        globs = {option: getattr(next(iter(parts.values())), option) for option in ("only", "keep")}
+        globs = {option: getattr(next(iter(planned.values())).part, option) for option in ("only", "keep")}
         require_matches(Names.of(model), globs, [row for row in plan.rows if row.kind != "stream"])
-    for kind, changes in planned.items():
-        _require_change(plan.model_name, kind, parts[kind], changes)
-        settled = conversion.recorded() if conversion is not None and kind == "norm" else parts[kind]
-        plan.record = plan.record.plus(kind, settled)
+    for kind, found in planned.items():
+        _require_change(plan, kind, found)
     plan.phases = _phases(model, plan)
+    plan.phases[-1].values.extend(partial(found.derived.apply, model) for found in planned.values())
     plan.record = plan.record.with_edits(plan.edits)
-    if "pos" in planned:
-        plan.lengths = config_lengths(model, parts["pos"])
-        derived = derived_from(model, parts["pos"], plan.lengths)
-        plan.phases[-1].values.append(lambda edits: derived.apply(model, edits))
     return plan
 
 
@@ -272,6 +232,11 @@ def _require_same_init(parts: dict[str, Part], record: Record) -> None:
             )
 
 
+def _is_so_already(changes: list[Change]) -> bool:
+    """Whether a request, in other words, asks for what the model is."""
+    return not any(change.changes for change in changes) and any(change.row.reason == SO_ALREADY for change in changes)
+
+
 def _require_order(parts: dict[str, Part], record: Record) -> None:
     """Refuse placements that can't come after the norms that are there or requested.
 
@@ -281,7 +246,7 @@ def _require_order(parts: dict[str, Part], record: Record) -> None:
     if "placement" not in parts:
         return
     norms = [parts["norm"]] if "norm" in parts else list(record.norm)
-    if any(getattr(part.scheme, "branchwise", False) for part in norms):
+    if any(isinstance(part.scheme, DeepNorm) for part in norms):
         raise UnsupportedError("DeepNorm is a placement of its own: LN(a x + f(x)). Leave placement= out.")
     if norms and parts["placement"].scheme.name == "sandwich":
         raise UnsupportedError(
@@ -289,11 +254,12 @@ def _require_order(parts: dict[str, Part], record: Record) -> None:
         )
 
 
-def _require_change(model_name: str, kind: str, part: Part, changes: list[Change]) -> None:
+def _require_change(plan: Plan, kind: str, found: Planned) -> None:
+    changes = found.changes
     if not any(change.changes for change in changes):
         reasons = "; ".join(dict.fromkeys(str(change.row.reason) for change in changes))
         raise NothingToPatchError(
-            f"{model_name}: {kind}={part.scheme.name!r} has nothing to change; "
+            f"{plan.model_name}: {kind}={found.part.scheme.name!r} has nothing to change; "
             f"{'its one module is' if len(changes) == 1 else f'all {len(changes)} modules are'} kept ({reasons})."
         )
 
@@ -304,7 +270,7 @@ def checked_request(schemes: Mapping[str, object], only: object, keep: object, i
     Raises:
         OptionError, UnknownNameError: one of them is outside its domain.
     """
-    resolved = {kind: KINDS[kind].resolve(schemes.get(kind)) for kind in PLANNERS}
+    resolved = {kind: KINDS[kind].resolve(schemes.get(kind)) for kind in _ORDER}
     if not any(resolved.values()):
         raise OptionError(
             f"nothing was asked for: pass {', '.join(f'{kind}=' for kind in KINDS)} or several of them, such as "

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from transformers import Dinov2Config, Dinov2Model, GPTNeoXConfig, GPTNeoXModel, PreTrainedModel
 
 from hfpatch.sites.anatomy import Branch, find_branches
-from hfpatch.sites.branches import Junction, junction_of
-from hfpatch.sites.junctions import scaled_weights
-from hfpatch.sites.projections import find_projections, values_of
+from hfpatch.sites.deepnorm_weights import values_of, with_weights
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -213,7 +211,7 @@ def test_branches(name: str) -> None:
     for block, expected in FAMILIES[name][1].items():
         here = [branch for branch in branches if branch.block == block]
         names = ("norm", "outlet", "writer", "projection")
-        inside = [tuple(getattr(b, key).removeprefix(f"{block}.") for key in names) for b in here]
+        inside = [tuple(getattr(branch, key) for key in names) for branch in here]
         assert [(*item, b.placement, b.dropout) for item, b in zip(inside, here, strict=True)] == expected
     assert not any(branch.altered or branch.shared for branch in branches)
 
@@ -244,9 +242,9 @@ def test_sequential_is_not_parallel() -> None:
 
 
 def test_readers_of_post_norm_blocks() -> None:
-    inside = {b.norm.partition(".0.")[2]: [r.partition(".0.")[2] for r in b.readers] for b in found("bert")}
-    assert inside["attention.output.LayerNorm"] == ["attention.self"]
-    assert inside["output.LayerNorm"] == ["intermediate"]
+    readers = {branch.norm: branch.readers for branch in found("bert")}
+    assert readers["attention.output.LayerNorm"] == ("attention.self",)
+    assert readers["output.LayerNorm"] == ("intermediate",)
     assert all(not branch.readers for branch in found("gpt2"))
 
 
@@ -324,7 +322,7 @@ def test_forms(form: str, placements: list[str], norms: list[str]) -> None:
     unknown = "?" if form == "hidden dropout" else ""  # its rate is no attribute
     assert all(branch.dropout == unknown for branch in branches)
     if form == "sandwich":
-        assert [branch.outer for branch in branches] == ["layers.0.norms.b", "layers.0.norms.d"]
+        assert [branch.outer for branch in branches] == ["norms.b", "norms.d"]
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -339,26 +337,11 @@ def test_the_model_is_left_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# --- projections ------------------------------------------------------------------------------------------------------
+# --- weights that DeepNorm scales -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "expected"),
-    [
-        ("gpt2", {"c_attn": "fused", "attn.c_proj": "output", "c_fc": "up", "mlp.c_proj": "down"}),
-        ("bert", {"query": "query", "key": "key", "value": "value", "attention.output.dense": "output"}),
-        ("bert", {"intermediate.dense": "up"}),
-        ("llama", {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}),
-        ("llama", {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}),
-        ("bart", {"encoder_attn.q_proj": "query", "encoder_attn.k_proj": "key", "encoder_attn.v_proj": "value"}),
-    ],
-)
-def test_roles(family: str, expected: dict[str, str]) -> None:
-    model, given = double(tiny(family))
-    found = find_projections(model, given, find_branches(model, given))
-    roles = {one.name: one.role for projections in found.values() for one in projections}
-    for end, role in expected.items():
-        assert {found for name, found in roles.items() if name.endswith(end)} == {role}
+def scaled(model: nn.Module, given: dict[str, Tensor]) -> set[tuple[str, str]]:
+    return {pair for branch in with_weights(model, given, find_branches(model, given)) for pair in branch.weights}
 
 
 @pytest.mark.parametrize(
@@ -388,9 +371,7 @@ def test_roles(family: str, expected: dict[str, str]) -> None:
 )
 def test_weights_that_deepnorm_scales(family: str, expected: set) -> None:
     model, given = double(tiny(family))
-    branches = find_branches(model, given)
-    scaled = scaled_weights(find_projections(model, given, branches))
-    assert {pair for pairs in scaled.values() for pair in pairs} == expected
+    assert scaled(model, given) == expected
 
 
 def test_shared_experts_are_scaled_and_their_gate_is_not() -> None:
@@ -399,8 +380,7 @@ def test_shared_experts_are_scaled_and_their_gate_is_not() -> None:
     sizes = {**SIZES, "intermediate_size": 48, "vocab_size": 97, "num_key_value_heads": 2, "moe_intermediate_size": 16}
     more = {"num_experts": 3, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16}
     model, given = double(Qwen2MoeModel(Qwen2MoeConfig(**sizes, **more, experts_implementation="eager")).eval())
-    scaled = scaled_weights(find_projections(model, given, find_branches(model, given)))
-    names = {name for pairs in scaled.values() for name, _ in pairs if name.startswith("mlp")}
+    names = {name for name, _ in scaled(model, given) if name.startswith("mlp")}
     shared = {f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
     assert names == {"mlp.experts", *shared}
 
@@ -417,8 +397,7 @@ def test_experts_are_scaled_and_their_router_is_not(stacked: bool) -> None:
     else:
         model, given = mixture()
         expected = {("experts.*.*", "all")}
-    scaled = scaled_weights(find_projections(model, given, find_branches(model, given)))
-    assert {pair for pairs in scaled.values() for pair in pairs} == expected
+    assert scaled(model, given) == expected
 
 
 class Mixture(nn.Module):
@@ -446,17 +425,3 @@ def test_where_values_lie() -> None:
     assert values_of(6, "blocks", 2).tolist() == [False, False, False, False, True, True]
     assert values_of(6, "heads", 2).tolist() == [False, False, True, False, False, True]
     assert values_of(2, "all", 2).all()
-
-
-# --- junctions --------------------------------------------------------------------------------------------------------
-
-
-def test_a_junction_is_of_every_layer() -> None:
-    junctions = [junction_of(branch) for branch in found("bert")]
-    assert junctions[0].block == "encoder.layer.*"
-    assert junctions[0] == junctions[2]
-
-
-def test_defaults_of_a_junction() -> None:
-    junction = Junction("b", "n", "", "o", 0, False, "", "pre", "p")
-    assert (junction.weights, junction.alpha, junction.beta, junction.readers) == ((), 1.0, 1.0, ())

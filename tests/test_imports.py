@@ -210,7 +210,7 @@ def test_the_reader_sees_what_it_should() -> None:
     known = sources()
     found = set().union(*(inside("runtime.grid", False, node, known) for node in imports(tree)))
     assert found == {"errors", "runtime.norms", "plan"}
-    assert graph()["plan"] >= {"swap.norms", "swap.positions", "schemes.request"}
+    assert graph()["plan"] >= {"swap.planners", "schemes.request"}
     assert any(isinstance(node, ast.ImportFrom) and node.level for node in imports(known["patch"]))
 
 

@@ -19,10 +19,12 @@ from hfpatch.errors import UnknownNameError
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.edits import COMPONENTS, Call, register_component
 from hfpatch.runtime.errors import CheckpointError, PatchError
-from hfpatch.runtime.norms import AffineNorm, NormFacts
+from hfpatch.runtime.norms import AffineNorm, DynamicTanh, NormFacts
 from hfpatch.schemes.norms import RMS, Norm
 from hfpatch.schemes.positions import Position
 from hfpatch.schemes.rope import RoPE
+from hfpatch.swap.norms import plan_norms
+from hfpatch.swap.planners import Planned
 
 
 def test_what_ships_is_registered() -> None:
@@ -185,6 +187,28 @@ def test_a_third_party_position_is_planned_patched_and_reloaded(family: str, tmp
                 if isinstance(module, Tilt):
                     module.speed.mul_(0.5)
         assert difference(active, outputs(model)) > 1e-3  # control: the learned speed matters
+        assert difference(model, reload(model, tmp_path)) == 0
+
+
+@dataclass(frozen=True)
+class LastAlone(Norm):
+    """A scheme with a planner of its own: of all norms only the model's last is replaced."""
+
+    planner: ClassVar[str] = f"{__name__}:plan_last_norm"
+    component: ClassVar[type[AffineNorm]] = DynamicTanh
+    alpha: float = 0.5
+
+
+def plan_last_norm(model: nn.Module, part: Any, example_inputs: Any, inexact: str | None) -> Planned:
+    changes = plan_norms(model, part)
+    last = max(changes, key=lambda change: change.row.module == "ln_f")
+    return Planned(part, [last])
+
+
+def test_a_third_party_scheme_brings_its_own_planner(tmp_path: Path) -> None:
+    with registered(NORMS, "last", LastAlone):
+        model = patch(tiny("gpt2"), norm="last:alpha=0.25")
+        assert [name for name, module in model.named_modules() if isinstance(module, DynamicTanh)] == ["ln_f"]
         assert difference(model, reload(model, tmp_path)) == 0
 
 

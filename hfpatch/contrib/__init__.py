@@ -1,1 +1,1 @@
-"""Rarely needed features, registered like a third party's."""
+"""Rarely needed features: planners that schemes name, as those of other packages are, and functions of their own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,20 @@ class Names:
         if only and not any(self.matches(glob, names) for glob in only):
             return "not in only"
         return None
+
+    def meant(self, only: Sequence[str], special: Mapping[tuple[str, ...], bool]) -> set[tuple[str, ...]]:
+        """Of modules that stay unless `only` names them, those that a glob means, since it matches no others.
+
+        Args:
+            only: globs.
+            special: by the names of each module that could change, whether it is one of those.
+        """
+        found: set[tuple[str, ...]] = set()
+        for glob in only:
+            matched = [names for names in special if self.matches(glob, names)]
+            if all(special[names] for names in matched):
+                found.update(matched)
+        return found
 
     def matches(self, glob: str, names: Iterable[str]) -> bool:
         """Whether a glob matches a module of these names; `*` stands for any characters, dots too."""

@@ -18,9 +18,16 @@ S = TypeVar("S", bound="Scheme")
 
 @dataclass(frozen=True)
 class Scheme:
-    """Options, behaviour and JSON of one scheme; subclasses are registered under the name that checkpoints store."""
+    """Options, behaviour and JSON of one scheme; subclasses are registered under the name that checkpoints store.
+
+    Attributes:
+        registry: of this kind of schemes.
+        planner: the function that turns a request for the scheme into changes of a model (swap/planners.py), as entry
+            points name it: "package.module:function".
+    """
 
     registry: ClassVar[Registry]
+    planner: ClassVar[str]
 
     @property
     def name(self) -> str:

@@ -17,17 +17,25 @@ from ..errors import OptionError
 M = TypeVar("M", bound="MLP")
 
 
+Activation = Callable[[Tensor], Tensor]
+
+
+def apply_activation(activation: Activation, x: Tensor) -> Tensor:
+    """Its values, without the user's hooks and whatever the default device is while a model loads."""
+    with torch.no_grad(), torch.device("cpu"):
+        if isinstance(activation, nn.Module):
+            return type(activation).forward(activation, x.clone())
+        return activation(x.clone())
+
+
 # act(x) is near target(k x) / k for one of these: k = 1; quick_gelu's own 1.702; and 1.712, the least squares fit of
 # silu to gelu for x ~ N(0, 1), whose largest error (.0193, tanh form .0197) is also below 1.702's (.0203, .0207)
 SCALES = (1.0, 1.702, 1.712)
 
 
 EXACT = 1e-12  # largest difference of two activations that are the same function, in float64
-
-
 FARTHEST = 0.25  # ... of two that still count as near
-
-
+_GELU_FORMS = 1e-3  # ... of GELU's forms: the tanh forms are within 5e-4 of the erf form
 _GRID = torch.linspace(-20.0, 20.0, 20_001, dtype=torch.float64, device="cpu")
 
 
@@ -63,6 +71,7 @@ class MLP(Scheme):
     """
 
     registry: ClassVar = MLPS
+    planner: ClassVar[str] = "hfpatch.swap.mlps:plan_mlp_request"
     label: ClassVar[str] = "MLP"  # as plans print it
 
     d_ff: int | None = None
@@ -111,12 +120,6 @@ class MLP(Scheme):
 MLPS.base = MLP
 
 
-_GELU_FORMS = 1e-3  # the tanh forms are within 5e-4 of the erf form
-
-
-_GELU_GRID = torch.linspace(-20.0, 20.0, 2_001, dtype=torch.float64, device="cpu")
-
-
 @MLPS.register("swiglu")
 @dataclass(frozen=True)
 class SwiGLU(MLP):
@@ -144,13 +147,10 @@ class GeGLU(MLP):
 
     def activation(self, replaced: Activation) -> nn.Module:
         gelu = nn.GELU()
-        if isinstance(replaced, nn.Module):
-            near = (
-                apply_activation(replaced, _GELU_GRID) - apply_activation(gelu, _GELU_GRID)
-            ).abs().max() < _GELU_FORMS
-            if near:
-                return replaced
-        return gelu
+        if not isinstance(replaced, nn.Module):
+            return gelu
+        difference = apply_activation(replaced, _GRID) - apply_activation(gelu, _GRID)
+        return replaced if difference.abs().max() < _GELU_FORMS else gelu
 
 
 @MLPS.register("reglu")
@@ -165,14 +165,3 @@ class ReGLU(MLP):
 
     def activation(self, replaced: Activation) -> nn.Module:
         return nn.ReLU()
-
-
-Activation = Callable[[Tensor], Tensor]
-
-
-def apply_activation(activation: Activation, x: Tensor) -> Tensor:
-    """Its values, without the user's hooks and whatever the default device is while a model loads."""
-    with torch.no_grad(), torch.device("cpu"):
-        if isinstance(activation, nn.Module):
-            return type(activation).forward(activation, x.clone())
-        return activation(x.clone())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -15,7 +13,6 @@ from ..core.scheme import Scheme, require_number
 from ..errors import OptionError
 from ..runtime.batch_norm import MaskedBatchNorm
 from ..runtime.edits import Call, register_component
-from ..runtime.errors import UnsupportedError
 from ..runtime.norms import (
     AffineNorm,
     DynamicErf,
@@ -35,14 +32,13 @@ class Norm(Scheme):
     Attributes:
         component: the class of the module that takes a norm's place; its constructor's further arguments are fields of
             the scheme.
+        label: what plans call the module; by default the component's name.
     """
 
     registry: ClassVar = NORMS
+    planner: ClassVar[str] = "hfpatch.swap.norms:plan_norm_request"
     component: ClassVar[type[AffineNorm]]
-    label: ClassVar[str] = ""  # what plans call the module; the component's name
-    needs_padding: ClassVar[bool] = False  # whether it must be told of padding, and serves no causal stack
-    why_left: ClassVar[str] = "not exact"  # why norms that a record leaves out stay
-    branchwise: ClassVar[bool] = False  # whether it changes how residual branches meet their stream (swap/branches.py)
+    label: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -71,21 +67,21 @@ class Norm(Scheme):
             old: that norm; None for a norm where none was.
         """
         facts, own = self.kept(facts), parameter_names(old)
-        given: dict[str, Any] = {"eps": facts.eps}
+        arguments: dict[str, Any] = {"eps": facts.eps}
         sizes = [getattr(old, name).shape for name in (facts.gain, facts.shift) if name] if old is not None else []
         if not sizes or tuple(sizes[0]) != facts.shape:
-            given["shape"] = facts.shape
+            arguments["shape"] = facts.shape
         if facts.channels_first:
-            given["channels_first"] = True
+            arguments["channels_first"] = True
         if facts.offset:
-            given["offset"] = facts.offset
+            arguments["offset"] = facts.offset
         for argument, usual in zip(("gain", "shift"), own, strict=True):
             if getattr(facts, argument) != usual:
-                given[argument] = getattr(facts, argument)
+                arguments[argument] = getattr(facts, argument)
         kind = self.module_class().kind
         if kind not in (self.name, "prms"):
-            given["kind"] = self.name
-        return Call.of(self.module_class(), **given, **self.module_options())
+            arguments["kind"] = self.name
+        return Call.of(self.module_class(), **arguments, **self.module_options())
 
     def build(
         self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor
@@ -106,26 +102,14 @@ class Norm(Scheme):
         return f"is {facts.kind} already" if facts.kind == self.name else None
 
     @property
-    def by_branch(self) -> bool:
-        """Whether norms start in a way of their own before attentions, and token embeddings get a learned scale.
-
-        That is for language models from scratch, with `init="reset"`; `swap/from_scratch.py` finds both on the model.
-        """
-        return False
-
-    def at(self, attention: bool, width: int) -> tuple[Norm, str | None]:
-        """The scheme for one norm of a model, and what the plan says of it.
-
-        Args:
-            attention: whether the norm is that of an attention's branch.
-            width: of the model's residual stream.
-        """
-        return self, None
-
-    @property
     def centring(self) -> str | None:
         """How the stream is made zero-mean where that makes the swap exact: "fold", "parametrize"; None: not at all."""
         return None
+
+    @property
+    def moves_shift(self) -> bool:
+        """Whether shifts move into the linear layers that read the norms."""
+        return False
 
     def loss(self, facts: NormFacts) -> str | None:
         """What the swap doesn't preserve when gain and shift are copied; None where the function stays the same."""
@@ -187,8 +171,8 @@ class RMS(Norm):
             0.0625 in the paper's section 4.2. Another function whatever the input's mean, so nothing is centred.
 
     Raises:
-        OptionError: no such mode; `fold_bias` is no bool, or asked for together with "parametrize"; `fraction` isn't in
-            (0, 1], or asked for together with an option that keeps the function.
+        OptionError: no such mode; `fold_bias` is no bool, or is True with "parametrize"; `fraction` isn't in
+            (0, 1], or is below 1 with an option that keeps the function.
     """
 
     mode: str = "fold"
@@ -211,6 +195,10 @@ class RMS(Norm):
     def centring(self) -> str | None:
         return self.mode if self.fraction == 1 else None
 
+    @property
+    def moves_shift(self) -> bool:
+        return self.fold_bias
+
     def module_class(self) -> type[AffineNorm]:
         return PartialRMSNorm if self.fraction < 1 else self.component
 
@@ -225,26 +213,6 @@ class RMS(Norm):
         return "the mean of the norm's input is no longer removed"
 
 
-# (width of the stream, alpha0 of attentions' norms, of the others): LLaMA of the paper, up to 70B
-_LLM = ((1024, 1.0, 1.0), (2048, 1.0, 0.5), (4096, 0.8, 0.2), (5120, 0.6, 0.15), (8192, 0.2, 0.05))
-
-
-def llm_alpha(width: int, attention: bool) -> float:
-    """The paper's alpha0 of a language model: at its widths the table's, between two interpolated in log(width) and
-    log(alpha0), beyond the first and the last theirs.
-
-    Args:
-        width: of the residual stream.
-        attention: whether the norm is that of an attention's branch; feed-forward and last norms are not.
-    """
-    known = [(row[0], row[1] if attention else row[2]) for row in _LLM]
-    width = min(max(width, known[0][0]), known[-1][0])
-    (low, start), (high, end) = next(pair for pair in pairwise(known) if width <= pair[1][0])
-    if width in (low, high):
-        return start if width == low else end
-    return start * (end / start) ** (math.log(width / low) / math.log(high / low))
-
-
 @NORMS.register("dyt")
 @dataclass(frozen=True)
 class DyT(Norm):
@@ -255,18 +223,8 @@ class DyT(Norm):
 
     Args:
         alpha: starting value of the learned scalar; the paper's default outside LLMs is 0.5. "llm" is the paper's way
-            to train a language model from scratch, with `init="reset"` only: the starting value hangs on the stream's
-            width and on whether the norm is that of an attention's branch,
-
-                width                       1024   2048   4096   5120   8192
-                norms of attentions            1      1     .8     .6     .2
-                other norms, the last too      1     .5     .2    .15    .05
-
-            between these interpolated on log-log axes, beyond them as at the nearest; and the output of the token
-            embedding is multiplied by a learned scalar, its `stream_scale`, that starts at the root of the width (of
-            the whole model, whatever `only` and `keep` choose; not where the model multiplies it itself, as Gemma).
-            Pre-norm decoders are what the paper has. In post-norm models LN(x + f(x)) is the norm of f; an
-            encoder-decoder has two scales; whatever mixes positions, as Mamba does, counts as an attention.
+            to train a language model from scratch, with `init="reset"` only (contrib/dyt_llm.py): starting values by
+            the stream's width and the norm's place, and token embeddings with a learned scale.
 
     Raises:
         OptionError: alpha is neither a positive finite number nor "llm".
@@ -282,19 +240,8 @@ class DyT(Norm):
             require_number("DyT", "alpha", self.alpha, above=0.0)
 
     @property
-    def by_branch(self) -> bool:
-        return self.alpha == "llm"
-
-    def at(self, attention: bool, width: int) -> tuple[Norm, str | None]:
-        if not self.by_branch:
-            return self, None
-        alpha = llm_alpha(width, attention)
-        return replace(self, alpha=alpha), f"alpha0 = {alpha:.4g}" + (", norm of an attention" if attention else "")
-
-    def module_options(self) -> dict[str, Any]:
-        if isinstance(self.alpha, str):
-            raise UnsupportedError(f"DyT(alpha={self.alpha!r}) starts each norm of a model in its own way: ask at().")
-        return super().module_options()
+    def planner(self) -> str:  # type: ignore[override]
+        return "hfpatch.contrib.dyt_llm:plan_dyt_llm" if self.alpha == "llm" else super().planner
 
     def loss(self, facts: NormFacts) -> str | None:
         return "the scale of its input isn't removed; on trained weights DyT needs repair (calibration=) or training"
@@ -367,8 +314,8 @@ class DeepNorm(Norm):
     alpha: float | None = None
     beta: float | None = None
     preserve: bool = False
+    planner: ClassVar[str] = "hfpatch.swap.branches:plan_deepnorm"
     label: ClassVar[str] = "DeepNorm"
-    branchwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.alpha is not None:
@@ -386,6 +333,10 @@ class DeepNorm(Norm):
         else:
             alpha, beta = depth.sublayers**0.25, (4 * depth.sublayers) ** -0.25
         return (alpha if self.alpha is None else self.alpha), (beta if self.beta is None else self.beta)
+
+    def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
+        """The call of a norm of the same kind."""
+        return NORMS[facts.kind]().call(facts, old)
 
     def reason_to_keep(self, facts: NormFacts) -> str | None:
         return None if facts.kind in ("layer", "rms") else f"DeepNorm needs LayerNorm or RMSNorm, not {facts.kind}"
@@ -411,9 +362,8 @@ class BatchNorm(Norm):
 
     momentum: float = 0.1
     component: ClassVar[type[AffineNorm]] = MaskedBatchNorm
+    planner: ClassVar[str] = "hfpatch.contrib.batch_norm:plan_batch_norms"
     label: ClassVar[str] = "BatchNorm"
-    needs_padding: ClassVar[bool] = True
-    why_left: ClassVar[str] = "a causal stack, or out of a padding mask's reach"
 
     def __post_init__(self) -> None:
         require_number("BatchNorm", "momentum", self.momentum, above=0.0, at_most=1.0)

@@ -14,6 +14,7 @@ class Placement(Scheme):
     """How a branch f with its norm meets the stream x. Norms keep their Parameters, branches everything."""
 
     registry: ClassVar = PLACEMENTS
+    planner: ClassVar[str] = "hfpatch.swap.placement:plan_placement"
     formula: ClassVar[str] = ""
 
 

@@ -39,6 +39,7 @@ class Position(Scheme):
     max_positions: int | None = field(default=None, kw_only=True)
     original_max_positions: int | None = field(default=None, kw_only=True)
     registry: ClassVar = POSITIONS
+    planner: ClassVar[str] = "hfpatch.swap.config_lengths:plan_position_request"
     any_length: ClassVar[bool] = True
     keeps_table: ClassVar[bool] = False
     attends: ClassVar[str | None] = None

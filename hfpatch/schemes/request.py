@@ -1,4 +1,4 @@
-"""What was asked for: a scheme, where, and how new parameters start; and the record of all that a model got."""
+"""Requests (a scheme, where, and how new parameters start) and the patch record of a model."""
 
 from __future__ import annotations
 
@@ -21,26 +21,18 @@ INITS = ("auto", "exact", "copy", "reset")
 
 @dataclass(frozen=True)
 class Part:
-    """One scheme and where it was asked for.
+    """A request: one scheme, where, and how new parameters start.
 
     Attributes:
         scheme: a norm, position, MLP or placement scheme, settled for `init`.
         only, keep: globs over module names; empty means everywhere, and nowhere.
         init: how new parameters start.
-        left: patterns of norms that stay although globs and scheme would take them; found before planning.
-        branches: where residual branches meet the stream, for schemes that change that; likewise.
-        attention: patterns of the norms of attentions' branches, where those start in their own way; likewise.
-        embeddings: patterns of the token embeddings whose output gets a learned scale; likewise.
     """
 
     scheme: Scheme
     only: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     init: str = field(default="auto", compare=False)
-    left: tuple[str, ...] = field(default=(), compare=False)
-    branches: tuple[Any, ...] = field(default=(), compare=False)
-    attention: tuple[str, ...] = field(default=(), compare=False)
-    embeddings: tuple[str, ...] = field(default=(), compare=False)
 
     def to_json(self, kind: str) -> dict[str, Any]:
         """The request as a user writes it: `{"norm": "dyt:alpha=0.4", "only": ["h.0.*"], "init": "reset"}`."""
@@ -51,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Record:
-    """All that was patched: what was asked for, kind by kind, and the edits that it came to, in their order.
+    """All that was patched: the requests, kind by kind, and the edits that they came to, in their order.
 
     Attributes:
         base_model_type: the host's `model_type`.

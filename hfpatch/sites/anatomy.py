@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..runtime.edits import pattern_of
 from .blocks import INPUT, OUTPUT, Block, Call, is_stream, stream_blocks
 
 _TOLERANCE = 1e-5  # relative; some families compute their norms in float32 whatever the input
@@ -26,7 +27,7 @@ class Branch:
     """One residual branch f: x + f(norm(x)) where it is `pre`, norm(x + f(x)) where it is `post`.
 
     Attributes:
-        block: name of the repeated block in the model.
+        block: name of the repeated block in the model. All other names are relative to it.
         norm: the norm that reads the stream for it (pre, sandwich), or that reads the sum (post), or that reads the
             branch's own output (olmo2: x + norm(f(x))); "" where there is none.
         outer: of a sandwich, x + outer(f(norm(x))), the second norm; else "".
@@ -43,6 +44,8 @@ class Branch:
         mixes: whether it lets one position see another, as attention does and a feed-forward network doesn't.
         cross: whether it reads another stack's output besides its own stream, as cross-attention does.
         shared: whether the block runs several times in one forward of the model.
+        weights: (module, part) of what DeepNorm scales in a model that starts afresh, where that was looked for
+            (deepnorm_weights.py).
     """
 
     block: str
@@ -59,6 +62,12 @@ class Branch:
     mixes: bool
     cross: bool
     shared: bool
+    weights: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def stack(self) -> str:
+        """The block's name with `*` for every number between dots."""
+        return pattern_of(self.block)
 
 
 def find_branches(model: nn.Module, inputs: dict[str, Any]) -> list[Branch]:
@@ -217,13 +226,13 @@ class _Finder:
         post = placement == "post"
         return Branch(
             block=self.block.name,
-            norm=self._name(norm),
-            outer=self._name(outer),
-            outlet=self._name(outlet[0]),
-            writer=self._name(writer[0]),
+            norm=norm,
+            outer=outer,
+            outlet=outlet[0],
+            writer=writer[0],
             call=outlet[1],
-            projection=self._name(projection),
-            readers=tuple(map(self._name, self._readers(writer, outlet, norm, held))) if post else (),
+            projection=projection,
+            readers=self._readers(writer, outlet, norm, held) if post else (),
             placement=placement,
             altered=not self._arrives(outlet, point),
             dropout=self._functional_dropout(outlet, point),
@@ -231,9 +240,6 @@ class _Finder:
             cross=self._reads_another_stack(writer, held),
             shared=self.block.calls > 1,
         )
-
-    def _name(self, inside: str) -> str:
-        return f"{self.block.name}.{inside}" if inside else ""
 
     def _writes(self, call: Call) -> bool:
         """Whether a call's output is an addend of the stream, or of what an inner norm reads."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.edits import pattern_of
+from ..runtime.errors import PatchError, UnsupportedError
 from .norms import describe
 
 Call = tuple[str, int]  # a module's name in its block, and which of its calls in one forward of the block
@@ -26,8 +28,8 @@ class Run(NamedTuple):
 
     Attributes:
         outputs: what each module inside returned: a tensor, or the first of several.
-        points: what its norms were given, and last the block's output.
-        inputs: the first tensor that each module was given.
+        points: the inputs of its norms, and last the block's output.
+        inputs: the first tensor among each module's arguments.
     """
 
     outputs: dict[Call, Tensor]
@@ -47,7 +49,7 @@ class Block:
     Attributes:
         stream, x, width: the argument that is the residual stream ("" where none is), its value and channels.
         inside: the modules in it, by name; norms and matrices: names of those that are norms, or hold a matrix.
-        given_twice: names of those that are given the same tensor in two arguments, once it has run.
+        given_twice: names of those that take the same tensor in two arguments, once it has run.
     """
 
     def __init__(self, name: str, module: nn.Module, args: tuple, kwargs: dict, calls: int, foreign: tuple[str, ...]):
@@ -173,6 +175,24 @@ class Block:
         return tensor.is_floating_point() and tensor.numel() == self.x.numel() and tensor.shape[-1] == self.width
 
 
+@contextmanager
+def measuring(model: nn.Module, consequence: str) -> Iterator[None]:
+    """Around what runs the blocks of a small model one by one.
+
+    Raises:
+        UnsupportedError: one can't run by itself, with the arguments of a call in the model; what follows for `model`.
+    """
+    try:
+        yield
+    except PatchError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(model).__name__}: its blocks can't be measured one by one ({type(error).__name__}: {error}), so "
+            f"{consequence}."
+        ) from error
+
+
 def is_stream(value: Any) -> bool:
     """Whether an argument may be a residual stream: floats (B, T, d), or (B, rows, columns, d)."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() in (3, 4)
@@ -195,7 +215,9 @@ def observe_blocks(
     """
     seen: dict[str, tuple[tuple, dict, tuple[str, ...]]] = {}
     calls: dict[str, int] = {}
-    outputs: list[tuple[Tensor, int]] = []  # kept alive, so that identities stay theirs; how many blocks had run
+    outputs: list[
+        tuple[Tensor, int]
+    ] = []  # kept alive, so that no other tensor gets their ids; how many blocks had run
     modules = dict(model.named_modules())
 
     def before(name: str) -> Callable[..., None]:
@@ -203,11 +225,11 @@ def observe_blocks(
             calls[name] = calls.get(name, 0) + 1
             if name not in seen:
                 others = [i for i, earlier in enumerate(seen) if pattern_of(earlier) != pattern_of(name)]
-                theirs = {id(tensor) for tensor, ran in outputs if others and ran > others[0]}
+                of_others = {id(tensor) for tensor, ran in outputs if others and ran > others[0]}
                 parameters = list(inspect.signature(type(module).forward).parameters)[1:]
                 named = {**dict(zip(parameters, args, strict=False)), **kwargs}
                 own = tuple(map(_unfilled, args)), {key: _unfilled(value) for key, value in kwargs.items()}
-                seen[name] = *own, tuple(key for key, value in named.items() if id(value) in theirs)
+                seen[name] = *own, tuple(key for key, value in named.items() if id(value) in of_others)
 
         return hook
 

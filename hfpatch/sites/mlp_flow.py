@@ -1,6 +1,6 @@
-"""What a module does with an MLP's tensors: runs of a twin on the meta device, which takes neither memory nor time.
+"""Which tensor goes where in a module with an MLP, by runs of a copy on the meta device, without memory or values.
 
-A projection and an activation belong together if the activation is given what the projection returned, itself and not
+A projection and an activation belong together if the activation takes what the projection returned, itself and not
 something computed from it.
 """
 
@@ -43,7 +43,7 @@ def is_activation(function: Activation) -> bool:
 
 @contextmanager
 def same_everywhere() -> Iterator[None]:
-    """What runs must not hang on the dtype and device in which a model is being loaded, nor touch a random stream."""
+    """Default dtype and device whatever those are in which a model is being loaded; no random stream is touched."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -55,7 +55,7 @@ def same_everywhere() -> Iterator[None]:
 
 @dataclass
 class Reading:
-    """What a run tells: the projection before the activation, the one after it, and what speaks against a change."""
+    """What a run shows: the projection before the activation, the one after it, and what speaks against a change."""
 
     first: nn.Module
     last: nn.Module | None = None
@@ -69,33 +69,33 @@ class Flow:
     projections: list[tuple[nn.Module, Tensor, Tensor]] = field(default_factory=list)
     activations: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     whole: bool = False  # the run came to its end
-    paired: bool = False  # the activation was given a pair
+    paired: bool = False  # the activation took a pair
 
     def read(self) -> Reading | None:
         """None if the activation isn't an MLP's."""
         if len(self.activations) != 1:
             return None
-        taken, given = self.activations[0]
-        makers = [call for call in self.projections if call[2] is taken]
-        if len(makers) != 1:
-            return self._read_fused(taken)
-        first, x, _ = makers[0]
+        act_input, act_output = self.activations[0]
+        sources = [call for call in self.projections if call[2] is act_input]
+        if len(sources) != 1:
+            return self._read_fused(act_input)
+        first, x, _ = sources[0]
         d, d_ff = projection_sizes(first)
         if [module for module, _, _ in self.projections].count(first) != 1:
             return None
         for module, entering, _ in self.projections:
-            if _same_memory(entering, given) and projection_sizes(module) == (d_ff, d):
+            if _same_memory(entering, act_output) and projection_sizes(module) == (d_ff, d):
                 return Reading(first, module)
-        beside = [m for m, entering, _ in self.projections if entering is x and m is not first]
-        if any(projection_sizes(m) == (d, d_ff) for m in beside):
+        siblings = [m for m, entering, _ in self.projections if entering is x and m is not first]
+        if any(projection_sizes(m) == (d, d_ff) for m in siblings):
             return Reading(first, reason="is gated already") if self._returns(d_ff, d) else None
         return Reading(first)
 
-    def _read_fused(self, taken: Tensor) -> Reading | None:
-        for module, _, given in self.projections:
+    def _read_fused(self, act_input: Tensor) -> Reading | None:
+        for module, _, output in self.projections:
             d, width = projection_sizes(module)
             half = width // 2
-            if _same_memory(given, taken) and taken.shape[-1] == half and self._returns(half, d):
+            if _same_memory(output, act_input) and act_input.shape[-1] == half and self._returns(half, d):
                 return Reading(module, reason="is gated already")
         return None
 
@@ -115,7 +115,7 @@ def runs(root: nn.Module, owner: nn.Module, attribute: str) -> Iterator[Callable
     """
     required = _required_arguments(root)
     widths = dict.fromkeys(projection_sizes(module)[0] for module in owner.modules() if is_projection(module))
-    for width, stubs in itertools.product(widths, range(5)):
+    for width, stubs in itertools.product(widths, range(3)):
         for shape in ((1, 3, width), (1, width, 4, 4), (1, 4, 4, width), (3, width)):
             x = torch.empty(shape, device="meta")
             for filler in (None, x) if required else (None,):
@@ -196,7 +196,7 @@ class _Stub(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        if any(_same_memory(given, x) for _, _, given in self.flow.projections):
+        if any(_same_memory(output, x) for _, _, output in self.flow.projections):
             raise RuntimeError("this stands between a projection and what takes its output")
         return x if self.returns == 1 else (x, *(None,) * (self.returns - 1))
 

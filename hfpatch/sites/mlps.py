@@ -8,6 +8,7 @@ d that takes the activation's. Hosts hold the three in one module (GPT-2, ViT), 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
@@ -18,8 +19,6 @@ from transformers import PreTrainedModel
 from ..runtime.gated import GatedActivation, GatedLinear, projection_sizes
 from ..schemes.mlps import Activation
 from .mlp_flow import Reading, is_activation, is_projection, runs, same_everywhere
-
-Place = tuple[nn.Module, str]  # a module and the name of one of its attributes
 
 _MIXTURE = re.compile(r"(Experts?|MoE|Moe|SparseMLP)(Layer|Block|FeedForward)?$")  # names of classes
 _FUNCTIONS = ("torch", "transformers.activations")
@@ -33,7 +32,8 @@ class MLPSite:
         name: the first projection's name in the model.
         owner: the name of the module that holds the activation, or a gated one's projections.
         sizes: (d, d_ff).
-        first, activation, last: where each of the three stands; a gated one's activation and last aren't looked for.
+        act, attribute: the activation and what its owner calls it; a gated one's isn't looked for.
+        last: the last projection's name; a gated one's isn't looked for.
         direct: whether the last projection was seen to take what the activation gave, rather than is the only one that
             could.
         kind: the registered name of the hfpatch scheme in place, None where there is none.
@@ -43,18 +43,17 @@ class MLPSite:
     name: str
     owner: str
     sizes: tuple[int, int]
-    first: Place
-    activation: Place | None = None
-    last: Place | None = None
+    act: Activation | None = None
+    attribute: str = ""
+    last: str | None = None
     direct: bool = True
     kind: str | None = None
     reason: str | None = None
 
     @property
-    def act(self) -> Activation:
-        """The activation that stands there."""
-        assert self.activation is not None
-        return getattr(*self.activation)
+    def activation(self) -> str:
+        """The activation's name in the model."""
+        return f"{self.owner}.{self.attribute}".strip(".")
 
 
 def find_mlps(model: nn.Module) -> list[MLPSite]:
@@ -62,17 +61,20 @@ def find_mlps(model: nn.Module) -> list[MLPSite]:
     modules = dict(model.named_modules())
     names = {id(module): name for name, module in modules.items()}
     shared = _shared(model)
-    found: dict[tuple[int, str], MLPSite] = {}
+    found: dict[str, MLPSite] = {}
     with same_everywhere():
         for name, module in modules.items():
-            sites = [_site(name, attribute, modules, names) for attribute in _activations(module)]
             if isinstance(module, GatedLinear):
-                sites = [_gated_site(name, module, modules)]
-            for site in filter(None, sites):
-                ends = [getattr(*place) for place in (site.first, site.last) if place is not None]
-                parted = next((shared[id(end)] for end in ends if id(end) in shared), None)
-                site.reason = site.reason or _mixture(site.name, modules) or parted
-                found.setdefault((id(site.first[0]), site.first[1]), site)
+                sizes, kind = projection_sizes(module.gate), module.kind
+                owner = name.rpartition(".")[0]
+                found.setdefault(name, MLPSite(name, owner, sizes, kind=kind, reason=f"is {kind} already"))
+            for attribute in _activations(module):
+                site = _site(name, attribute, modules, names)
+                if site is not None:
+                    found.setdefault(site.name, site)
+    for site in found.values():
+        parted = "its weights are shared with another module" if shared & {site.name, site.last} else None
+        site.reason = site.reason or _mixture(site.name, modules) or parted
     return list(found.values())
 
 
@@ -93,17 +95,11 @@ def _mixture(name: str, modules: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def _shared(model: nn.Module) -> dict[int, str]:
+def _shared(model: nn.Module) -> set[str]:
     """Projections whose Parameters other modules hold too: new ones would part them."""
-    holders: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(id(parameter), set()).add(id(module))
-    return {
-        id(module): "its weights are shared with another module"
-        for module in model.modules()
-        if is_projection(module) and any(len(holders[id(p)]) > 1 for p in module.parameters(recurse=False))
-    }
+    holders = Counter(id(p) for module in model.modules() for p in set(module.parameters(recurse=False)))
+    projections = ((name, module) for name, module in model.named_modules() if is_projection(module))
+    return {name for name, one in projections if any(holders[id(p)] > 1 for p in one.parameters(recurse=False))}
 
 
 def _activations(owner: nn.Module) -> Iterator[str]:
@@ -152,22 +148,7 @@ def _site(name: str, attribute: str, modules: dict[str, nn.Module], names: dict[
 def _found(
     reading: Reading, name: str, attribute: str, modules: dict[str, nn.Module], names: dict[int, str]
 ) -> MLPSite:
-    return MLPSite(
-        names[id(reading.first)],
-        name,
-        projection_sizes(reading.first),
-        _place(names[id(reading.first)], modules),
-        (modules[name], attribute),
-        None if reading.last is None else _place(names[id(reading.last)], modules),
-        reason=reading.reason,
-    )
-
-
-def _gated_site(name: str, module: GatedLinear, modules: dict[str, nn.Module]) -> MLPSite:
-    sizes, owner = projection_sizes(module.gate), name.rpartition(".")[0]
-    return MLPSite(name, owner, sizes, _place(name, modules), kind=module.kind, reason=f"is {module.kind} already")
-
-
-def _place(name: str, modules: dict[str, nn.Module]) -> Place:
-    parent, _, attribute = name.rpartition(".")
-    return modules[parent], attribute
+    act = getattr(modules[name], attribute)
+    last = None if reading.last is None else names[id(reading.last)]
+    sizes = projection_sizes(reading.first)
+    return MLPSite(names[id(reading.first)], name, sizes, act, attribute, last, reason=reading.reason)

@@ -30,7 +30,7 @@ _NOT_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.Linear, nn.Embedd
 def describe(module: nn.Module) -> NormFacts | None:
     """The facts of a norm module, None if it is nothing like LayerNorm or RMSNorm. The module isn't changed."""
     facts = module.__dict__.get("facts")
-    if isinstance(facts, NormFacts):  # one of ours
+    if isinstance(facts, NormFacts):  # a norm of hfpatch's
         return facts
     if type(module) is nn.LayerNorm or type(module) is nn.RMSNorm:
         kind = "layer" if type(module) is nn.LayerNorm else "rms"

@@ -1,4 +1,4 @@
-"""From a norm scheme that changes residual branches (DeepNorm) to the list of what changes in the model."""
+"""From DeepNorm and a model to what changes: where its branches meet the stream, and how weights start."""
 
 from __future__ import annotations
 
@@ -11,84 +11,68 @@ from torch import Tensor, nn
 
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
-from ..core.registry import NORMS
 from ..core.transaction import Transaction
-from ..errors import NothingToPatchError
 from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.joins import Gains
 from ..runtime.norms import NormFacts
 from ..schemes.norms import DeepNorm, Norm
 from ..schemes.request import Part
+from ..sites.anatomy import Branch
 from ..sites.blocks import has_matrix
-from ..sites.branches import Junction
-from ..sites.junctions import Site, discover, require_joinable, require_own_forward, require_transparent, sites_of
+from ..sites.branches import Site, discover, require_joinable, require_own_forward, require_transparent, sites_of
+from ..sites.deepnorm_weights import heads_of, values_of
 from ..sites.norms import describe
-from ..sites.projections import heads_of, values_of
-from .norms import size_of, start_afresh
+from .norms import norm_text, size_of, start_afresh
+from .planners import Planned
 
 
-def settle_norm(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None = None) -> Part:
-    """The part with what has to be found on the model first: for schemes of branches, the junctions.
+def plan_deepnorm(
+    model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
+) -> Planned:
+    """What DeepNorm does to each of the model's norms, and to the weights of its branches; nothing is changed yet.
 
     Raises:
-        UnsupportedError: the model has no branches that the scheme could change, or they were changed before.
-        NothingToPatchError: it has no branches at all.
+        NothingToPatchError: the model has no branches at all.
+        UnsupportedError: it has none that DeepNorm could change, or they were changed before; `init="exact"` where the
+            swap isn't.
+        WrappedModelError: a module carries a forward of its own, put there by another library.
     """
     scheme = part.scheme
-    if not isinstance(scheme, DeepNorm):
-        return part
+    assert isinstance(scheme, DeepNorm)
     request = f"norm={scheme.name!r}"
     found = discover(model, request, example_inputs, weights=part.init == "reset")
-    for junction in found.junctions:
-        _require_sequential(junction, scheme)
-    if any(junction.placement == "pre" for junction in found.junctions):
+    for branch in found.branches:
+        _require_sequential(branch, scheme)
+    if any(branch.placement == "pre" for branch in found.branches):
         require_transparent(found, request)
-    gains = {stack: scheme.gains(depth) for stack, depth in found.depths.items()}
-    known = [junction for junction in found.junctions if junction.block in gains]
-    settled = (replace(one, alpha=gains[one.block][0], beta=gains[one.block][1]) for one in known)
-    return replace(part, branches=tuple(settled))
+    sites = list(sites_of(model, found.branches))
+    reasons = reasons_to_keep(model, sites, part)
+    changes = list(other_norms(model, sites))
+    for site in sites:
+        alpha, beta = scheme.gains(found.depths[site.branch.stack])
+        change = _change(model, site, part, alpha, reasons, sites)
+        changes += [change, *(_weights(site, part, alpha, beta) if change.changes else ())]
+    return Planned(part, changes)
 
 
-def _require_sequential(junction: Junction, scheme: DeepNorm) -> None:
-    where = f"{junction.block}.{junction.outlet}"
-    if junction.placement == "parallel":
+def _require_sequential(branch: Branch, scheme: DeepNorm) -> None:
+    where = f"{branch.block}.{branch.outlet}"
+    if branch.placement == "parallel":
         raise UnsupportedError(
             f"{where}: parallel residual: its branches read and write the same points of the stream, while DeepNorm "
             "normalises after one branch before the next reads. There is no DeepNorm for such blocks."
         )
-    if junction.placement not in ("pre", "post"):
+    if branch.placement not in ("pre", "post"):
         raise UnsupportedError(
-            f"{where}: its norms are placed as {junction.placement!r}; DeepNorm is made from x + f(norm(x)) or "
+            f"{where}: its norms are placed as {branch.placement!r}; DeepNorm is made from x + f(norm(x)) or "
             "norm(x + f(x)) only."
         )
-    if junction.placement == "pre" and scheme.preserve:
+    if branch.placement == "pre" and scheme.preserve:
         raise UnsupportedError(
             f"{where}: preserve=True needs norm(x + f(x)), and this is x + f(norm(x)): no weights make LN(a x + f(x)) "
             "the same function. Leave preserve out (the function changes), or keep the norms."
         )
-
-
-def plan_branch_norms(model: nn.Module, part: Part) -> list[Change]:
-    """What a norm scheme of branches does to each of the model's norms; nothing is changed yet.
-
-    Args:
-        model: any module tree.
-        part: the scheme, settled.
-
-    Raises:
-        NothingToPatchError: none of the part's junctions is in the model.
-        UnsupportedError: `init="exact"` where the swap isn't.
-        WrappedModelError: a module carries a forward of its own, put there by another library.
-    """
-    sites = list(sites_of(model, list(part.branches)))
-    if not sites:
-        raise NothingToPatchError(f"{type(model).__name__} has none of the branches that its patch record names.")
-    reasons = reasons_to_keep(model, sites, part)
-    changes = list(other_norms(model, sites))
-    for site in sites:
-        changes += _changes(site, part, reasons, sites)
-    return changes
 
 
 def other_norms(model: nn.Module, sites: list[Site], kind: str = "norm") -> Iterator[Change]:
@@ -97,8 +81,7 @@ def other_norms(model: nn.Module, sites: list[Site], kind: str = "norm") -> Iter
     for name, module in model.named_modules():
         facts = describe(module)
         if id(module) not in of_branches and facts is not None:
-            now = module._get_name() + size_of(facts)
-            yield Change(Row(kind, "keep", name, now, reason="not the norm of a residual branch"))
+            yield Change(Row(kind, "keep", name, norm_text(module, facts), reason="not the norm of a residual branch"))
 
 
 def reasons_to_keep(model: nn.Module, sites: list[Site], part: Part) -> dict[str, str | None]:
@@ -115,83 +98,73 @@ def _reason_to_keep(site: Site, part: Part, names: Names) -> str | None:
     return reason or (part.scheme.reason_to_keep(facts) if isinstance(part.scheme, Norm) else None)
 
 
-def _changes(site: Site, part: Part, reasons: dict[str, str | None], sites: list[Site]) -> list[Change]:
-    scheme, junction, reason = part.scheme, site.junction, reasons[site.norm_name]
+def _change(
+    model: nn.Module, site: Site, part: Part, alpha: float, reasons: dict[str, str | None], sites: list[Site]
+) -> Change:
+    scheme, branch, name = part.scheme, site.branch, site.norm_name
     assert isinstance(scheme, DeepNorm)
     facts = describe(site.norm)
-    row = Row("norm", "keep", site.norm_name, site.norm._get_name() + size_of(facts), reason=reason)
-    if reason is not None:
-        return [Change(row)]
+    row = Row("norm", "keep", name, norm_text(site.norm, facts), reason=reasons[name])
+    if row.reason is not None:
+        return Change(row)
     assert facts is not None
-    refuse_private_forward(site.norm_name, site.norm)
-    a, norm = f"{junction.alpha:.4g}", "LN" if facts.kind == "layer" else "RMS"
-    before = f"{norm}(x + f(x))" if junction.placement == "post" else f"x + f({norm}(x))"
+    refuse_private_forward(name, site.norm)
+    a, norm = f"{alpha:.4g}", "LN" if facts.kind == "layer" else "RMS"
+    before = f"{norm}(x + f(x))" if branch.placement == "post" else f"x + f({norm}(x))"
     row.action, row.becomes, row.reason = "replace", f"{scheme.label}{size_of(facts)}", f"a = {a}"
     row.loss = None if scheme.preserve else f"{norm}({a} x + f(x)) in place of {before}"
     if part.init == "reset":
         row.loss = "parameters start afresh"
     if row.loss and part.init == "exact":
         raise UnsupportedError(
-            f"{site.norm_name}: norm={scheme.name!r} isn't exact here: {row.loss}. Use init='auto' to accept that, or "
+            f"{name}: norm={scheme.name!r} isn't exact here: {row.loss}. Use init='auto' to accept that, or "
             "preserve=True on a post-norm model."
         )
-    edits = _gain(site, facts, part) if junction.placement == "post" else _join(site, facts, part, reasons, sites)
-    values = (lambda changes: start_afresh(site.norm, changes)) if part.init == "reset" else None
-    return [Change(row, edits, values), *_weights(site, part)]
+    afresh = part.init == "reset"
+    if branch.placement == "post":
+        edits = _gain(site, facts, scheme, alpha)
+    else:  # LN(a x + f(x)) from x + f(LN(x))
+        require_joinable(site)
+        put = [Edit.of(name, scheme.call(facts, site.norm))] if afresh else []
+        edits = (*joins_kept(site, sites, reasons), site.join("deepnorm", alpha), *put)
+    return Change(row, edits, start_afresh(model, [name]) if afresh else None)
 
 
-def _gain(site: Site, facts: NormFacts, part: Part) -> tuple[Edit, ...]:
+def _gain(site: Site, facts: NormFacts, scheme: DeepNorm, alpha: float) -> tuple[Edit, ...]:
     """LN_eps(a x + f(x)) = LN_(eps/a^2)(x + f(x)/a)."""
-    junction, scheme = site.junction, part.scheme
-    assert isinstance(scheme, DeepNorm)
-    path, _, child = junction.outlet.rpartition(".")
+    path, _, child = site.branch.outlet.rpartition(".")
     parent = site.block.get_submodule(path)
     while isinstance(parent, nn.ModuleList):  # which has no forward
         path, _, name = path.rpartition(".")
         parent, child = site.block.get_submodule(path), f"{name}.{child}"
-    require_own_forward(f"{site.block_name}.{path}".strip("."), parent)
+    where = f"{site.block_name}.{path}".strip(".")
+    require_own_forward(where, parent)
     if facts.eps is None:
         raise UnsupportedError(f"{site.norm_name}: its eps is the dtype's, which DeepNorm can't divide by a^2.")
-    eps = facts.eps if scheme.preserve else facts.eps / junction.alpha**2
-
-    lens = Gains(((child, junction.call, 1 / junction.alpha),))
-    where = f"{site.block_name}.{path}".strip(".")
-    return Edit.of(f"{where}.{LENS_SLOT}", lens), _norm(site, replace(facts, eps=eps))
-
-
-def _join(
-    site: Site, facts: NormFacts, part: Part, reasons: dict[str, str | None], sites: list[Site]
-) -> tuple[Edit, ...]:
-    """LN(a x + f(x)) from x + f(LN(x))."""
-    require_joinable(site)
-    fresh = [_norm(site, facts)] if part.init == "reset" else []
-    return (*joins_kept(site, sites, reasons), site.edit("deepnorm"), *fresh)
+    facts = facts if scheme.preserve else replace(facts, eps=facts.eps / alpha**2)
+    lens = Gains(((child, site.branch.call, 1 / alpha),))
+    return Edit.of(f"{where}.{LENS_SLOT}", lens), Edit.of(site.norm_name, scheme.call(facts, site.norm))
 
 
 def joins_kept(site: Site, sites: list[Site], reasons: dict[str, str | None]) -> list[Edit]:
     """Branches of the same block that stay as they are, where a join takes their dropout's rate out of the host."""
     kept = [other for other in sites if other.block is site.block and reasons[other.norm_name] is not None]
-    return [other.edit("host") for other in kept if other.junction.dropout]
+    return [other.join("host") for other in kept if other.branch.dropout]
 
 
-def _norm(site: Site, facts: NormFacts) -> Edit:
-    """A norm of the same kind, in place of the branch's."""
-    return Edit.of(site.norm_name, NORMS[facts.kind]().call(facts, site.norm))
-
-
-def _weights(site: Site, part: Part) -> list[Change]:
+def _weights(site: Site, part: Part, alpha: float, beta: float) -> list[Change]:
     """What changes in weights: with preserve=True the projection times a, from scratch what the paper scales by b."""
-    junction, scheme = site.junction, part.scheme
+    branch, scheme = site.branch, part.scheme
     assert isinstance(scheme, DeepNorm)
     if scheme.preserve:
-        _require_one_matrix(site, junction.projection)
-        return [_scale(site, junction.projection, "all", junction.alpha, junction.alpha)]
+        _require_one_matrix(site, branch.projection)
+        return [_scale(site, branch.projection, "all", alpha, alpha)]
     if part.init != "reset":
         return []
     modules = [(pattern_of(name), name) for name, module in site.block.named_modules() if has_matrix(module)]
     return [
-        _scale(site, name, which, junction.beta, 0.0)
-        for pattern, which in junction.weights
+        _scale(site, name, which, beta, 0.0)
+        for pattern, which in branch.weights
         for named, name in modules
         if named == pattern
     ]

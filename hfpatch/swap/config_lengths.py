@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,8 @@ from ..sites.stacks import FoundStack, find_stacks, first_row, max_positions
 from .config_diff import Derived, derive
 from .image_tables import IMAGE_SIZE, new_size
 from .native_rope import find_rotations
-from .positions import affected_stacks
+from .planners import Planned
+from .positions import affected_stacks, plan_positions
 from .tables import ends_somewhere
 
 LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
@@ -206,3 +208,17 @@ def takes_any_length(model: nn.Module) -> bool:
 def _recorded(model: nn.Module, option: str) -> set[int]:
     """What earlier position patches of this model set an option to."""
     return {getattr(part.scheme, option) for part in Record.of(model.config).pos} - {None}
+
+
+def plan_position_request(
+    model: Any, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
+) -> Planned:
+    """The planner of positions: with what configs say of lengths, and what the model's class makes of that."""
+    part = settle_positions(model, part)
+    if Record.of(model.config).has("pos", part):
+        return Planned(part, [])
+    changes = plan_positions(model, part)
+    if not any(change.changes for change in changes):
+        return Planned(part, changes)
+    lengths = config_lengths(model, part)
+    return Planned(part, changes, lengths=lengths, derived=derived_from(model, part, lengths))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,9 +16,17 @@ from ..errors import NothingToPatchError
 from ..runtime.edits import Call, Edit
 from ..runtime.errors import UnsupportedError
 from ..runtime.gated import FRESH, GatedActivation, GatedLinear, Projection, parameter_like
-from ..schemes.mlps import FARTHEST, MLP, Activation, Start
+from ..schemes.mlps import FARTHEST, MLP, Start
 from ..schemes.request import Part
-from ..sites.mlps import MLPSite, Place, find_mlps, mixtures
+from ..sites.mlps import MLPSite, find_mlps, mixtures
+from .planners import Planned
+
+
+def plan_mlp_request(
+    model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
+) -> Planned:
+    """What becomes of the model's MLPs: see `plan_mlps`."""
+    return Planned(part, plan_mlps(model, part))
 
 
 def plan_mlps(model: nn.Module, part: Part) -> list[Change]:
@@ -34,7 +45,7 @@ def plan_mlps(model: nn.Module, part: Part) -> list[Change]:
     scheme = part.scheme
     assert isinstance(scheme, MLP)
     names, sites = Names.of(model), find_mlps(model)
-    named = _named_in_heads(sites, part, names)
+    named = names.meant(part.only, {_names(site): names.in_head(site.name) for site in sites})
     changes = [_change(model, site, scheme, part, _reason_to_keep(site, part, names, named)) for site in sites]
     changes += [
         Change(Row("mlp", "keep", name, type(model.get_submodule(name)).__name__, reason="a mixture of routed experts"))
@@ -52,21 +63,11 @@ def _names(site: MLPSite) -> tuple[str, ...]:
     return (site.name, site.owner) if site.owner else (site.name,)
 
 
-def _named_in_heads(sites: list[MLPSite], part: Part, names: Names) -> set[int]:
-    """MLPs of heads that a glob in `only` means, since it matches no other."""
-    meant: set[int] = set()
-    for glob in part.only:
-        matched = [site for site in sites if names.matches(glob, _names(site))]
-        if all(names.in_head(site.name) for site in matched):
-            meant |= {id(site) for site in matched}
-    return meant
-
-
-def _reason_to_keep(site: MLPSite, part: Part, names: Names, named: set[int]) -> str | None:
+def _reason_to_keep(site: MLPSite, part: Part, names: Names, named: set[tuple[str, ...]]) -> str | None:
     if site.reason:
         return site.reason
     reason = names.reason_to_keep(_names(site), part.only, part.keep)
-    if reason is None and names.in_head(site.name) and id(site) not in named:
+    if reason is None and names.in_head(site.name) and _names(site) not in named:
         return "MLP of a head: name it in only= to change it"
     return reason
 
@@ -76,42 +77,40 @@ def _change(model: nn.Module, site: MLPSite, scheme: MLP, part: Part, reason: st
     row = Row("mlp", "keep", site.name, _text(site), reason=reason, aliases=_names(site)[1:])
     if reason is not None:
         return Change(row)
-    for place in (site.first, site.activation, site.last if part.init == "reset" else None):
-        if place is not None and isinstance(getattr(*place), nn.Module):
-            refuse_private_forward(site.name, getattr(*place))
+    first, last = model.get_submodule(site.name), model.get_submodule(str(site.last))
+    for module in (first, site.act, last if part.init == "reset" else None):
+        if isinstance(module, nn.Module):
+            refuse_private_forward(site.name, module)
     row.action, row.becomes = "replace", f"{scheme.label}({d}, {scheme.width(d_ff)})"
     if part.init == "reset":
-        _require_resizable(site, scheme)
+        _require_resizable(model, site, scheme)
         row.loss = "parameters start afresh"
-        assert site.last is not None
-        old = getattr(*site.first), getattr(*site.last)
-        return Change(row, _fresh_edits(model, site, scheme), lambda changes: _start_afresh(changes, model, site, *old))
+        edits = _fresh_edits(site, scheme, first, last)
+        return Change(row, edits, lambda changes: _start_afresh(changes, model, site, first, last))
     start = _require_start(site, scheme, part.init)
     if not start.exact:
         row.loss = _approximation(site, scheme, start)
-    put = Edit.of(
-        _path(model, site.first),
-        Call.of(GatedLinear, scheme.name, **({} if start.scale == 1.0 else {"scale": start.scale})),
-    )
-    edits, first = (put, _gated_activation(model, site, scheme)), getattr(*site.first)
-    return Change(row, edits, lambda changes: _log_start(changes, site, first))
+    scale = {} if start.scale == 1.0 else {"scale": start.scale}
+    edits = Edit.of(site.name, Call.of(GatedLinear, scheme.name, **scale)), _gated_activation(site, scheme)
+    return Change(row, edits, lambda changes: _log_start(changes, model.get_submodule(site.name), first))
 
 
 def _text(site: MLPSite) -> str:
     d, d_ff = site.sizes
     if site.kind is not None:
         return f"{site.kind} MLP({d}, {d_ff})"
-    return f"MLP({d}, {d_ff}), {_activation_name(site.act)}"
+    return f"MLP({d}, {d_ff}), {_activation_name(site)}"
 
 
-def _activation_name(activation: Activation) -> str:
-    return getattr(activation, "__name__", type(activation).__name__)
+def _activation_name(site: MLPSite) -> str:
+    return getattr(site.act, "__name__", type(site.act).__name__)
 
 
 def _approximation(site: MLPSite, scheme: MLP, start: Start) -> str:
-    gate, k = _activation_name(scheme.activation(site.act)), start.scale
+    assert site.act is not None
+    gate, k = type(scheme.activation(site.act)).__name__, start.scale
     stand_in = f"{gate}(x)" if k == 1 else f"{gate}({k:g} x) / {k:g}"
-    return f"{stand_in} stands for {_activation_name(site.act)}(x), off by at most {start.error:.4f}"
+    return f"{stand_in} stands for {_activation_name(site)}(x), off by at most {start.error:.4f}"
 
 
 def _require_start(site: MLPSite, scheme: MLP, init: str) -> Start:
@@ -127,11 +126,12 @@ def _require_start(site: MLPSite, scheme: MLP, init: str) -> Start:
             f"{site.name}: a gated MLP that starts as the trained one needs all of its {d_ff} hidden channels and a "
             f"bias, not {wanted}. {anew}, or leave that option out."
         )
+    assert site.act is not None
     start = scheme.start(site.act)
     if not start.error <= FARTHEST:  # it may be nan
         raise UnsupportedError(
             f"{site.name}: mlp={scheme.name!r} can't start as this MLP, whose activation "
-            f"{_activation_name(site.act)} is nowhere near the gate's (off by {start.error:.3g}). "
+            f"{_activation_name(site)} is nowhere near the gate's (off by {start.error:.3g}). "
             f"{anew}, or keep={site.name!r}."
         )
     if init == "exact" and not start.exact:
@@ -142,57 +142,44 @@ def _require_start(site: MLPSite, scheme: MLP, init: str) -> Start:
     return start
 
 
-def _require_resizable(site: MLPSite, scheme: MLP) -> None:
+def _require_resizable(model: nn.Module, site: MLPSite, scheme: MLP) -> None:
     """Refuse another width where something between the activation and the last projection has the old one.
 
     Raises:
         UnsupportedError: names it.
     """
-    assert site.activation is not None
-    owner, d_ff = site.activation[0], site.sizes[1]
+    d_ff = site.sizes[1]
     if site.direct or scheme.width(d_ff) == d_ff:
         return
-    own = [site.first[0]._modules[site.first[1]], site.last and site.last[0]._modules[site.last[1]]]
-    for name, module in owner.named_modules():
-        if module not in own and any(d_ff in p.shape for p in module.parameters(recurse=False)):
+    for name, module in model.get_submodule(site.owner).named_modules(prefix=site.owner):
+        if name not in (site.name, site.last) and any(d_ff in p.shape for p in module.parameters(recurse=False)):
             raise UnsupportedError(
                 f"{site.name}: {name} stands behind the activation and has its {d_ff} channels, so d_ff can't become "
                 f"{scheme.width(d_ff)}. Use ratio=1."
             )
 
 
-def _path(model: nn.Module, place: Place) -> str:
-    """The name of a module's attribute in a model."""
-    holder, attribute = place
-    name = next(name for name, module in model.named_modules() if module is holder)
-    return f"{name}.{attribute}".strip(".")
+def _gated_activation(site: MLPSite, scheme: MLP) -> Edit:
+    assert site.act is not None
+    act = scheme.activation(site.act)
+    options = {} if act is site.act else {"act": type(act).__name__}
+    return Edit.of(site.activation, Call.of(GatedActivation, **options))
 
 
-def _gated_activation(model: nn.Module, site: MLPSite, scheme: MLP) -> Edit:
-    assert site.activation is not None
-    replaced: Activation = getattr(*site.activation)
-    act = scheme.activation(replaced)
-    options = {} if act is replaced else {"act": type(act).__name__}
-    return Edit.of(_path(model, site.activation), Call.of(GatedActivation, **options))
-
-
-def _fresh_edits(model: nn.Module, site: MLPSite, scheme: MLP) -> tuple[Edit, ...]:
+def _fresh_edits(site: MLPSite, scheme: MLP, first: nn.Module, last: nn.Module) -> tuple[Edit, ...]:
     """All three projections new, of another width."""
-    assert site.last is not None
     width = scheme.width(site.sizes[1])
-    first, last = getattr(*site.first), getattr(*site.last)
     biases = [module.bias is not None and scheme.bias is not False for module in (first, last)]
     up = biases[0] if scheme.bias is None else scheme.bias
     return (
-        Edit.of(_path(model, site.first), Call.of(GatedLinear, scheme.name, width, biases[0], up)),
-        Edit.of(_path(model, site.last), Call.of(Projection, width, biases[1])),
-        _gated_activation(model, site, scheme),
+        Edit.of(site.name, Call.of(GatedLinear, scheme.name, width, biases[0], up)),
+        Edit.of(str(site.last), Call.of(Projection, width, biases[1])),
+        _gated_activation(site, scheme),
     )
 
 
-def _log_start(changes: Transaction, site: MLPSite, first: nn.Module) -> None:
+def _log_start(changes: Transaction, gated: Any, first: nn.Module) -> None:
     """Enter the Parameters of a start as it was; the gate's are the replaced ones where they aren't scaled."""
-    gated = getattr(*site.first)
     for projection in (gated.gate, gated.up):
         if projection.weight is not first.weight:
             _log_parameters(changes, projection, first)
@@ -202,8 +189,8 @@ def _start_afresh(
     changes: Transaction, model: nn.Module, site: MLPSite, old_first: nn.Module, old_last: nn.Module
 ) -> None:
     """New projections' values, initialised as the host does it."""
-    assert site.last is not None
-    gated, last = getattr(*site.first), getattr(*site.last)
+    gated, last = model.get_submodule(site.name), model.get_submodule(str(site.last))
+    assert isinstance(gated, GatedLinear)
     for module in (gated.gate, gated.up, last):
         vars(module).pop(FRESH)
     if not gated.weight.is_meta:
@@ -232,10 +219,10 @@ def _initialise(model: nn.Module, site: MLPSite, gated: GatedLinear, last: nn.Mo
     host = _host_of(model, site.name)
     if host is None:
         return
-    ours = {id(parameter) for module in (gated, last) for parameter in module.parameters()}
-    places = (site.first, site.activation, site.last)
-    around = {id(place[0]): place[0] for place in places if place is not None}
-    holders = [m for m in around.values() if all(id(parameter) in ours for parameter in m.parameters())]
+    own = {id(parameter) for module in (gated, last) for parameter in module.parameters()}
+    around = dict.fromkeys(name.rpartition(".")[0] for name in (site.name, site.activation, str(site.last)))
+    holders = [model.get_submodule(name) for name in around]
+    holders = [module for module in holders if all(id(parameter) in own for parameter in module.parameters())]
     with torch.no_grad():
         for again in (False, True):
             for module in (gated.gate, last, *holders):

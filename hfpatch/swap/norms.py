@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,15 +14,15 @@ from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.transaction import Transaction
 from ..errors import NothingToPatchError
-from ..exact.fold import Step, fold_shift
+from ..exact.fold import fold_shift
 from ..exact.request import Conversion
-from ..runtime.edits import Edit, pattern_of
+from ..runtime.edits import Edit
 from ..runtime.errors import UnsupportedError
 from ..runtime.norms import AffineNorm, NormFacts
 from ..schemes.norms import Norm
 from ..schemes.request import Part
 from ..sites.norms import describe, looks_like_norm
-from .from_scratch import of_attention, plan_scales, stream_width
+from .planners import Planned
 
 _QUERY_KEY = re.compile(
     r"^((q|k|qk|query|key)_?(layer_?norm|norm|ln)|(layer_?)?norm_?(q|k|query|key)|(ln|norm)_(q|k))$"
@@ -36,7 +37,33 @@ class _Site:
     module: nn.Module
     facts: NormFacts | None
     names: list[str] = field(default_factory=list)
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    parents: list[nn.Module] = field(default_factory=list)
+
+
+@dataclass
+class _Swap:
+    """How one norm is replaced.
+
+    Attributes:
+        loss: what isn't preserved, None where the function stays the same.
+        stays: why it is kept after all, since that is more than was allowed.
+        readers: the linear layers that take up its shift, with the axis of their inputs; None where it keeps its own.
+        note: for the plan.
+    """
+
+    loss: str | None
+    stays: str | None = None
+    readers: list[tuple[nn.Module, int]] | None = None
+    note: str | None = None
+
+
+def plan_norm_request(
+    model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
+) -> Planned:
+    """The same function wherever the scheme and the request allow it; a plain swap elsewhere."""
+    conversion = Conversion.asked_for(model, part, example_inputs, inexact)
+    changes = plan_norms(model, part, conversion)
+    return Planned(part if conversion is None else conversion.recorded(), changes, conversion)
 
 
 def plan_norms(model: nn.Module, part: Part, conversion: Conversion | None = None) -> list[Change]:
@@ -54,100 +81,60 @@ def plan_norms(model: nn.Module, part: Part, conversion: Conversion | None = Non
     """
     scheme = part.scheme
     assert isinstance(scheme, Norm)
-    names = Names.of(model)
     sites = _find(model)
     if not any(site.facts for site in sites):
         raise NothingToPatchError(
             f"{type(model).__name__} has no LayerNorm-like module, so norm={scheme.name!r} has nothing to replace."
         )
-    reasons = {id(site): _reason_to_keep(site, scheme, part, names) for site in sites}
-    _take_special_norms_that_were_named(sites, reasons, scheme, part, names)
-    for site in sites:
-        reasons[id(site)] = reasons[id(site)] or _reason_to_leave(site, part, names)
+    reasons = _reasons_to_keep(sites, scheme, part, Names.of(model))
     changing = [site for site in sites if reasons[id(site)] is None]
     if conversion is None:
-        steps: list[Step] = []
-        plans = {id(site): _plain(site, part, names, model) for site in changing}
+        swaps = {id(site): _plain(site, scheme, part) for site in changing}
     else:
-        plans = _converted(changing, conversion)
-        steps = conversion.steps()
-    changes = [_change(model, site, scheme, part, reasons[id(site)], plans.get(id(site))) for site in sites]
-    if scheme.by_branch and changing:
-        changes += plan_scales(model, part, names)
-    return changes + [_stream_change(step) for step in steps]
+        swaps = _converted(changing, scheme, conversion)
+    changes = [_change(model, site, part, reasons[id(site)], swaps.get(id(site))) for site in sites]
+    for step in conversion.steps() if conversion is not None else ():
+        changes.append(Change(Row("stream", "replace", step.name, step.now, step.becomes), step.edits, step.values))
+    return changes
 
 
-@dataclass
-class _Swap:
-    """How one norm is replaced.
-
-    Attributes:
-        loss: what isn't preserved, None where the function stays the same.
-        stays: why it is kept after all, since that is more than was allowed.
-        readers: the linear layers that take up its shift.
-        biasless: whether the new norm has no shift.
-        note: for the plan.
-        scheme: the scheme as it is for this norm, where norms differ in how they start.
-    """
-
-    loss: str | None
-    stays: str | None = None
-    readers: list[tuple[nn.Module, int]] = field(default_factory=list)
-    biasless: bool = False
-    note: str | None = None
-    scheme: Norm | None = None
-
-
-def _plain(site: _Site, part: Part, names: Names, model: nn.Module) -> _Swap:
+def _plain(site: _Site, scheme: Norm, part: Part) -> _Swap:
     """A swap with gain and shift copied.
 
     Raises:
-        UnsupportedError: it isn't exact, as it was asked to be.
+        UnsupportedError: it isn't exact, and init="exact" allows nothing else.
     """
-    scheme = part.scheme
-    assert isinstance(scheme, Norm)
     assert site.facts is not None
     loss = scheme.loss(site.facts) if part.init != "reset" else "parameters start afresh"
     if loss and part.init == "exact" and scheme.centring is None:
-        raise UnsupportedError(
-            f"{site.names[0]}: norm={scheme.name!r} isn't exact here: {loss}. Use init='auto' to accept that."
-        )
-    swap = _Swap(loss)
-    if scheme.by_branch:
-        forms = [form for name in site.names for form in names.forms(name)]
-        swap.scheme, swap.note = scheme.at(of_attention(part, forms), stream_width(model))
-    return swap
+        raise _not_exact(site, scheme, loss)
+    return _Swap(loss)
 
 
-def _named(patterns: tuple[str, ...], site: _Site, names: Names) -> bool:
-    """Whether one of some patterns is a norm's."""
-    forms = {form for name in site.names for form in names.forms(name)}
-    return not forms.isdisjoint(patterns) or not set(map(pattern_of, forms)).isdisjoint(patterns)
+def _not_exact(site: _Site, scheme: Norm, loss: str | None) -> UnsupportedError:
+    return UnsupportedError(
+        f"{site.names[0]}: norm={scheme.name!r} isn't exact here: {loss}. Use init='auto' to accept that."
+    )
 
 
-def _converted(sites: list[_Site], conversion: Conversion) -> dict[int, _Swap]:
-    """How the norms of a new request are replaced: exactly where that is possible.
+def _converted(sites: list[_Site], scheme: Norm, conversion: Conversion) -> dict[int, _Swap]:
+    """How norms are replaced where the function is to stay the same: exactly where that is possible.
 
     Raises:
-        UnsupportedError: none is exact, as they were asked to be; no shift can be moved, as asked.
+        UnsupportedError: none is exact, and init="exact" allows nothing else; no shift can be moved.
     """
     if any(site.facts is not None and site.facts.kind == "layer" for site in sites):
         conversion.find()
-    found = {id(site): _convert(site, conversion) for site in sites}
-    if sites and not any(swap.stays is None for swap in found.values()):
-        first, name = sites[0], conversion.part.scheme.name
-        raise UnsupportedError(
-            f"{first.names[0]}: norm={name!r} isn't exact here: {found[id(first)].loss}. "
-            "Use init='auto' to accept that."
-        )
-    if getattr(conversion.part.scheme, "fold_bias", False) and not conversion.plain:
-        _move_shifts(sites, found, conversion)
-    return found
+    swaps = {id(site): _convert(site, scheme, conversion) for site in sites}
+    if sites and all(swap.stays for swap in swaps.values()):
+        raise _not_exact(sites[0], scheme, swaps[id(sites[0])].loss)
+    if scheme.moves_shift and not conversion.plain:
+        _move_shifts(sites, swaps, conversion)
+    return swaps
 
 
-def _convert(site: _Site, conversion: Conversion) -> _Swap:
-    scheme, name = conversion.part.scheme, site.names[0]
-    assert isinstance(scheme, Norm)
+def _convert(site: _Site, scheme: Norm, conversion: Conversion) -> _Swap:
+    name = site.names[0]
     assert site.facts is not None
     why = conversion.why_not_exact(site.names) if site.facts.kind == "layer" else None
     loss = scheme.loss(site.facts) if site.facts.kind != "layer" or why else None
@@ -163,12 +150,9 @@ def _convert(site: _Site, conversion: Conversion) -> _Swap:
     return _Swap(f"{loss} ({why})" if why else loss)
 
 
-def _move_shifts(sites: list[_Site], found: dict[int, _Swap], conversion: Conversion) -> None:
-    shifted = {
-        site.names[0]: found[id(site)]
-        for site in sites
-        if site.facts is not None and site.facts.shift and found[id(site)].stays is None
-    }
+def _move_shifts(sites: list[_Site], swaps: dict[int, _Swap], conversion: Conversion) -> None:
+    shifted = {site.names[0]: swaps[id(site)] for site in sites if site.facts is not None and site.facts.shift}
+    shifted = {name: swap for name, swap in shifted.items() if swap.stays is None}
     if not shifted:
         return
     conversion.trace_readers(list(shifted))
@@ -177,30 +161,55 @@ def _move_shifts(sites: list[_Site], found: dict[int, _Swap], conversion: Conver
         if isinstance(readers, str):
             swap.note = f"keeps its shift: {readers}"
         else:
-            swap.readers, swap.biasless = readers, True
+            swap.readers = readers
             swap.note = f"its shift moves into {len(readers)} linear layer{'s' if len(readers) > 1 else ''}"
-
-
-def _stream_change(step: Step) -> Change:
-    row = Row("stream", "replace", step.name, step.now, step.becomes)
-    return Change(row, step.edits, step.values)
 
 
 def _find(model: nn.Module) -> list[_Site]:
     sites: dict[int, _Site | None] = {}
-    parents: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        parents[name] = module
+        modules[name] = module
         if id(module) not in sites:
             facts = describe(module)
             found = facts is not None or (looks_like_norm(module) and set(module._modules) <= {"parametrizations"})
             sites[id(module)] = _Site(module, facts) if found and name else None
         site = sites[id(module)]
         if site is not None:
-            parent, _, attribute = name.rpartition(".")
             site.names.append(name)
-            site.places.append((parents[parent], attribute))
+            site.parents.append(modules[name.rpartition(".")[0]])
     return [site for site in sites.values() if site is not None]
+
+
+# Which norms stay
+
+
+def _reasons_to_keep(sites: list[_Site], scheme: Norm, part: Part, names: Names) -> dict[int, str | None]:
+    """By the id of each norm's site why it stays, None where it changes.
+
+    Norms that aren't the residual stream's stay, unless a glob in `only` means them: one that matches no other norm to
+    replace.
+    """
+    own = {id(site): _reason_of_its_own(site, scheme) for site in sites}
+    special = {tuple(site.names): _special(site, names) for site in sites}
+    changeable = {tuple(site.names): bool(special[tuple(site.names)]) for site in sites if own[id(site)] is None}
+    for meant in names.meant(part.only, changeable):
+        special[meant] = None
+    return {
+        id(site): own[id(site)] or names.reason_to_keep(site.names, part.only, part.keep) or special[tuple(site.names)]
+        for site in sites
+    }
+
+
+def _reason_of_its_own(site: _Site, scheme: Norm) -> str | None:
+    """Why a norm stays whatever the globs say."""
+    if "parametrizations" in site.module._modules:
+        return "parametrized: take its parametrizations off first"
+    if site.facts is None:
+        return "not LayerNorm's arithmetic: its output isn't gain * normalised input + shift"
+    if any(isinstance(parent, nn.TransformerEncoderLayer) for parent in site.parents):
+        return "torch's TransformerEncoderLayer reads its weights in a fused path"
+    return scheme.reason_to_keep(site.facts)
 
 
 def _special(site: _Site, names: Names) -> str | None:
@@ -215,52 +224,37 @@ def _special(site: _Site, names: Names) -> str | None:
     return None
 
 
-def _reason_to_keep(site: _Site, scheme: Norm, part: Part, names: Names) -> str | None:
-    if "parametrizations" in site.module._modules:
-        return "parametrized: take its parametrizations off first"
-    if site.facts is None:
-        return "not LayerNorm's arithmetic: its output isn't gain * normalised input + shift"
-    if any(isinstance(parent, nn.TransformerEncoderLayer) for parent, _ in site.places):
-        return "torch's TransformerEncoderLayer reads its weights in a fused path"
-    already = scheme.reason_to_keep(site.facts)
-    return already or names.reason_to_keep(site.names, part.only, part.keep) or _special(site, names)
+# What changes
 
 
-def _reason_to_leave(site: _Site, part: Part, names: Names) -> str | None:
-    """A norm that the scheme leaves in place."""
-    assert isinstance(part.scheme, Norm)
-    return part.scheme.why_left if part.left and _named(part.left, site, names) else None
-
-
-def _take_special_norms_that_were_named(
-    sites: list[_Site], reasons: dict[int, str | None], scheme: Norm, part: Part, names: Names
-) -> None:
-    """A glob in `only` that matches no ordinary norm to replace was written for the special ones that it does match."""
-    settled = {id(site) for site in sites if site.facts is None or scheme.reason_to_keep(site.facts)}
-    for glob in part.only:
-        matched = [site for site in sites if names.matches(glob, site.names) and id(site) not in settled]
-        if all(_special(site, names) for site in matched):
-            for site in matched:
-                if reasons[id(site)] == _special(site, names):
-                    reasons[id(site)] = None
-
-
-def _change(model: nn.Module, site: _Site, scheme: Norm, part: Part, reason: str | None, swap: _Swap | None) -> Change:
-    now = site.module._get_name() + size_of(site.facts)
-    row = Row("norm", "keep", site.names[0], now, aliases=tuple(site.names[1:]), reason=reason)
-    if swap is None:
+def _change(model: nn.Module, site: _Site, part: Part, reason: str | None, swap: _Swap | None) -> Change:
+    facts, scheme, name = site.facts, part.scheme, site.names[0]
+    row = Row("norm", "keep", name, norm_text(site.module, facts), aliases=tuple(site.names[1:]), reason=reason)
+    if swap is None or swap.stays is not None:
+        row.reason = reason if swap is None else swap.stays
         return Change(row)
-    if swap.stays is not None:
-        row.reason = swap.stays
-        return Change(row)
-    refuse_private_forward(site.names[0], site.module)
-    assert site.facts is not None
-    row.action, row.becomes, row.loss = "replace", scheme.label + size_of(site.facts), swap.loss
+    refuse_private_forward(name, site.module)
+    assert facts is not None
+    assert isinstance(scheme, Norm)
+    row.action, row.becomes, row.loss = "replace", scheme.label + size_of(facts), swap.loss
     shared = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
     row.reason = "; ".join(filter(None, (shared, swap.note))) or None
-    facts = replace(site.facts, shift=None) if swap.biasless else site.facts
-    put = Edit.of(site.names[0], (swap.scheme or scheme).call(facts, site.module))
-    return Change(row, (put,), _values(model, site, part, swap))
+    if swap.readers is None:
+        put = Edit.of(name, scheme.call(facts, site.module))
+        return Change(row, (put,), start_afresh(model, [name]) if part.init == "reset" else None)
+    put = Edit.of(name, scheme.call(replace(facts, shift=None), site.module))
+    return Change(row, (put,), _fold(facts.parameters_of(site.module)[1], swap.readers))
+
+
+def _fold(shift: nn.Parameter | None, readers: Iterable[tuple[nn.Module, int]]) -> Callable[[Transaction], None]:
+    """Moves a norm's shift into the layers that read it."""
+
+    def values(changes: Transaction) -> None:
+        assert shift is not None
+        for reader, axis in readers:
+            fold_shift(shift, reader, axis, changes)
+
+    return values
 
 
 def size_of(facts: NormFacts | None) -> str:
@@ -268,28 +262,24 @@ def size_of(facts: NormFacts | None) -> str:
     return f"({', '.join(map(str, facts.shape))})" if facts else ""
 
 
-def _values(model: nn.Module, site: _Site, part: Part, swap: _Swap) -> Callable[[Transaction], None] | None:
-    """What changes in Parameters besides the swap itself: shifts that move, values that start afresh."""
-    if not swap.readers and part.init != "reset":
-        return None
-    assert site.facts is not None
-    _, shift = site.facts.parameters_of(site.module)
+def norm_text(module: nn.Module, facts: NormFacts | None) -> str:
+    """A norm as plans print it: "LayerNorm(768)"."""
+    return module._get_name() + size_of(facts)
+
+
+def start_afresh(model: nn.Module, names: Iterable[str]) -> Callable[[Transaction], None]:
+    """New Parameters at a scheme's starting values, for norms that are in place then.
+
+    They are new since the replaced norm's own must stay as they were.
+    """
 
     def values(changes: Transaction) -> None:
-        for reader, axis in swap.readers:
-            assert shift is not None
-            fold_shift(shift, reader, axis, changes)
-        if part.init == "reset":
-            start_afresh(model.get_submodule(site.names[0]), changes)
+        for module in map(model.get_submodule, names):
+            assert isinstance(module, AffineNorm)
+            initial = module.initial_values()
+            for name, old in list(module._parameters.items()):
+                if old is not None:
+                    new = nn.Parameter(torch.full_like(old, initial[name]), requires_grad=old.requires_grad)
+                    changes.set_parameter(module, name, new)
 
     return values
-
-
-def start_afresh(module: nn.Module, changes: Transaction) -> None:
-    """New Parameters at the scheme's starting values: the replaced norm's own must stay as they were."""
-    assert isinstance(module, AffineNorm)
-    values = module.initial_values()
-    for name, old in list(module._parameters.items()):
-        if old is not None:
-            new = nn.Parameter(torch.full_like(old, values[name]), requires_grad=old.requires_grad)
-            changes.set_parameter(module, name, new)

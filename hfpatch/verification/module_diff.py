@@ -51,7 +51,7 @@ def _planned(model: PreTrainedModel, reference: PreTrainedModel) -> dict[str, Ro
     for kind, planner in (("norm", plan_norms), ("pos", plan_positions), ("mlp", plan_mlps)):
         for part in getattr(record, kind):
             try:
-                changes = planner(reference, part) if not getattr(part.scheme, "branchwise", False) else []
+                changes = planner(reference, part)
             except PatchError:  # the reference is of another make than what was patched: no reasons to be had
                 continue
             for change in changes:

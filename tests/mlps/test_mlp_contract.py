@@ -213,12 +213,14 @@ def test_training_moves_the_up_projection_away_from_zero(family: str) -> None:
 def test_fresh_weights_have_two_thirds_of_the_channels(family: str) -> None:
     model, given = make(family)
     sites = [site for site in find_mlps(model) if site.reason is None]
-    old = sum(getattr(*site.first).weight.numel() + getattr(*site.last).weight.numel() for site in sites)
+    old = sum(
+        model.get_submodule(site.name).weight.numel() + model.get_submodule(site.last).weight.numel() for site in sites
+    )
     before = answer(model, given)
     patch(model, mlp="swiglu", init="reset")
     new = 0
     for site, linear in zip(sites, gated(model), strict=True):
-        last, d_ff = getattr(*site.last), site.sizes[1]
+        last, d_ff = model.get_submodule(site.last), site.sizes[1]
         width = linear.gate.weight.numel() // site.sizes[0]
         assert width % 8 == 0
         assert 0 <= width - 2 / 3 * d_ff < 8
@@ -253,7 +255,7 @@ def test_fresh_weights_start_as_the_host_starts_its_own(family: str, options: An
     for site, linear in zip(sites, gated(model), strict=True):
         assert linear.gate.weight.std().item() == pytest.approx(gate, rel=0.05)
         assert linear.up.weight.std().item() == pytest.approx(gate, rel=0.05)
-        assert getattr(*site.last).weight.std().item() == pytest.approx(last, rel=0.05)
+        assert model.get_submodule(site.last).weight.std().item() == pytest.approx(last, rel=0.05)
         assert linear.up.bias is None or linear.up.bias.abs().max() == 0
     assert all(torch.equal(p, norms[name]) for name, p in model.named_parameters() if name in norms)
 
@@ -273,7 +275,7 @@ def test_options_of_fresh_weights(family: str, scheme: str, tmp_path: Path) -> N
     model, given = make(family, torch.float32)
     site = find_mlps(model)[0]
     patch(model, mlp=scheme, init="reset")
-    linear, last = gated(model)[0], getattr(*site.last)
+    linear, last = gated(model)[0], model.get_submodule(site.last)
     d_ff = {"gpt2": 128, "bert": 48}[family]
     width = {"40": 40, "0.5": d_ff // 2, "false": {128: 88, 48: 32}[d_ff], "3": 3}[scheme.partition("=")[2]]
     assert linear.up.weight.numel() == linear.gate.weight.numel() == last.weight.numel() == 32 * width

@@ -14,6 +14,7 @@ from tiny_models import changes, difference, fingerprint, inputs, outputs, patch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
+from hfpatch.contrib.dyt_llm import llm_alpha
 from hfpatch.errors import NothingToPatchError, OptionError
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
@@ -21,7 +22,7 @@ from hfpatch.runtime.errors import CheckpointError, UnsupportedError
 from hfpatch.runtime.lens import SCALE
 from hfpatch.runtime.norms import DynamicTanh
 from hfpatch.runtime.record import KEY
-from hfpatch.schemes.norms import DyT, Norm, llm_alpha
+from hfpatch.schemes.norms import DyT, Norm
 from hfpatch.schemes.request import Record
 
 WIDE = 4096  # where the table tells attentions from others: .8 and .2
@@ -351,8 +352,6 @@ def test_json_and_text() -> None:
     scheme = DyT("llm")
     assert scheme.to_json() == {"name": "dyt", "alpha": "llm"}
     assert Norm.from_json(scheme.to_json()) == Norm.resolve("dyt:alpha=llm") == scheme
-    assert not DyT().by_branch
-    assert DyT().at(True, WIDE) == (DyT(), None)
 
 
 @pytest.mark.parametrize("alpha", ["LLM", "", "0.5", 0.0, float("nan"), True, None])

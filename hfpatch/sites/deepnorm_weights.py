@@ -1,13 +1,12 @@
-"""What each matrix of a residual branch is for: queries, keys, values and outputs, or the layers of an MLP.
+"""Which weights DeepNorm scales in a model that starts afresh: feed-forward networks, values and outputs of attentions.
 
 An attention's output is linear in its values and in its output projection's output, and not in queries and keys: so
-the outputs of a fused projection in which it is linear are the values. A query moves what its own position gets, a key
-what others get. An MLP is linear in what its activation only multiplies, and not in what the activation is given.
+the outputs of a fused projection in which it is linear are the values.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,41 +21,25 @@ from .blocks import Block, Call, stream_blocks
 _TOLERANCE = 1e-7  # of linearity in float64
 
 
-@dataclass(frozen=True)
-class Projection:
-    """A module whose matrix a branch's output depends on.
+def with_weights(model: nn.Module, inputs: dict[str, Any], branches: list[Branch]) -> list[Branch]:
+    """The branches with their `weights`: what DeepNorm scales, in forward order, as (module, part).
 
-    Attributes:
-        name: in the block, with `*` for every number between dots.
-        role: "query", "key", "value", "fused" (several of these) or "output" of a branch that mixes positions or reads
-            another stack; "up", "gate" or "down" of any other, or "expert" and "router" where it routes.
-        values: which of its outputs the branch's are linear in, see `values_of`; "" for none, "?" for an order that
-            isn't known. Of a branch that doesn't mix "all".
-    """
-
-    name: str
-    role: str
-    values: str
-
-
-def find_projections(
-    model: nn.Module, inputs: dict[str, Any], branches: list[Branch]
-) -> dict[Branch, tuple[Projection, ...]]:
-    """For each branch its projections, in forward order.
+    The module's name is relative to the block, with `*` for every number; part is "all", or where values lie in a fused
+    projection: "blocks" for `[q | k | v]`, "heads" for each head's `[q | k | v]` in turn.
 
     Args:
         model, inputs, branches: as `find_branches` took and returned them.
 
     Raises:
-        UnsupportedError: an attention with a fused projection doesn't say how many heads it has; experts stand under
-            names of their own.
+        UnsupportedError: values lie in a fused projection in an order that isn't known, or an attention with one
+            doesn't say how many heads it has; experts stand under names of their own.
     """
     blocks = {block.name: block for block in stream_blocks(model, inputs)}
-    known: dict[tuple, Projection] = {}  # layers of one stack are alike
-    found = {}
+    known: dict[tuple, str] = {}  # layers of one stack are alike
+    found = []
     for branch in branches:
         others = [other for other in branches if other.block == branch.block and other is not branch]
-        found[branch] = _Finder(blocks[branch.block], branch, others).projections(known)
+        found.append(replace(branch, weights=_Finder(blocks[branch.block], branch, others).weights(known)))
     return found
 
 
@@ -64,28 +47,24 @@ class _Finder:
     """The matrices that one branch's output depends on, the other branches' outputs being held."""
 
     def __init__(self, block: Block, branch: Branch, others: list[Branch]):
-        self.block, self.mixes = block, branch.mixes or branch.cross
-        self.outlet: Call = self._inside(branch.outlet), branch.call
-        self.last = self._inside(branch.projection)
-        self.held = {(self._inside(other.writer), other.call) for other in others}
-        elsewhere = {self._inside(other.projection) for other in others}
+        self.block, self.is_attention = block, branch.mixes or branch.cross
+        self.outlet: Call = branch.outlet, branch.call
+        self.held = {(other.writer, other.call) for other in others}
+        elsewhere = {other.projection for other in others}
         before = [call for call, rank in block.rank.items() if rank <= block.rank[self.outlet]]
         matrices = [call for call in before if call[0] in block.matrices and call[0] not in elsewhere]
         self.calls = [call for call in matrices if block.depends(self.outlet, call, self.held)]
 
-    def _inside(self, name: str) -> str:
-        return name.removeprefix(f"{self.block.name}.")
-
-    def projections(self, known: dict[tuple, Projection]) -> tuple[Projection, ...]:
-        """All of them; `known` are those of other layers, and takes up new ones."""
-        experts = self._numbers_of_experts()
+    def weights(self, known: dict[tuple, str]) -> tuple[tuple[str, str], ...]:
+        """All of them; `known` are parts found in other layers, and takes up new ones."""
+        routers = {1, *self._numbers_of_experts()}
         found = []
         for call in self.calls:
-            key = pattern_of(self.block.name), call[0], self.mixes
+            key = pattern_of(self.block.name), call[0], self.is_attention
             if key not in known:
-                known[key] = self._of_attention(call) if self.mixes else self._of_mlp(call, bool(experts))
-            routes = _outputs_of(self.block.inside[call[0]]) in {1, *experts}
-            found.append(replace(known[key], role="router") if routes else known[key])
+                known[key] = self._values(call) if self.is_attention else "all"
+            if known[key] and _outputs_of(self.block.inside[call[0]]) not in routers:
+                found.append((pattern_of(call[0]), known[key]))
         return tuple(dict.fromkeys(found))
 
     def _numbers_of_experts(self) -> set[int]:
@@ -106,25 +85,8 @@ class _Finder:
                     numbers.add(len(holder))
         return numbers
 
-    def _of_mlp(self, call: Call, routed: bool) -> Projection:
-        linear = [one[0] for one in self.calls if one[0] != self.last and self._is_linear(one, slice(None))]
-        role = "expert" if routed else "down" if call[0] == self.last else "up"
-        if role == "up" and linear and call[0] not in linear:
-            role = "gate"
-        return Projection(pattern_of(call[0]), role, "all")
-
-    def _of_attention(self, call: Call) -> Projection:
-        values = self._values(call)
-        if call[0] == self.last:
-            role = "output"
-        elif values in ("all", ""):
-            role = "value" if values else "key" if self._reaches_others(call) else "query"
-        else:
-            role = "fused"
-        return Projection(pattern_of(call[0]), role, values)
-
     def _values(self, call: Call) -> str:
-        """Where the values lie among a projection's outputs."""
+        """Where the values lie among the outputs of an attention's projection; "" where there are none."""
         width = self.block.base.outputs[call].shape[-1]
         if self._is_linear(call, slice(None)):
             return "all"
@@ -137,8 +99,13 @@ class _Finder:
         if not any(linear):
             return ""
         heads, values = heads_of(self.block.module, projection, where), torch.tensor(linear).repeat_interleave(size)
-        ways = ("blocks", "heads") if width % (3 * heads) == 0 else ()
-        return next((way for way in ways if torch.equal(values, values_of(width, way, heads))), "?")
+        for part in ("blocks", "heads") if width % (3 * heads) == 0 else ():
+            if torch.equal(values, values_of(width, part, heads)):
+                return part
+        raise UnsupportedError(
+            f"{where}: its outputs hold queries, keys and values in an order that isn't known, so init='reset' can't "
+            "scale the values alone. Use init='copy' and scale them yourself."
+        )
 
     def _is_linear(self, call: Call, channels: slice) -> bool:
         """Whether the branch is linear in some of a module's outputs."""
@@ -147,18 +114,6 @@ class _Finder:
         noise[..., channels] = self.block.noise(output, 3)[..., channels]
         once, twice = self._moved_by(call, noise), self._moved_by(call, 2 * noise)
         return bool((twice - 2 * once).abs().max() <= _TOLERANCE * twice.abs().max())
-
-    def _reaches_others(self, call: Call) -> bool:
-        """Whether a change at the first position moves the branch at others."""
-        noise = self.block.noise(self.block.base.outputs[call], 3)
-        batch = len(self.block.x)
-        if noise.shape[:-1].numel() % batch:  # what positions have in common
-            return True
-        by_position = noise.reshape(batch, -1, noise.shape[-1]).clone()
-        by_position[:, 1:] = 0.0
-        moved = self._moved_by(call, by_position.view(noise.shape))
-        moved = moved.reshape(batch, -1, moved.shape[-1])
-        return bool(moved[:, 1:].abs().max() > 1e-9) if moved.shape[1] > 1 else False
 
     def _moved_by(self, call: Call, change: Tensor) -> Tensor:
         """What the branch moves by when a module's output is changed."""

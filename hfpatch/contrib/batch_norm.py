@@ -1,0 +1,109 @@
+"""Planner of BatchNorm: which norms may see a whole batch, and how padding is left out of its statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..core.plan_table import refuse_private_forward
+from ..measure.twin import twin
+from ..runtime.edits import LENS_SLOT, Edit, pattern_of
+from ..runtime.errors import UnsupportedError
+from ..runtime.joins import Joins
+from ..runtime.lens import lens_of
+from ..runtime.padding import Padded, takes_mask
+from ..schemes.request import Part
+from ..sites.blocks import OUTPUT, Block, measuring, stream_blocks
+from ..swap.norms import plan_norms
+from ..swap.planners import Planned
+
+
+def plan_batch_norms(
+    model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
+) -> Planned:
+    """What changes of the model's norms, and how a mask reaches each of them; nothing is changed yet.
+
+    Raises:
+        UnsupportedError: the model is causal, or its branches meet the stream through joins.
+    """
+    request = f"norm={part.scheme.name!r}"
+    if any(lens_of(module, Joins) for module in model.modules()):
+        raise UnsupportedError(
+            f"{request} can't be told of padding where branches meet the stream in another way than the host's. "
+            "Start from the original."
+        )
+    stacks = _stacks(model, request, example_inputs)
+    if not any(stacks.values()):
+        raise UnsupportedError(
+            f"{type(model).__name__}: none of its blocks lets a position see later ones, so it is causal (or not shown "
+            f"to be an encoder), and in training {request} would tell every position of those behind it."
+        )
+    changes = plan_norms(model, part)
+    for change in changes:
+        row = change.row
+        names = (row.module, *row.aliases)
+        if change.changes and any(_serves(model, name, stacks) for name in names):
+            change.edits += tuple(_padding(model, names))
+        elif change.changes:
+            why = "a causal stack, or out of a padding mask's reach"
+            kept = replace(row, action="keep", becomes=None, loss=None, reason=why)
+            change.row, change.edits, change.values = kept, (), None
+    return Planned(part, changes)
+
+
+def _stacks(model: nn.Module, request: str, example_inputs: Mapping[str, Any] | None) -> dict[str, bool]:
+    """By the pattern of each stack's blocks, whether a position there sees later ones."""
+    small, inputs = twin(model, example_inputs)
+    stacks: dict[str, bool] = {}
+    with measuring(model, f"whether it is causal can't be told, and {request} is for encoders"):
+        for block in stream_blocks(small, inputs):
+            pattern = pattern_of(block.name)
+            stacks[pattern] = _sees_later(block) or stacks.get(pattern, False)
+    return stacks
+
+
+def _sees_later(block: Block) -> bool:
+    """Whether an earlier position's output moves with the last one's input."""
+    stream = block.arguments[block.stream]
+    if stream.dim() == 4 or stream.shape[1] < 2:  # images have no order
+        return stream.dim() == 4
+    moved = stream.clone()
+    moved[:, -1] += torch.randn(stream.shape[-1], generator=torch.Generator().manual_seed(0), dtype=stream.dtype)
+    before, after = (run.points[OUTPUT] for run in (block.base, block.run(arguments={block.stream: moved})))
+    return before.shape == stream.shape and not torch.allclose(before[:, :-1], after[:, :-1], rtol=1e-9, atol=1e-12)
+
+
+def _serves(model: nn.Module, name: str, stacks: dict[str, bool]) -> bool:
+    """Whether a norm may see the batch, and a mask can reach it where there is one."""
+    around = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)]
+    stack = next((pattern_of(path) for path in around if pattern_of(path) in stacks), None)
+    if stack is not None:
+        return stacks[stack] and (_masked_module(model, name) is not None or not takes_mask(model))
+    return all(stacks.values()) and not takes_mask(model)
+
+
+def _masked_module(model: nn.Module, name: str) -> str | None:
+    """The innermost module around a norm that is given an attention mask, other than a model."""
+    parts = name.split(".")
+    for depth in range(len(parts) - 1, 0, -1):
+        path = ".".join(parts[:depth])
+        module = model.get_submodule(path)
+        if isinstance(module, PreTrainedModel):
+            return None
+        if takes_mask(module):
+            return path
+    return None
+
+
+def _padding(model: nn.Module, names: tuple[str, ...]) -> Iterator[Edit]:
+    """A way for the mask to each place where a norm stands."""
+    for name in names:
+        path = _masked_module(model, name)
+        if path is not None:
+            refuse_private_forward(path, model.get_submodule(path))
+            yield Edit.of(f"{path}.{LENS_SLOT}", Padded((name.removeprefix(f"{path}."),)))

@@ -1,0 +1,239 @@
+"""DyT's start for language models from scratch (`dyt:alpha=llm`): alpha0 by width, and learned embedding scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.globs import Names
+from ..core.plan_table import Change, Row, refuse_private_forward
+from ..errors import OptionError
+from ..measure.quiet_forward import quiet
+from ..measure.twin import twin
+from ..runtime.edits import SCALE_SLOT, Edit, pattern_of
+from ..runtime.errors import UnsupportedError
+from ..runtime.lens import SCALE, SCALED
+from ..schemes.norms import DyT
+from ..schemes.request import Part
+from ..sites.anatomy import Branch, find_branches
+from ..sites.blocks import measuring, stream_blocks
+from ..sites.branches import require_untouched
+from ..sites.norms import describe
+from ..swap.norms import plan_norms
+from ..swap.planners import Planned
+
+_SAME = 1e-6  # relative, in float64; some hosts compute a part in float32
+
+# (width of the stream, alpha0 of attentions' norms, of the others): LLaMA of the paper, up to 70B
+_LLM = ((1024, 1.0, 1.0), (2048, 1.0, 0.5), (4096, 0.8, 0.2), (5120, 0.6, 0.15), (8192, 0.2, 0.05))
+
+
+def llm_alpha(width: int, attention: bool) -> float:
+    """The paper's alpha0 of a language model (Zhu et al. 2025, arXiv:2503.10622, table of widths).
+
+    At the paper's widths the table's, between two interpolated in log(width) and log(alpha0), beyond them as at the
+    nearest.
+
+    Args:
+        width: of the residual stream.
+        attention: whether the norm is that of an attention's branch; feed-forward and last norms are not.
+    """
+    known = [(row[0], row[1] if attention else row[2]) for row in _LLM]
+    width = min(max(width, known[0][0]), known[-1][0])
+    (low, start), (high, end) = next(pair for pair in pairwise(known) if width <= pair[1][0])
+    if width in (low, high):
+        return start if width == low else end
+    return start * (end / start) ** (math.log(width / low) / math.log(high / low))
+
+
+def plan_dyt_llm(
+    model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
+) -> Planned:
+    """DyT in the place of norms, each with a start by its place, and a learned scale on token embeddings.
+
+    alpha0 is `llm_alpha`'s. The output of the token embedding is multiplied by a learned scalar, its `stream_scale`,
+    that starts at the root of the width (of the whole model, whatever `only` and `keep` choose); not where the model
+    multiplies it itself before its first block, as Gemma does. A branch is taken for an attention where it mixes
+    positions, as Mamba does too, or reads another stack. Pre-norm decoders are what the paper has: in post-norm models
+    LN(x + f(x)) is the norm of f; an encoder-decoder has two scales.
+
+    Raises:
+        OptionError: `init` isn't "reset".
+        UnsupportedError: it is no language model, or its branches can't be found.
+        WrappedModelError: an embedding carries a forward of its own, put there by another library.
+    """
+    request = "norm='dyt' with alpha='llm'"
+    if part.init != "reset":
+        raise OptionError(
+            f"{request} is how training from scratch starts, so it takes init='reset'. For trained weights pass a "
+            "number as alpha, and calibration=, which fits alpha to the weights."
+        )
+    _require_language_model(model, request)
+    require_untouched(model)
+    small, inputs = twin(model, example_inputs)
+    with measuring(model, f"{request} can't tell the norms of attentions from others. Pass a number as alpha"):
+        attentions = _attention_patterns(find_branches(small, inputs), small)
+        called = _called_embeddings(small, inputs)
+        unscaled = {pattern_of(name) for name, one in called.items() if _factor(small, one, inputs) == 1.0}
+    if not attentions:
+        raise UnsupportedError(
+            f"{type(model).__name__}: no attention with a norm of its own was found, so {request} doesn't say how its "
+            "norms start. Pass a number as alpha."
+        )
+    changes = _norms(model, part, attentions)
+    scales = _scales(model, unscaled) if any(change.changes for change in changes) else ()
+    return Planned(part, [*changes, *scales])
+
+
+def _norms(model: nn.Module, part: Part, attentions: tuple[str, ...]) -> list[Change]:
+    """What changes of norms: planned with the alpha0 of attentions and with that of the others, and chosen between."""
+    names, width = Names.of(model), _stream_width(model)
+    by_place = []
+    for of_attention in (False, True):
+        scheme = DyT(llm_alpha(width, of_attention))
+        changes = plan_norms(model, replace(part, scheme=scheme))
+        for change in changes:
+            if change.changes:
+                note = f"alpha0 = {scheme.alpha:.4g}" + (", norm of an attention" if of_attention else "")
+                change.row.reason = "; ".join(filter(None, (change.row.reason, note)))
+        by_place.append(changes)
+
+    def is_of_attention(row: Row) -> bool:
+        forms = [form for name in (row.module, *row.aliases) for form in names.forms(name)]
+        return any(pattern in attentions for form in forms for pattern in _patterns(form))
+
+    return [changes[is_of_attention(changes[0].row)] for changes in zip(*by_place, strict=True)]
+
+
+def _attention_patterns(branches: list[Branch], model: nn.Module) -> tuple[str, ...]:
+    """Patterns of the norms of attentions' branches that no other norm has."""
+    of_attentions = [branch for branch in branches if branch.mixes or branch.cross]
+    read = [f"{branch.block}.{name}" for branch in of_attentions for name in (branch.norm, branch.outer) if name]
+    norms = dict.fromkeys(name for name, module in model.named_modules() if describe(module) is not None)
+    others = {pattern for name in norms if name not in read for pattern in _patterns(name)}
+    found = []
+    for name in read:
+        known = [pattern for pattern in _patterns(name) if pattern not in others]
+        if not known:
+            raise UnsupportedError(
+                f"{name} is the norm of an attention here and of something else in other layers, so alpha='llm' can't "
+                "tell which is which in the model. Pass a number as alpha."
+            )
+        found.append(known[0])
+    return tuple(dict.fromkeys(found))
+
+
+def _patterns(name: str) -> tuple[str, str]:
+    """A name with `*` for every number, and for the first alone: T5's sublayers differ in their second number."""
+    parts = name.split(".")
+    first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return pattern_of(name), ".".join("*" if i == first else part for i, part in enumerate(parts))
+
+
+def _require_language_model(model: nn.Module, request: str) -> None:
+    config: Any = model.config
+    text = config.get_text_config()
+    embedding = _input_embedding(model)
+    if text is not config or embedding is None or not isinstance(getattr(text, "hidden_size", None), int):
+        raise UnsupportedError(
+            f"{type(model).__name__} isn't a language model alone (token embedding, width), which {request} is for. "
+            "Pass a number as alpha; the paper's is 0.5."
+        )
+    if not embedding.weight.is_floating_point():
+        raise UnsupportedError(f"{type(model).__name__}: its token embedding is quantized, so it can't be scaled.")
+
+
+def _input_embedding(model: Any) -> nn.Embedding | None:
+    try:
+        embedding = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):  # how models without one say so
+        return None
+    return embedding if isinstance(embedding, nn.Embedding) else None
+
+
+def _called_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, nn.Embedding]:
+    """The modules with the input embedding's matrix that a forward runs; an encoder-decoder may have two."""
+    source = _input_embedding(model)
+    assert source is not None
+    called: dict[str, nn.Embedding] = {}
+    with quiet(model):  # in which hooks last no longer
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding) and module.weight is source.weight:
+                module.register_forward_hook(lambda module, *_, name=name: called.update({name: module}))
+        model(**inputs)
+    return called
+
+
+def _factor(model: nn.Module, embedding: nn.Embedding, inputs: dict[str, Any]) -> float:
+    """By what the model itself multiplies a token's row before its first block; 1.0 where that can't be told.
+
+    In the embedding, as Gemma 3 does, or behind it, as Gemma.
+
+    Rows are moved by a constant delta; behind a norm or a projection the stream moves by no multiple of it.
+    """
+    with torch.no_grad():
+        factors = embedding(torch.arange(2)) / embedding.weight[:2]
+    if (factors[1] - 1.0).abs().max() > _SAME:  # row 0 may be padding, which some embeddings mask
+        return float(factors[1].median())
+    before = _streams(model, inputs)
+    delta = torch.linspace(1.0, 2.0, embedding.weight.shape[-1], dtype=embedding.weight.dtype)
+    rows = embedding.weight.data
+    embedding.weight.data = rows + delta
+    try:
+        after = _streams(model, inputs)
+    finally:
+        embedding.weight.data = rows
+    for one, other in zip(before, after, strict=True):
+        moved = other - one
+        if moved.shape[-1] == len(delta) and moved.abs().max() > 0:
+            factors = (moved / delta).flatten()
+            factor = factors.median()
+            if (factors - factor).abs().max() <= _SAME * factor.abs():
+                return 1.0 if abs(float(factor) - 1.0) <= _SAME else float(factor)
+            return 1.0
+    return 1.0
+
+
+def _streams(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+    """What each stack's first block reads, in the order of their first calls."""
+    first: dict[str, Tensor] = {}
+    for block in stream_blocks(model, inputs):
+        first.setdefault(pattern_of(block.name), block.x.detach().clone())
+    return list(first.values())
+
+
+def _stream_width(model: nn.Module) -> int:
+    """The width of a language model's residual stream."""
+    config: Any = model.config
+    return config.get_text_config().hidden_size
+
+
+def _scales(model: nn.Module, unscaled: set[str]) -> Iterator[Change]:
+    """A learned scalar, from the root of the width, on the output of each embedding that the patterns mean.
+
+    Where none is left to scale, a line says why.
+    """
+    names, width = Names.of(model), _stream_width(model)
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and any(pattern_of(form) in unscaled for form in names.forms(name))
+    ]
+    fresh = [(name, module) for name, module in found if SCALED not in vars(module)]
+    source = None if fresh else _input_embedding(model)
+    for name, module in model.named_modules():
+        if source is not None and module is source:
+            scaled = f"has its {SCALE} already" if SCALED in vars(module) else "the model multiplies its output itself"
+            yield Change(Row("stream", "keep", name, module._get_name(), reason=scaled))
+    for name, module in fresh:
+        refuse_private_forward(name, module)
+        row = Row("stream", "replace", name, module._get_name(), f"{module._get_name()} x {SCALE}")
+        row.reason = f"{SCALE} is learned and starts at sqrt({width}) = {width**0.5:.4g}"
+        row.loss = "parameters start afresh"
+        yield Change(row, (Edit.of(f"{name}.{SCALE_SLOT}", width**0.5),))
