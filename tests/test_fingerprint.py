@@ -780,9 +780,9 @@ def test_outputs_that_were_changed_in_the_file(saved: Path, tmp_path: Path) -> N
             AutoModel.from_pretrained(folder)
 
 
-def test_a_fingerprint_of_version_1_isnt_compared(saved: Path, tmp_path: Path) -> None:
+def test_a_fingerprint_of_version_1_is_refused(saved: Path, tmp_path: Path) -> None:
     folder = copied(saved, tmp_path)
     old = {"dtype": "float32", "forwards": {"GPT2Model": {}}}
     with_config(folder, lambda config: config["hfpatch"].update(fingerprint=old))
-    with pytest.warns(FingerprintWarning, match="version 1, which isn't compared any more. Save it again"):
+    with pytest.raises(CheckpointError, match="fingerprint in its patch record is malformed: it has no version"):
         AutoModel.from_pretrained(folder)

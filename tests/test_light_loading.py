@@ -17,7 +17,8 @@ from torch import Tensor
 import hfpatch
 
 ROOT = Path(hfpatch.__file__).parent
-NEEDED = {"__init__", "errors", "runtime", "measure", "checkpoint"}  # measure: for a fingerprint's small forward
+NEEDED = {"__init__", "errors", "runtime", "checkpoint"}
+TO_CHECK = {*NEEDED, "measure"}  # for a fingerprint's small forward
 CAUSAL = "AutoModelForCausalLM"
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a table becomes a rotation": ("gpt2", CAUSAL, {"norm": "dyt", "pos": "rope"}),
@@ -33,14 +34,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 OPEN = """
 import json, sys
 
-cases, blocked = json.loads(sys.stdin.read())
+cases, blocked, options = json.loads(sys.stdin.read())
 for name in blocked:
     sys.modules[name] = None
 
 import hfpatch, torch, transformers
 
 for folder, auto in cases:
-    model = getattr(transformers, auto).from_pretrained(folder)
+    model = getattr(transformers, auto).from_pretrained(folder, **options)
     for parameter in model.parameters():  # in memory of their own, as in tiny_models.load
         parameter.data = parameter.data.clone()
     with torch.no_grad():
@@ -60,9 +61,16 @@ def tensors(result: Any) -> list[Tensor]:
     return [value for value in result.values() if isinstance(value, Tensor)]
 
 
-def opened_without(blocked: list[str], cases: list[tuple[str, str]]) -> subprocess.CompletedProcess[str]:
+def all_but(needed: set[str]) -> list[str]:
+    """The modules in other folders of the package than these."""
+    return [name for name in modules() if name.split(".")[1:2] and name.split(".")[1] not in needed]
+
+
+def opened_without(
+    blocked: list[str], cases: list[tuple[str, str]], **options: Any
+) -> subprocess.CompletedProcess[str]:
     """Open checkpoints in a fresh process in which these modules can't be imported."""
-    given = json.dumps([cases, blocked])
+    given = json.dumps([cases, blocked, options])
     env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # equal bits need equally many
     command = [sys.executable, "-c", OPEN]
     return subprocess.run(command, input=given, capture_output=True, text=True, check=False, env=env)
@@ -77,7 +85,7 @@ def test_checkpoints_open_where_the_rest_is_blocked(tmp_path: Path) -> None:
         torch.save(inputs(model), folder / "inputs.pt")
         with torch.no_grad():
             expected[case] = folder, tensors(model(**inputs(model)))
-    blocked = [name for name in modules() if name.split(".")[1:2] and name.split(".")[1] not in NEEDED]
+    blocked = all_but(TO_CHECK)
     for name in ("sites.norms", "swap.norms", "exact.search", "repairs.repair", "plan", "patch"):
         assert f"hfpatch.{name}" in blocked
     autos = [auto for _, auto, _ in CASES.values()]
@@ -89,6 +97,10 @@ def test_checkpoints_open_where_the_rest_is_blocked(tmp_path: Path) -> None:
         found = torch.load(folder / "found.pt")
         assert len(found) == len(wanted) > 0
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True)), case
+    unchecked = opened_without(all_but(NEEDED), cases, check_fingerprint=False)
+    assert unchecked.returncode == 0, unchecked.stderr
+    checked = opened_without(all_but(NEEDED), cases[:1])
+    assert "hfpatch.measure" in checked.stderr  # control
 
 
 @pytest.mark.parametrize("name", ["hfpatch.runtime.norms", "hfpatch.checkpoint.fingerprint"])

@@ -98,7 +98,7 @@ def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConf
 def patched_config_class(host: Any) -> type[PreTrainedConfig]:
     """The config class of patched models of one family."""
 
-    class Patched(PatchedConfig, host):  # type: ignore[misc]
+    class Patched(PatchedConfig, host):
         __qualname__, __doc__ = host.__qualname__, host.__doc__
         __reduce_ex__ = _reduce
         hfpatch_host = host
@@ -115,9 +115,9 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
             settings, fingerprint = _checked(config_dict, where)
             found = super().from_dict(settings, **kwargs)
             if fingerprint is not None:
-                config = found[0] if isinstance(found, tuple) else found
+                config: Any = found[0] if isinstance(found, tuple) else found
                 as_saved = super().from_dict(copy.deepcopy(settings)) if kwargs else config
-                vars(config)[OPENED] = fingerprint, settings_of(as_saved)
+                config.__dict__[OPENED] = fingerprint, settings_of(as_saved)
             return found
 
         def to_dict(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> ty
 
 @functools.cache  # which tells a call that leaves an argument out from one that doesn't
 def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
-    class Patched(PatchedModel, host, lensed=lensed):  # type: ignore[misc]
+    class Patched(PatchedModel, host, lensed=lensed):
         __module__, __qualname__, __doc__ = host.__module__, host.__qualname__, host.__doc__
         __reduce_ex__ = _reduce
         hfpatch_host, hfpatch_lensed = host, lensed

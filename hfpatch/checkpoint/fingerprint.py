@@ -27,7 +27,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_enabled
 
 from ..errors import FingerprintWarning
-from ..measure.inputs import example_inputs
 from ..runtime.errors import CheckpointError, first_line
 from ..runtime.record import KEY
 from .weight_digest import SUMS, Sums, deviation, digest, is_finite, run, same_weights, texture
@@ -37,7 +36,8 @@ FACTOR = 5.0  # how many times as far as noise moves the sums they may be off
 # Coarser dtypes add up in float32 and round once. Sums in float32 come out otherwise with other threads or kernels: by
 # up to 5.4 times (threads) and 10.1 times (without oneDNN) what noise in the last bit explains, over all model types.
 ORDER_OF_SUMS = 5.0
-BLUNT = 0.4  # where that is more than this, by the output's size, nothing can be told; unrelated outputs are off by 2
+# Where that is more than this, by the output's size, models can't be distinguished: unrelated outputs are off by 2.
+BLUNT = 0.4
 _DRAWS = {"float32": 1, "float16": 1, "bfloat16": 2}  # of noise in the last bit, from fine to coarse
 _LOUDER = 4.0
 _DTYPES = {name: getattr(torch, name) for name in ("float64", *_DRAWS)}
@@ -96,6 +96,8 @@ class ClassFingerprint:
     @classmethod
     def of(cls, model: PreTrainedModel) -> tuple[ClassFingerprint, str]:
         """The fingerprint of one model, and why its forward isn't in it (or "")."""
+        from ..measure.inputs import example_inputs  # opening a checkpoint without a check needs nothing that measures
+
         own = _dtype(model)
         dtypes = (own, *(name for name in _DRAWS if name != own and (name != "float32" or own == "float64")))
         weights = {name: digest(model, _DTYPES[name]) for name in dtypes}
@@ -169,7 +171,7 @@ class Fingerprint:
 
         Args:
             model: what `save_pretrained` saves.
-            state_dict: as there, weights that are saved instead of the model's own; nothing is known of them.
+            state_dict: as there, weights that are saved instead of the model's own, which have no fingerprint.
 
         Returns:
             None too where weights aren't here (meta device, offloaded, sharded), are quantized, or have adapters.
@@ -189,18 +191,12 @@ class Fingerprint:
         return {"version": VERSION, **{name: str(one) for name, one in self.classes.items()}}
 
     @classmethod
-    def from_json(cls, stored: Any, where: str) -> Fingerprint | None:
-        """The fingerprint that `to_json` wrote; None, with a warning, of version 1, which isn't compared any more.
+    def from_json(cls, stored: Any, where: str) -> Fingerprint:
+        """The fingerprint that `to_json` wrote.
 
         Raises:
-            CheckpointError: it is malformed, or newer.
+            CheckpointError: it is malformed, or of another version.
         """
-        if isinstance(stored, Mapping) and stored.keys() == {"dtype", "forwards"}:
-            message = (
-                f"{where}: its fingerprint is of version 1, which isn't compared any more. Save it again for a new one."
-            )
-            warnings.warn(message, FingerprintWarning, stacklevel=2)
-            return None
         try:
             _require(isinstance(stored, Mapping) and type(stored.get("version")) is int, "it has no version")
             _require(stored["version"] == VERSION, f"version {stored['version']!s:.20} needs another hfpatch")
@@ -212,10 +208,10 @@ class Fingerprint:
             raise CheckpointError(message) from error
 
     def require(self, model: PreTrainedModel, where: str, strict: bool = True, missing: Collection[str] = ()) -> None:
-        """Refuse a model that isn't the one that was saved, as far as that can be told here.
+        """Refuse a model that isn't the one that was saved, as far as they can be compared.
 
         Args:
-            model: the loaded one; of another head than was saved its base is looked at.
+            model: the loaded one; of another head than was saved its base is compared.
             where: what the checkpoint is called in an error.
             strict: whether the head's own weights are those of the checkpoint.
             missing: weights that the checkpoint lacks: none, where the class is that which was saved.
@@ -254,18 +250,15 @@ def settings_of(config: PreTrainedConfig) -> str:
 
 
 def _weighty(value: Any) -> Any:
+    """Settings without those that change no output, inner ones included."""
     if not isinstance(value, Mapping):
         return value
-    return {str(name): _weighty(one) for name, one in value.items() if is_weighty(str(name))}
-
-
-def is_weighty(name: str) -> bool:
-    """Whether the setting of this name may change what a model computes."""
-    return name not in _HARMLESS and not name.startswith("_")
+    names = {str(name): one for name, one in value.items()}
+    return {name: _weighty(one) for name, one in names.items() if name not in _HARMLESS and name[:1] != "_"}
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
-    """Why nothing can be told of the weights of a model: they aren't all here, whole and as they are saved."""
+    """Why a model has no fingerprint: its weights aren't all here, whole and as they are saved."""
     if getattr(model, "hf_quantizer", None) is not None:
         return "it is quantized"
     if getattr(model, "_hf_peft_config_loaded", False):

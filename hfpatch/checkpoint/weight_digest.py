@@ -22,8 +22,6 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from ..measure.outputs import outputs_of, shake
-from ..measure.quiet_forward import device_of, fitting, quiet
 from ..runtime.errors import UnsupportedError
 
 SUMS = 8
@@ -155,6 +153,9 @@ def run(model: nn.Module, inputs: Mapping[str, Tensor], whole: bool, noise: floa
     Raises:
         UnsupportedError: random numbers are drawn for the outputs.
     """
+    from ..measure.outputs import outputs_of, shake  # opening a checkpoint without a check needs nothing that measures
+    from ..measure.quiet_forward import device_of, fitting, quiet
+
     device = device_of(model)
     with quiet(model), cut_down(model, whole), _full_precision(device):  # whether a block trains is no kind of its own
         if noise:

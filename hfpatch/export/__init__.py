@@ -1,4 +1,4 @@
-"""Checkpoints for others: with the plugin's record, with a file of remote code, or as a stock architecture."""
+"""Exports: the plugin's own checkpoints, remote code (trust_remote_code) and stock architectures."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def export_model(
     overwrite: bool = False,
     **save_options: Any,
 ) -> Exported:
-    """Write a patched model for whoever is to open it.
+    """Write a patched model to a folder, in one of three forms.
 
-        to        opens with                                         is
-        plugin    `import hfpatch`                                   what `save_pretrained` writes
-        remote    `trust_remote_code=True`                           the same with a modeling file of its own
-        native    transformers alone                                 a stock architecture of equal outputs
+        to        opens with                   contains
+        plugin    `import hfpatch`             what `save_pretrained` writes
+        remote    `trust_remote_code=True`     the same, the files of hfpatch/runtime and a modeling file
+        native    transformers alone           a stock architecture of equal outputs
 
     Args:
         model: a patched transformers model.
-        folder: where.
+        folder: the folder.
         to: "plugin", "remote" or "native".
         tokenizer: a tokenizer or processor to save along.
         architecture: of a native export, transformers' name of the only architecture to try.
-        overwrite: replace a folder that isn't empty, once all has gone well.
+        overwrite: replace a folder that isn't empty, once the export has succeeded.
         save_options: for `save_pretrained`, such as `max_shard_size`.
 
     Returns:
-        What was written; its text says it in words.
+        What was written; `str` of it is a summary.
 
     Raises:
         OptionError: no such form; an architecture for another form than "native"; an option that would save something

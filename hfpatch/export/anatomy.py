@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ def fold_norms(anatomy: Anatomy, gains: bool = False) -> Anatomy:
     for block in blocks:
         for role, readers in READERS.items():
             norm = block[role]
-            block.update(changed(block, readers, lambda layer, norm=norm: _reading(layer, norm, gains)))
+            block.update(changed(block, readers, partial(_reading, norm=norm, gains=gains)))
             block[role] = replace(_without_gain(norm) if gains else norm, bias=None)
     stem, head = anatomy.stem, anatomy.head
     if gains and "final_norm" in stem and "head" in head:

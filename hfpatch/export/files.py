@@ -1,4 +1,4 @@
-"""Writes an export's folder as a whole or not at all, with a tokenizer that opens again."""
+"""Writes an export's folder completely or not at all, with a tokenizer that opens again."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _GENERIC = "PreTrainedTokenizerFast"  # reads tokenizer.json as it stands, whate
 
 
 def require_free(folder: Path, overwrite: bool = False) -> None:
-    """Refuse a folder that holds something.
+    """Refuse a file, and a folder that isn't empty unless it is to be overwritten.
 
     Raises:
-        PatchError: it is a file, or isn't empty and `overwrite` wasn't asked for.
+        PatchError: it is one of these.
     """
     if folder.is_file():
         raise PatchError(f"{folder} is a file; a folder is needed.")
@@ -44,7 +44,7 @@ def require_plain_options(options: Mapping[str, Any]) -> None:
 
 @contextmanager
 def staged(folder: Path, overwrite: bool = False, tokenizer: Any = None) -> Iterator[Path]:
-    """A new folder beside `folder` that takes its place once everything inside the context has gone well.
+    """A temporary folder beside `folder` that takes its place once everything inside the context has succeeded.
 
     Args:
         folder: what is written in the end.
@@ -80,8 +80,8 @@ def staged(folder: Path, overwrite: bool = False, tokenizer: Any = None) -> Iter
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Save a tokenizer or processor beside a model's config, and check that the Auto class opens the same one.
 
-    An Auto class goes by the model's type as well as by what the tokenizer's config says; where that gives another
-    tokenizer, the config is made to name the class that reads `tokenizer.json` as it stands.
+    An Auto class goes by the model's type as well as by the tokenizer's config; where that gives another tokenizer, the
+    config is changed to name the class that reads `tokenizer.json` as it stands.
 
     Raises:
         PatchError: it opens as another tokenizer all the same.
@@ -102,16 +102,16 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _opens_equal(tokenizer: Any, folder: Path) -> bool:
+    """Whether the Auto class opens a tokenizer that has the same special tokens and splits a sample in the same way."""
+    sample = _SAMPLE + " ".join(sorted(tokenizer.get_vocab())[:50])
     try:
-        other = AutoTokenizer.from_pretrained(folder)
+        opened = AutoTokenizer.from_pretrained(folder)
     except Exception:  # tokenizers fail in many ways
         return False
-    sample = _SAMPLE + " ".join(sorted(tokenizer.get_vocab())[:50])
-    return _answers(tokenizer, sample) == _answers(other, sample)
+    return _behaviour(tokenizer, sample) == _behaviour(opened, sample)
 
 
-def _answers(tokenizer: Any, text: str) -> Any:
-    """What must be the same of two tokenizers."""
+def _behaviour(tokenizer: Any, text: str) -> list[Any]:
     names = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "padding_side")
     facts = [len(tokenizer), *(getattr(tokenizer, name, None) for name in names)]
     try:

@@ -1,5 +1,5 @@
-"""Where 33 families of transformers keep the norms, projections and heads of a stack of blocks, and what configs call
-its sizes. Data only: nothing here knows who reads it.
+"""Tables of 33 families: paths of the norms, projections and heads around and in their blocks, and the names that
+configs have for sizes and options. Data only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QKV = ("query", "key", "value")
 STEM = ("embedding", "types", "embedding_norm", "final_norm")
 BLOCK = ("attention_norm", "mlp_norm", *QKV, "qkv", "output", "up", "down", "gate")
 
-# What configs call a fact: the names of the setting, the one that counts first
+# Names of settings by fact, the one that counts first
 SETTINGS = {
     "vocabulary": "vocab_size",
     "width": "hidden_size d_model",
@@ -93,7 +93,7 @@ class Layout:
 
 
 def _paths(text: str, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """role=path pairs, over those of another family; an empty path takes a role away."""
+    """role=path pairs, added to those of another family; an empty path removes a role."""
     pairs = {**(base or {}), **dict(pair.split("=") for pair in text.split())}
     return {role: path for role, path in pairs.items() if path}
 

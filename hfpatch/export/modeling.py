@@ -1,4 +1,4 @@
-"""Remote code of a patched model: the files of hfpatch/runtime, and a modeling file that names its classes."""
+"""Remote code of a patched model: the files of hfpatch/runtime, and a modeling file that names the model's classes."""
 
 from __future__ import annotations
 
@@ -154,8 +154,9 @@ def _portable(module: Any) -> str:
     if not getattr(module, "__file__", None) or module.__name__ == "__main__":
         raise UnsupportedError(f"{module.__name__}: its components have no file of their own that could be shipped.")
     text = Path(module.__file__).read_text(encoding="utf-8")
-    for name in _imported(text):
-        if name.partition(".")[0] not in (*sys.stdlib_module_names, "torch", "transformers"):
+    allowed = (*sys.stdlib_module_names, "torch", "transformers")
+    for name in _imported(ast.parse(text)):
+        if not name.startswith(_OURS) and name.partition(".")[0] not in allowed:
             raise UnsupportedError(
                 f"{module.__name__} imports {name}: a file whose components are shipped imports torch, transformers "
                 f"and, as in `from {_OURS}norms import AffineNorm`, modules of {runtime.__name__} alone. Put its "
@@ -164,12 +165,10 @@ def _portable(module: Any) -> str:
     return text.replace(f"from {_OURS}", "from .")
 
 
-def _imported(text: str) -> Iterator[str]:
-    """What a file imports, but for `from hfpatch.runtime.norms import ...`, which can be shipped."""
-    for node in ast.walk(ast.parse(text)):
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """The modules that a file imports; `import hfpatch.runtime.norms`, which can't be shipped, as `hfpatch`."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            name = "." * node.level + (node.module or "")
-            if not name.startswith(_OURS):
-                yield name
+            yield "." * node.level + (node.module or "")

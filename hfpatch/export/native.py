@@ -63,7 +63,7 @@ class Exported:
     """What an export wrote.
 
     Attributes:
-        folder: where.
+        folder: the folder.
         to: "plugin", "remote" or "native".
         architecture: the class that opens it.
         measured: of a native export, how equal it is to the patched model.
@@ -91,11 +91,11 @@ class Exported:
 def export_native(
     model: Any, folder: Path, *, tokenizer: Any, architecture: str | None, overwrite: bool, **save_options: Any
 ) -> Exported:
-    """Write a patched model as an architecture that transformers ships and that computes the same.
+    """Write a patched model as an architecture of transformers that computes the same; see `export_model`.
 
     Equality is measured on the model itself: random texts of several lengths, with and without padding, every output
     within 1e-5 of its spread, in float32 or, where rounding alone is more, in float64. Weights of half-precision models
-    are converted in float32 and rounded once, at the end. Arguments and errors as in `export_model`, and:
+    are converted in float32 and rounded once, at the end.
 
     Raises:
         UnknownNameError: hfpatch knows no equality with that architecture.

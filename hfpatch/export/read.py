@@ -49,7 +49,7 @@ def read(model: Any, layout: Layout, auto: str) -> Anatomy:
     weights = Weights(model, {id(model.get_submodule(name)): gain for name, gain in gains_of(model).items()})
     body, config = body_of(model, layout), model.config.get_text_config()
     stack: Any = body.get_submodule(layout.paths["blocks"])
-    stem, *blocks, head = (weights.read(*section) for section in sections(model, layout, auto))
+    *blocks, stem, head = (weights.read(*section) for section in sections(model, layout, auto))
     stem = _with_constant(weights, stem, body, layout)
     heads = config.num_attention_heads
     blocks = [_with_plain_scores(parts, block, layout, heads) for parts, block in zip(blocks, stack, strict=True)]

@@ -46,21 +46,19 @@ def export_remote(
     """Save a patched model so that it opens without hfpatch, by `from_pretrained(folder, trust_remote_code=True)`.
 
     The folder gets what `save_pretrained` writes, the runtime's files, `modeling_hfpatch.py` and, in config.json, an
-    `auto_map` that names its classes: that of the model, and every other head of the family. A
-    process without hfpatch and without `trust_remote_code=True` refuses the checkpoint. Where hfpatch is imported, it
-    opens the checkpoint itself, whatever `trust_remote_code` says, and runs nothing of the file.
+    `auto_map` of the classes of every head of the family. A process without hfpatch and without
+    `trust_remote_code=True` refuses the checkpoint. Where hfpatch is imported, it opens the checkpoint itself, whatever
+    `trust_remote_code` is, and runs nothing of the file.
 
     Args:
         model: a patched model, bare, with its weights. It isn't changed.
-        folder: a new or an empty one, or with `overwrite` any: it is replaced once all has gone well.
+        folder: the folder, empty unless `overwrite`.
         tokenizer: a tokenizer or processor to save beside it.
         verify: open the result in another process, where hfpatch can't be imported, save it from there and open that
             as well: outputs of a fixed forward must be the model's own, bit for bit.
+        overwrite: replace a folder that isn't empty, once the export has succeeded.
         example_inputs: keyword arguments of that forward. None makes them from the model's signature and config.
         save_options: of `save_pretrained`, such as `max_shard_size`.
-
-    Returns:
-        The folder.
 
     Raises:
         PatchError: the folder isn't empty, or the tokenizer doesn't open again from it.
@@ -116,10 +114,9 @@ def verify_remote(
         }
         answer = _run(job, Path(scratch))
     if "error" in answer:
+        error = answer["error"].strip().rstrip(".")
         raise VerificationError(
-            f"{type(model).__name__}: what was written doesn't open without hfpatch: {answer['error']}. Nothing was "
-            "kept.",
-            answer["error"],
+            f"{type(model).__name__}: what was written doesn't open without hfpatch: {error}. Nothing was kept.", error
         )
     opened, again = (_difference(outputs, found) for found in answer["outputs"])
     if opened or again:

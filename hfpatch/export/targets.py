@@ -1,4 +1,4 @@
-"""Architectures that transformers ships and that a patched model may equal, and what each of them can hold."""
+"""Table of the stock architectures that a patched model may equal, and which norms, positions and heads each has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .layouts import Layout
 
 @dataclass(frozen=True)
 class Target:
-    """An architecture to write; its config must name whatever of the facts in `write.facts_of` it varies in.
+    """An architecture to write; its config must have a name in `SETTINGS` for each fact that it varies in.
 
     Attributes:
         model_type: transformers' name of it.

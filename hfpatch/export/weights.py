@@ -22,11 +22,11 @@ _OUTPUT_BIAS = "bias"  # role of a head's Parameter that is its output's bias, o
 
 
 def sections(model: Any, layout: Layout, auto: str) -> Iterator[tuple[str, Any, Mapping[str, str]]]:
-    """The stem of a stack, its blocks and its head: where it is, the module, and the paths in it by role."""
+    """The blocks of a stack, its stem and its head: where it is, the module, and the paths in it by role."""
     body, blocks = body_of(model, layout), layout.paths["blocks"]
-    yield "", body, layout.at(STEM)
     for index, block in enumerate(body.get_submodule(blocks)):
         yield f"{blocks}.{index}.", block, layout.at(BLOCK)
+    yield "", body, layout.at(STEM)
     yield "", model, layout.heads[auto]
 
 

@@ -58,7 +58,7 @@ def write(anatomy: Anatomy, target: Target, auto: str) -> Any:
         raise UnsupportedError(f"it has no head for {auto}")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         model = model_classes[0]._from_config(config, dtype=anatomy.stem["embedding"].weight.dtype).eval()
-    weights, parts = Weights(model), (anatomy.stem, *_blocks(anatomy, target.layout), anatomy.head)
+    weights, parts = Weights(model), (*_blocks(anatomy, target.layout), anatomy.stem, anatomy.head)
     for (_, root, paths), section in zip(sections(model, target.layout, auto), parts, strict=True):
         weights.fill(root, paths, section)
     unfilled = weights.untouched(target.layout)

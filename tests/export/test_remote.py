@@ -18,6 +18,8 @@ from exported_models import HEADS, REQUESTS, build, own_scheme
 from tiny_models import CONFIGS, difference, inputs, outputs, patch, registered, tiny
 
 from hfpatch.core.registry import NORMS, POSITIONS
+from hfpatch.errors import VerificationError
+from hfpatch.export import remote
 from hfpatch.export.modeling import FILE
 from hfpatch.export.remote import export_remote
 from hfpatch.runtime.errors import PatchError
@@ -255,6 +257,27 @@ def test_every_family_with_every_request(tmp_path: Path) -> None:
     assert not wrong
     assert not refused
     assert len(answers) > 200
+
+
+def test_code_that_computes_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The export opens its own result in another process; nothing is left where outputs differ."""
+    written = remote.write_code
+
+    def spoilt(model: Any, folder: Path) -> dict[str, str]:
+        auto_map = written(model, folder)
+        file, old, new = SPOILT["another norm"]
+        text = (folder / file).read_text()
+        assert old in text
+        (folder / file).write_text(text.replace(old, new))
+        return auto_map
+
+    model = build("gpt2", "dyt")
+    monkeypatch.setattr(remote, "write_code", spoilt)
+    with pytest.raises(VerificationError, match=r"opened without hfpatch its outputs differ by 0\.\d+\. Nothing"):
+        export_remote(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(remote, "write_code", written)
+    assert export_remote(model, tmp_path / "out") == tmp_path / "out"
 
 
 # Where hfpatch is imported
