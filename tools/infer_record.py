@@ -556,7 +556,8 @@ def _types_outside(stack: Stack) -> Stack:
 def _of_any_length(stack: Stack) -> Stack:
     path, _, attribute = stack.table.rpartition(".")
     place = f"{path}.@lens".strip(".")
-    limits = ExpandedRows(((f"{attribute}.weight", None),)), FilledArguments("position_ids")
+    rows = ExpandedRows(((f"{attribute}.weight", None), ("position_ids", None)))
+    limits = rows, FilledArguments("position_ids")
     return replace(stack, removal=tuple((place, limit) for limit in limits))
 
 

@@ -14,8 +14,8 @@ CLIP = Stack(
     "encoder.layers.*.self_attn",
     Q_K_PROJ,
     cache=None,
-    removal=(  # it compares its input's length with the table's
-        ("embeddings.@lens", ExpandedRows((("position_embedding.weight", None),))),
+    removal=(  # it compares its input's length with the table's, or with its buffer's
+        ("embeddings.@lens", ExpandedRows((("position_embedding.weight", None), ("position_ids", None)))),
         ("embeddings.@lens", FilledArguments("position_ids")),
     ),
     causal=True,
