@@ -20,7 +20,7 @@ from .core.transaction import Transaction
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
 from .plan import Plan, checked_request, make_plan, plan_patch
 from .repairs.attention_maps import require_fit
-from .repairs.block_replay import tried_batches
+from .repairs.calibration import tried_batches
 from .repairs.repair import repair, shadow
 from .repairs.report import RepairReport
 from .repairs.sample import sample_batches
@@ -39,6 +39,7 @@ from .swap.native_rope import TOLD, tell_config
 M = TypeVar("M", bound=PreTrainedModel)
 WAY_BACK = "_hfpatch_way_back"
 REPAIR = "_hfpatch_repair"
+_REPAIRED = 0.5  # the share of the distance to the original that a repair takes away, for no warning to be needed
 _WAITS_FOR_WEIGHTS = (
     "{} has no weights yet (meta device), so nothing could be centred or checked. Load those of a model that was "
     "patched in the same way; the original's would give another function."
@@ -105,7 +106,8 @@ def patch_model(
         The same model.
 
     Warns:
-        NotPreservedWarning: names what the patch didn't preserve, where it wasn't repaired.
+        NotPreservedWarning: names what the patch didn't preserve, where no repair took away half of the distance to the
+            original.
 
     Raises:
         PatchError: one of its children, from the plan, before anything changes. Should something fail later, every
@@ -150,8 +152,8 @@ def patch_model(
             model.__dict__[name] = value
     if reversible:
         model.__dict__[WAY_BACK] = WayBack(edits, dtype, lengths) if way_back is None else way_back.then(edits, lengths)
-    if plan.losses() and init != "reset" and not (report and report.kept):
-        warnings.warn(_not_preserved(plan), NotPreservedWarning, stacklevel=2)
+    if plan.losses() and init != "reset" and not (report and report.recovered >= _REPAIRED):
+        warnings.warn(_not_preserved(plan, report), NotPreservedWarning, stacklevel=2)
     if plan.conversion is not None and plan.conversion.waits_for_weights:
         warnings.warn(_WAITS_FOR_WEIGHTS.format(plan.model_name), NotPreservedWarning, stacklevel=2)
     return compile_model(model) if compile else model
@@ -351,9 +353,14 @@ def _follow(model: nn.Module, before: list[nn.Parameter], device: torch.device, 
             parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
 
 
-def _not_preserved(plan: Plan) -> str:
-    return (
-        f"{plan.model_name} now computes another function; not preserved: {'; '.join(plan.losses())}. "
+def _not_preserved(plan: Plan, report: RepairReport | None) -> str:
+    advice = (
         "calibration=batches (inputs without labels), or calibration='self' for a model that generates, repairs it "
         "without training; plan_patch lists the modules."
     )
+    if report is not None:
+        advice = (
+            f"A repair was tried: {report.measure} {report.before:.3g} -> {report.after:.3g} on held-out sequences, "
+            f"{'kept' if report.kept else 'undone'}; repair_report(model) says what couldn't be fitted."
+        )
+    return f"{plan.model_name} now computes another function; not preserved: {'; '.join(plan.losses())}. {advice}"

@@ -18,15 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..errors import OptionError
-from .block_replay import first_tensor
+from .block_replay import Call, first_tensor
 
 FITS = ("qk", "bias")
 STEPS, LOOKS = 200, 8  # and how often the held-out queries are looked at, for the best values so far
 RATE = 2.0  # of Adam, divided by the width of what is projected
 _LEAST = 1e-9  # a probability, for its logarithm
 _SUMS_TO_ONE = 1e-2
-
-Call = tuple[tuple, dict[str, Any]]
 
 
 @dataclass
@@ -92,8 +90,7 @@ def require_fit(fit: Any) -> None:
 
 def map_of(module: nn.Module, call: Call) -> Tensor | None:
     """The attention map (B, H, T, S) that a module returns beside its output; None where it returns none."""
-    args, kwargs = call
-    return map_in(module(*args, **kwargs))
+    return map_in(module(*call.args, **call.kwargs))
 
 
 def map_in(returned: Any) -> Tensor | None:
@@ -107,9 +104,11 @@ def map_in(returned: Any) -> Tensor | None:
 
 
 def wide(value: Any) -> Any:
-    """Arguments of a call with their floats in float32."""
+    """A call, or a value of its arguments, with floats in float32."""
     if isinstance(value, Tensor):
         return value.float() if value.is_floating_point() else value
+    if isinstance(value, Call):
+        return Call(wide(value.args), wide(value.kwargs))
     if type(value) in (tuple, list):
         return type(value)(map(wide, value))
     return {name: wide(item) for name, item in value.items()} if type(value) is dict else value
@@ -146,7 +145,7 @@ def _fit(work: nn.Module, examples: list[Example], fit: str, own: set[str]) -> M
         return None
     before = after = _judge(work, examples)
     best = {name: p.detach().clone() for name, p in chosen.items()}
-    width = first_tensor([*first.call[0], *first.call[1].values()]).shape[-1]
+    width = first_tensor(first.call).shape[-1]
     optimizer = torch.optim.Adam(chosen.values(), lr=RATE / width, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for step in range(STEPS):
