@@ -1,4 +1,4 @@
-"""Distance of a model's outputs from the original's, token by token."""
+"""Distance of a patched model's outputs from the original's on held-out sequences."""
 
 from __future__ import annotations
 
@@ -8,9 +8,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .block_replay import first_tensor
+from .block_replay import Walk, first_tensor
 
 _AT_ONCE = 16  # rows of logits that are compared in one go: vocabularies are large
+
+
+def output_distance(new: Walk, old: Walk) -> tuple[str, float]:
+    """What is measured, and its mean over the tokens of the held-out sequences that aren't padding."""
+    total, count, measure = 0.0, 0, ""
+    for i in range(len(new.batches)):
+        for row in new.batches.held_out(i).nonzero()[:, 0]:
+            measure, distances = token_distances(*(walk.forward(i, row[None]) for walk in (old, new)))
+            mask = new.batches.mask(i, decoder=new.model.config.is_encoder_decoder)
+            if mask is not None and mask[row[None]].shape == distances.shape:
+                distances = distances[mask[row[None]].bool()]
+            total, count = total + float(distances.double().sum()), count + distances.numel()
+    return measure, total / max(count, 1)
 
 
 def token_distances(old: Any, new: Any) -> tuple[str, Tensor]:

@@ -7,6 +7,7 @@ data it hasn't seen follows from the sums alone, without another pass.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +100,19 @@ class Ridge:
             if math.isfinite(error):
                 found, best = Fit(weight, bias + mean_r - weight.T @ mean_x, before, error, penalty), min(best, error)
         return found
+
+
+def fit_ridge(rows: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], bias: bool) -> tuple[Fit | None, float]:
+    """`Ridge` on streamed rows (x, residual, target, held_out), and the mean variance of the target's channels."""
+    ridge: Ridge | None = None
+    variance = ChannelVariance()
+    for x, residual, target, held_out in rows:
+        ridge = ridge or Ridge(x.shape[-1], residual.shape[-1], bias, x.device)
+        variance.add(target)
+        ridge.add(x, residual, held_out)
+        del x, residual, target
+    assert ridge is not None
+    return ridge.solve(), variance.value()
 
 
 class _Sums:

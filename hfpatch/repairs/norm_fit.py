@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..runtime.norms import AffineNorm
 from .least_squares import Affine
+from .report import FittedValues
 
 _SATURATED = 0.95  # |tanh| or |erf| above this
 _SEARCHED = 4096  # rows that a search of scalars looks at
@@ -18,24 +18,11 @@ _SEARCHED = 4096  # rows that a search of scalars looks at
 Rows = Callable[[], Iterable[tuple[Tensor, Tensor, Tensor]]]
 
 
-@dataclass
-class NormFit:
-    """A norm's fitted values and what they do.
-
-    Attributes:
-        before, after: mean squared error on the held-out rows, as a share of the variance of what is to be matched.
-        values: of the norm's Parameters, by name.
-        note: the norm's scalars, its input's size and the share of saturated values; "" for norms without scalars.
-    """
-
-    before: float
-    after: float
-    values: dict[str, Tensor]
-    note: str = ""
-
-
-def fit_norm(module: AffineNorm, rows: Rows, batches: int) -> NormFit:
+def fit_norm(module: AffineNorm, rows: Rows, batches: int) -> FittedValues:
     """The best gain, shift and scalars of a norm, which isn't changed.
+
+    Errors are shares of the variance of what is to be matched. The note has the scalars, the size of the norm's input
+    and the share of saturated values.
 
     Args:
         module: a norm of the last axis.
@@ -59,7 +46,7 @@ def fit_norm(module: AffineNorm, rows: Rows, batches: int) -> NormFit:
     values = dict(zip(module.names, (gains[1] - module.facts.offset, shifts[1]), strict=True))
     values |= {name: torch.as_tensor(value) for name, value in best.items()}
     note = _saturation(module, next(iter(rows()))[0], best if after < before else present, spread)
-    return NormFit(before / variance, after / variance, values, note)
+    return FittedValues(before / variance, after / variance, values, note)
 
 
 def _sums(module: AffineNorm, rows: Rows, settings: list[dict[str, float]], batches: int | None = None) -> Affine:

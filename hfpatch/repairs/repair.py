@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +40,17 @@ from ..sites.norms import describe
 from .attention_maps import Example, eager, fit_maps, map_of, require_fit, wide
 from .block_replay import Segment, Walk, first_tensor, segments_of
 from .calibration import Batches, require_batches
-from .distance import token_distances
-from .least_squares import ChannelVariance, Ridge
+from .distance import output_distance
+from .least_squares import Fit, fit_ridge
 from .linear_roles import BlockRoles, Roles
 from .norm_fit import fit_norm
-from .report import RepairReport, Step
+from .report import FittedValues, RepairReport, Step
 from .sample import sample_batches
 
 _NO_PROJECTION = "no linear map's output is added as it is to the block's output (experts, or a scaled branch)"
 _NO_REPLAY = "the block can't be run by itself: it returns more than tensors and numbers"
 _NOISE = 1e-9  # a share of the variance: what is as near to the original as this isn't fitted
 _MAPPED, _MAP_NUMBERS = 256, 2**27  # sequences whose attention maps are fitted, and numbers in them
-
-Pair = Callable[[int], tuple[Tensor, Tensor, Tensor]]
 
 
 def repair(
@@ -164,7 +162,7 @@ class _Repairer:
         with ProgressBar("repair", len(segments)) as self.bar:
             self.done = 0
             self._show("distance before")
-            self.report.measure, self.report.before = self._distance()
+            self.report.measure, self.report.before = output_distance(self.new, self.old)
             for self.done, segment in enumerate(segments):
                 self._show(segment.block or segment.modules[0])
                 self._repair(segment)
@@ -173,7 +171,7 @@ class _Repairer:
             for walk in (self.new, self.old):
                 for block in walk.forms:
                     walk.release(block)
-            _, self.report.after = self._distance()
+            _, self.report.after = output_distance(self.new, self.old)
         self.report.kept = self.report.after < self.report.before
         if not self.report.kept:
             self.edits.undo(mark)
@@ -193,7 +191,8 @@ class _Repairer:
         for name in sorted(several & changed):
             self._skip(name, "norm", "runs several times in a forward (layers share it)")
         self.norms = changed - several
-        self.moved = Record.of(self.new.model.config).pos != Record.of(self.old.model.config).pos
+        new, old = (Record.of(walk.model.config) for walk in (self.new, self.old))
+        self.moved = new.pos != old.pos
         return [segment for segment in segments if segment.block or self.norms & set(segment.modules)]
 
     def _repair(self, segment: Segment) -> None:
@@ -207,7 +206,7 @@ class _Repairer:
                 self._fit_norm(name)
             elif name in roles.writers:
                 self._show(f"projection {name}")
-                self._fit_projection(name, roles.writers[name], roles.writers[name] == segment.block)
+                self._fit_projection(name, roles.writers[name], segment.block)
             elif name in roles.readers:
                 self._show(f"readers {name}")
                 self._fit_readers(name, roles.readers[name])
@@ -219,8 +218,10 @@ class _Repairer:
             if not roles.complete:
                 self._skip(segment.block, "projection", _NO_PROJECTION)
             self._leave(segment.block, segment.stack)
-        elif self._is_in_block(name := next(one for one in segment.modules if one in self.norms)):
-            self._skip(name.rpartition(".")[0], "projection", _NO_REPLAY)
+            return
+        first = next(name for name in segment.modules if name in self.norms)
+        if any(first.startswith(f"{element}.") for element in listed_modules(self.new.model)):
+            self._skip(first.rpartition(".")[0], "projection", _NO_REPLAY)
 
     def _save_original(self, segment: Segment, roles: BlockRoles, attentions: dict[str, str]) -> None:
         """Run the original's segment, and keep what the patched one is fitted to. Its block doesn't run again."""
@@ -246,10 +247,6 @@ class _Repairer:
             self.new.drop(self.latest[stack])
             self.old.drop(self.latest[stack])
         self.latest[stack] = block
-
-    def _is_in_block(self, name: str) -> bool:
-        """Whether a module is part of an element of a module list."""
-        return any(name.startswith(f"{element}.") for element in listed_modules(self.new.model))
 
     def _counterpart(self, name: str) -> str:
         """The original's module of this name, or the one that this module is a part of now (a gate, say)."""
@@ -293,65 +290,54 @@ class _Repairer:
             (a, b), _ = self._rows(0, decoder, module(self.new.saved(name, 0)), self.old.saved(output, 0))
         is_exact = float((a - b).double().square().mean()) <= _NOISE * float(b.double().square().mean())
         if not is_exact:
-            fit = fit_norm(module, rows, len(self.batches))
-            kept = fit.after < fit.before
-            self.report.steps.append(Step(name, "norm", fit.before, fit.after, kept, fit.note))
-            for attribute, value in fit.values.items() if kept else ():
-                self._set(module, attribute, value)
+            self._take(name, "norm", fit_norm(module, rows, len(self.batches)))
         self.new.forget()
 
-    def _fit_projection(self, name: str, point: str, leaves: bool) -> None:
-        """Fit a map that writes to the stream.
-
-        Args:
-            point: where the stream is seen after it: a norm's input, or a block's output (`leaves`).
-        """
+    def _fit_projection(self, name: str, point: str, block: str | None) -> None:
+        """Fit a map that writes to the stream, to what is missing at `point`: a norm's input, or the block's output."""
         module = self.new.modules[name]
-
-        def pair(i: int) -> tuple[Tensor, Tensor, Tensor]:
-            inputs, outputs = ([name], [point]) if leaves else ([name, point], [])
-            seen, target = self.new.run(i, inputs, outputs), self.old.saved(point, i)
-            return seen[name], target.to(seen[point]) - seen[point], target
-
-        fit = self._ridge(name, "projection", pair, module.bias is not None, self.roles.in_decoder(name))
+        fit = self._ridge(name, "projection", point, block, module.bias is not None, self.roles.in_decoder(name))
         if fit is not None:
-            self._add(module, *fit)
+            self._add(module, fit.weight, fit.bias)
 
     def _fit_readers(self, first: str, group: list[str]) -> None:
-        def pair(i: int) -> tuple[Tensor, Tensor, Tensor]:
-            x, target = self.new.run(i, inputs=[first])[first], self.old.saved(first, i)
-            return x, target.to(x) - x, target
-
+        """Fit the maps that read one x: W + M W, with the M that takes x nearer to the original's."""
         decoder = self.roles.in_decoder(first) and not self.roles.reads_encoder(first)
-        fit = self._ridge(first, "readers", pair, True, decoder)
-        for name in group if fit is not None else ():
-            module = self.new.modules[name]
+        fit = self._ridge(first, "readers", first, None, True, decoder)
+        for module in [self.new.modules[name] for name in group] if fit is not None else []:
             weight = module.get_parameter("weight").detach().double()
             weight = weight if isinstance(module, Conv1D) else weight.T
-            self._add(module, fit[0] @ weight, fit[1] @ weight)
+            self._add(module, fit.weight @ weight, fit.bias @ weight)
 
-    def _ridge(self, name: str, kind: str, pair: Pair, bias: bool, decoder: bool) -> tuple[Tensor, Tensor] | None:
-        """Ridge regression of a residual on a map's input; None where it doesn't help on held-out rows."""
-        ridge: Ridge | None = None
-        variance = ChannelVariance()
-        for i in range(len(self.batches)):
-            (x, residual, target), held_out = self._rows(i, decoder, *pair(i))
-            ridge = ridge or Ridge(x.shape[-1], residual.shape[-1], bias, x.device)
-            variance.add(target)
-            ridge.add(x, residual, held_out)
-            del x, residual, target
-            give_back_memory()
-        assert ridge is not None
-        fit = ridge.solve()
+    def _ridge(self, name: str, kind: str, point: str, block: str | None, bias: bool, decoder: bool) -> Fit | None:
+        """Ridge regression, on a map's input, of what is missing at a point; None where it doesn't help.
+
+        Args:
+            name, kind: for the report; `name` is the map.
+            point: a module whose input is compared with the original's; of `block` the output is.
+            bias, decoder: whether there is a bias to fit, and the rows are a decoder's.
+        """
+        outputs = {point} & {block}
+        inputs = {name, point} - outputs
+
+        def rows() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+            for i in range(len(self.batches)):
+                seen = self.new.run(i, inputs, outputs)
+                target = self.old.saved(point, i).to(seen[point])
+                (x, missing, wanted), held_out = self._rows(i, decoder, seen[name], target - seen[point], target)
+                del seen, target
+                yield x, missing, wanted, held_out
+                del x, missing, wanted
+                give_back_memory()
+
+        fit, variance = fit_ridge(rows(), bias)
         if fit is None:
             self._skip(name, kind, "its input isn't finite or has no spread")
+        if fit is None or fit.before <= _NOISE * variance:
             return None
-        size, kept = variance.value(), fit.after < fit.before
-        if fit.before <= _NOISE * size:
-            return None
-        step = Step(name, kind, fit.before / size, fit.after / size, kept, f"penalty {fit.penalty:g}")
-        self.report.steps.append(step)
-        return (fit.weight, fit.bias) if kept else None
+        kept, note = fit.after < fit.before, f"penalty {fit.penalty:g}"
+        self.report.steps.append(Step(name, kind, fit.before / variance, fit.after / variance, kept, note))
+        return fit if kept else None
 
     def _save_maps(self, name: str) -> None:
         """The original's maps of as many batches as memory holds, and until some of their sequences are held out."""
@@ -392,11 +378,16 @@ class _Repairer:
         if fit is None:
             self._skip(name, "maps", "it has no parameter of its own that moves its maps")
             return
+        fit.note = f"KL divergence; {self.fit}"
+        self._take(name, "maps", fit)
+
+    def _take(self, name: str, kind: str, fit: FittedValues) -> None:
+        """Give a module the values that were fitted, where they help on held-out data."""
         kept = fit.after < fit.before
-        self.report.steps.append(Step(name, "maps", fit.before, fit.after, kept, f"KL divergence; {self.fit}"))
+        self.report.steps.append(Step(name, kind, fit.before, fit.after, kept, fit.note))
         for parameter, value in fit.values.items() if kept else ():
             path, _, attribute = parameter.rpartition(".")
-            self._set(module.get_submodule(path), attribute, value)
+            self._set(self.new.modules[name].get_submodule(path), attribute, value)
 
     def _add(self, module: nn.Module, weight: Tensor, bias: Tensor) -> None:
         """Add a change of shape (in, out) to a linear map, and one of shape (out,) to its bias, if it has one."""
@@ -408,23 +399,3 @@ class _Repairer:
     def _set(self, module: nn.Module, name: str, value: Tensor) -> None:
         if getattr(module, name) is not None:
             self.edits.set_values(module, name, value)
-
-    # The whole
-
-    def _distance(self) -> tuple[str, float]:
-        """How far the outputs are from the original's on the held-out sequences, on the mean over their tokens."""
-        total, count, measure = 0.0, 0, ""
-        for i in range(len(self.batches)):
-            for row in self.batches.held_out(i).nonzero()[:, 0]:
-                old, new = (walk.forward(i, row[None]) for walk in (self.old, self.new))
-                measure, distances = token_distances(old, new)
-                distances = distances[self._valid(i, row, distances.shape)]
-                total, count = total + float(distances.double().sum()), count + distances.numel()
-        return measure, total / max(count, 1)
-
-    def _valid(self, index: int, row: Tensor, shape: torch.Size) -> Tensor:
-        """Which tokens (1, T) of one sequence's outputs aren't padding."""
-        mask = self.batches.mask(index, decoder=self.roles.encoder is not None)
-        if mask is not None and mask[row[None]].shape == shape:
-            return mask[row[None]].bool()
-        return torch.ones(shape, dtype=torch.bool)

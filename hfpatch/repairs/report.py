@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..core.plan_table import table
 
 
@@ -30,6 +32,22 @@ class Step:
     before: float | None = None
     after: float | None = None
     kept: bool = False
+    note: str = ""
+
+
+@dataclass
+class FittedValues:
+    """Values that were fitted to a module's Parameters, and their errors on held-out data.
+
+    Attributes:
+        before, after: errors of the present and of the fitted values.
+        values: by the Parameters' names in the module.
+        note: on what was found.
+    """
+
+    before: float
+    after: float
+    values: dict[str, Tensor]
     note: str = ""
 
 

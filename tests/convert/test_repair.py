@@ -417,7 +417,7 @@ def test_a_step_that_doesnt_help_on_held_out_sequences_isnt_taken() -> None:
 def test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = tiny("gpt2", LM), patch(tiny("gpt2", LM), norm="dyt")
     measured = iter([("KL divergence", 1.0), ("KL divergence", 2.0)])
-    monkeypatch.setattr(engine._Repairer, "_distance", lambda self: next(measured))
+    monkeypatch.setattr(engine, "output_distance", lambda *_: next(measured))
     with pytest.warns(NotPreservedWarning):
         patch_model(model, norm="dyt", calibration=[joined(batches(model))])
     report = repair_report(model)
@@ -429,7 +429,7 @@ def test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit(monkeypatch: pytest.
 
 def test_an_error_that_isnt_a_number_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = tiny("gpt2", LM), patch(tiny("gpt2", LM), norm="dyt")
-    monkeypatch.setattr(engine._Repairer, "_distance", lambda self: ("KL divergence", math.nan))
+    monkeypatch.setattr(engine, "output_distance", lambda *_: ("KL divergence", math.nan))
     patch(model, norm="dyt", calibration=[joined(batches(model))])
     assert not repair_report(model).kept
     assert largest(weights(model), weights(plain)) == 0
