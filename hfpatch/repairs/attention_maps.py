@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,7 +135,7 @@ def _moving(work: nn.Module, example: Example, names: list[str]) -> dict[str, nn
         parameter.requires_grad_()
     with torch.enable_grad():
         loss = example.divergence(work, example.fitted)
-    gradients = [None] * len(parameters)
+    gradients: Sequence[Tensor | None] = [None] * len(parameters)
     if loss.requires_grad:
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     moving = {name: p for (name, p), g in zip(parameters.items(), gradients, strict=True) if g is not None and g.any()}

@@ -87,13 +87,13 @@ def repair(
     require_fit(fit)
     _require_weights(model, reference)
     edits = Transaction() if edits is None else edits
-    mark, kind = len(edits), model.device.type
-    from_itself = isinstance(calibration, str) and calibration == "self"
-    calibration = sample_batches(reference) if from_itself else require_batches(calibration, model)
+    mark = len(edits)
+    is_self = isinstance(calibration, str) and calibration == "self"
+    calibration = sample_batches(reference) if is_self else require_batches(calibration, model)
     with (
         tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
         torch.inference_mode(False),
-        torch.autocast(kind, enabled=False),
+        torch.autocast(model.device.type, enabled=False),
         quiet(model),
         quiet(reference),
     ):
@@ -148,8 +148,7 @@ class _Repairer:
 
     def __init__(self, new: Walk, old: Walk, batches: Batches, edits: Transaction, fit: str):
         self.new, self.old, self.batches, self.edits, self.fit = new, old, batches, edits, fit
-        held_out = sum(int(batches.held_out(i).sum()) for i in range(len(batches)))
-        self.report = RepairReport(batches.sequences, held_out)
+        self.report = RepairReport(batches.sequences, sum(int(batches.held_out(i).sum()) for i in range(len(batches))))
         self.latest: dict[str | None, str] = {}
         self.mapped: dict[str, int] = {}
 
@@ -178,11 +177,10 @@ class _Repairer:
 
     def _segments(self) -> list[Segment]:
         """What is to be repaired, in forward order: the blocks, and norms outside of them that changed."""
-        original = dict(self.old.model.named_modules())
         changed = {
             name
             for name, module in self.new.modules.items()
-            if isinstance(module, AffineNorm) and name in original and type(original[name]) is not type(module)
+            if isinstance(module, AffineNorm) and type(self.old.modules.get(name)) not in (type(module), type(None))
         }
         self.points = {name for name, module in self.new.modules.items() if describe(module) is not None} | changed
         segments, several = segments_of(self.new, self.points)
@@ -191,8 +189,7 @@ class _Repairer:
         for name in sorted(several & changed):
             self._skip(name, "norm", "runs several times in a forward (layers share it)")
         self.norms = changed - several
-        new, old = (Record.of(walk.model.config) for walk in (self.new, self.old))
-        self.moved = new.pos != old.pos
+        self.moved = Record.of(self.new.model.config).pos != Record.of(self.old.model.config).pos
         return [segment for segment in segments if segment.block or self.norms & set(segment.modules)]
 
     def _repair(self, segment: Segment) -> None:
@@ -295,16 +292,18 @@ class _Repairer:
 
     def _fit_projection(self, name: str, point: str, block: str | None) -> None:
         """Fit a map that writes to the stream, to what is missing at `point`: a norm's input, or the block's output."""
-        module = self.new.modules[name]
-        fit = self._ridge(name, "projection", point, block, module.bias is not None, self.roles.in_decoder(name))
+        bias = self.new.modules[name].bias is not None
+        fit = self._ridge(name, "projection", point, block, bias, self.roles.in_decoder(name))
         if fit is not None:
-            self._add(module, fit.weight, fit.bias)
+            self._add(self.new.modules[name], fit.weight, fit.bias)
 
     def _fit_readers(self, first: str, group: list[str]) -> None:
         """Fit the maps that read one x: W + M W, with the M that takes x nearer to the original's."""
         decoder = self.roles.in_decoder(first) and not self.roles.reads_encoder(first)
         fit = self._ridge(first, "readers", first, None, True, decoder)
-        for module in [self.new.modules[name] for name in group] if fit is not None else []:
+        if fit is None:
+            return
+        for module in (self.new.modules[name] for name in group):
             weight = module.get_parameter("weight").detach().double()
             weight = weight if isinstance(module, Conv1D) else weight.T
             self._add(module, fit.weight @ weight, fit.bias @ weight)

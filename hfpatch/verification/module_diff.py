@@ -127,6 +127,9 @@ def _text(module: nn.Module, norm: NormFacts | None) -> str:
         return MEAN_ROW
     if isinstance(module, NoPositions):
         return NOTHING
-    sizes = (module.num_embeddings, module.embedding_dim) if isinstance(module, nn.Embedding) else ()
-    sizes = norm.shape if norm is not None else sizes
+    sizes: tuple[int, ...] = ()
+    if isinstance(module, nn.Embedding):
+        sizes = module.num_embeddings, module.embedding_dim
+    if norm is not None:
+        sizes = norm.shape
     return module._get_name() + (f"({', '.join(map(str, sizes))})" if sizes else "")

@@ -241,7 +241,8 @@ def _typed(expected: Any, value: Any, where: str) -> Any:
         required = {one.name for one in fields(expected) if one.default is MISSING and one.default_factory is MISSING}
         if not isinstance(value, Mapping) or not required <= set(value) <= set(types):
             raise OptionError(f"{where} is malformed: it isn't an object with {', '.join(types)}.")
-        return expected(**{name: _typed(types[name], item, f"{where}: {name}") for name, item in value.items()})
+        typed = {name: _typed(types[name], item, f"{where}: {name}") for name, item in value.items()}
+        return expected(**typed)  # type: ignore[operator]  # a class: mypy takes it for an instance
     if get_origin(expected) is list and isinstance(value, list):
         return [_typed(get_args(expected)[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
     kinds = get_args(expected) or (expected,)
