@@ -20,7 +20,7 @@ from .errors import NotPreservedWarning, NotReversibleError, OptionError, Verifi
 from .measure.text_batches import tokenizer_of
 from .plan import Plan, checked_request, make_plan
 from .repairs.attention_maps import require_fit
-from .repairs.block_replay import tried_batches
+from .repairs.calibration import tried_batches
 from .repairs.repair import repair, shadow
 from .repairs.report import RepairReport
 from .repairs.sample import sample_batches
@@ -35,10 +35,7 @@ from .schemes.positions import Position
 
 M = TypeVar("M", bound=PreTrainedModel)
 REPAIR = "_hfpatch_repair"  # where a model keeps the report of its latest repair
-_NOT_PRESERVED = (
-    "{} now computes another function; not preserved: {}. calibration=batches (inputs without labels), or "
-    "calibration='self' for a model that generates, repairs it without training; plan_patch lists the modules."
-)
+_REPAIRED = 0.5  # the share of the distance to the original that a repair takes away, for no warning to be needed
 _WAITS_FOR_WEIGHTS = (
     "{} has no weights yet (meta device), so nothing could be centred or checked. Load those of a model that was "
     "patched in the same way; the original's would give another function."
@@ -92,7 +89,8 @@ def patch_model(
         The same model.
 
     Warns:
-        NotPreservedWarning: names what the patch didn't preserve, where it wasn't repaired.
+        NotPreservedWarning: names what the patch didn't preserve, where no repair took away half of the distance to the
+            original.
 
     Raises:
         PatchError: one of its children, from the plan, before anything changes. Should something fail later, every
@@ -128,9 +126,8 @@ def patch_model(
         edits.set_attribute(tokenizer_of(tokenizer), "model_max_length", length)
     if plan.changes:
         _keep_on_model(model, WayBack(edits, dtype, lengths) if reversible else None, report)
-        if plan.losses() and init != "reset" and not (report and report.kept):
-            message = _NOT_PRESERVED.format(plan.model_name, "; ".join(plan.losses()))
-            warnings.warn(message, NotPreservedWarning, stacklevel=2)
+        if plan.losses() and init != "reset" and not (report and report.recovered >= _REPAIRED):
+            warnings.warn(_not_preserved(plan, report), NotPreservedWarning, stacklevel=2)
         if plan.conversion is not None and plan.conversion.waits_for_weights:
             warnings.warn(_WAITS_FOR_WEIGHTS.format(plan.model_name), NotPreservedWarning, stacklevel=2)
     return compile_model(model) if compile else model
@@ -275,3 +272,17 @@ def _keep_on_model(model: nn.Module, way_back: WayBack | None, report: RepairRep
         vars(model)[WAY_BACK] = way_back if earlier is None else earlier.then(way_back)
     if report is not None:
         vars(model)[REPAIR] = report
+
+
+def _not_preserved(plan: Plan, report: RepairReport | None) -> str:
+    """The warning of what a patch didn't preserve, and what a repair made of it."""
+    advice = (
+        "calibration=batches (inputs without labels), or calibration='self' for a model that generates, repairs it "
+        "without training; plan_patch lists the modules."
+    )
+    if report is not None:
+        advice = (
+            f"A repair was tried: {report.measure} {report.before:.3g} -> {report.after:.3g} on held-out sequences, "
+            f"{'kept' if report.kept else 'undone'}; repair_report(model) says what couldn't be fitted."
+        )
+    return f"{plan.model_name} now computes another function; not preserved: {'; '.join(plan.losses())}. {advice}"

@@ -1,4 +1,4 @@
-"""Attention maps: after a change of positions, queries and keys are fitted until they draw the original's maps.
+"""Fit of an attention's queries and keys to the original's attention maps, after a change of positions.
 
 Constant vectors b_q, b_k under a rotation give b_q' R(m - n) b_k, a profile over distances: biases alone can draw the
 average map that a table of positions drew; weights fit the rest. What is minimised is KL(original map || present map),
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..errors import OptionError
-from .block_replay import first_tensor
+from .block_replay import Call, first_tensor
+from .report import FittedValues
 
 FITS = ("qk", "bias")
 STEPS, LOOKS = 200, 8  # and how often the held-out queries are looked at, for the best values so far
@@ -26,14 +27,14 @@ RATE = 2.0  # of Adam, divided by the width of what is projected
 _LEAST = 1e-9  # a probability, for its logarithm
 _SUMS_TO_ONE = 1e-2
 
-Call = tuple[tuple, dict[str, Any]]
-
 
 @dataclass
 class Example:
-    """One batch at an attention: how the module is called, the original's maps (B, H, T, S), and rows by what they do.
+    """One batch at an attention.
 
     Attributes:
+        call: how the module is called.
+        target: the original's maps (B, H, T, S).
         fitted, held_out: queries (B, T) that are fitted to, and those that judge.
     """
 
@@ -47,19 +48,12 @@ class Example:
         target = self.target.float()
         self.entropy = torch.special.xlogy(target, target.clamp_min(_LEAST)).sum(-1)
 
-    def divergence(self, present: Tensor, rows: Tensor) -> Tensor:
-        """Mean of KL(target || present) over heads and over the chosen queries (B, T)."""
+    def divergence(self, module: nn.Module, rows: Tensor) -> Tensor:
+        """Mean of KL(target || the module's map) over heads and over the chosen queries (B, T)."""
+        present = map_of(module, self.call)
+        assert present is not None
         cross = (self.target.float() * present.float().clamp_min(_LEAST).log()).sum(-1)
         return (self.entropy - cross).transpose(1, 2)[rows].mean()
-
-
-@dataclass
-class MapFit:
-    """Mean KL divergence on held-out queries before and after, and the values that were fitted, by Parameter name."""
-
-    before: float
-    after: float
-    values: dict[str, Tensor]
 
 
 @contextlib.contextmanager
@@ -91,9 +85,8 @@ def require_fit(fit: Any) -> None:
 
 
 def map_of(module: nn.Module, call: Call) -> Tensor | None:
-    """The attention map (B, H, T, S) that a module returns beside its output; None where it returns none."""
-    args, kwargs = call
-    return map_in(module(*args, **kwargs))
+    """The attention map (B, H, T, S) that a module returns after its output; None where it returns none."""
+    return map_in(module(*call.args, **call.kwargs))
 
 
 def map_in(returned: Any) -> Tensor | None:
@@ -107,15 +100,17 @@ def map_in(returned: Any) -> Tensor | None:
 
 
 def wide(value: Any) -> Any:
-    """Arguments of a call with their floats in float32."""
+    """A call, or a value of its arguments, with floats in float32."""
     if isinstance(value, Tensor):
         return value.float() if value.is_floating_point() else value
+    if isinstance(value, Call):
+        return Call(wide(value.args), wide(value.kwargs))
     if type(value) in (tuple, list):
         return type(value)(map(wide, value))
     return {name: wide(item) for name, item in value.items()} if type(value) is dict else value
 
 
-def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]) -> MapFit | None:
+def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]) -> FittedValues | None:
     """Fit an attention's queries and keys to the original's maps; the module itself isn't changed.
 
     Args:
@@ -125,63 +120,60 @@ def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]
         own: names of Parameters that no other module shares.
 
     Returns:
-        None where no such Parameter moves the maps.
+        The values with the lowest mean KL divergence on held-out queries; None where no such Parameter moves the maps.
     """
     work = copy.deepcopy(module).float().requires_grad_(False)
     with eager(work):
-        return _fit(work, examples, fit, own)
+        chosen = _moving(work, examples[0], [name for name in own if fit == "qk" or name.split(".")[-1] == "bias"])
+        return _descend(work, examples, chosen) if chosen else None
 
 
-def _fit(work: nn.Module, examples: list[Example], fit: str, own: set[str]) -> MapFit | None:
-    first = examples[0]
-    chosen = {name: p.requires_grad_() for name, p in work.named_parameters() if name in own and _wanted(name, p, fit)}
-    if not chosen:
-        return None
-    loss = _loss(work, first)
-    gradients = torch.autograd.grad(loss, list(chosen.values()), allow_unused=True) if loss.requires_grad else ()
-    chosen = {name: p for (name, p), g in zip(chosen.items(), gradients, strict=False) if g is not None and g.any()}
-    for name, p in work.named_parameters():
-        p.requires_grad_(name in chosen)
-    if not chosen:
-        return None
-    before = after = _judge(work, examples)
+def _moving(work: nn.Module, example: Example, names: list[str]) -> dict[str, nn.Parameter]:
+    """Those of some Parameters that move the maps; they alone require gradients from now on."""
+    parameters = {name: p for name, p in work.named_parameters() if name in names and p.is_floating_point()}
+    for parameter in parameters.values():
+        parameter.requires_grad_()
+    with torch.enable_grad():
+        loss = example.divergence(work, example.fitted)
+    gradients: Sequence[Tensor | None] = [None] * len(parameters)
+    if loss.requires_grad:
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    moving = {name: p for (name, p), g in zip(parameters.items(), gradients, strict=True) if g is not None and g.any()}
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in moving)
+    return moving
+
+
+def _descend(work: nn.Module, examples: list[Example], chosen: dict[str, nn.Parameter]) -> FittedValues:
+    """Adam on the chosen Parameters, one batch a step; the best values on held-out queries are taken."""
+    before = after = _held_out_divergence(work, examples)
     best = {name: p.detach().clone() for name, p in chosen.items()}
-    width = first_tensor([*first.call[0], *first.call[1].values()]).shape[-1]
+    width = first_tensor(examples[0].call).shape[-1]
     optimizer = torch.optim.Adam(chosen.values(), lr=RATE / width, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for step in range(STEPS):
-        loss = _loss(work, examples[step % len(examples)])
+        example = examples[step % len(examples)]
+        with torch.enable_grad():
+            loss = example.divergence(work, example.fitted)
         if loss.isfinite():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         schedule.step()
         if (step + 1) * LOOKS // STEPS > step * LOOKS // STEPS:
-            error = _judge(work, examples)
+            error = _held_out_divergence(work, examples)
             if error < after:
                 after, best = error, {name: p.detach().clone() for name, p in chosen.items()}
-    return MapFit(before, after, best)
+    return FittedValues(before, after, best)
 
 
-def _wanted(name: str, parameter: Tensor, fit: str) -> bool:
-    return parameter.is_floating_point() and (fit == "qk" or name.rpartition(".")[2] == "bias")
-
-
-def _loss(module: nn.Module, example: Example) -> Tensor:
-    with torch.enable_grad():
-        present = map_of(module, example.call)
-        assert present is not None
-        return example.divergence(present, example.fitted)
-
-
-def _judge(module: nn.Module, examples: list[Example]) -> float:
+def _held_out_divergence(work: nn.Module, examples: list[Example]) -> float:
+    """The mean over all held-out queries."""
     total, rows = 0.0, 0
     with torch.no_grad():
         for example in examples:
-            chosen = example.held_out
-            if chosen.any():
-                present = map_of(module, example.call)
-                assert present is not None
-                total += float(example.divergence(present, chosen)) * int(chosen.sum())
-                rows += int(chosen.sum())
+            count = int(example.held_out.sum())
+            if count:
+                total += float(example.divergence(work, example.held_out)) * count
+                rows += count
     return total / max(rows, 1)

@@ -1,4 +1,4 @@
-"""Streaming least squares: sums over any number of batches, solved in float64, judged on sequences held out of them.
+"""Streamed least squares: sums over any number of batches, solved in float64, judged on sequences held out of them.
 
 Every sum is kept twice, for the rows that are fitted and for those held out, so that the error of any candidate on
 data it hasn't seen follows from the sums alone, without another pass.
@@ -6,8 +6,8 @@ data it hasn't seen follows from the sums alone, without another pass.
 
 from __future__ import annotations
 
-import copy
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -75,8 +75,6 @@ class Ridge:
         if self.origin is None or not fitted.count:
             return None
         mean_x, mean_r = (mean.double() for mean in self.origin)
-        if not judged.count:  # too few sequences to hold any out
-            judged = copy.deepcopy(fitted)
         xx, xr = fitted.centre() if self.bias else (fitted.xx, fitted.xr)
         scale = xx.diagonal().mean()
         if not scale > _SPREAD * fitted.count * mean_x.square().mean():
@@ -102,6 +100,19 @@ class Ridge:
             if math.isfinite(error):
                 found, best = Fit(weight, bias + mean_r - weight.T @ mean_x, before, error, penalty), min(best, error)
         return found
+
+
+def fit_ridge(rows: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], bias: bool) -> tuple[Fit | None, float]:
+    """`Ridge` on streamed rows (x, residual, target, held_out), and the mean variance of the target's channels."""
+    ridge: Ridge | None = None
+    variance = ChannelVariance()
+    for x, residual, target, held_out in rows:
+        ridge = ridge or Ridge(x.shape[-1], residual.shape[-1], bias, x.device)
+        variance.add(target)
+        ridge.add(x, residual, held_out)
+        del x, residual, target
+    assert ridge is not None
+    return ridge.solve(), variance.value()
 
 
 class _Sums:
@@ -183,8 +194,25 @@ class Affine:
 
     def error(self, gain: Tensor, shift: Tensor) -> Tensor:
         """Mean squared error (k,) of given gains and shifts on the held-out rows."""
-        part = 1 if self.count[1] else 0
-        h, hh, hy, y, yy = (sums[part] for sums in (self.h, self.hh, self.hy, self.y, self.yy))
-        n = self.count[part]
+        h, hh, hy, y, yy = (sums[1] for sums in (self.h, self.hh, self.hy, self.y, self.yy))
+        n = self.count[1]
         error = yy - 2 * gain * hy - 2 * shift * y + gain.square() * hh + 2 * gain * shift * h + n * shift.square()
         return error.sum(-1).clamp_min(0) / max(n * h.shape[-1], 1)
+
+
+class ChannelVariance:
+    """Mean variance over the channels of rows (n, d) that arrive batch by batch."""
+
+    def __init__(self) -> None:
+        self.count, self.sum, self.square = 0, torch.zeros(()), torch.zeros(())
+
+    def add(self, rows: Tensor) -> None:
+        """Count all of them."""
+        rows = rows.double()
+        self.count += len(rows)
+        self.sum, self.square = self.sum.to(rows) + rows.sum(0), self.square.to(rows) + rows.square().sum(0)
+
+    def value(self) -> float:
+        """The variance so far, 1e-30 at least."""
+        n = max(self.count, 1)
+        return float((self.square / n - (self.sum / n).square()).mean().clamp_min(1e-30))

@@ -1,4 +1,4 @@
-"""What a repair did, step by step."""
+"""Report of a repair: its steps and what the whole came to."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from ..core.plan_table import table
 
@@ -34,11 +36,27 @@ class Step:
 
 
 @dataclass
+class FittedValues:
+    """Values that were fitted to a module's Parameters, and their errors on held-out data.
+
+    Attributes:
+        before, after: errors of the present and of the fitted values.
+        values: by the Parameters' names in the module.
+        note: on what was found.
+    """
+
+    before: float
+    after: float
+    values: dict[str, Tensor]
+    note: str = ""
+
+
+@dataclass
 class RepairReport:
     """What a repair did; `str(report)` is a table.
 
     Attributes:
-        sequences, held_out: how many were given, and how many of them judged.
+        sequences, held_out: how many there were, and how many of them judged.
         measure: what `before` and `after` are.
         before, after: distance of the model's outputs from the original's on the held-out sequences.
         kept: whether the whole helped there; otherwise all of it was undone.
@@ -52,6 +70,11 @@ class RepairReport:
     after: float = math.nan
     kept: bool = False
     steps: list[Step] = field(default_factory=list)
+
+    @property
+    def recovered(self) -> float:
+        """The share of the distance that the repair took away; 0 where it was undone."""
+        return 1 - self.after / self.before if self.kept else 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -69,9 +92,9 @@ class RepairReport:
         return f"{table(lines)}\n{self.summary()}"
 
     def summary(self) -> str:
-        judged = f"{self.held_out} held-out" if self.held_out else "the fitted (too few to hold any out)"
+        """The whole in one line."""
         result = "kept" if self.kept else "undone, since it didn't help"
         return (
-            f"Repair on {self.sequences} sequences: {self.measure} {self.before:.3g} -> "
-            f"{self.after:.3g} on {judged} sequences; {result}."
+            f"Repair on {self.sequences} sequences: {self.measure} {self.before:.3g} -> {self.after:.3g} on "
+            f"{self.held_out} held-out sequences; {result}."
         )

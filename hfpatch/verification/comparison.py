@@ -1,9 +1,8 @@
-"""Two models on the same batches, dtype after dtype: running sums of what they return against the truth."""
+"""Runs two models on the same batches, dtype after dtype, and sums how far their outputs are from the truth."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,29 +13,27 @@ from ..measure.outputs import Outputs
 from ..runtime.errors import UnsupportedError
 from .dtype_copy import Subject
 from .report import LayerRow, OutputRow
-from .sums import NO_TARGET, LayerSums, OutputSums
+from .sums import NO_TARGET, Sums
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Run = tuple[str, str]  # role and dtype
+Place = tuple[str, int | None]  # an output and None, or a stream and the index of a layer
 TRUTH: Run = ("reference", "float64")
 _SPANS = ("start_logits", "end_logits")  # (B, T): one value per token
 
 
-@dataclass
-class _Sums:
-    """All sums of one run."""
-
-    outputs: dict[str, OutputSums] = field(default_factory=lambda: defaultdict(OutputSums))
-    layers: dict[tuple[str, int], LayerSums] = field(default_factory=lambda: defaultdict(LayerSums))
-
-
 class Comparison:
-    """Runs both models on all batches, one dtype after another, and keeps sums."""
+    """Two models, what they return for the batches, and notes on what couldn't be compared.
+
+    Args:
+        model, reference: both are run in copies; the reference in float64 is the truth.
+        batches: all inputs.
+    """
 
     def __init__(self, model: Subject, reference: Subject, batches: list[Batch]):
         self.model, self.reference, self.batches = model, reference, batches
         self.encoder_decoder = bool(getattr(reference.model.config, "is_encoder_decoder", False))
-        self.runs: dict[Run, _Sums] = {}
+        self.runs: dict[Run, dict[Place, Sums]] = {}
         self.names: list[str] = []
         self.streams: list[str] = []
         self.notes: list[str] = []
@@ -58,15 +55,19 @@ class Comparison:
 
     def output_rows(self) -> list[OutputRow]:
         """Every output of every run."""
-        return [sums.outputs[name].row(name, *run) for name in self.names for run, sums in self.runs.items()]
+        return [sums[name, None].output_row(name, *run) for name in self.names for run, sums in self.runs.items()]
 
     def layer_rows(self) -> list[LayerRow]:
         """Every layer of every run but the truth's."""
-        runs = [(run, sums) for run, sums in self.runs.items() if run != TRUTH]
-        return [layer.row(*place, *run) for run, sums in runs for place, layer in sums.layers.items()]
+        return [
+            layer.layer_row(stream, index, *run)
+            for run, sums in self.runs.items()
+            for (stream, index), layer in sums.items()
+            if run != TRUTH and index is not None
+        ]
 
-    def _measure_run(self, subject: Subject, dtype: str, exact: nn.Module) -> _Sums:
-        sums = _Sums()
+    def _measure_run(self, subject: Subject, dtype: str, exact: nn.Module) -> dict[Place, Sums]:
+        sums: dict[Place, Sums] = defaultdict(Sums)
         copied = None if (subject.role, dtype) == TRUTH else subject.copy(DTYPES[dtype])
         for number, batch in enumerate(self.batches):
             truth = self._truth(exact, batch, number)
@@ -78,10 +79,10 @@ class Comparison:
                 t = truth.tensors[name]
                 mask = mask_of(name, t.shape, batch, self.encoder_decoder)
                 self._note_unused_mask(name, t, mask, batch)
-                sums.outputs[name].add(name, t, outputs.tensors[name], mask, targets if name == "logits" else None)
+                sums[name, None].add_output(name, t, outputs.tensors[name], mask, targets if name == "logits" else None)
             for stream in self.streams:
                 for i, (t, y) in enumerate(zip(truth.streams[stream], outputs.streams[stream], strict=True)):
-                    sums.layers[stream, i].add(t, y, mask_of(stream, t.shape, batch, self.encoder_decoder))
+                    sums[stream, i].add_layer(t, y, mask_of(stream, t.shape, batch, self.encoder_decoder))
         return sums
 
     def _truth(self, exact: nn.Module, batch: Batch, number: int) -> Outputs:

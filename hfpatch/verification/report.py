@@ -1,15 +1,15 @@
-"""What `verify` found: a table to read, JSON to keep, a plot of the error layer by layer."""
+"""Report of `verify`: a printed table, JSON, and a plot of the error layer by layer."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ..core.plan_table import grouped, table
 from ..errors import MissingPackageError, OptionError
@@ -124,10 +124,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain JSON values; infinite numbers and NaN, which JSON lacks, are "inf", "-inf" and "nan"."""
-        stored = {"version": VERSION, **asdict(self)}
-        for name in _ROWS:
-            stored[name] = [{key: _plain(value) for key, value in row.items()} for row in stored[name]]
-        return stored
+        return {"version": VERSION, **_plain(asdict(self))}
 
     @classmethod
     def from_json(cls, stored: Any) -> Report:
@@ -140,13 +137,7 @@ class Report:
             raise OptionError("this is no report that hfpatch.verify wrote: it has no version.")
         if stored["version"] > VERSION:
             raise OptionError(f"the report has version {stored['version']}, this hfpatch reads up to {VERSION}.")
-        plain = {name: value for name, value in stored.items() if name != "version"}
-        try:
-            for name, kind in _ROWS.items():
-                plain[name] = [kind(**{key: _NOT_FINITE.get(v, v) for key, v in row.items()}) for row in plain[name]]
-            return cls(**plain)
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise OptionError(f"the report is malformed: {error}") from error
+        return _typed(cls, {name: value for name, value in stored.items() if name != "version"}, "the report")
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON.
@@ -186,8 +177,10 @@ class Report:
         streams = list(dict.fromkeys(row.stream for row in self.layers))
         figure = Figure(figsize=(7.2 * len(streams), 5.0), layout="constrained")
         for axes, stream in zip(figure.subplots(1, len(streams), squeeze=False)[0], streams, strict=True):
-            _draw(axes, [row for row in self.layers if row.stream == stream])
-            axes.set_title(stream.replace("_", " "), fontsize=10)
+            for (label, style), line in _curves([row for row in self.layers if row.stream == stream]).items():
+                axes.plot(*line, style, label=label, markersize=3)
+            axes.set(yscale="log", title=stream, xlabel="layer", ylabel="rms error / rms of the truth")
+            axes.legend(fontsize=8)
         figure.suptitle(f"{self.model}\nagainst {self.reference} in float64", fontsize=9)
         try:
             figure.savefig(path, dpi=150)
@@ -228,11 +221,37 @@ class Report:
         return f"{table(lines)}\n{', '.join(counts)}."
 
 
-_ROWS: dict[str, type] = {"modules": ModuleRow, "outputs": OutputRow, "layers": LayerRow}
-
-
 def _plain(value: Any) -> Any:
+    """A value with the numbers that JSON lacks as text."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _typed(expected: Any, value: Any, where: str) -> Any:
+    """A JSON value as a dataclass, list or plain value of the expected type.
+
+    Raises:
+        OptionError: it is of another type, or lacks fields.
+    """
+    if is_dataclass(expected):
+        types = get_type_hints(expected)
+        required = {one.name for one in fields(expected) if one.default is MISSING and one.default_factory is MISSING}
+        if not isinstance(value, Mapping) or not required <= set(value) <= set(types):
+            raise OptionError(f"{where} is malformed: it isn't an object with {', '.join(types)}.")
+        typed = {name: _typed(types[name], item, f"{where}: {name}") for name, item in value.items()}
+        return expected(**typed)  # type: ignore[operator]  # a class: mypy takes it for an instance
+    if get_origin(expected) is list and isinstance(value, list):
+        return [_typed(get_args(expected)[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
+    kinds = get_args(expected) or (expected,)
+    if float in kinds and isinstance(value, str | int) and not isinstance(value, bool):
+        value = _NOT_FINITE.get(value, value) if isinstance(value, str) else float(value)
+    if type(value) not in kinds:
+        name = expected.__name__ if isinstance(expected, type) else expected
+        raise OptionError(f"{where} is malformed: {value!r:.40} isn't {name}.")
+    return value
 
 
 def _in_one_line(row: ModuleRow) -> tuple[object, ...]:
@@ -298,20 +317,17 @@ def _layer_table(rows: list[LayerRow]) -> str:
     return f"{head}{skipped}:\n{table(lines, '<' + '>' * len(runs))}"
 
 
-def _draw(axes: Any, rows: list[LayerRow]) -> None:
-    """One line a run, dotted for the reference; dashed the model's without the mean, where that is much smaller."""
-    lines: dict[tuple[str, str], list[float]] = {}
+def _curves(rows: list[LayerRow]) -> dict[tuple[str, str], tuple[list[int], list[float]]]:
+    """(label, style) -> (layers, errors) of each line of a plot: dotted for the reference's runs, and for the model's a
+    dashed one too, without the mean over channels. NaN leaves a gap in a line.
+    """
+    found: dict[tuple[str, str], tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
     for row in rows:
-        style = ":" if row.role == "reference" else "o-"
-        lines.setdefault((f"{row.role} {row.dtype}", style), []).append(row.error)
+        lines = [(f"{row.role} {row.dtype}", ":" if row.role == "reference" else "o-", row.error)]
         if row.role == "model":
-            lines.setdefault((f"model {row.dtype}, without the mean", "x--"), []).append(row.centred)
-    for (label, style), errors in lines.items():
-        whole = lines[label.partition(",")[0], "o-"] if style == "x--" else errors
-        if style != "x--" or any(part < 0.5 * error for part, error in zip(errors, whole, strict=True)):
-            drawn = [error if 0 < error < math.inf else math.nan for error in errors]
-            axes.plot(sorted({row.layer for row in rows}), drawn, style, label=label, markersize=3)
-    axes.set(yscale="log", xlabel="layer", ylabel="rms error / rms of the truth")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False)
+            lines.append((f"model {row.dtype}, without the mean", "x--", row.centred))
+        for label, style, error in lines:
+            layers, errors = found[label, style]
+            layers.append(row.layer)
+            errors.append(error if 0 < error < math.inf else math.nan)
+    return found

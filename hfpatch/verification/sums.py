@@ -1,9 +1,10 @@
-"""Running sums over batches of how far outputs are from the truth, so that no two batches are held at once."""
+"""Running sums over batches of how far the outputs of one run are from the truth: no two batches are held at once."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,7 @@ from ..measure.outputs import Deviation, aligned, pieces
 from .report import LayerRow, OutputRow
 
 NO_TARGET = -100
+Columns = Iterator[tuple[str, Tensor]]
 
 
 @dataclass
@@ -37,65 +39,47 @@ class Mean:
 
 
 @dataclass
-class OutputSums:
-    """One output of one run: its deviation, and means of what the other columns of the report show.
+class Sums:
+    """One output, or the stream after one layer, of one run.
 
-    For logits, over the last axis and with p, q = softmax(t), softmax(y): "top1" (same argmax), "kl" = sum p_i (log p_i
-    - log q_i) in nats and "surprise" = -log q[target]. For others "cosine" of the vectors (..., d), one for two zero
-    vectors, and "pooled", that of their means over the positions.
+    Attributes:
+        deviation: of the values.
+        centred: of a stream's values without their mean over the channels.
+        means: of the numbers per position in `logit_columns` or `vector_columns`, by column.
     """
 
     deviation: Deviation = field(default_factory=Deviation)
+    centred: Deviation = field(default_factory=Deviation)
     means: dict[str, Mean] = field(default_factory=lambda: defaultdict(Mean))
 
-    def add(self, name: str, truth: Tensor, output: Tensor, mask: Tensor | None, targets: Tensor | None) -> None:
-        """Count one batch. `mask` (over the leading axes) is True where values count.
+    def add_output(self, name: str, truth: Tensor, output: Tensor, mask: Tensor | None, targets: Tensor | None) -> None:
+        """Count one batch of an output.
 
         Args:
-            name: of the output.
+            name: of the output; those called "logits" are compared as distributions, others as vectors.
             truth, output: (B, T, d), images (B, C, H, W) or others.
-            mask: (B, T).
+            mask: (B, T), True where values count; None where all do.
             targets: (B, T), a class each, or -100 for none; of logits.
         """
         self.deviation.add(truth, output, mask)
-        if "logits" in name.rpartition(".")[2]:
-            t, y = (_distributions(x, mask) for x in (truth, output))
-            if t.shape[-1] > 1:
-                self.add_logits(t, y, mask if t.dim() == truth.dim() > 2 else None, targets)
-        elif truth.dim() > 1 and truth.shape[-1] > 1:
-            t, y = (channels_last(x, mask) for x in aligned(truth, output))
-            if t.dim() > 3 and mask is None:
-                t, y = t.flatten(1, -2), y.flatten(1, -2)
-            self.add_vectors("cosine", t, y, mask)
-            if t.dim() == 3 and t.shape[1] > 1:
-                self.add_vectors("pooled", _pooled(t, mask), _pooled(y, mask))
+        reduce = logit_columns if "logits" in name.rpartition(".")[2] else vector_columns
+        for column, values in reduce(truth, output, mask, targets):
+            self.means[column].add(values)
 
-    def add_logits(
-        self, truth: Tensor, output: Tensor, mask: Tensor | None = None, targets: Tensor | None = None
-    ) -> None:
-        """Count logits (..., V) with `mask` and `targets` (...)."""
-        classes = torch.full(truth.shape[:-1], NO_TARGET) if targets is None else targets
-        for t, y, target in pieces(mask, truth, output, classes[..., None]):
-            log_p, log_q = t.log_softmax(-1), y.log_softmax(-1)
-            p, wanted = log_p.exp(), target[:, 0] >= 0
-            self.means["top1"].add((t.argmax(-1) == y.argmax(-1)).double())
-            self.means["kl"].add(torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(-1))
-            self.means["surprise"].add(-log_q[wanted].gather(-1, target[wanted]))
+    def add_layer(self, truth: Tensor, output: Tensor, mask: Tensor | None) -> None:
+        """Count one batch of a stream."""
+        t, y = (channels_last(x, mask) for x in aligned(truth, output))
+        self.deviation.add(t, y, mask)
+        self.centred.add(t - t.mean(-1, keepdim=True), y - y.mean(-1, keepdim=True), mask)
 
-    def add_vectors(self, column: str, truth: Tensor, output: Tensor, mask: Tensor | None = None) -> None:
-        """Count the cosines of vectors (..., d)."""
-        for t, y in pieces(mask, truth, output):
-            lengths = t.norm(dim=-1) * y.norm(dim=-1)
-            both_zero = (t == 0).all(-1) & (y == 0).all(-1)
-            self.means[column].add(torch.where(lengths == 0, both_zero.double(), (t * y).sum(-1) / lengths))
-
-    def row(self, name: str, role: str, dtype: str) -> OutputRow:
-        """The sums as a row of the report."""
-        mean = {name: sums.mean for name, sums in self.means.items() if sums.count}
-        least = {name: sums.least for name, sums in self.means.items() if sums.count}
-        deviation, surprise = self.deviation, mean.get("surprise")
+    def output_row(self, name: str, role: str, dtype: str) -> OutputRow:
+        """An output's sums as a row of the report."""
+        means = {column: sums for column, sums in self.means.items() if sums.count}
+        mean = {column: sums.mean for column, sums in means.items()}
+        least = {column: sums.least for column, sums in means.items()}
+        surprise = mean.get("surprise")
         return OutputRow(
-            *(name, role, dtype, deviation.max_error, deviation.rms_error, deviation.incomparable),
+            *(name, role, dtype, self.deviation.max_error, self.deviation.rms_error, self.deviation.incomparable),
             top1=mean.get("top1"),
             kl=mean.get("kl"),
             perplexity=None if surprise is None else math.inf if surprise > 700 else math.exp(surprise),
@@ -105,23 +89,39 @@ class OutputSums:
             pooled_min=least.get("pooled"),
         )
 
+    def layer_row(self, stream: str, layer: int, role: str, dtype: str) -> LayerRow:
+        """A layer's sums as a row of the report."""
+        return LayerRow(stream, layer, role, dtype, self.deviation.rms_error, self.centred.rms_error)
 
-@dataclass
-class LayerSums:
-    """The stream after one layer of one run, as it is and without its mean over the channels."""
 
-    raw: Deviation = field(default_factory=Deviation)
-    centred: Deviation = field(default_factory=Deviation)
+def logit_columns(truth: Tensor, output: Tensor, mask: Tensor | None, targets: Tensor | None) -> Columns:
+    """Per position, with p and q the softmax of truth and output over the classes: "top1" (1 where both have the same
+    argmax), "kl" = sum p_i (log p_i - log q_i) in nats, and "surprise" = -log q[target].
+    """
+    t, y = (_classes_last(x, mask) for x in (truth, output))
+    if t.shape[-1] < 2:
+        return
+    mask = mask if t.dim() == truth.dim() > 2 else None
+    classes = torch.full(t.shape[:-1], NO_TARGET) if targets is None else targets
+    for a, b, target in pieces(mask, t, y, classes[..., None]):
+        log_p, log_q = a.log_softmax(-1), b.log_softmax(-1)
+        p, known = log_p.exp(), target[:, 0] >= 0
+        yield "top1", (a.argmax(-1) == b.argmax(-1)).double()
+        yield "kl", torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(-1)
+        yield "surprise", -log_q[known].gather(-1, target[known])
 
-    def add(self, truth: Tensor, output: Tensor, mask: Tensor | None) -> None:
-        """Count one batch."""
-        t, y = (channels_last(x, mask) for x in aligned(truth, output))
-        self.raw.add(t, y, mask)
-        self.centred.add(t - t.mean(-1, keepdim=True), y - y.mean(-1, keepdim=True), mask)
 
-    def row(self, stream: str, layer: int, role: str, dtype: str) -> LayerRow:
-        """The sums as a row of the report."""
-        return LayerRow(stream, layer, role, dtype, self.raw.rms_error, self.centred.rms_error)
+def vector_columns(truth: Tensor, output: Tensor, mask: Tensor | None, targets: Tensor | None = None) -> Columns:
+    """Cosines between vectors (..., d): "cosine" at each position, "pooled" between the means over the positions."""
+    if truth.dim() < 2 or truth.shape[-1] < 2:
+        return
+    t, y = (channels_last(x, mask) for x in aligned(truth, output))
+    if t.dim() > 3 and mask is None:
+        t, y = t.flatten(1, -2), y.flatten(1, -2)
+    for a, b in pieces(mask, t, y):
+        yield "cosine", _cosines(a, b)
+    if t.dim() == 3 and t.shape[1] > 1:
+        yield "pooled", _cosines(_pooled(t, mask), _pooled(y, mask))
 
 
 def channels_last(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -131,12 +131,19 @@ def channels_last(x: Tensor, mask: Tensor | None) -> Tensor:
     return x.movedim(1, -1)
 
 
-def _distributions(logits: Tensor, mask: Tensor | None) -> Tensor:
+def _classes_last(logits: Tensor, mask: Tensor | None) -> Tensor:
     """Logits with the classes last: over channels for images, over the positions that count for spans."""
     logits = channels_last(logits, mask)
     if logits.dim() == 2 and mask is not None:
         return logits.masked_fill(~mask.to(logits.device), -torch.inf)
     return logits
+
+
+def _cosines(t: Tensor, y: Tensor) -> Tensor:
+    """Cosines over the last axis; 1 between two zero vectors, 0 where one of the two is zero."""
+    lengths = t.norm(dim=-1) * y.norm(dim=-1)
+    both_zero = (t == 0).all(-1) & (y == 0).all(-1)
+    return torch.where(lengths == 0, both_zero.double(), (t * y).sum(-1) / lengths)
 
 
 def _pooled(x: Tensor, mask: Tensor | None) -> Tensor:

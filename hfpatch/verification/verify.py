@@ -1,4 +1,4 @@
-"""What a change of a model did, measured: each output and each layer against the original in float64."""
+"""Public `verify`: measures a patched model against its original in float64, output by output and layer by layer."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hfpatch.repairs import least_squares
-from hfpatch.repairs.least_squares import PENALTIES, Affine, Fit, Ridge
+from hfpatch.repairs.least_squares import PENALTIES, Affine, ChannelVariance, Fit, Ridge
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 10_000)
@@ -142,8 +142,10 @@ def test_an_input_without_spread_is_refused(value: float) -> None:
 
 def test_few_rows() -> None:
     x, r, _ = problem(4)
-    fit = ridge(x[:3], r[:3], torch.tensor([False] * 3), True)  # judged on what was fitted
-    direct = (r[:3] - x[:3] @ fit.weight - fit.bias).square().mean()
+    fit = ridge(x[:3], r[:3], torch.tensor([False] * 3), True)
+    assert (fit.before, fit.after) == (0, 0)  # nothing judges it, so it is no gain
+    fit = ridge(x[:3], r[:3], torch.tensor([False, False, True]), True)
+    direct = (r[2] - x[2] @ fit.weight - fit.bias).square().mean()
     assert fit.after == pytest.approx(float(direct), rel=1e-6)
     for out in ([], [False], [True], [True, True]):
         solver = Ridge(5, 3, True, CPU)
@@ -201,8 +203,8 @@ def test_affine_judges_given_values_likewise() -> None:
     error = affine([x], r, held_out, True, True).error(gain, shift)
     direct = (r[held_out] - gain * x[held_out] - shift).square().mean()
     assert float(error[0]) == pytest.approx(float(direct), rel=1e-9)
-    none = affine([x], r, torch.zeros_like(held_out), True, True).error(gain, shift)  # judged on the fitted rows then
-    assert float(none[0]) == pytest.approx(float((r - gain * x - shift).square().mean()), rel=1e-9)
+    none = affine([x], r, torch.zeros_like(held_out), True, True).error(gain, shift)
+    assert float(none[0]) == 0  # without rows to judge by
 
 
 def test_affine_with_channels_that_dont_move() -> None:
@@ -225,3 +227,12 @@ def test_a_bad_candidate_doesnt_spoil_the_others() -> None:
     assert torch.equal(gains[0], alone[0])
     assert errors[0] == error[0]
     assert not errors[1] < errors[0]
+
+
+def test_the_variance_of_channels_is_that_of_all_rows() -> None:
+    x, _, _ = problem(9, mean=5)
+    variance = ChannelVariance()
+    assert variance.value() == pytest.approx(1e-30)
+    for part in x.tensor_split(4):
+        variance.add(part)
+    assert variance.value() == pytest.approx(float(x.var(0, correction=0).mean()), rel=1e-9)

@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hfpatch.errors import OptionError
-from hfpatch.repairs.block_replay import Batches, Walk, calibration_inputs, is_linear_map, segments_of, tried_batches
+from hfpatch.repairs import calibration
+from hfpatch.repairs.block_replay import Walk, is_linear_map, segments_of
+from hfpatch.repairs.calibration import Batches, calibration_inputs, tried_batches
 
 
 def norms_in(model: nn.Module) -> list[str]:
@@ -120,13 +122,40 @@ def test_linear_maps() -> None:
 
 def test_sequences_held_out(tmp_path: Path) -> None:
     model = tiny("gpt2")
-    for sizes, held in (((1,), []), ((2,), [1]), ((1, 1), [1]), ((3, 2), [4]), ((8,), [7]), ((5, 12), [7, 15])):
+    for sizes, held in (((2,), [1]), ((1, 1), [1]), ((3, 2), [4]), ((8,), [7]), ((5, 12), [7, 15])):
         folder = tmp_path / str(sizes)
         folder.mkdir()
         data = Batches([torch.ones(n, 4).long() for n in sizes], model, folder)
         mask = torch.cat([data.held_out(i) for i in range(len(data))])
         assert data.sequences == sum(sizes)
         assert mask.nonzero()[:, 0].tolist() == held
+
+
+def test_one_sequence_is_too_few(tmp_path: Path) -> None:
+    """None could be held out, and a repair that is judged on what it was fitted to is kept whatever it does."""
+    model = tiny("gpt2")
+    alone = [torch.ones(1, 4).long()]
+    with pytest.raises(OptionError, match="calibration holds one sequence"):
+        Batches(iter(alone), model, tmp_path)
+    with pytest.raises(OptionError, match="calibration holds one sequence"):
+        tried_batches(alone, model)
+    assert list(tried_batches(iter(alone * 2), model)) == alone * 2
+
+
+def test_an_endless_generator_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_MOST", 10)
+    endless = iter(lambda: torch.ones(3, 4).long(), None)
+    with pytest.raises(OptionError, match="does its generator end"):
+        Batches(endless, tiny("gpt2"), tmp_path)
+
+
+def test_tokens_beyond_the_embedding_are_refused_by_batch(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    rows = model.get_input_embeddings().num_embeddings
+    data = [torch.full((2, 3), token) for token in (0, rows - 1, rows)]
+    assert Batches(data[:2], model, tmp_path).sequences == 4
+    with pytest.raises(OptionError, match=f"batch 2: it has tokens {rows} to {rows}"):
+        Batches(data, model, tmp_path)
 
 
 def test_rows_of_activations(tmp_path: Path) -> None:
@@ -200,6 +229,6 @@ def test_what_is_tried_leaves_no_trace() -> None:
     given = copy.deepcopy(inputs(model))
     before = fingerprint(model)
     tried_batches([given], model)
-    with pytest.raises(OptionError, match="doesn't take calibration batch 0"):
+    with pytest.raises(OptionError, match="doesn't take calibration batch 0: it has tokens 4000"):
         tried_batches([{"input_ids": torch.full((2, 3), 4000)}], model)
     assert not changes(before, fingerprint(model))

@@ -25,7 +25,7 @@ from hfpatch.runtime.errors import CheckpointError, UnsupportedError
 from hfpatch.verification.comparison import Comparison
 from hfpatch.verification.dtype_copy import Subject
 from hfpatch.verification.report import Report
-from hfpatch.verification.sums import LayerSums, OutputSums, channels_last
+from hfpatch.verification.sums import Sums, channels_last, logit_columns, vector_columns
 from hfpatch.verification.verify import verify
 
 Make = Callable[..., tuple[Any, Any]]
@@ -306,23 +306,19 @@ def test_norms_of_an_unpatched_model_are_kept_and_nothing_differs() -> None:
     assert all(one.max_error == 0 for one in report.outputs if one.dtype == "float64")
 
 
-def test_a_class_says_what_it_does_in_every_forward() -> None:
-    model, reference = pair()
-    host = type(model.transformer.wte)
-    model.transformer.wte.__class__ = type(
-        host.__name__, (host,), {"hfpatch_host": host, "hfpatch_note": "centred in every forward"}
-    )
+def test_what_an_edit_adds_to_a_forward_is_a_row() -> None:
+    model, reference = pair(request={"norm": "layer", "only": ["*.ln_f"]})
+    before = copy.deepcopy(model)
+    model.config.hfpatch["edits"] += ["wte.@centre = -1", "h.0.mlp.@scale = 2.0", "h.*.attn.@lens = Unrotated()"]
     report = verify(model, reference, inputs(model), dtypes=())
     found = module(report, "transformer.wte")
     assert (found.state, found.runtime) == ("runtime", "centred in every forward")
     assert "centred in every forward" in str(report)
-
-
-def test_what_is_centred_in_every_forward_is_told() -> None:
-    model, reference = pair()
-    vars(model.transformer.wte)["_hfpatch_centred"] = -1
-    report = verify(model, reference, inputs(model), dtypes=())
-    assert module(report, "transformer.wte").runtime == "centred in every forward"
+    assert module(report, "transformer.h.0.mlp").runtime == "multiplied by a learned scalar in every forward"
+    assert module(report, "transformer.h.1.attn").runtime == "queries and keys aren't rotated"
+    assert module(report, "transformer.h.0.ln_1").reason == "not in only"
+    others = [one.module for one in verify(before, reference, inputs(model), dtypes=()).modules if one.state != "kept"]
+    assert others == ["transformer.ln_f"]  # control
 
 
 def test_other_parameters_are_seen() -> None:
@@ -579,9 +575,16 @@ def test_json_and_its_errors(tmp_path: Path) -> None:
     assert Report.from_json(json.loads((tmp_path / "report.json").read_text())) == report
     with pytest.raises(OptionError, match=r"call the file report\.json"):
         report.save(tmp_path / "report.txt")
-    for broken in (3, {}, {"version": 99}, {"version": 1}, report.to_json() | {"outputs": [{"x": 1}]}):
+    whole = report.to_json()
+    for broken in (3, {}, {"version": 99}, {"version": 1}, whole | {"outputs": [{"x": 1}]}, whole | {"more": 1}):
         with pytest.raises(OptionError):
             Report.from_json(broken)
+    for name, value, where in (("examples", "2", "examples"), ("notes", [3], r"notes\[0\]"), ("layers", {}, "layers")):
+        with pytest.raises(OptionError, match=f"the report: {where} is malformed"):
+            Report.from_json(whole | {name: value})
+    first = whole["outputs"][0] | {"top1": "many"}
+    with pytest.raises(OptionError, match=r"outputs\[0\]: top1 is malformed: 'many' isn't float \| None"):
+        Report.from_json(whole | {"outputs": [first]})
 
 
 def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -621,12 +624,14 @@ def test_public_names() -> None:
 # The sums
 
 
+def cosines(truth: Tensor, output: Tensor) -> list[float]:
+    return [x for name, values in vector_columns(truth, output, None) if name == "cosine" for x in values.tolist()]
+
+
 def test_two_zero_vectors_are_one_direction() -> None:
-    sums = OutputSums()
-    sums.add_vectors("cosine", torch.zeros(1, 2), torch.zeros(1, 2))
-    assert sums.means["cosine"].mean == 1
-    sums.add_vectors("cosine", torch.zeros(1, 2), torch.ones(1, 2))
-    assert (sums.means["cosine"].mean, sums.means["cosine"].least) == (0.5, 0)
+    assert cosines(torch.zeros(1, 2), torch.zeros(1, 2)) == [1]
+    assert cosines(torch.zeros(1, 2), torch.ones(1, 2)) == [0]
+    assert cosines(torch.ones(1, 2), torch.full((1, 2), 3.0)) == pytest.approx([1])
 
 
 def test_channels_of_images_and_of_streams() -> None:
@@ -637,15 +642,16 @@ def test_channels_of_images_and_of_streams() -> None:
 
 
 def test_divergence_with_classes_that_are_shut_out() -> None:
-    sums = OutputSums()
+    sums = Sums()
     logits = torch.tensor([[0.0, 1.0, -math.inf]])
-    sums.add_logits(logits, logits + 3)
-    row = sums.row("logits", "model", "float64")
+    sums.add_output("logits", logits, logits + 3, None, None)
+    row = sums.output_row("logits", "model", "float64")
     assert (row.kl, row.top1, row.perplexity) == (pytest.approx(0, abs=1e-15), 1, None)
+    assert [name for name, _ in logit_columns(logits, logits, None, None)] == ["top1", "kl", "surprise"]
 
 
 def test_a_constant_over_the_channels_is_no_error_of_the_centred_stream() -> None:
-    sums, stream = LayerSums(), torch.tensor([[[1.0, 3.0], [2.0, 0.0]]])
-    sums.add(stream, stream + torch.tensor([[[5.0], [7.0]]]), None)
-    row = sums.row("hidden_states", 0, "model", "float64")
+    sums, stream = Sums(), torch.tensor([[[1.0, 3.0], [2.0, 0.0]]])
+    sums.add_layer(stream, stream + torch.tensor([[[5.0], [7.0]]]), None)
+    row = sums.layer_row("hidden_states", 0, "model", "float64")
     assert (row.error > 1, row.centred) == (True, 0)

@@ -1,0 +1,198 @@
+"""Calibration inputs of a repair: checked, stored on disk, and divided into fitted and held-out sequences."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import OptionError
+from ..measure.batches import as_inputs
+from ..measure.quiet_forward import fitting, quiet
+
+HELD_OUT = 8  # one of every so many sequences is held out, for judging
+_MOST = 100_000  # sequences; a generator that gives more is taken for an endless one
+_EMPTY = "calibration holds no batch: pass dictionaries of inputs, or tensors of input_ids."
+
+
+class Batches:
+    """Calibration inputs on disk, so that every pass sees the same ones; tells padding and held-out rows apart.
+
+    Args:
+        batches: dictionaries of a model's inputs, or tensors of its main input. Labels are dropped.
+        model: the model that takes them.
+        folder: where they are stored.
+
+    Raises:
+        OptionError: there are fewer than two sequences, too many, or a batch isn't of that form.
+    """
+
+    def __init__(self, batches: Iterable[Any], model: PreTrainedModel, folder: Path):
+        self.folder = folder
+        self.main = model.main_input_name
+        self._counts: list[int] = []
+        self._masks: list[dict[str, Tensor]] = []
+        takes = inspect.signature(model.forward).parameters
+        self._always = {"use_cache": False} if "use_cache" in takes else {}
+        if not getattr(model.config, "return_dict", True):
+            self._always["return_dict"] = True
+        for index, batch in enumerate(batches):
+            inputs = {name: stored(value) for name, value in calibration_inputs(batch, index, model).items()}
+            self._counts.append(count_sequences(inputs, self.main))
+            masks = {name: inputs.get(name) for name in ("attention_mask", "decoder_attention_mask")}
+            self._masks.append({name: mask for name, mask in masks.items() if isinstance(mask, Tensor)})
+            torch.save(inputs, self._path(index))
+            if self.sequences > _MOST:
+                raise OptionError(
+                    f"calibration gave more than {_MOST:,} sequences: does its generator end? Some hundred sequences "
+                    "are enough; take them with itertools.islice."
+                )
+        _require_two(self._counts)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    @property
+    def sequences(self) -> int:
+        return sum(self._counts)
+
+    def _path(self, index: int) -> Path:
+        return self.folder / f"inputs-{index}.pt"
+
+    def inputs(self, index: int) -> dict[str, Any]:
+        """Keyword arguments of a forward of one batch, on the CPU."""
+        return {**torch.load(self._path(index), weights_only=True), **self._always}
+
+    def count_of(self, index: int) -> int:
+        """How many sequences a stored batch holds."""
+        return self._counts[index]
+
+    def held_out(self, index: int) -> Tensor:
+        """Which of a batch's sequences are for judging: every eighth, or the last of fewer."""
+        places = torch.arange(self._counts[index]) + sum(self._counts[:index])
+        every = min(HELD_OUT, self.sequences)
+        return places % every == every - 1
+
+    def mask(self, index: int, decoder: bool) -> Tensor | None:
+        """1 where an input isn't padding, of the encoder's (or only) side or of the decoder's."""
+        return self._masks[index].get("decoder_attention_mask" if decoder else "attention_mask")
+
+    def rows(self, index: int, shape: torch.Size, decoder: bool) -> tuple[Tensor, Tensor]:
+        """For activations (B, T, ..., d): which of the flattened rows count (no padding), and which are held out.
+
+        Raises:
+            OptionError: activations that can't be divided among the sequences.
+        """
+        rows, count = shape[:-1].numel(), self._counts[index]
+        if rows % count:
+            raise OptionError(f"activations of shape {tuple(shape)} can't be divided among {count} sequences.")
+        mask = self.mask(index, decoder)
+        valid = torch.ones(rows, dtype=torch.bool)
+        if mask is not None and mask.dim() in (2, 3) and mask.numel() == rows:
+            valid = mask.bool().flatten()
+        return valid, self.held_out(index).repeat_interleave(rows // count)
+
+
+def require_batches(batches: Any, model: PreTrainedModel) -> Iterable[Any]:
+    """Refuse what can't be an iterable of batches.
+
+    Raises:
+        OptionError: a single batch, a word, or nothing to iterate over.
+    """
+    if isinstance(batches, str | Tensor | Mapping) or not isinstance(batches, Iterable):
+        shown = repr(batches) if isinstance(batches, str) else f"one {type(batches).__name__}"
+        raise OptionError(
+            "calibration is a list (or another iterable) of batches, each a dictionary of inputs or a tensor of "
+            f"{model.main_input_name}, or the word 'self'; not {shown:.80}."
+        )
+    return batches
+
+
+def tried_batches(batches: Any, model: PreTrainedModel) -> Iterable[Any]:
+    """The same batches, after one forward of the first; all are checked where that doesn't use them up.
+
+    Raises:
+        OptionError: there are too few, or they aren't inputs of the model.
+    """
+    batches = require_batches(batches, model)
+    whole = isinstance(batches, list | tuple)
+    if whole:
+        seen = list(batches)
+    else:
+        with torch.random.fork_rng(devices=[]):  # a shuffling loader draws its order when its iterator is made
+            rest = iter(batches)
+            seen = list(itertools.islice(rest, 1))
+        batches = itertools.chain(seen, rest)
+    checked = [calibration_inputs(batch, index, model) for index, batch in enumerate(seen)]
+    counts = [count_sequences(inputs, model.main_input_name) for inputs in checked]
+    _require_two(counts if whole or not counts else [*counts, 1])
+    few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    with quiet(model):
+        try:
+            model(**fitting(model, checked[0]), **few)
+        except Exception as error:
+            raise OptionError(f"{type(model).__name__} doesn't take calibration batch 0: {error}") from error
+    return batches
+
+
+def calibration_inputs(batch: Any, index: int, model: PreTrainedModel) -> dict[str, Any]:
+    """A batch as keyword arguments of a forward, without labels; a decoder that has no other input reads them.
+
+    Raises:
+        OptionError: it isn't inputs of the model.
+    """
+    inputs = as_inputs(batch, index, model)
+    labels = inputs.pop("labels", None)
+    if not any(isinstance(value, Tensor) and value.dim() for value in inputs.values()):
+        raise OptionError(f"calibration batch {index} holds no tensor with a batch axis besides labels.")
+    _require_known_tokens(inputs.get("input_ids"), index, model)
+    decodes = model.config.is_encoder_decoder and not {"decoder_input_ids", "decoder_inputs_embeds"} & inputs.keys()
+    if labels is not None and decodes:
+        if not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+            return {**inputs, "labels": labels}
+        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
+        inputs.setdefault("decoder_attention_mask", (labels != -100).long())
+    return inputs
+
+
+def count_sequences(inputs: Mapping[str, Any], main: str) -> int:
+    """How many sequences a batch holds, by its main input where that is a tensor."""
+    tensors = [inputs.get(main), *inputs.values()]
+    return next(len(value) for value in tensors if isinstance(value, Tensor) and value.dim())
+
+
+def _require_two(counts: list[int]) -> None:
+    if not counts:
+        raise OptionError(_EMPTY)
+    if sum(counts) < 2:
+        raise OptionError(
+            "calibration holds one sequence. At least two are needed, since one of every eight (of fewer, the last) is "
+            "held out to judge the repair; some hundred make a good one."
+        )
+
+
+def _require_known_tokens(ids: Any, index: int, model: PreTrainedModel) -> None:
+    """Refuse tokens that the model's embedding has no row for."""
+    try:
+        table = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):  # no model of text
+        return
+    if not isinstance(table, nn.Embedding) or not isinstance(ids, Tensor) or ids.is_floating_point():
+        return
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or most >= table.num_embeddings:
+        raise OptionError(
+            f"{type(model).__name__} doesn't take calibration batch {index}: it has tokens {least} to {most}, and the "
+            f"embedding's rows are 0 to {table.num_embeddings - 1}."
+        )
+
+
+def stored(value: Any) -> Any:
+    """A tensor as it is saved: on the CPU, without the rest of the memory that it is a view of."""
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value

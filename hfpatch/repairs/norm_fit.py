@@ -1,0 +1,103 @@
+"""Fit of a norm to the original's output: gain and shift by least squares per channel, scalars (alpha, s) by search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..runtime.norms import AffineNorm
+from .least_squares import Affine
+from .report import FittedValues
+
+_SATURATED = 0.95  # |tanh| or |erf| above this
+_SEARCHED = 4096  # rows that a search of scalars looks at
+
+Rows = Callable[[], Iterable[tuple[Tensor, Tensor, Tensor]]]
+
+
+def fit_norm(module: AffineNorm, rows: Rows, batches: int) -> FittedValues:
+    """The best gain, shift and scalars of a norm, which isn't changed.
+
+    Errors are shares of the variance of what is to be matched. The note has the scalars, the size of the norm's input
+    and the share of saturated values.
+
+    Args:
+        module: a norm of the last axis.
+        rows: gives the norm's input and the output to match as rows (n, d), and which of them are held out: batch by
+            batch, anew in every call.
+        batches: how many those are.
+    """
+    spread = _root_mean_square(u for u, _, _ in rows())
+    present = {name: float(getattr(module, name)) for name in module.scalars}
+    best = present
+    for trials in (module.trials(spread), None):  # coarsely, then around the best
+        trials = module.finer(best) if trials is None else trials
+        if trials:
+            settings = [best, *trials]
+            errors = _sums(module, rows, settings, batches).solve()[2]
+            best = settings[int(errors.argmin())]
+    sums = _sums(module, rows, [present, best])
+    gains, shifts, errors = sums.solve()
+    variance = sums.variance()
+    before, after = float(sums.error(*_gain_and_shift(module, sums.h.device))[0]), float(errors[1])
+    values = dict(zip(module.names, (gains[1] - module.facts.offset, shifts[1]), strict=True))
+    values |= {name: torch.as_tensor(value) for name, value in best.items()}
+    note = _saturation(module, next(iter(rows()))[0], best if after < before else present, spread)
+    return FittedValues(before / variance, after / variance, values, note)
+
+
+def _sums(module: AffineNorm, rows: Rows, settings: list[dict[str, float]], batches: int | None = None) -> Affine:
+    """Sums for the least squares of gain and shift for each setting of the scalars.
+
+    Args:
+        batches: how many there are, to look at some rows of each; None to look at all.
+    """
+    gain, shift = (getattr(module, name) is not None for name in module.names)
+    sums: Affine | None = None
+    for u, y, held_out in rows():
+        some = slice(None, None, 1 if batches is None else max(1, len(u) * batches // _SEARCHED))
+        u, y, held_out = u[some], y[some], held_out[some]
+        sums = sums or Affine(len(settings), u.shape[-1], gain, shift, u.device)
+        sums.add([_normalised(module, u, setting) for setting in settings], y, held_out)
+    assert sums is not None
+    return sums
+
+
+def _gain_and_shift(module: AffineNorm, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A norm's present gain and shift in float64; 1 and 0 where it has none."""
+    gain, shift = (getattr(module, name) for name in module.names)
+    one = torch.ones((), dtype=torch.float64, device=device)
+    return one if gain is None else gain.detach().to(one) + module.facts.offset, (
+        one * 0 if shift is None else shift.detach().to(one)
+    )
+
+
+def _root_mean_square(parts: Iterable[Tensor]) -> float:
+    total, count = 0.0, 0
+    for part in parts:
+        total, count = total + float(part.double().square().sum()), count + part.numel()
+    return math.sqrt(total / max(count, 1)) or 1.0
+
+
+def _saturation(module: AffineNorm, u: Tensor, setting: Mapping[str, float], spread: float) -> str:
+    if not setting:
+        return ""
+    saturated = (_normalised(module, u, setting).abs() > _SATURATED).float().mean()
+    scalars = ", ".join(f"{name}={value:.3g}" for name, value in setting.items())
+    return f"{scalars}; input rms {spread:.3g}; {float(saturated):.1%} saturated"
+
+
+def _normalised(module: AffineNorm, u: Tensor, setting: Mapping[str, float]) -> Tensor:
+    """`module.normalise(u)` with other values of its scalars."""
+    before = {name: getattr(module, name).data for name in setting}
+    try:
+        for name, value in setting.items():
+            getattr(module, name).data = torch.full_like(before[name], value)
+        with torch.no_grad():
+            return module.normalise(u)
+    finally:
+        for name, data in before.items():
+            getattr(module, name).data = data
