@@ -17,7 +17,6 @@ from .core.bare import require_bare
 from .core.optimizer import check_optimizer, swap_parameters
 from .core.transaction import WAY_BACK, Transaction, WayBack
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
-from .measure.text_batches import tokenizer_of
 from .plan import Plan, checked_request, make_plan
 from .repairs.attention_maps import require_fit
 from .repairs.calibration import tried_batches
@@ -109,7 +108,7 @@ def patch_model(
         require_blocks(model)
     if optimizer is not None:
         check_optimizer(optimizer, model)
-    length = _checked_length(tokenizer, pos)
+    tokenizer, length = _tokenizer_and_length(tokenizer, pos)
     batches = _checked_calibration(model, calibration, plan, init)
     edits, report = Transaction(), None
     dtype, lengths = model.dtype, plan.lengths_in(model.config)
@@ -123,7 +122,7 @@ def patch_model(
             batches = batches or _checked_calibration(model, calibration, plan, init)
             report = _carry_out(plan, model, edits, optimizer, batches, fit)
     if tokenizer is not None:
-        edits.set_attribute(tokenizer_of(tokenizer), "model_max_length", length)
+        edits.set_attribute(tokenizer, "model_max_length", length)
     if plan.changes:
         _keep_on_model(model, WayBack(edits, dtype, lengths) if reversible else None, report)
         if plan.losses() and init != "reset" and not (report and report.recovered >= _REPAIRED):
@@ -180,22 +179,23 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
     return model
 
 
-def _checked_length(tokenizer: Any, pos: str | Position | None) -> int | None:
-    """The length at which a tokenizer is to cut; None where there is no tokenizer.
+def _tokenizer_and_length(processor: Any, pos: str | Position | None) -> tuple[Any, int | None]:
+    """A tokenizer, or that of a processor, and the length at which it is to cut; both None where there is none.
 
     Raises:
         OptionError: there is no such length, or no such tokenizer.
     """
-    if tokenizer is None:
-        return None
+    if processor is None:
+        return None, None
     scheme = Position.resolve(pos)
     if scheme is None or scheme.max_positions is None:
         raise OptionError(
             "tokenizer= takes over the new length, so pos= must say it: pos='rope:max_positions=8192', for example."
         )
-    if tokenizer_of(tokenizer) is None:
-        raise OptionError(f"tokenizer= takes a tokenizer or a processor that has one, not {type(tokenizer).__name__}.")
-    return scheme.max_positions
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if not hasattr(tokenizer, "model_max_length"):
+        raise OptionError(f"tokenizer= takes a tokenizer or a processor that has one, not {type(processor).__name__}.")
+    return tokenizer, scheme.max_positions
 
 
 def _checked_calibration(
