@@ -263,7 +263,7 @@ def _transact(
             if plan.conversion is not None and measured is not None:
                 plan.conversion.verify(measured)
             if calibration is not None and plan.losses():
-                original = shadow(model, writes=bool(plan.conversion and plan.conversion.moved_shifts()))
+                original = shadow(model, writes=bool(plan.conversion and plan.conversion.moved_shifts))
             norms.apply(model, edits)
             if plan.conversion is not None:
                 plan.conversion.compensate(edits)

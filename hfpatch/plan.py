@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from .contrib.fold_bias import move_shifts
 from .core.bare import require_bare
 from .core.globs import Names, as_globs, require_matches
 from .core.plan_table import SO_ALREADY, Change, Row, grouped, table
@@ -46,7 +47,7 @@ def _plan_norms(model: nn.Module, part: Part, **options: Any) -> list[Change]:
         return plan_branch_norms(model, part)
     if getattr(part.scheme, "needs_padding", False):
         return plan_batch_norms(model, part)
-    return plan_norms(model, part, **options)
+    return move_shifts(model, part, plan_norms(model, part, **options), options.get("conversion"))
 
 
 # in the order in which requests are carried out: a placement may bring norms that a norm scheme then replaces
@@ -220,7 +221,7 @@ def make_plan(
     for kind, part in parts.items():
         options: dict[str, Any] = {}
         if kind == "norm":
-            plan.conversion = Conversion.asked_for(model, part, example_inputs, inexact)
+            plan.conversion = Conversion.of_request(model, part, example_inputs, inexact)
             options["conversion"] = plan.conversion
         planned[kind] = PLANNERS[kind](model, part, **options)
         if kind == "pos" and any(change.changes for change in planned[kind]):

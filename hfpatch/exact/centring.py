@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class Axis:
@@ -56,9 +53,3 @@ class Centring:
     compensated: tuple[str, ...] = ()
     error: float = 0.0
     refused: str | None = None
-
-
-@torch.no_grad()
-def centre_(tensor: Tensor, axis: int) -> Tensor:
-    """Subtract the mean over an axis, in place."""
-    return tensor.sub_(tensor.mean(axis, keepdim=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from ..runtime.apply import apply, condensed
 from ..runtime.edits import CENTRE_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import CENTRED
+from ..runtime.norms import NormFacts
+from ..schemes.norms import RMS
 from .centring import Centring
 
 MODES = ("fold", "parametrize")
@@ -63,10 +65,26 @@ def centre(model: nn.Module, centring: Centring, edits: Transaction, mode: str =
         UnsupportedError: a weight to fold is quantized or sharded.
         WrappedModelError: a module to centre in every forward carries a forward of its own.
     """
-    for step in steps(model, centring, mode):
-        apply(condensed(step.edits, model), model, edits)
+    found = steps(model, centring, mode)
+    apply(condensed([edit for step in found for edit in step.edits], model), model, edits)
+    for step in found:
         if step.values is not None:
             step.values(edits)
+
+
+def carry_out(
+    model: nn.Module, centring: Centring, norms: Mapping[str, NormFacts], changes: Transaction, mode: str = "fold"
+) -> None:
+    """All of a centring: `centre`, then RMSNorms in the places of those of these norms that are exact.
+
+    Args:
+        norms: what the model's LayerNorms compute, by name.
+        model, centring, changes, mode: as in `centre`.
+    """
+    centre(model, centring, changes, mode)
+    exact = [(name, facts) for name, facts in norms.items() if pattern_of(name) in centring.exact]
+    swaps = [Edit.of(name, RMS().call(facts, model.get_submodule(name))) for name, facts in exact]
+    apply(condensed(swaps, model), model, changes)
 
 
 def steps(model: nn.Module, centring: Centring, mode: str) -> list[Step]:
@@ -140,16 +158,21 @@ def _absorbing(model: nn.Module, centring: Centring) -> list[Step]:
         for pattern, axis in centring.absorbs:
             if pattern == pattern_of(scale.name):
                 places = _places(model, {axis.pattern})
-                writers += [(place, axis.axis) for place in places if _same_layer(scale.name, place.name)]
+                writers += [(place, axis.axis) for place in places if same_layer(scale.name, place.name)]
         name, now = scale.label()
         found.append(Step(name, now, "absorbed", values=_absorber(scale, writers)))
     return found
 
 
-def _same_layer(scale: str, writer: str) -> bool:
+def same_layer(scale: str, writer: str) -> bool:
     """Whether the numbers in a layer-scale's name are the first ones in a writer's."""
-    numbers, theirs = ([piece for piece in name.split(".") if piece.isdigit()] for name in (scale, writer))
-    return theirs[: len(numbers)] == numbers
+    own, others = ([piece for piece in name.split(".") if piece.isdigit()] for name in (scale, writer))
+    return others[: len(own)] == own
+
+
+def along_axis(vector: Tensor, parameter: Tensor, axis: int) -> Tensor:
+    """A vector in the shape in which it multiplies a Parameter along an axis."""
+    return vector.reshape([-1 if i == axis else 1 for i in range(parameter.dim())])
 
 
 def _absorber(scale: _Place, writers: list[tuple[_Place, int]]) -> Callable[[Transaction], None]:
@@ -158,8 +181,7 @@ def _absorber(scale: _Place, writers: list[tuple[_Place, int]]) -> Callable[[Tra
             return
         factor = scale.value.detach().double().clone()
         for place, axis in writers:
-            shape = [-1 if i == axis else 1 for i in range(place.value.dim())]
-            edits.rewrite(place.module, place.attribute, "multiply", factor.reshape(shape))
+            edits.rewrite(place.module, place.attribute, "multiply", along_axis(factor, place.value, axis))
         edits.rewrite(scale.module, scale.attribute, "ones", factor)
 
     return values
@@ -185,20 +207,3 @@ def centring_outputs(model: nn.Module, modules: tuple[tuple[str, int], ...]) -> 
         edit = Edit.of(f"{name}.{CENTRE_SLOT}", axis)
         found.append(Step(name, module._get_name(), "centred in every forward", (edit,)))
     return found
-
-
-def fold_shift(norm_shift: Tensor, reader: nn.Module, inputs_axis: int, edits: Transaction) -> None:
-    """c + W b in place of c: a linear layer takes up the shift b of the norm that it reads.
-
-    Args:
-        norm_shift: b, `(d,)`.
-        reader: a module with a Parameter `weight`, one axis of it of size d, and a Parameter `bias`.
-        inputs_axis: that axis: 1 of `nn.Linear`, 0 of transformers' `Conv1D`.
-        edits: the log.
-    """
-    weight, bias, b = reader.weight, reader.bias, norm_shift.detach().double()
-    assert isinstance(weight, Tensor)
-    assert isinstance(bias, Tensor)
-    rows = weight.detach() if inputs_axis == 1 else weight.detach().T
-    product = torch.cat([part.double() @ b for part in rows.split(max(1, 2**18 // b.numel()))])
-    edits.rewrite(reader, "bias", "add", product)

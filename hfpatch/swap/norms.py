@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.transaction import Transaction
 from ..errors import NothingToPatchError
-from ..exact.fold import Step, fold_shift
+from ..exact.fold import Step
 from ..exact.request import Conversion
 from ..runtime.edits import Edit, pattern_of
 from ..runtime.errors import UnsupportedError
@@ -84,16 +84,12 @@ class _Swap:
     Attributes:
         loss: what isn't preserved, None where the function stays the same.
         stays: why it is kept after all, since that is more than was allowed.
-        readers: the linear layers that take up its shift.
-        biasless: whether the new norm has no shift.
         note: for the plan.
         scheme: the scheme as it is for this norm, where norms differ in how they start.
     """
 
     loss: str | None
     stays: str | None = None
-    readers: list[tuple[nn.Module, int]] = field(default_factory=list)
-    biasless: bool = False
     note: str | None = None
     scheme: Norm | None = None
 
@@ -129,7 +125,7 @@ def _converted(sites: list[_Site], conversion: Conversion) -> dict[int, _Swap]:
     """How the norms of a new request are replaced: exactly where that is possible.
 
     Raises:
-        UnsupportedError: none is exact, as they were asked to be; no shift can be moved, as asked.
+        UnsupportedError: none is exact, as they were asked to be.
     """
     if any(site.facts is not None and site.facts.kind == "layer" for site in sites):
         conversion.find()
@@ -140,8 +136,6 @@ def _converted(sites: list[_Site], conversion: Conversion) -> dict[int, _Swap]:
             f"{first.names[0]}: norm={name!r} isn't exact here: {found[id(first)].loss}. "
             "Use init='auto' to accept that."
         )
-    if getattr(conversion.part.scheme, "fold_bias", False) and not conversion.plain:
-        _move_shifts(sites, found, conversion)
     return found
 
 
@@ -155,30 +149,11 @@ def _convert(site: _Site, conversion: Conversion) -> _Swap:
         conversion.exact.append(name)
         return _Swap(None)
     if conversion.part.init == "exact":
-        conversion.left.append(name)
         return _Swap(f"{loss} ({why})" if why else loss, stays=f"not exact: {why or loss}")
     conversion.approximate.append(name)
     if conversion.compensates(name):
         loss = "the mean of the norm's input is removed in its constant part only"
     return _Swap(f"{loss} ({why})" if why else loss)
-
-
-def _move_shifts(sites: list[_Site], found: dict[int, _Swap], conversion: Conversion) -> None:
-    shifted = {
-        site.names[0]: found[id(site)]
-        for site in sites
-        if site.facts is not None and site.facts.shift and found[id(site)].stays is None
-    }
-    if not shifted:
-        return
-    conversion.trace_readers(list(shifted))
-    for name, swap in shifted.items():
-        readers = conversion.readers[name]
-        if isinstance(readers, str):
-            swap.note = f"keeps its shift: {readers}"
-        else:
-            swap.readers, swap.biasless = readers, True
-            swap.note = f"its shift moves into {len(readers)} linear layer{'s' if len(readers) > 1 else ''}"
 
 
 def _stream_change(step: Step) -> Change:
@@ -258,9 +233,8 @@ def _change(model: nn.Module, site: _Site, scheme: Norm, part: Part, reason: str
     row.action, row.becomes, row.loss = "replace", scheme.label + size_of(site.facts), swap.loss
     shared = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
     row.reason = "; ".join(filter(None, (shared, swap.note))) or None
-    facts = replace(site.facts, shift=None) if swap.biasless else site.facts
-    put = Edit.of(site.names[0], (swap.scheme or scheme).call(facts, site.module))
-    return Change(row, (put,), _values(model, site, part, swap))
+    put = Edit.of(site.names[0], (swap.scheme or scheme).call(site.facts, site.module))
+    return Change(row, (put,), _values(model, site, part))
 
 
 def size_of(facts: NormFacts | None) -> str:
@@ -268,21 +242,11 @@ def size_of(facts: NormFacts | None) -> str:
     return f"({', '.join(map(str, facts.shape))})" if facts else ""
 
 
-def _values(model: nn.Module, site: _Site, part: Part, swap: _Swap) -> Callable[[Transaction], None] | None:
-    """What changes in Parameters besides the swap itself: shifts that move, values that start afresh."""
-    if not swap.readers and part.init != "reset":
+def _values(model: nn.Module, site: _Site, part: Part) -> Callable[[Transaction], None] | None:
+    """What changes in Parameters besides the swap itself: values that start afresh."""
+    if part.init != "reset":
         return None
-    assert site.facts is not None
-    _, shift = site.facts.parameters_of(site.module)
-
-    def values(changes: Transaction) -> None:
-        for reader, axis in swap.readers:
-            assert shift is not None
-            fold_shift(shift, reader, axis, changes)
-        if part.init == "reset":
-            start_afresh(model.get_submodule(site.names[0]), changes)
-
-    return values
+    return lambda changes: start_afresh(model.get_submodule(site.names[0]), changes)
 
 
 def start_afresh(module: nn.Module, changes: Transaction) -> None:
