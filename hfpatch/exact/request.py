@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..core.plan_table import Change
 from ..core.transaction import Transaction
 from ..errors import OptionError, VerificationError
 from ..measure.copies import host_on_meta, unpatched_config
@@ -22,7 +23,7 @@ from ..schemes.request import Part, Record
 from .centring import Centring
 from .check import Reference
 from .compensate import compensate, find_pairs
-from .fold import Step, steps
+from .fold import plan_centring
 from .search import find_centring
 
 
@@ -48,7 +49,7 @@ class Conversion:
     exact: list[str] = field(default_factory=list)
     approximate: list[str] = field(default_factory=list)
     moved_shifts: list[str] = field(default_factory=list)
-    _steps: list[Step] = field(default_factory=list)
+    _changes: list[Change] = field(default_factory=list)
     _searched: bool = False
 
     @classmethod
@@ -84,7 +85,7 @@ class Conversion:
     @property
     def waits_for_weights(self) -> bool:
         """Whether weights that nobody has loaded yet will have to be those of a patched model."""
-        return self.on_meta and any(step.values for step in self.steps())
+        return self.on_meta and any(change.values for change in self.changes())
 
     @property
     def centres(self) -> bool:
@@ -115,7 +116,7 @@ class Conversion:
                 self.centring = replace(
                     self.centring, folds=(), absorbs=(), outputs=(), parametrized=(), compensated=()
                 )
-            self._steps = steps(self.model, self.centring, self.mode)
+            self._changes = plan_centring(self.model, self.centring, self.mode)
         except UnsupportedError as error:
             self.refuse(str(error))
 
@@ -132,7 +133,7 @@ class Conversion:
     def refuse(self, reason: str) -> None:
         """Nothing is exact, for this reason."""
         self.centring = Centring(refused=reason)
-        self._steps = []
+        self._changes = []
 
     def _centred_already(self) -> bool:
         """Whether an earlier patch centred the stream.
@@ -167,9 +168,9 @@ class Conversion:
         found = next((self.centring.approximate[p] for p in patterns if p in self.centring.approximate), None)
         return found or self.centring.refused or "its input isn't found to be zero-mean"
 
-    def steps(self) -> list[Step]:
+    def changes(self) -> list[Change]:
         """What is centred, where anything is."""
-        return self._steps if self.centres else []
+        return self._changes if self.centres else []
 
     def recorded(self) -> Part:
         """The request as it is carried out."""

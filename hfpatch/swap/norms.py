@@ -13,7 +13,6 @@ from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.transaction import Transaction
 from ..errors import NothingToPatchError
-from ..exact.fold import Step
 from ..exact.request import Conversion
 from ..runtime.edits import Edit, pattern_of
 from ..runtime.errors import UnsupportedError
@@ -66,15 +65,15 @@ def plan_norms(model: nn.Module, part: Part, conversion: Conversion | None = Non
         reasons[id(site)] = reasons[id(site)] or _reason_to_leave(site, part, names)
     changing = [site for site in sites if reasons[id(site)] is None]
     if conversion is None:
-        steps: list[Step] = []
+        centring: list[Change] = []
         plans = {id(site): _plain(site, part, names, model) for site in changing}
     else:
         plans = _converted(changing, conversion)
-        steps = conversion.steps()
+        centring = conversion.changes()
     changes = [_change(model, site, scheme, part, reasons[id(site)], plans.get(id(site))) for site in sites]
     if scheme.by_branch and changing:
         changes += plan_scales(model, part, names)
-    return changes + [_stream_change(step) for step in steps]
+    return changes + centring
 
 
 @dataclass
@@ -154,11 +153,6 @@ def _convert(site: _Site, conversion: Conversion) -> _Swap:
     if conversion.compensates(name):
         loss = "the mean of the norm's input is removed in its constant part only"
     return _Swap(f"{loss} ({why})" if why else loss)
-
-
-def _stream_change(step: Step) -> Change:
-    row = Row("stream", "replace", step.name, step.now, step.becomes)
-    return Change(row, step.edits, step.values)
 
 
 def _find(model: nn.Module) -> list[_Site]:

@@ -32,7 +32,7 @@ from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError, WrappedModelError
 from hfpatch.exact.centring import Axis, Centring
 from hfpatch.exact.check import mean_ratios
-from hfpatch.exact.fold import centre, steps
+from hfpatch.exact.fold import centre, plan_centring
 from hfpatch.exact.search import find_centring
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
@@ -271,7 +271,7 @@ def test_modes_and_weights_that_cant_be_centred() -> None:
         RMS("parametrize", True)
     model.wpe.weight = nn.Parameter(torch.ones(64, 32, dtype=torch.int8), requires_grad=False)
     with pytest.raises(UnsupportedError, match=r"wpe\.weight is a Tensor of torch\.int8; only plain floating-point"):
-        steps(model, Centring(axes(**{"wpe.weight": 1})), "fold")
+        plan_centring(model, Centring(axes(**{"wpe.weight": 1})), "fold")
 
 
 # Centred in every forward
