@@ -24,7 +24,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Centring:
-    """Found on a small model of the same class (find.py), carried out on the real one (fold.py).
+    """Found on a small model of the same class (search.py), carried out on the real one (fold.py).
 
     Names have `*` for every number between dots, so that what was found on two layers holds for forty.
 

@@ -15,11 +15,10 @@ from ..runtime.edits import pattern_of
 from ..runtime.norms import NormFacts
 from .centring import Axis, Centring
 from .fold import along_axis, carry_out, same_layer
-from .observe import Forward, added, added_to_outputs, moved, observe, relative_error
+from .observe import SEED, Forward, added, added_to_outputs, moved, observe, relative_error
 
 EXACT = 1e-9  # largest relative error of what is called exact
 _ZERO = 1e-9  # a mean this small, relative to the root mean square, is zero
-_SEED = 7
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Probe:
                 self.parameters.setdefault(pattern_of(name), {})[name] = parameter
         self.base = self.forward(watch=True)
         self.widths = {self._width(name) for name in self.base.means}
-        self._module_answers: dict[str, Answer | None] = {}
+        self._centrable: dict[str, dict[str, int]] = {}
 
     def add_inputs(self, name: str, value: Tensor) -> None:
         """From here on every forward is one more, with one more input."""
@@ -125,9 +124,9 @@ class Probe:
             after = self.forward()
         return Answer(relative_error(self.base, after), moved(self.base, after), after)
 
-    def shift(self, writer: Writer, first: bool = False) -> AbstractContextManager[None]:
-        """Random constants along the writer's axis are added, inside; to its first instance only where `first`."""
-        generator, changes = torch.Generator().manual_seed(_SEED), []
+    def shift(self, writer: Writer) -> AbstractContextManager[None]:
+        """Random constants along the writer's axis are added, inside."""
+        generator, changes = torch.Generator().manual_seed(SEED), []
         for name, parameter in self.parameters[writer.axis.pattern].items():
             shape = list(parameter.shape)
             shape[writer.axis.axis] = 1
@@ -137,38 +136,22 @@ class Probe:
             if scale is not None:
                 change = change / along_axis(scale, parameter, writer.axis.axis)
             changes.append((parameter, change.expand_as(parameter)))
-        return added(changes[:1] if first else changes)
+        return added(changes)
 
     def scale_of(self, writer: Writer, name: str) -> Tensor | None:
         """The layer-scale in the same layer as one of the writer's Parameters."""
         scales = self.parameters.get(writer.scale or "", {})
         return next((scale for other, scale in scales.items() if same_layer(other, name)), None)
 
-    def shift_of_module(self, name: str) -> AbstractContextManager[Any]:
-        """Random constants are added to what one module returns, inside."""
-        axis = self.axis_of(name)
-        assert axis is not None
-        return added_to_outputs([(self.modules[name], axis)], _SEED)
-
-    def ask_modules(self, pattern: str) -> Answer | None:
-        """Add constants to what all modules of a pattern return; None where that can't be done."""
-        if pattern not in self._module_answers:
+    def centrable(self, pattern: str) -> dict[str, int]:
+        """Norms that constants move in what all modules of a pattern return; {} where not norms alone see those."""
+        if pattern not in self._centrable:
             named = [name for name in self.like[pattern] if name in self.base.returned]
-            axes = [axis for name in named if (axis := self.axis_of(name)) is not None]
-            one_axis = len(axes) == len(named) and len(set(axes)) == 1
-            shift = added_to_outputs([(self.modules[name], axes[0]) for name in named], _SEED) if one_axis else None
-            self._module_answers[pattern] = self.ask(shift) if shift is not None else None
-        return self._module_answers[pattern]
-
-    def may_centre(self, pattern: str) -> bool:
-        """Whether norms alone see a constant in what these modules return."""
-        answer = self.ask_modules(pattern)
-        return answer is not None and answer.invisible
-
-    def moved_by(self, pattern: str) -> dict[str, int]:
-        """Norms that see such constants."""
-        answer = self.ask_modules(pattern)
-        return answer.moved if answer is not None else {}
+            axes = {self.axis_of(name) for name in named}
+            axis = axes.pop() if len(axes) == 1 else None
+            answer = self.ask(added_to_outputs([(self.modules[name], axis) for name in named])) if axis else None
+            self._centrable[pattern] = answer.moved if answer is not None and answer.invisible else {}
+        return self._centrable[pattern]
 
     # --- what modules return ------------------------------------------------------------------------------------------
 
@@ -189,9 +172,11 @@ class Probe:
         holds_norms = not name or any(norm.startswith(f"{name}.") for norm in self.norms)
         return not self.modules[name]._modules or not holds_norms
 
-    def last_carrier(self, shift: AbstractContextManager[Any]) -> str | None:
-        """The pattern of the last module of a branch that returns what a shift added, unchanged, and may be centred."""
-        with shift:
+    def last_carrier(self, module: str) -> str | None:
+        """The pattern of the last module that returns what constants add to a module's output and may be centred."""
+        axis = self.axis_of(module)
+        assert axis is not None
+        with added_to_outputs([(self.modules[module], axis)]):
             after = self.forward(watch=True)
         first = min(moved(self.base, after).values(), default=0)
         found: dict[str, tuple[bool, int]] = {}  # layers come before branches, of layers the last one first
@@ -202,7 +187,7 @@ class Probe:
                 if axis is not None and comparable and is_constant(new.value - old.value, axis):
                     found[name] = is_branch, new.place if is_branch else -new.place
         patterns = (pattern_of(name) for name in sorted(found, key=found.__getitem__) if self.is_layer_or_branch(name))
-        return next(filter(self.may_centre, patterns), None)
+        return next(filter(self.centrable, patterns), None)
 
     def sources(self, after: Forward) -> list[str]:
         """Patterns of modules that return what isn't zero-mean, layers before branches, in the order of calls."""

@@ -232,19 +232,14 @@ class _Search:
             with probe.centred(_centring(writers, found)):
                 after = probe.forward(watch=True)
             off = off_centre(after)
-            pattern = next(
-                (one for one in probe.sources(after) if one not in tried and self.would_help(one, off)), None
-            )
+            sources = [one for one in probe.sources(after) if one not in tried] if off else []
+            pattern = next((one for one in sources if probe.centrable(one).keys() & off), None)
             if pattern is None:
                 return found
             first = next(name for name in probe.like[pattern] if name in probe.base.returned)
-            last = probe.last_carrier(probe.shift_of_module(first)) or pattern
+            last = probe.last_carrier(first) or pattern
             tried |= {pattern, last}
-            found[last, probe.axis_of_pattern(last)] = probe.moved_by(last)
-
-    def would_help(self, pattern: str, off: set[str]) -> bool:
-        """Whether modules may be centred, and move norms whose input isn't zero-mean yet."""
-        return self.probe.may_centre(pattern) and bool(self.probe.moved_by(pattern).keys() & off)
+            found[last, probe.axis_of_pattern(last)] = probe.centrable(last)
 
     def worthwhile(self, writers: Mapping[Writer, Any], outputs: _Outputs) -> _Outputs:
         """Without the modules that it takes as many centrings of as norms become RMSNorms: that would be LayerNorms."""
@@ -283,7 +278,7 @@ class _Search:
             before = probe.forward()
             for norm in before.means if off_centre(before) else ():
                 axis = 1 if probe.norms[norm].channels_first else -1
-                with added_to_outputs([(probe.modules[norm], axis)], 7) as constants:
+                with added_to_outputs([(probe.modules[norm], axis)]) as constants:
                     after = probe.forward()
                 places = moved(before, after)
                 for other in sorted(places, key=places.__getitem__):
