@@ -240,7 +240,7 @@ def _carry_out(
             exact.apply(model, edits)
             if conversion is not None and reference is not None:
                 conversion.verify(reference)
-            original = shadow(model, writes=bool(conversion and conversion.moved_shifts())) if repairs else None
+            original = shadow(model, writes=bool(conversion and conversion.moved_shifts)) if repairs else None
             norms.apply(model, edits)
             if conversion is not None:
                 conversion.compensate(edits)

@@ -523,7 +523,7 @@ OVERRIDES: dict[str, Override] = {
     "slanext": Override(
         class_name="SLANeXtForTableRecognition", inputs={"pixel_values": ...}, config={"post_conv_out_channels": 64}
     ),
-    "speech-encoder-decoder": Override(inputs={"inputs": lambda make: make.input_values()}),
+    "speech-encoder-decoder": Override(inputs={"inputs": lambda make: make("input_values")}),
     "speech_to_text": Override(inputs={"input_features": normal(BATCH, 64, 80)}),
     "speecht5": Override(class_name="SpeechT5ForSpeechToText"),
     "speecht5_hifigan": Override(inputs=SPECTROGRAM),

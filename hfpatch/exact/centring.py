@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class Axis:
@@ -27,7 +24,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Centring:
-    """Found on a small model of the same class (find.py), carried out on the real one (fold.py).
+    """Found on a small model of the same class (search.py), carried out on the real one (fold.py).
 
     Names have `*` for every number between dots, so that what was found on two layers holds for forty.
 
@@ -56,9 +53,3 @@ class Centring:
     compensated: tuple[str, ...] = ()
     error: float = 0.0
     refused: str | None = None
-
-
-@torch.no_grad()
-def centre_(tensor: Tensor, axis: int) -> Tensor:
-    """Subtract the mean over an axis, in place."""
-    return tensor.sub_(tensor.mean(axis, keepdim=True))

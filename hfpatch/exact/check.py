@@ -31,6 +31,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
+        """Whether rounding explains all of it."""
         return self.error <= self.tolerance and self.mean <= self.mean_tolerance  # False where one is no number
 
     def __str__(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..sites.norms import describe
 from .check import mean_ratios
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pair:
     """A norm in the stream, the norm before it and the biased writer between the two, by name."""
 
@@ -31,12 +32,12 @@ class Pair:
 
 
 def find_pairs(
-    model: nn.Module, given: Mapping[str, Any], norms: list[str], stream: list[str], writers: list[str]
+    model: nn.Module, inputs: Mapping[str, Any], norms: list[str], stream: list[str], writers: list[str]
 ) -> list[Pair]:
     """For each norm the writer and the norm that run last before it, in the order of one forward.
 
     Args:
-        model, given: the model and inputs of it.
+        model, inputs: the model and inputs of it.
         norms: to find pairs for.
         stream: all norms of the stream.
         writers: modules with a bias that is among what was centred.
@@ -51,23 +52,18 @@ def find_pairs(
         for module in model.modules():
             if id(module) in names:
                 module.register_forward_hook(passed)
-        outputs_of(model, given)
-    found: dict[tuple[str, str, str], Pair] = {}
-    for i, name in enumerate(order):
-        if name in norms:
-            writer = next((before for before in reversed(order[:i]) if before not in stream), None)
-            earlier = next((before for before in reversed(order[:i]) if before in stream), None)
-            if writer is not None and earlier is not None and writer in order[_last(order[:i], earlier) : i]:
-                found[name, earlier, writer] = Pair(name, earlier, writer)
-    return list(found.values())
-
-
-def _last(order: list[str], name: str) -> int:
-    return len(order) - 1 - order[::-1].index(name)
+        outputs_of(model, inputs)
+    found = []
+    earlier = None
+    for before, name in pairwise(order):
+        earlier = before if before in stream else earlier
+        if name in norms and earlier is not None and before not in stream:
+            found.append(Pair(name, earlier, before))
+    return list(dict.fromkeys(found))
 
 
 def compensate(
-    model: nn.Module, given: Mapping[str, Any], pairs: list[Pair], edits: Transaction
+    model: nn.Module, inputs: Mapping[str, Any], pairs: list[Pair], transaction: Transaction
 ) -> dict[str, tuple[float, float]]:
     """Subtract the mean of the earlier norm's shift from the writer's bias, and keep that only where it helps.
 
@@ -80,15 +76,15 @@ def compensate(
     for pair in pairs:
         needs.setdefault(pair.writer, []).append(_mean_shift(model.get_submodule(pair.earlier)))
     norms = list(dict.fromkeys(pair.norm for pair in pairs))
-    before = mean_ratios(model, given, norms)
+    before = mean_ratios(model, inputs, norms)
     for writer, means in needs.items():
-        _add(model.get_submodule(writer), -sum(means) / len(means), edits)
-    after = mean_ratios(model, given, norms)
+        _add(model.get_submodule(writer), -sum(means) / len(means), transaction)
+    after = mean_ratios(model, inputs, norms)
     measured = {norm: (_rms(before[norm]), _rms(after[norm])) for norm in norms}
     for writer, means in needs.items():
         fed = [measured[pair.norm] for pair in pairs if pair.writer == writer]
         if sum(a for _, a in fed) > sum(b for b, _ in fed):
-            _add(model.get_submodule(writer), sum(means) / len(means), edits)
+            _add(model.get_submodule(writer), sum(means) / len(means), transaction)
     return measured
 
 
@@ -98,12 +94,12 @@ def _mean_shift(norm: nn.Module) -> float:
     return 0.0 if shift is None else float(shift.detach().double().mean())
 
 
-def _add(writer: nn.Module, value: float, edits: Transaction) -> None:
+def _add(writer: nn.Module, value: float, transaction: Transaction) -> None:
     bias = writer._parameters["bias"]
     assert bias is not None
     if value:
         operand = torch.full((1,) * bias.dim(), value, dtype=torch.float64, device=bias.device)
-        edits.rewrite(writer, "bias", "add", operand)
+        transaction.rewrite(writer, "bias", "add", operand)
 
 
 def _rms(ratios: Tensor) -> float:

@@ -2,49 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..core.plan_table import refuse_private_forward
+from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.transaction import Transaction
 from ..errors import OptionError
 from ..runtime.apply import apply, condensed
 from ..runtime.edits import CENTRE_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import CENTRED
+from ..runtime.norms import NormFacts
+from ..schemes.norms import RMS
 from .centring import Centring
 
 MODES = ("fold", "parametrize")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_Values = Callable[[Transaction], None]
 
 
-@dataclass
-class Step:
-    """One module's part of a Centring.
-
-    Attributes:
-        name: of the module, or of the Parameter where its module holds more than its own.
-        now, becomes: as a plan prints them.
-        edits: what is centred in every forward.
-        values: what changes in the weights.
-    """
-
-    name: str
-    now: str
-    becomes: str
-    edits: tuple[Edit, ...] = ()
-    values: Callable[[Transaction], None] | None = None
-
-
-def runtime(centring: Centring, mode: str) -> tuple[tuple[str, int], ...]:
-    """What is centred in every forward: (pattern of module names, axis)."""
-    return centring.parametrized if mode == "parametrize" else centring.outputs
-
-
-def centre(model: nn.Module, centring: Centring, edits: Transaction, mode: str = "fold") -> None:
+def centre(model: nn.Module, centring: Centring, transaction: Transaction, mode: str = "fold") -> None:
     """Make everything that writes to the residual stream zero-mean over its channels.
 
     mode="fold" subtracts the means from the weights themselves, in float64, in place and on the same Parameters; a
@@ -55,7 +35,7 @@ def centre(model: nn.Module, centring: Centring, edits: Transaction, mode: str =
     Args:
         model: any model that the patterns of `centring` name Parameters and modules of.
         centring: what to do, as `find_centring` found it.
-        edits: the log that can take it back.
+        transaction: can take it back.
         mode: "fold" or "parametrize".
 
     Raises:
@@ -63,18 +43,35 @@ def centre(model: nn.Module, centring: Centring, edits: Transaction, mode: str =
         UnsupportedError: a weight to fold is quantized or sharded.
         WrappedModelError: a module to centre in every forward carries a forward of its own.
     """
-    for step in steps(model, centring, mode):
-        apply(condensed(step.edits, model), model, edits)
-        if step.values is not None:
-            step.values(edits)
+    changes = plan_centring(model, centring, mode)
+    apply(condensed([edit for change in changes for edit in change.edits], model), model, transaction)
+    for change in changes:
+        if change.values is not None:
+            change.values(transaction)
 
 
-def steps(model: nn.Module, centring: Centring, mode: str) -> list[Step]:
+def carry_out(
+    model: nn.Module, centring: Centring, norms: Mapping[str, NormFacts], transaction: Transaction, mode: str = "fold"
+) -> None:
+    """All of a centring: `centre`, then RMSNorms in the places of those of these norms that are exact.
+
+    Args:
+        norms: what the model's LayerNorms compute, by name.
+        model, centring, transaction, mode: as in `centre`.
+    """
+    centre(model, centring, transaction, mode)
+    exact = [(name, facts) for name, facts in norms.items() if pattern_of(name) in centring.exact]
+    swaps = [Edit.of(name, RMS().call(facts, model.get_submodule(name))) for name, facts in exact]
+    apply(condensed(swaps, model), model, transaction)
+
+
+def plan_centring(model: nn.Module, centring: Centring, mode: str) -> list[Change]:
     """What `centre` will do, in order; nothing is changed yet. Arguments and errors as in `centre`."""
     if mode not in MODES:
         raise OptionError(f"mode must be one of {', '.join(MODES)}, not {mode!r}.")
-    found = [] if mode == "parametrize" else [*_absorbing(model, centring), *_folding(model, centring)]
-    return found + centring_outputs(model, runtime(centring, mode))
+    if mode == "parametrize":
+        return list(_centred_outputs(model, dict(centring.parametrized)))
+    return [*_absorbed(model, centring), *_folded(model, centring), *_centred_outputs(model, dict(centring.outputs))]
 
 
 @dataclass(frozen=True)
@@ -89,11 +86,11 @@ class _Place:
     def value(self) -> nn.Parameter:
         return self.module._parameters[self.attribute]  # type: ignore[return-value]
 
-    def label(self) -> tuple[str, str]:
+    def row(self, becomes: str) -> Row:
         """The row of a plan that tells of it: its module where that is a leaf, else itself."""
         if self.module._modules or self.attribute not in ("weight", "bias"):
-            return self.name, "Parameter"
-        return self.name.rpartition(".")[0], self.module._get_name()
+            return Row("stream", "replace", self.name, "Parameter", becomes)
+        return Row("stream", "replace", self.name.rpartition(".")[0], self.module._get_name(), becomes)
 
 
 def _places(model: nn.Module, patterns: set[str]) -> Iterator[_Place]:
@@ -116,89 +113,63 @@ def _places(model: nn.Module, patterns: set[str]) -> Iterator[_Place]:
         yield _Place(name, model.get_submodule(parent), attribute)
 
 
-def _folding(model: nn.Module, centring: Centring) -> list[Step]:
-    axes = {fold.pattern: fold.axis for fold in centring.folds}
-    rows: dict[tuple[str, str], list[_Place]] = {}
-    for place in _places(model, set(axes)):
-        rows.setdefault(place.label(), []).append(place)
-    return [Step(name, now, "centred", values=_folder(places, axes)) for (name, now), places in rows.items()]
-
-
-def _folder(places: list[_Place], axes: dict[str, int]) -> Callable[[Transaction], None]:
-    def values(edits: Transaction) -> None:
-        for place in places:
-            if not place.value.is_meta:
-                edits.rewrite(place.module, place.attribute, "centre", axis=axes[pattern_of(place.name)])
-
-    return values
-
-
-def _absorbing(model: nn.Module, centring: Centring) -> list[Step]:
-    found = []
+def _absorbed(model: nn.Module, centring: Centring) -> Iterator[Change]:
     for scale in _places(model, {pattern for pattern, _ in centring.absorbs}):
-        writers: list[tuple[_Place, int]] = []
-        for pattern, axis in centring.absorbs:
-            if pattern == pattern_of(scale.name):
-                places = _places(model, {axis.pattern})
-                writers += [(place, axis.axis) for place in places if _same_layer(scale.name, place.name)]
-        name, now = scale.label()
-        found.append(Step(name, now, "absorbed", values=_absorber(scale, writers)))
-    return found
+        axes = {axis.pattern: axis.axis for pattern, axis in centring.absorbs if pattern == pattern_of(scale.name)}
+        writers = [place for place in _places(model, set(axes)) if same_layer(scale.name, place.name)]
+        yield Change(scale.row("absorbed"), values=_multiplying(scale, writers, axes))
 
 
-def _same_layer(scale: str, writer: str) -> bool:
-    """Whether the numbers in a layer-scale's name are the first ones in a writer's."""
-    numbers, theirs = ([piece for piece in name.split(".") if piece.isdigit()] for name in (scale, writer))
-    return theirs[: len(numbers)] == numbers
-
-
-def _absorber(scale: _Place, writers: list[tuple[_Place, int]]) -> Callable[[Transaction], None]:
-    def values(edits: Transaction) -> None:
+def _multiplying(scale: _Place, writers: list[_Place], axes: dict[str, int]) -> _Values:
+    def values(transaction: Transaction) -> None:
         if scale.value.is_meta:
             return
         factor = scale.value.detach().double().clone()
-        for place, axis in writers:
-            shape = [-1 if i == axis else 1 for i in range(place.value.dim())]
-            edits.rewrite(place.module, place.attribute, "multiply", factor.reshape(shape))
-        edits.rewrite(scale.module, scale.attribute, "ones", factor)
+        for place in writers:
+            operand = along_axis(factor, place.value, axes[pattern_of(place.name)])
+            transaction.rewrite(place.module, place.attribute, "multiply", operand)
+        transaction.rewrite(scale.module, scale.attribute, "ones", factor)
 
     return values
 
 
-def centring_outputs(model: nn.Module, modules: tuple[tuple[str, int], ...]) -> list[Step]:
-    """Steps that centre the outputs of modules in every forward.
+def same_layer(scale: str, writer: str) -> bool:
+    """Whether the numbers in a layer-scale's name are the first ones in a writer's."""
+    own, others = ([piece for piece in name.split(".") if piece.isdigit()] for name in (scale, writer))
+    return others[: len(own)] == own
 
-    Args:
-        model: the model.
-        modules: (pattern of names, axis).
 
-    Raises:
-        WrappedModelError: a module carries a forward of its own, put there by another library.
-    """
-    axes, found, seen = dict(modules), [], set()
+def along_axis(vector: Tensor, parameter: Tensor, axis: int) -> Tensor:
+    """A vector in the shape in which it multiplies a Parameter along an axis."""
+    return vector.reshape([-1 if i == axis else 1 for i in range(parameter.dim())])
+
+
+def _folded(model: nn.Module, centring: Centring) -> Iterator[Change]:
+    axes = {fold.pattern: fold.axis for fold in centring.folds}
+    rows: dict[str, list[_Place]] = {}  # weight and bias of one module are one row
+    for place in _places(model, set(axes)):
+        rows.setdefault(place.row("centred").module, []).append(place)
+    for places in rows.values():
+        yield Change(places[0].row("centred"), values=_centring(places, axes))
+
+
+def _centring(places: list[_Place], axes: dict[str, int]) -> _Values:
+    def values(transaction: Transaction) -> None:
+        for place in places:
+            if not place.value.is_meta:
+                transaction.rewrite(place.module, place.attribute, "centre", axis=axes[pattern_of(place.name)])
+
+    return values
+
+
+def _centred_outputs(model: nn.Module, axes: dict[str, int]) -> Iterator[Change]:
+    """Changes that centre what modules return in every forward, by patterns of their names."""
+    seen: set[int] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         axis = axes.get(pattern_of(name))
         if not name or axis is None or id(module) in seen or module.__dict__.get(CENTRED) == axis:
             continue
         seen.add(id(module))
         refuse_private_forward(name, module)
-        edit = Edit.of(f"{name}.{CENTRE_SLOT}", axis)
-        found.append(Step(name, module._get_name(), "centred in every forward", (edit,)))
-    return found
-
-
-def fold_shift(norm_shift: Tensor, reader: nn.Module, inputs_axis: int, edits: Transaction) -> None:
-    """c + W b in place of c: a linear layer takes up the shift b of the norm that it reads.
-
-    Args:
-        norm_shift: b, `(d,)`.
-        reader: a module with a Parameter `weight`, one axis of it of size d, and a Parameter `bias`.
-        inputs_axis: that axis: 1 of `nn.Linear`, 0 of transformers' `Conv1D`.
-        edits: the log.
-    """
-    weight, bias, b = reader.weight, reader.bias, norm_shift.detach().double()
-    assert isinstance(weight, Tensor)
-    assert isinstance(bias, Tensor)
-    rows = weight.detach() if inputs_axis == 1 else weight.detach().T
-    product = torch.cat([part.double() @ b for part in rows.split(max(1, 2**18 // b.numel()))])
-    edits.rewrite(reader, "bias", "add", product)
+        row = Row("stream", "replace", name, module._get_name(), "centred in every forward")
+        yield Change(row, (Edit.of(f"{name}.{CENTRE_SLOT}", axis),))

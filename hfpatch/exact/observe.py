@@ -14,6 +14,8 @@ from ..measure.float64 import outputs_in_float64
 from ..measure.outputs import deviations
 from ..runtime.norms import NormFacts
 
+SEED = 7  # of the constants that are added
+
 
 @dataclass
 class Seen:
@@ -45,17 +47,21 @@ class Forward:
         self.calls += 1
         return self.calls
 
-    def then(self, other: Forward, name: str) -> Forward:
-        """Both forwards as one: another's outputs go by names of their own, its calls come later."""
+    def numbers(self) -> dict[str, Tensor]:
+        """The outputs and the means, by name."""
+        means = {f"{name} {one.place}": one.value for name, calls in self.means.items() for one in calls}
+        return {**self.outputs, **means}
+
+    def extend(self, other: Forward, name: str) -> None:
+        """Add a later forward: its calls come later, its outputs go by names of their own where it has a name."""
         for new in (seen for calls in (*other.means.values(), *other.returned.values()) for seen in calls):
             new.place += self.calls
-        self.outputs |= {f"{key} ({name})": value for key, value in other.outputs.items()}
+        self.outputs |= {f"{key} ({name})" if name else key: value for key, value in other.outputs.items()}
         for own, its in ((self.means, other.means), (self.returned, other.returned)):
             for key, calls in its.items():
                 own.setdefault(key, []).extend(calls)
         self.called |= other.called
         self.calls += other.calls
-        return self
 
 
 def observe(
@@ -139,19 +145,19 @@ def added(tensors: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 @contextmanager
-def added_to_outputs(modules: list[tuple[nn.Module, int]], size: float, seed: int) -> Iterator[list[Tensor]]:
+def added_to_outputs(modules: list[tuple[nn.Module, int]]) -> Iterator[list[Tensor]]:
     """Random constants, one for all places along an axis, added to what the modules return; yields them, call by call.
 
-    `size` is relative to the output's root mean square.
+    They are as large as the output's root mean square.
     """
-    generator, drawn = torch.Generator().manual_seed(seed), []
+    generator, drawn = torch.Generator().manual_seed(SEED), []
 
     def add(axis: int) -> Any:
         def hook(module: nn.Module, args: tuple, output: Any) -> Any:
             shape = list(output.shape)
             shape[axis] = 1
             constant = torch.randn(shape, generator=generator, dtype=torch.float64)
-            drawn.append(constant * size * max(float(output.square().mean().sqrt()), 1e-6))
+            drawn.append(constant * max(float(output.square().mean().sqrt()), 1e-6))
             return output + drawn[-1]
 
         return hook

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..runtime.errors import PatchError, UnsupportedError
 from .outputs import Outputs
 from .quiet_forward import cast
 from .randomness import own_randomness
@@ -47,13 +49,29 @@ def _is_float(values: Any) -> bool:
     return isinstance(values, float) or (isinstance(values, list | tuple) and any(map(_is_float, values)))
 
 
+@contextmanager
+def host_errors() -> Iterator[None]:
+    """Whatever a model's own code raises, inside, is raised as an UnsupportedError that says it in one line."""
+    try:
+        yield
+    except (MemoryError, PatchError):
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise UnsupportedError(f"{type(error).__name__}: {lines[-1] if lines else '':.160}") from error
+
+
 def outputs_in_float64(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """The outputs of one forward by name, floats as float64, with random numbers of its own.
 
     Args:
         model: in float64, on the CPU.
         inputs: keyword arguments of its forward; they are copied, for forwards that write into them.
+
+    Raises:
+        UnsupportedError: the forward fails.
     """
-    with own_randomness(0), torch.no_grad(), Float64():
-        returned = model(**cast(inputs, torch.device("cpu"), torch.float64))
+    inputs = cast(inputs, torch.device("cpu"), torch.float64)
+    with own_randomness(0), torch.no_grad(), Float64(), host_errors():
+        returned = model(**inputs)
     return {name: x.double() if x.is_floating_point() else x for name, x in Outputs.of(returned).tensors.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -107,12 +107,12 @@ class Inputs:
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
 
-    def __call__(self, name: str, how: Any) -> Any:
+    def __call__(self, name: str, how: Any = ...) -> Any:
         if how is not ...:
             return how(self) if callable(how) else how
-        if not hasattr(self, name):
+        if name not in _BY_NAME:
             raise ValueError(f"no input known by the name {name!r}")
-        return getattr(self, name)()
+        return _BY_NAME[name](self)
 
     def find(self, *names: str, default: Any = None) -> Any:
         """The first of these attributes that a part of the configuration has."""
@@ -123,6 +123,7 @@ class Inputs:
         return default
 
     def ids(self, *shape: int, below: int = 100) -> Tensor:
+        """Token ids that aren't special."""
         special = {
             v for part in parts_of(self.config) for k, v in vars(part).items() if "token_id" in k and type(v) is int
         }
@@ -131,65 +132,67 @@ class Inputs:
         return allowed[torch.randint(len(allowed), shape)]
 
     def normal(self, *shape: int) -> Tensor:
+        """Random numbers whose mean isn't zero."""
         return torch.randn(shape) + 0.1
 
-    def side(self) -> tuple[int, int]:
-        size = self.find("image_size", "img_size", default=IMAGE_SIZE)
+    def states(self) -> Tensor:
+        """Hidden states of a text."""
+        return self.normal(BATCH, TOKENS, self.find("hidden_size", "d_model"))
+
+    def images(self, *frames: int) -> Tensor:
+        """Pixels, of so many frames where a number is given."""
+        size, channels = self.find("image_size", "img_size", default=IMAGE_SIZE), self.channels()
         if isinstance(size, dict):
             size = (size["height"], size["width"])
-        return tuple(size) if isinstance(size, list | tuple) else (size, size)
+        return self.normal(BATCH, *frames, channels, *(size if isinstance(size, list | tuple) else (size, size)))
 
     def channels(self) -> int:
+        """Of an image."""
         found = self.find("num_channels", "in_chans", "in_channels", default=3)
         return found if isinstance(found, int) else 3
 
-    # Text
 
-    def input_ids(self) -> Tensor:
-        return self.ids(BATCH, TOKENS)
+def _videos(make: Inputs) -> Tensor:
+    return make.images(make.find("num_frames", "frames_per_clip", default=4))
 
-    decoder_input_ids = input_ids
 
-    def attention_mask(self) -> Tensor:
-        return torch.ones(BATCH, TOKENS, dtype=torch.long)
+def _pixels(make: Inputs) -> Tensor:
+    if make.find("tubelet_size") or make.find("attention_type") == "divided_space_time":
+        return _videos(make)
+    return make.images()
 
-    def inputs_embeds(self) -> Tensor:
-        return self.normal(BATCH, TOKENS, self.find("hidden_size", "d_model"))
 
-    encoder_hidden_states = inputs_embeds
+def _states_or_patches(make: Inputs) -> Tensor:
+    patch, frames = make.find("patch_size"), make.find("temporal_patch_size", default=1)
+    return make.normal(16, make.channels() * frames * patch**2) if isinstance(patch, int) else make.states()
 
-    # Images and videos
 
-    def pixel_values(self) -> Tensor:
-        if self.find("tubelet_size") or self.find("attention_type") == "divided_space_time":
-            return self.pixel_values_videos()
-        return self.normal(BATCH, self.channels(), *self.side())
+def _spectrogram(make: Inputs) -> Tensor:
+    bins = make.find("input_feat_per_channel")
+    if bins:  # frames first
+        return make.normal(BATCH, 64, bins * make.find("input_channels", default=1))
+    mels = make.find("num_mel_bins", "feature_size", "n_mels", default=80)
+    positions = make.find("max_source_positions")
+    return make.normal(BATCH, mels, 2 * positions) if positions else make.normal(BATCH, 64, mels)
 
-    def pixel_values_videos(self) -> Tensor:
-        return self.normal(BATCH, self.find("num_frames", "frames_per_clip", default=4), self.channels(), *self.side())
 
-    def hidden_states(self) -> Tensor:
-        patch, frames = self.find("patch_size"), self.find("temporal_patch_size", default=1)
-        if not isinstance(patch, int):
-            return self.inputs_embeds()
-        return self.normal(16, self.channels() * frames * patch**2)
+def _sound(make: Inputs) -> Tensor:
+    length, bins, channels = (make.find(name) for name in ("max_length", "num_mel_bins", "audio_channels"))
+    if length and bins and make.find("frequency_stride"):  # spectrograms
+        return make.normal(BATCH, length, bins)
+    return make.normal(BATCH, *([channels] if channels else []), 4000)
 
-    def grid_thw(self) -> Tensor:
-        return torch.tensor([[1, 4, 4]])
 
-    # Audio
-
-    def input_features(self) -> Tensor:
-        bins = self.find("input_feat_per_channel")
-        if bins:  # frames first
-            return self.normal(BATCH, 64, bins * self.find("input_channels", default=1))
-        mels = self.find("num_mel_bins", "feature_size", "n_mels", default=80)
-        positions = self.find("max_source_positions")
-        return self.normal(BATCH, mels, 2 * positions) if positions else self.normal(BATCH, 64, mels)
-
-    def input_values(self) -> Tensor:
-        length, bins = self.find("max_length"), self.find("num_mel_bins")
-        if length and bins and self.find("frequency_stride"):  # spectrograms
-            return self.normal(BATCH, length, bins)
-        channels = self.find("audio_channels")
-        return self.normal(BATCH, channels, 4000) if channels else self.normal(BATCH, 4000)
+_BY_NAME: dict[str, Callable[[Inputs], Tensor]] = {
+    "input_ids": lambda make: make.ids(BATCH, TOKENS),
+    "decoder_input_ids": lambda make: make.ids(BATCH, TOKENS),
+    "attention_mask": lambda make: torch.ones(BATCH, TOKENS, dtype=torch.long),
+    "inputs_embeds": Inputs.states,
+    "encoder_hidden_states": Inputs.states,
+    "hidden_states": _states_or_patches,
+    "grid_thw": lambda make: torch.tensor([[1, 4, 4]]),
+    "pixel_values": _pixels,
+    "pixel_values_videos": _videos,
+    "input_features": _spectrogram,
+    "input_values": _sound,
+}

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
-from .float64 import outputs_in_float64
+from .float64 import host_errors, outputs_in_float64
 from .inputs import example_inputs as make_example_inputs
 from .quiet_forward import cast, default_device
 from .randomness import own_randomness, randomise
@@ -42,15 +42,12 @@ def twin(
     for what, make in _candidates(model, example_inputs is None):
         try:
             with own_randomness(seed), default_device(torch.device("cpu")), torch.no_grad():
-                small = make().to(torch.float64).eval().requires_grad_(False)
-                if hasattr(small, "set_experts_implementation"):
-                    small.set_experts_implementation("eager")  # the grouped product takes no float64
-                _draw(small, seed)
+                small = _build(make, seed)
                 found = make_example_inputs(small, seed) if example_inputs is None else dict(example_inputs)
                 inputs = cast(found, torch.device("cpu"), torch.float64)
                 reason = _difference(structure, _structure(small)) or _unusable(small, inputs)
-        except Exception as error:  # whatever a config that its class never saw leads to
-            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]:.160}"
+        except UnsupportedError as error:  # as configs lead to that their class never saw
+            reason = str(error)
         if reason is None:
             return small, inputs
         failures.append(f"{what}: {reason}")
@@ -58,6 +55,16 @@ def twin(
         f"no small model like this {type(model).__name__} could be made and run ({'; '.join(failures)}). "
         "Pass example_inputs={...}, the keyword arguments of one forward, with the model's weights loaded."
     )
+
+
+def _build(make: Callable[[], Any], seed: int) -> Any:
+    """A candidate in float64, with its weights drawn anew."""
+    with host_errors():
+        small = make().to(torch.float64).eval().requires_grad_(False)
+    if hasattr(small, "set_experts_implementation"):
+        small.set_experts_implementation("eager")  # the grouped product takes no float64
+    _draw(small, seed)
+    return small
 
 
 def _candidates(model: nn.Module, narrow: bool) -> Iterator[tuple[str, Callable[[], Any]]]:

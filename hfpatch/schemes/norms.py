@@ -106,11 +106,6 @@ class Norm(Scheme):
         """How the stream is made zero-mean where that makes the swap exact: "fold", "parametrize"; None: not at all."""
         return None
 
-    @property
-    def moves_shift(self) -> bool:
-        """Whether shifts move into the linear layers that read the norms."""
-        return False
-
     def loss(self, facts: NormFacts) -> str | None:
         """What the swap doesn't preserve when gain and shift are copied; None where the function stays the same."""
         return "another function"
@@ -196,8 +191,8 @@ class RMS(Norm):
         return self.mode if self.fraction == 1 else None
 
     @property
-    def moves_shift(self) -> bool:
-        return self.fold_bias
+    def planner(self) -> str:  # type: ignore[override]
+        return "hfpatch.contrib.fold_bias:plan_moved_shifts" if self.fold_bias else super().planner
 
     def module_class(self) -> type[AffineNorm]:
         return PartialRMSNorm if self.fraction < 1 else self.component

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.transaction import Transaction
 from ..errors import NothingToPatchError
-from ..exact.fold import fold_shift
 from ..exact.request import Conversion
 from ..runtime.edits import Edit
 from ..runtime.errors import UnsupportedError
@@ -47,13 +46,11 @@ class _Swap:
     Attributes:
         loss: what isn't preserved, None where the function stays the same.
         stays: why it is kept after all, since that is more than was allowed.
-        readers: the linear layers that take up its shift, with the axis of their inputs; None where it keeps its own.
         note: for the plan.
     """
 
     loss: str | None
     stays: str | None = None
-    readers: list[tuple[nn.Module, int]] | None = None
     note: str | None = None
 
 
@@ -61,7 +58,7 @@ def plan_norm_request(
     model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
 ) -> Planned:
     """The same function wherever the scheme and the request allow it; a plain swap elsewhere."""
-    conversion = Conversion.asked_for(model, part, example_inputs, inexact)
+    conversion = Conversion.of_request(model, part, example_inputs, inexact)
     changes = plan_norms(model, part, conversion)
     return Planned(part if conversion is None else conversion.recorded(), changes, conversion)
 
@@ -93,9 +90,7 @@ def plan_norms(model: nn.Module, part: Part, conversion: Conversion | None = Non
     else:
         swaps = _converted(changing, scheme, conversion)
     changes = [_change(model, site, part, reasons[id(site)], swaps.get(id(site))) for site in sites]
-    for step in conversion.steps() if conversion is not None else ():
-        changes.append(Change(Row("stream", "replace", step.name, step.now, step.becomes), step.edits, step.values))
-    return changes
+    return changes if conversion is None else changes + conversion.changes()
 
 
 def _plain(site: _Site, scheme: Norm, part: Part) -> _Swap:
@@ -121,15 +116,13 @@ def _converted(sites: list[_Site], scheme: Norm, conversion: Conversion) -> dict
     """How norms are replaced where the function is to stay the same: exactly where that is possible.
 
     Raises:
-        UnsupportedError: none is exact, and init="exact" allows nothing else; no shift can be moved.
+        UnsupportedError: none is exact, and init="exact" allows nothing else.
     """
     if any(site.facts is not None and site.facts.kind == "layer" for site in sites):
         conversion.find()
     swaps = {id(site): _convert(site, scheme, conversion) for site in sites}
     if sites and all(swap.stays for swap in swaps.values()):
         raise _not_exact(sites[0], scheme, swaps[id(sites[0])].loss)
-    if scheme.moves_shift and not conversion.plain:
-        _move_shifts(sites, swaps, conversion)
     return swaps
 
 
@@ -142,27 +135,11 @@ def _convert(site: _Site, scheme: Norm, conversion: Conversion) -> _Swap:
         conversion.exact.append(name)
         return _Swap(None)
     if conversion.part.init == "exact":
-        conversion.left.append(name)
         return _Swap(f"{loss} ({why})" if why else loss, stays=f"not exact: {why or loss}")
     conversion.approximate.append(name)
     if conversion.compensates(name):
         loss = "the mean of the norm's input is removed in its constant part only"
     return _Swap(f"{loss} ({why})" if why else loss)
-
-
-def _move_shifts(sites: list[_Site], swaps: dict[int, _Swap], conversion: Conversion) -> None:
-    shifted = {site.names[0]: swaps[id(site)] for site in sites if site.facts is not None and site.facts.shift}
-    shifted = {name: swap for name, swap in shifted.items() if swap.stays is None}
-    if not shifted:
-        return
-    conversion.trace_readers(list(shifted))
-    for name, swap in shifted.items():
-        readers = conversion.readers[name]
-        if isinstance(readers, str):
-            swap.note = f"keeps its shift: {readers}"
-        else:
-            swap.readers = readers
-            swap.note = f"its shift moves into {len(readers)} linear layer{'s' if len(readers) > 1 else ''}"
 
 
 def _find(model: nn.Module) -> list[_Site]:
@@ -239,22 +216,8 @@ def _change(model: nn.Module, site: _Site, part: Part, reason: str | None, swap:
     row.action, row.becomes, row.loss = "replace", scheme.label + size_of(facts), swap.loss
     shared = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
     row.reason = "; ".join(filter(None, (shared, swap.note))) or None
-    if swap.readers is None:
-        put = Edit.of(name, scheme.call(facts, site.module))
-        return Change(row, (put,), start_afresh(model, [name]) if part.init == "reset" else None)
-    put = Edit.of(name, scheme.call(replace(facts, shift=None), site.module))
-    return Change(row, (put,), _fold(facts.parameters_of(site.module)[1], swap.readers))
-
-
-def _fold(shift: nn.Parameter | None, readers: Iterable[tuple[nn.Module, int]]) -> Callable[[Transaction], None]:
-    """Moves a norm's shift into the layers that read it."""
-
-    def values(changes: Transaction) -> None:
-        assert shift is not None
-        for reader, axis in readers:
-            fold_shift(shift, reader, axis, changes)
-
-    return values
+    put = Edit.of(name, scheme.call(facts, site.module))
+    return Change(row, (put,), start_afresh(model, [name]) if part.init == "reset" else None)
 
 
 def size_of(facts: NormFacts | None) -> str:

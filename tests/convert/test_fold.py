@@ -32,7 +32,7 @@ from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError, WrappedModelError
 from hfpatch.exact.centring import Axis, Centring
 from hfpatch.exact.check import mean_ratios
-from hfpatch.exact.fold import centre, steps
+from hfpatch.exact.fold import centre, plan_centring
 from hfpatch.exact.search import find_centring
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
@@ -271,7 +271,7 @@ def test_modes_and_weights_that_cant_be_centred() -> None:
         RMS("parametrize", True)
     model.wpe.weight = nn.Parameter(torch.ones(64, 32, dtype=torch.int8), requires_grad=False)
     with pytest.raises(UnsupportedError, match=r"wpe\.weight is a Tensor of torch\.int8; only plain floating-point"):
-        steps(model, Centring(axes(**{"wpe.weight": 1})), "fold")
+        plan_centring(model, Centring(axes(**{"wpe.weight": 1})), "fold")
 
 
 # Centred in every forward
@@ -437,23 +437,50 @@ def test_copy_and_reset_look_for_nothing(init: str, monkeypatch: pytest.MonkeyPa
     assert {row.kind for row in plan_patch(tiny("gpt2"), norm="dyt").rows} == {"norm"}
 
 
-@pytest.mark.parametrize("error", [UnsupportedError("no twin"), RuntimeError("mat1 and mat2")])
-def test_a_search_that_fails_leaves_a_plain_copy_with_the_reason(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_that_finds_no_twin_leaves_a_plain_copy_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
-        raise error
+        raise UnsupportedError("no twin")
 
     monkeypatch.setattr("hfpatch.exact.request.find_centring", fail)
     model = tiny("gpt2", LM)
     copied = patch(copy.deepcopy(model), norm="rms", init="copy")
-    with pytest.raises(UnsupportedError, match=str(error)):
+    with pytest.raises(UnsupportedError, match="no twin"):
         patch(model, norm="rms", init="exact")
-    with pytest.warns(NotPreservedWarning, match=str(error)):
+    with pytest.warns(NotPreservedWarning, match="no twin"):
         patch_model(model, norm="rms")
     assert difference(model, copied) == 0
     (part,) = model.config.hfpatch["request"]
     assert part["init"] == "copy"
+
+
+def test_a_forward_that_fails_on_the_small_model_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the model's own code: the search itself did nothing wrong."""
+    model = tiny("gpt2", LM)
+    forward = type(model.transformer).forward
+
+    def narrow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.wte.weight.dtype == torch.float64:
+            raise RuntimeError("float32 only")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model.transformer), "forward", narrow)
+    with pytest.raises(UnsupportedError, match=r"no small model like this .*RuntimeError: float32 only"):
+        plan_patch(model, norm="rms", init="exact")
+    assert plan_patch(model, norm="rms").losses()
+
+
+@pytest.mark.parametrize("place", ["probe.relative_error", "search.off_centre", "observe.deviations"])
+def test_an_error_in_the_search_itself_is_no_reason(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise TypeError("a mistake in the search")
+
+    monkeypatch.setattr("hfpatch.exact.search._FOUND", {})
+    monkeypatch.setattr(f"hfpatch.exact.{place}", fail)
+    model = tiny("gpt2", LM)
+    before = fingerprint(model)
+    with pytest.raises(TypeError, match="a mistake in the search"):
+        patch_model(model, norm="rms")
+    assert not changes(before, fingerprint(model))
 
 
 def test_a_model_without_a_norm_to_change_looks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,7 +566,7 @@ def test_the_check_runs_nothing_of_the_users() -> None:
 def test_inputs_of_ones_own() -> None:
     model = tiny("gpt2", LM)
     given = {"input_ids": torch.randint(5, 97, (1, 3))}
-    assert plan_patch(model, norm="rms", example_inputs=given).conversion.given is given
+    assert plan_patch(model, norm="rms", example_inputs=given).conversion.inputs is given
     silent(model, norm="rms", example_inputs=given)
 
 
@@ -789,7 +816,7 @@ def test_fold_bias_on_the_meta_device() -> None:
 
 
 def test_fold_bias_of_a_model_that_doesnt_run() -> None:
-    with pytest.raises(UnsupportedError, match=r"fold_bias=True: .*GPT2LMHeadModel can't be followed: index out of"):
+    with pytest.raises(UnsupportedError, match=r"fold_bias=True: .*LMHeadModel can't be followed: IndexError: index"):
         plan_patch(tiny("gpt2", LM), norm=RMS(fold_bias=True), example_inputs={"input_ids": torch.full((1, 3), 97)})
 
 

@@ -116,7 +116,7 @@ class TestShifts:
     def test_constants_are_one_for_all_channels_and_another_for_each_place(self) -> None:
         layer, x = nn.Linear(4, 6).double().requires_grad_(False), torch.rand(2, 3, 4, dtype=torch.float64)
         before = layer(x)
-        with added_to_outputs([(layer, -1)], 1.0, 0) as constants:
+        with added_to_outputs([(layer, -1)]) as constants:
             change = layer(x) - before
         assert torch.allclose(change, constants[0].expand_as(change))
         assert change.std(-1).max() < 1e-12 < change.std(1).min()

@@ -80,7 +80,7 @@ def examine(model_type: str) -> Result:
     result = Result(model_type, "", type(model).__name__, len(norms))
     start = time.perf_counter()
     try:
-        centring = find_centring(model, inputs)
+        centring = find_centring(model, inputs, "parametrize")
     except PatchError as error:
         result.status = f"not searched: {error}"
         return result

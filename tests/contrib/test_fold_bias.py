@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tiny_models import inputs, tiny
 from torch import Tensor, nn
 
-from hfpatch.exact.readers import find_readers
+from hfpatch.contrib.fold_bias import find_readers
 
 
 def readers(model: nn.Module, given: dict, norm: str) -> set[str] | str:

@@ -1,0 +1,223 @@
+"""What a small model does when constants are added to its Parameters, or to what its modules return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.transaction import Transaction
+from ..runtime.edits import pattern_of
+from ..runtime.norms import NormFacts
+from .centring import Axis, Centring
+from .fold import along_axis, carry_out, same_layer
+from .observe import SEED, Forward, added, added_to_outputs, moved, observe, relative_error
+
+EXACT = 1e-9  # largest relative error of what is called exact
+_ZERO = 1e-9  # a mean this small, relative to the root mean square, is zero
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Parameters of one pattern along one axis, in units of a layer-scale that multiplies them afterwards."""
+
+    axis: Axis
+    scale: str | None = None
+
+
+@dataclass
+class Answer:
+    """What a shift did.
+
+    Attributes:
+        error: largest relative change of an output.
+        moved: norms whose input's mean changed, with the place of the first call where it did.
+        after: the forward.
+    """
+
+    error: float
+    moved: dict[str, int]
+    after: Forward
+
+    @property
+    def invisible(self) -> bool:
+        """Whether norms alone see the shift: some do, and the outputs don't."""
+        return self.error <= EXACT and bool(self.moved)
+
+
+class Probe:
+    """A small model in float64 with random weights, its forward as it is (`base`) and with changes that are undone.
+
+    Args:
+        model: may be used up.
+        inputs: keyword arguments of its forward.
+        norms: its LayerNorms.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], norms: dict[str, NormFacts]):
+        self.model, self.norms = model, norms
+        self.inputs: dict[str, Mapping[str, Any]] = {"": inputs}  # of several forwards, by what is special in each
+        self.modules = dict(model.named_modules())
+        self.like: dict[str, list[str]] = {}  # pattern -> modules
+        for name in self.modules:
+            self.like.setdefault(pattern_of(name), []).append(name)
+        self.parameters: dict[str, dict[str, nn.Parameter]] = {}  # pattern -> name -> Parameter
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point():
+                self.parameters.setdefault(pattern_of(name), {})[name] = parameter
+        self.base = self.forward(watch=True)
+        self.widths = {self._width(name) for name in self.base.means}
+        self._centrable: dict[str, dict[str, int]] = {}
+
+    def add_inputs(self, name: str, value: Tensor) -> None:
+        """From here on every forward is one more, with one more input."""
+        self.inputs[name] = {**self.inputs[""], name: value}
+        self.base = self.forward(watch=True)
+
+    def forward(self, watch: bool = False) -> Forward:
+        """The model as it is at present; `watch` as in `observe`."""
+        seen = Forward()
+        for name, inputs in self.inputs.items():
+            seen.extend(observe(self.model, inputs, self.norms, watch), name)
+        return seen
+
+    def _width(self, norm: str) -> int:
+        """Channels that a norm normalises, 0 where they lie along several axes."""
+        facts = self.norms[norm]
+        if facts.shape:
+            return facts.shape[0] if len(facts.shape) == 1 else 0
+        seen = self.base.returned.get(norm)
+        return seen[0].value.shape[1 if facts.channels_first else -1] if seen else 0
+
+    # --- centred ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def centred(self, centring: Centring, mode: str = "fold") -> Iterator[None]:
+        """All of a centring is done to the model, inside."""
+        changes = Transaction()
+        try:
+            carry_out(self.model, centring, self.norms, changes, mode)
+            yield
+        finally:
+            changes.undo()
+
+    def error_of(self, centring: Centring, mode: str = "fold") -> float:
+        """Largest relative change of an output by a centring."""
+        with self.centred(centring, mode):
+            return relative_error(self.base, self.forward())
+
+    def zero_mean(self, centring: Centring) -> set[str]:
+        """Norms whose input a centring makes zero-mean in every call."""
+        with self.centred(centring):
+            after = self.forward()
+        return set(after.means) - off_centre(after)
+
+    # --- shifted ------------------------------------------------------------------------------------------------------
+
+    def ask(self, shift: AbstractContextManager[Any]) -> Answer:
+        """What a shift does."""
+        with shift:
+            after = self.forward()
+        return Answer(relative_error(self.base, after), moved(self.base, after), after)
+
+    def shift(self, writer: Writer) -> AbstractContextManager[None]:
+        """Random constants along the writer's axis are added, inside."""
+        generator, changes = torch.Generator().manual_seed(SEED), []
+        for name, parameter in self.parameters[writer.axis.pattern].items():
+            shape = list(parameter.shape)
+            shape[writer.axis.axis] = 1
+            spread = max(float(parameter.square().mean().sqrt()), 1e-3)
+            change = torch.randn(shape, generator=generator, dtype=torch.float64) * spread
+            scale = self.scale_of(writer, name)
+            if scale is not None:
+                change = change / along_axis(scale, parameter, writer.axis.axis)
+            changes.append((parameter, change.expand_as(parameter)))
+        return added(changes)
+
+    def scale_of(self, writer: Writer, name: str) -> Tensor | None:
+        """The layer-scale in the same layer as one of the writer's Parameters."""
+        scales = self.parameters.get(writer.scale or "", {})
+        return next((scale for other, scale in scales.items() if same_layer(other, name)), None)
+
+    def centrable(self, pattern: str) -> dict[str, int]:
+        """Norms that constants move in what all modules of a pattern return; {} where not norms alone see those."""
+        if pattern not in self._centrable:
+            named = [name for name in self.like[pattern] if name in self.base.returned]
+            axes = {self.axis_of(name) for name in named}
+            axis = axes.pop() if len(axes) == 1 else None
+            answer = self.ask(added_to_outputs([(self.modules[name], axis) for name in named])) if axis else None
+            self._centrable[pattern] = answer.moved if answer is not None and answer.invisible else {}
+        return self._centrable[pattern]
+
+    # --- what modules return ------------------------------------------------------------------------------------------
+
+    def axis_of(self, module: str) -> int | None:
+        """The axis of the channels in everything that a module returns, None where it has none."""
+        seen = self.base.returned.get(module, [])
+        for axis in (-1, 1):
+            if seen and all(one.value.dim() > 1 and one.value.shape[axis] in self.widths for one in seen):
+                return axis
+        return None
+
+    def axis_of_pattern(self, pattern: str) -> int:
+        """`axis_of` of the first module of a pattern that has one."""
+        return next(axis for name in self.like[pattern] if (axis := self.axis_of(name)) is not None)
+
+    def is_layer_or_branch(self, name: str) -> bool:
+        """Whether a module has no children, or at least no norm inside."""
+        holds_norms = not name or any(norm.startswith(f"{name}.") for norm in self.norms)
+        return not self.modules[name]._modules or not holds_norms
+
+    def last_carrier(self, module: str) -> str | None:
+        """The pattern of the last module that returns what constants add to a module's output and may be centred."""
+        axis = self.axis_of(module)
+        assert axis is not None
+        with added_to_outputs([(self.modules[module], axis)]):
+            after = self.forward(watch=True)
+        first = min(moved(self.base, after).values(), default=0)
+        found: dict[str, tuple[bool, int]] = {}  # layers come before branches, of layers the last one first
+        for name, calls in self.base.returned.items():
+            axis, is_branch = self.axis_of(name), bool(self.modules[name]._modules)
+            for old, new in zip(calls, after.returned.get(name, []), strict=False):
+                comparable = new.place < first and old.value.shape == new.value.shape
+                if axis is not None and comparable and is_constant(new.value - old.value, axis):
+                    found[name] = is_branch, new.place if is_branch else -new.place
+        patterns = (pattern_of(name) for name in sorted(found, key=found.__getitem__) if self.is_layer_or_branch(name))
+        return next(filter(self.centrable, patterns), None)
+
+    def sources(self, after: Forward) -> list[str]:
+        """Patterns of modules that return what isn't zero-mean, layers before branches, in the order of calls."""
+        found: dict[str, tuple[bool, int]] = {}
+        for name, calls in after.returned.items():
+            axis = self.axis_of(name)
+            if axis is None or not self.is_layer_or_branch(name):
+                continue
+            for one in calls:
+                mean = one.value.mean(axis).abs().max()
+                if mean > _ZERO * one.value.square().mean().sqrt():
+                    found.setdefault(pattern_of(name), (bool(self.modules[name]._modules), one.place))
+        return sorted(found, key=found.__getitem__)
+
+
+def off_centre(forward: Forward) -> set[str]:
+    """Norms whose input isn't zero-mean in every call."""
+    return {
+        name
+        for name, calls in forward.means.items()
+        if any(float(seen.value.abs().max()) > _ZERO * max(seen.rms, 1e-12) for seen in calls)
+    }
+
+
+def is_constant(change: Tensor, axis: int) -> bool:
+    """Whether it is the same all along an axis, and not nothing."""
+    size = float(change.abs().max()) if change.numel() else 0.0
+    return size > 1e-9 and float((change - change.mean(axis, keepdim=True)).abs().max()) <= 1e-6 * size
+
+
+def is_close(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors differ by less than a millionth of the second's largest number."""
+    return float((a - b).abs().max()) <= 1e-6 * float(b.abs().max())
