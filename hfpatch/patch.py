@@ -28,13 +28,13 @@ from .runtime.gated import GatedLinear
 from .runtime.lens import LENS, host_class
 from .runtime.norms import AffineNorm
 from .runtime.record import KEY
+from .runtime.rotary import ORIGINAL
 from .schemes.mlps import MLP
 from .schemes.norms import Norm
 from .schemes.placements import Placement
 from .schemes.positions import Position
 from .swap.config_lengths import takes_any_length
 from .swap.image_tables import IMAGE_SIZE
-from .swap.native_rope import TOLD, tell_config
 
 M = TypeVar("M", bound=PreTrainedModel)
 WAY_BACK = "_hfpatch_way_back"
@@ -295,7 +295,6 @@ def give_own_config(model: PreTrainedModel, plan: Plan, edits: Transaction) -> N
     record = plan.record
     unlimited = bool(record.pos) and record.pos[-1].scheme.max_positions is None and takes_any_length(model)  # type: ignore[attr-defined]
     setattr(config, KEY, replace(record, any_length=unlimited).to_json())
-    tell_config(model, config)
     _set_lengths(model, plan, copies, edits)
     for module in model.modules():
         for name, value in list(module.__dict__.items()):
@@ -311,7 +310,7 @@ def _set_lengths(model: PreTrainedModel, plan: Plan, copies: dict[int, Any], edi
         config = copies[id(original)]
         old = getattr(config, attribute)
         setattr(config, attribute, value)
-        of_text = attribute != IMAGE_SIZE
+        of_text = isinstance(value, int) and attribute not in (IMAGE_SIZE, ORIGINAL)
         if of_text and generation is not None and getattr(generation, "max_length", None) == old:
             generation = copy.deepcopy(generation)
             generation.max_length = value
@@ -328,7 +327,7 @@ def _carry_over_config(model: nn.Module, patched: PreTrainedConfig, lengths: dic
     changed = {
         name: value
         for name, value in vars(patched).items()
-        if name not in (KEY, *TOLD)
+        if name != KEY
         and not isinstance(value, PreTrainedConfig)
         and vars(original).get(name, KEY) != value
         and lengths.get(name, KEY) != value

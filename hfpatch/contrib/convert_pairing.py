@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -26,8 +26,8 @@ from ..runtime.lens import LENS, host_class, lens_of
 from ..runtime.rotary import RotaryEmbedding
 from ..schemes.request import Part, Record
 from ..schemes.rope import PAIRINGS, RoPE
-from ..sites.pairing import output_channels, reordered_rows, rotating_attentions
-from ..swap.native_rope import find_rotations, pairing_of, rotary_dim_of
+from ..sites.pairing import output_channels, pairing_of, reordered_rows, rotating_attentions
+from ..sites.rotations import find_rotations
 from ..swap.own_rotations import find_own_rotations, own_attentions
 from ..swap.positions import plan_positions
 
@@ -127,60 +127,56 @@ def _recorded(record: Record, part: Part) -> Record:
 
 
 def _found(model: nn.Module, to: str) -> tuple[list[_Attention], tuple[str, ...]]:
-    """The attentions to be reordered, and globs that name what a record changes for them: none where it is everything.
+    """The attentions to be reordered, and the names by which a request chooses them.
 
     Raises:
         NothingToPatchError, UnsupportedError: as in `convert_pairing`.
     """
-    found, names, already, unknown = [], [], 0, []
+    found: dict[int, _Attention] = {}
+    names: list[str] = []
+    rotating = list(_rotating(model))
+    for name, pairing, attentions in rotating:
+        if pairing is None:
+            raise UnsupportedError(
+                f"{name}: hfpatch doesn't know which channels are turned together there, or where queries and keys "
+                "come from, so their pairing stays."
+            )
+        if pairing != to:
+            names.append(name)
+            found = {id(one.module): one for one in attentions} | found
+    if not rotating:
+        raise UnsupportedError(f"{type(model).__name__} rotates no queries and keys, so it has no pairing to convert.")
+    if not found:
+        raise NothingToPatchError(f"{type(model).__name__} has the pairing {to!r} already.")
+    return list(found.values()), tuple(names)
+
+
+def _rotating(model: nn.Module) -> Iterator[tuple[str, str | None, list[_Attention]]]:
+    """Each rotation: its name, its pairing (None where it, or the attentions, aren't known) and its attentions."""
     for name, module in model.named_modules():
         rotary: Any = module._modules.get(ROTARY)
         lens = lens_of(module, AttentionLens)
-        if not isinstance(rotary, RotaryEmbedding) or lens is None:
-            continue
-        if rotary.pairing == to:
-            already += 1
-            continue
-        layout = lens.projections
-        bias = getattr(lens.projections, "query_bias", None)
-        biases = () if bias is None else (bias,)
-        dim = rotary.head_dim
-        found.append(_Attention(name, module, layout, dim, rotary.rotary_dim, biases=biases))
-        names.append(name)
+        if isinstance(rotary, RotaryEmbedding) and lens is not None:
+            bias = getattr(lens.projections, "query_bias", None)
+            biases = () if bias is None else (bias,)
+            dims = rotary.head_dim, rotary.rotary_dim
+            yield name, rotary.pairing, [_Attention(name, module, lens.projections, *dims, biases=biases)]
     for owner, name, own in find_own_rotations(model):
         for path, (module, itself) in own_attentions(owner, name, own).items():
-            if lens_of(module, Given) is None and itself.pairing == to:
-                already += 1
-            elif lens_of(module, Given) is None:
+            if lens_of(module, Given) is None:
                 dim = getattr(module, own.head_dim)
-                found.append(_Attention(path, module, own.projections, dim, itself.rotary_dim(dim)))
-                names.append(path)
+                yield path, itself.pairing, [_Attention(path, module, own.projections, dim, itself.rotary_dim(dim))]
     for rotation in find_rotations(model):
         if rotation.settings.get("rope_type") == "axial":
             continue
-        known = rotating_attentions(rotation.module, rotation.holder)
-        host, dim = pairing_of(rotation), rotary_dim_of(rotation)
-        if host is None or not known or any(one is None for one in known.values()):
-            unknown.append(rotation.name)
-            continue
-        lenses = [one.lens for one in known.values() if one is not None]
-        if (lenses[0].pairing if lenses[0] is not None else host) == to:
-            already += 1
-            continue
-        names.append(rotation.name)
-        for path, one in known.items():
-            if one is not None and all(one.module is not other.module for other in found):
-                found.append(_Attention(path, one.module, one.layout, one.head_dim, dim, norms=one.norms))
-    if unknown:
-        raise UnsupportedError(
-            f"{unknown[0]}: hfpatch doesn't know which channels are turned together there, or where queries and keys "
-            "come from, so their pairing stays."
-        )
-    if not found and already:
-        raise NothingToPatchError(f"{type(model).__name__} has the pairing {to!r} already.")
-    if not found:
-        raise UnsupportedError(f"{type(model).__name__} rotates no queries and keys, so it has no pairing to convert.")
-    return found, tuple(names)
+        pairing, known = pairing_of(rotation), rotating_attentions(rotation.module, rotation.holder)
+        attentions = [
+            _Attention(path, one.module, one.layout, one.head_dim, pairing.rotary_dim, norms=one.norms)
+            for path, one in known.items()
+            if one is not None
+        ]
+        served = pairing.host is not None and 0 < len(known) == len(attentions)
+        yield rotation.name, pairing.present if served else None, attentions
 
 
 def _reorder(edits: Transaction, attention: _Attention, to: str) -> None:

@@ -23,9 +23,9 @@ from ..runtime.record import KEY
 from ..runtime.tables import ComputedPositions
 from ..sites.biases import find_biases
 from ..sites.norms import describe
-from ..sites.pairing import reordered_rows, rotating_attentions
+from ..sites.pairing import pairing_of, reordered_rows, rotating_attentions
+from ..sites.rotations import find_rotations
 from ..sites.stacks import find_stacks, max_positions
-from ..swap.native_rope import find_rotations, rotary_dim_of
 from .anatomy import CLOSE
 from .read import gains_of
 
@@ -137,7 +137,7 @@ def _reorder(model: nn.Module, twin: nn.Module) -> None:
                 continue
             attention = twin.get_submodule(paths[id(one.module)])
             host = "interleaved" if one.lens.pairing == "half" else "half"
-            places = order(rotary_dim_of(rotation), one.head_dim, host)
+            places = order(pairing_of(rotation).rotary_dim, one.head_dim, host)
             moved = reordered_rows(one.layout, attention, one.head_dim, places) | dict.fromkeys(one.norms, places)
             for name, index in moved.items():
                 for value in attention.get_submodule(name).parameters(recurse=False):

@@ -1,24 +1,25 @@
-"""What a host derives from a length or a size in its config: numbers of positions, buffers of indices, checked sizes.
+"""What a host makes otherwise under other settings of its config: plain attributes, and buffers of another size.
 
-None of it is in a record: the host's class is built twice without weights, from the config as it is and from one with
-the new numbers, and what differs between the two is what has to change. So the model becomes the one that its config
-describes, and a checkpoint of it can be opened.
+The host's class is built twice without weights, from the config as it is and from one with the new settings, and what
+differs between the two is what has to change. So the model becomes the one that its config describes, and a checkpoint
+of it can be opened.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from ..core.transaction import Transaction
 from ..measure.copies import host_on_meta, unpatched_config
 from ..runtime.errors import UnsupportedError, first_line
 from ..runtime.lens import host_class
+from ..sites.rotations import config_paths
 
 _UNSET = -12345  # what no buffer of indices or offsets holds throughout
 _PLAIN = (int, float, str, bool, type(None))
@@ -57,81 +58,67 @@ def derive(model: nn.Module, settings: list[Setting], tables: Mapping[str, tuple
     Raises:
         UnsupportedError: the class can't be built so, or other weights have another shape then.
     """
-    told = ", ".join(f"{attribute}={value}" for _, attribute, value in settings)
-    before = _twin(model, [])
-    try:
-        after = _twin(model, settings)
-    except UnsupportedError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error):.120}"
-        raise UnsupportedError(f"{host_class(type(model)).__name__} can't be built for {told} ({reason}).") from error
-    _require_alike(model, told, tables, before, after)
-    old, new = (dict(twin.named_modules()) for twin in (before, after))
+    what = ", ".join(f"{attribute}={value}" for _, attribute, value in settings)
+    before, after = host_with(model, []), host_with(model, settings)
+    _require_same_weights(model, what, tables, before, after)
+    old, new = (dict(host.named_modules()) for host in (before, after))
     derived = Derived()
     for name, module in model.named_modules():
         if name in old and name in new and name not in tables:
-            derived.attributes += [(name, *pair) for pair in _attributes(told, name, module, old[name], new[name])]
-            buffers = _buffers(told, name, module, old[name], new[name], after)
+            derived.attributes += [(name, *pair) for pair in _attributes(what, name, module, old[name], new[name])]
+            buffers = _buffers(what, name, module, old[name], new[name], after)
             derived.buffers += [(name, *pair) for pair in buffers if f"{name}.{pair[0]}".strip(".") not in tables]
     return derived
 
 
-def _path(config: Any, wanted: Any) -> tuple[str, ...] | None:
-    """Attributes that lead from a config to one inside it."""
-    if config is wanted:
-        return ()
-    for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            below = _path(value, wanted)
-            if below is not None:
-                return (name, *below)
-    return None
+def host_with(model: Any, settings: list[Setting]) -> Any:
+    """A model of the host's class without weights, from the model's config with other settings.
 
-
-def _twin(model: Any, settings: list[Setting]) -> Any:
-    """The host's model without weights, with other settings."""
-    config = unpatched_config(model.config)
+    Raises:
+        UnsupportedError: a config isn't part of the model's, or the class can't be built so.
+    """
+    config, paths = unpatched_config(model.config), config_paths(model.config)
     for owner, attribute, value in settings:
-        path, inner = _path(model.config, owner), config
-        if path is None:
+        if id(owner) not in paths:
             raise UnsupportedError(
                 f"{attribute}={value} can't be told to {type(model).__name__}: a part of it reads a copy of its config "
                 "that no checkpoint holds. Leave max_positions out."
             )
-        for name in path:
-            inner = getattr(inner, name)
-        setattr(inner, attribute, value)
-    return host_on_meta(model, config)
+        setattr(reduce(getattr, paths[id(owner)], config), attribute, value)
+    try:
+        return host_on_meta(model, config)
+    except Exception as error:
+        what = ", ".join(f"{attribute}={value}" for _, attribute, value in settings)
+        reason = f"{type(error).__name__}: {first_line(error):.120}"
+        raise UnsupportedError(f"{host_class(type(model)).__name__} can't be built for {what} ({reason}).") from error
 
 
-def _require_alike(
-    model: nn.Module, told: str, tables: Mapping[str, tuple[int, ...] | None], before: nn.Module, after: nn.Module
+def _require_same_weights(
+    model: nn.Module, what: str, tables: Mapping[str, tuple[int, ...] | None], before: nn.Module, after: nn.Module
 ) -> None:
-    """Refuse numbers for which more than the tables changes its shape."""
-    shapes = [{name: tuple(value.shape) for name, value in twin.named_parameters()} for twin in (before, after)]
-    old, new = shapes
+    """Refuse settings under which more than the tables changes its shape."""
+    old, new = ({name: tuple(value.shape) for name, value in host.named_parameters()} for host in (before, after))
     for name, shape in tables.items():
         if shape is not None and new.get(name) != shape:
-            raise UnsupportedError(f"{name} would be {shape} for {told}, and its host makes {new.get(name)} of that.")
+            raise UnsupportedError(f"{name} would be {shape} for {what}, and its host makes {new.get(name)} of that.")
     own = dict(model.named_parameters())
     others = [name for name in own if name in old and name not in tables and old[name] != new.get(name)]
     if others:
         raise UnsupportedError(
-            f"{others[0]} is made for {told} as well"
+            f"{others[0]} is made for {what} as well"
             + (f" (and {len(others) - 1} more)" if len(others) > 1 else "")
             + ", and this patch doesn't resize it: the model couldn't be opened again."
         )
 
 
 def _attributes(
-    told: str, name: str, module: nn.Module, before: nn.Module, after: nn.Module
+    what: str, name: str, module: nn.Module, before: nn.Module, after: nn.Module
 ) -> Iterator[tuple[str, Any, Any]]:
-    """The plain attributes that differ."""
+    """The plain attributes that differ: (name, value now, new value)."""
     for attribute, value in vars(after).items():
         present = vars(before).get(attribute)
         if isinstance(value, Tensor) and isinstance(present, Tensor) and value.shape != present.shape:
-            raise UnsupportedError(f"{name}.{attribute} is made for {told} as well, and isn't resized.")
+            raise UnsupportedError(f"{name}.{attribute} is made for {what} as well, and isn't resized.")
         if not _is_plain(value) or not _is_plain(present) or value == present:
             continue
         if vars(module).get(attribute) == present:
@@ -139,13 +126,11 @@ def _attributes(
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, _PLAIN)
 
 
 def _buffers(
-    told: str, name: str, module: nn.Module, before: nn.Module, after: Any, whole: Any
+    what: str, name: str, module: nn.Module, before: nn.Module, after: Any, whole: Any
 ) -> Iterator[tuple[str, Tensor]]:
     """The buffers whose shape differs, as the host's class fills them."""
     changed = [
@@ -163,7 +148,7 @@ def _buffers(
     for buffer in changed:
         value = after._buffers[buffer]
         if bool((value == _UNSET).all()):
-            raise UnsupportedError(f"{name}.{buffer} is made for {told} as well, and what fills it isn't known.")
+            raise UnsupportedError(f"{name}.{buffer} is made for {what} as well, and what fills it isn't known.")
         yield buffer, value
 
 
