@@ -25,8 +25,8 @@ from .schemes.positions import Position
 from .schemes.request import INITS, KINDS, Part, Record
 from .swap.batch import plan_batch_norms, settle_batch
 from .swap.branches import plan_branch_norms, settle_norm
-from .swap.config_diff import Derived
-from .swap.config_lengths import config_lengths, derived_from, settle_positions
+from .swap.config_diff import Derived, derive
+from .swap.config_lengths import config_lengths, settle_positions
 from .swap.from_scratch import settle_start
 from .swap.mlps import plan_mlps
 from .swap.norms import plan_norms
@@ -228,7 +228,7 @@ def make_plan(
         planned[kind] = PLANNERS[kind](model, part, **options)
         if kind == "pos" and any(change.changes for change in planned[kind]):
             plan.lengths = config_lengths(model, part)
-            plan.derived = derived_from(model, part, plan.lengths)
+            plan.derived = derive(model, plan.lengths, [edit for change in planned[kind] for edit in change.edits])
     for kind in [kind for kind, changes in planned.items() if _is_so_already(changes)]:
         del planned[kind], parts[kind]
     for kind, changes in planned.items():

@@ -44,7 +44,7 @@ SCHEMES = [
     Sinusoidal(base=500.0, layout="half", scale=0.1),
     Learned(),
     Learned(max_positions=4096, method="linear"),
-    Learned(image_size=(384, 512), method="nearest"),
+    Learned(image_size=(384, 512), method="linear"),
 ]
 
 

@@ -7,7 +7,7 @@ of it can be opened.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from ..core.transaction import Transaction
 from ..measure.copies import host_on_meta, unpatched_config
+from ..runtime.attention import AttentionLens
+from ..runtime.constants import Rows
+from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError, first_line
 from ..runtime.lens import host_class
 from ..sites.rotations import config_paths
@@ -46,29 +49,56 @@ class Derived:
                 edits.set_buffer(module, name, buffer.to(present.device, present.dtype))
 
 
-def derive(model: nn.Module, settings: list[Setting], tables: Mapping[str, tuple[int, ...] | None]) -> Derived:
+def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> Derived:
     """What a model of this class has otherwise under other settings of its config.
 
     Args:
         model: the outermost model.
         settings: what changes in its config.
-        tables: names of modules, Parameters and buffers that the patch itself changes, with the shape that they get
-            where that must be the host's.
+        edits: of the patch itself; what they replace, resize or hide is theirs.
 
     Raises:
         UnsupportedError: the class can't be built so, or other weights have another shape then.
     """
-    what = ", ".join(f"{attribute}={value}" for _, attribute, value in settings)
+    if not settings:
+        return Derived()
+    what, places = _text(settings), _places(edits)
     before, after = host_with(model, []), host_with(model, settings)
-    _require_same_weights(model, what, tables, before, after)
+    _require_same_weights(model, what, places, before, after)
     old, new = (dict(host.named_modules()) for host in (before, after))
     derived = Derived()
     for name, module in model.named_modules():
-        if name in old and name in new and name not in tables:
+        if name in old and name in new and not _replaced(name, places):
             derived.attributes += [(name, *pair) for pair in _attributes(what, name, module, old[name], new[name])]
             buffers = _buffers(what, name, module, old[name], new[name], after)
-            derived.buffers += [(name, *pair) for pair in buffers if f"{name}.{pair[0]}".strip(".") not in tables]
+            derived.buffers += [(name, *pair) for pair in buffers if f"{name}.{pair[0]}".strip(".") not in places]
     return derived
+
+
+def _text(settings: list[Setting]) -> str:
+    return ", ".join(f"{attribute}={value}" for _, attribute, value in settings)
+
+
+def _places(edits: Iterable[Edit]) -> dict[str, tuple[int, ...] | None]:
+    """Names of what edits replace, resize or hide, with the shape that a resized table gets."""
+    found: dict[str, tuple[int, ...] | None] = {}
+    for edit in edits:
+        value, resizes = edit.value, isinstance(edit.value, Call) and edit.value.name == Rows.__name__
+        found |= dict.fromkeys(edit.at, value.args if resizes else None)
+        for owner, _, slot in (path.rpartition(".") for path in edit.at):
+            window = value.make().window if slot == LENS_SLOT and _is_of_attention(value) else None
+            found |= {} if window is None else {f"{owner}.{window.buffer}": None}
+    return found
+
+
+def _is_of_attention(value: Any) -> bool:
+    return isinstance(value, Call) and value.name == AttentionLens.__name__
+
+
+def _replaced(name: str, places: Mapping[str, Any]) -> bool:
+    """Whether a module or Parameter, or one that it is in, is among these."""
+    pieces = name.split(".")
+    return any(".".join(pieces[: i + 1]) in places for i in range(len(pieces)))
 
 
 def host_with(model: Any, settings: list[Setting]) -> Any:
@@ -88,21 +118,22 @@ def host_with(model: Any, settings: list[Setting]) -> Any:
     try:
         return host_on_meta(model, config)
     except Exception as error:
-        what = ", ".join(f"{attribute}={value}" for _, attribute, value in settings)
         reason = f"{type(error).__name__}: {first_line(error):.120}"
-        raise UnsupportedError(f"{host_class(type(model)).__name__} can't be built for {what} ({reason}).") from error
+        raise UnsupportedError(
+            f"{host_class(type(model)).__name__} can't be built for {_text(settings)} ({reason})."
+        ) from error
 
 
 def _require_same_weights(
-    model: nn.Module, what: str, tables: Mapping[str, tuple[int, ...] | None], before: nn.Module, after: nn.Module
+    model: nn.Module, what: str, places: Mapping[str, tuple[int, ...] | None], before: nn.Module, after: nn.Module
 ) -> None:
-    """Refuse settings under which more than the tables changes its shape."""
+    """Refuse settings under which more than what the patch changes gets another shape."""
     old, new = ({name: tuple(value.shape) for name, value in host.named_parameters()} for host in (before, after))
-    for name, shape in tables.items():
+    for name, shape in places.items():
         if shape is not None and new.get(name) != shape:
             raise UnsupportedError(f"{name} would be {shape} for {what}, and its host makes {new.get(name)} of that.")
-    own = dict(model.named_parameters())
-    others = [name for name in own if name in old and name not in tables and old[name] != new.get(name)]
+    as_built = [name for name, value in model.named_parameters() if tuple(value.shape) == old.get(name)]
+    others = [name for name in as_built if old[name] != new.get(name) and not _replaced(name, places)]
     if others:
         raise UnsupportedError(
             f"{others[0]} is made for {what} as well"

@@ -18,7 +18,7 @@ from ..schemes.request import Part, Record
 from ..sites.biases import find_biases
 from ..sites.rotations import find_rotations
 from ..sites.stacks import FoundStack, find_stacks, first_row, max_positions
-from .config_diff import Derived, Setting, derive
+from .config_diff import Setting
 from .image_tables import IMAGE_SIZE, new_size
 from .native_rope import settings_of_rotations
 from .positions import affected_stacks
@@ -125,55 +125,6 @@ def image_sizes(model: nn.Module, part: Part) -> list[Setting]:
         return []
     grids = [item for item in affected_stacks(model, part) if item.stack.grid is not None]
     return [(item.owner.config, IMAGE_SIZE, new[0]) for item in grids if (new := new_size(item, scheme)) is not None]
-
-
-def derived_from(model: nn.Module, part: Part, settings: list[Setting]) -> Derived:
-    """What the model's class derives from new lengths and sizes in its config.
-
-    Raises:
-        UnsupportedError: it can't be built so, or other weights than the changed tables hang on them.
-    """
-    return derive(model, settings, _changed_tables(model, part)) if settings else Derived()
-
-
-def _changed_tables(model: nn.Module, part: Part) -> dict[str, tuple[int, ...] | None]:
-    """Names of what a part resizes, removes or makes anew, with the shape that it gets where a table stays."""
-    scheme, stacks = part.scheme, affected_stacks(model, part)
-    assert isinstance(scheme, Position)
-    tables: dict[str, tuple[int, ...] | None] = {}
-    for item in stacks:
-        prefix = f"{item.name}." if item.name else ""
-        tables |= _named(model, {item.table_name, *(prefix + path for path in item.stack.others)})
-        if isinstance(scheme, Learned):
-            tables |= _resized_shape(item, scheme)
-    for bias in [] if scheme.keeps_table else find_biases(model):
-        tables |= _named(model, {bias.prefix + path for path, _ in bias.table_paths()})
-    if not scheme.keeps_table:  # rows that a host fills in itself are left in a buffer, as many as it will fill in
-        tables = {name: shape for name, shape in tables.items() if name not in dict(model.named_buffers())}
-        tables |= {
-            f"{name}.{unused}": None for item in stacks for name in item.attentions for unused in item.stack.unused
-        }
-    windows = [(name, item.stack.window) for item in stacks for name in item.attentions]
-    tables |= {f"{name}.{window.buffer}": None for name, window in windows if window is not None}
-    return tables | {rotation.module_name: None for rotation in find_rotations(model)}
-
-
-def _named(model: nn.Module, paths: set[str]) -> dict[str, None]:
-    """These paths, and the Parameters and buffers below them."""
-    values = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    below = [name for name in values if any(name.startswith(f"{path}.") for path in paths)]
-    return dict.fromkeys([*paths, *below])
-
-
-def _resized_shape(item: FoundStack, scheme: Learned) -> dict[str, tuple[int, ...]]:
-    table = item.table()
-    name = f"{item.table_name}.weight" if isinstance(table, nn.Embedding) else item.table_name
-    if item.stack.grid is not None:
-        new = new_size(item, scheme)
-        return {} if new is None else {name: new[1]}
-    if not isinstance(table, nn.Embedding) or scheme.max_positions is None:
-        return {}
-    return {name: (first_row(item) + scheme.max_positions, table.embedding_dim)}
 
 
 def _of_biases(model: nn.Module, part: Part) -> list[tuple[Any, str]]:

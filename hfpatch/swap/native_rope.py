@@ -255,8 +255,9 @@ def _require_same_as_built(
         if settings:
             patched.load_state_dict(built.state_dict(), strict=False)
             new = _named(built, own.name).settings
-            derived = derive(patched, _settings_in_config(patched, own, new), {own.module_name: None})
-            derived.apply(patched, Transaction())
+            derive(patched, _settings_in_config(patched, own, new), [_rotary_edit(own, new)]).apply(
+                patched, Transaction()
+            )
         apply([_rotary_edit(own, new)], patched)
         outputs = outputs_of(patched, inputs)
         if settings:
