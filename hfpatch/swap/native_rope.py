@@ -38,6 +38,9 @@ OWN_STAYS = "the model rotates by itself: only rope and nope change that"
 _PARTIAL = "partial_rotary_factor"
 
 
+_NAMED = ("rope_type", "rope_theta", _PARTIAL)  # settings that every rotation has
+
+
 _EQUAL = 1e-9  # of outputs in float64
 
 
@@ -254,7 +257,9 @@ def _require_same_as_built(
         built, inputs = twin(host_with(part, settings), given)
         if settings:
             patched.load_state_dict(built.state_dict(), strict=False)
-            new = _named(built, own.name).settings
+            wanted, new = new, _named(built, own.name).settings
+            if any(new.get(name) != wanted[name] for name in _NAMED if name in wanted):
+                raise UnsupportedError("a config of its class doesn't keep them")
             derive(patched, _settings_in_config(patched, own, new), [_rotary_edit(own, new)]).apply(
                 patched, Transaction()
             )
@@ -263,7 +268,8 @@ def _require_same_as_built(
         if settings:
             error = max_error(outputs_of(built, inputs), outputs)
     except Exception as failure:
-        raise UnsupportedError(f"{refusal}: {type(failure).__name__}: {first_line(failure):.300}") from failure
+        kind = "" if isinstance(failure, UnsupportedError) else f"{type(failure).__name__}: "
+        raise UnsupportedError(f"{refusal}: {kind}{first_line(failure):.300}") from failure
     if error > _EQUAL:
         raise UnsupportedError(f"{refusal}: a small model of its class computes something else (by {error:.1e}).")
 

@@ -356,6 +356,13 @@ def test_frequencies_that_an_attention_cant_apply() -> None:
         plan_patch(model, pos=RoPE(scaling={"rope_type": "linear", "factor": 2.0}))
 
 
+def test_settings_that_a_config_doesnt_keep() -> None:
+    """dots3's config computes the share of each head that is turned, so a checkpoint would come back with its own."""
+    model, _ = zoo.tiny("dots3_note_text")
+    with pytest.raises(UnsupportedError, match=r"can't be had: a config of its class doesn't keep them"):
+        plan_patch(model, pos=RoPE(partial=0.25), only=rotations_only(model))
+
+
 def test_rotations_told_apart_by_theta() -> None:
     model, _ = zoo.tiny("granite_swa")
     with pytest.raises(UnsupportedError, match="GraniteSWAModel doesn't run with others"):

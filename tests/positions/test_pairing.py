@@ -119,7 +119,7 @@ def test_scores_by_hand(model_type: str) -> None:
 
     def scores(pairing: str) -> torch.Tensor:
         scheme = RoPE(theta=theta, partial=dim / one.head_dim, pairing=pairing)
-        rotary = scheme.build(one.head_dim, 64)
+        rotary = scheme.rotation(one.head_dim, 64).make()
         phases = rotary(positions)
         out: list[torch.Tensor] = []
         # with a lens that only records the heads, whatever the layout
