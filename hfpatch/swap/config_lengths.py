@@ -112,8 +112,10 @@ def _pinned(model: nn.Module, part: Part) -> list[Setting]:
     found: list[Setting] = []
     for item in find_biases(model) if scheme.keeps_table else ():
         config, unset = getattr(item.owner, "config", None), item.bias.as_long_as_tables
-        number = getattr(config, unset, None) if unset is not None else None
-        if number is not None and number < 1 and not item.removed and item.owner in owners:
+        if unset is None or item.removed or item.owner not in owners:
+            continue
+        number = getattr(config, unset, None)
+        if number is not None and number < 1:
             found.append((config, unset, getattr(config, item.bias.length)))
     return found
 

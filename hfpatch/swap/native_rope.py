@@ -71,9 +71,11 @@ def plan_native(
 
 def settings_of_rotations(model: nn.Module, part: Part) -> list[Setting]:
     """What a position scheme changes in the model's config: the settings of its own rotations."""
-    names, found = Names.of(model), dict[tuple[int, str], Setting]()
-    for rotation in find_rotations(model) if isinstance(part.scheme, RoPE) else ():
-        new = _new_settings(rotation, part.scheme)
+    names, scheme, found = Names.of(model), part.scheme, dict[tuple[int, str], Setting]()
+    if not isinstance(scheme, RoPE):
+        return []
+    for rotation in find_rotations(model):
+        new = _new_settings(rotation, scheme)
         if names.reason_to_keep([rotation.name], part.only, part.keep) or new == rotation.settings:
             continue
         for owner, attribute, value in _settings_in_config(model, rotation, new):
