@@ -71,25 +71,31 @@ def plan_native(
 
 def settings_of_rotations(model: nn.Module, part: Part) -> list[Setting]:
     """What a position scheme changes in the model's config: the settings of its own rotations."""
-    names, scheme, found = Names.of(model), part.scheme, dict[tuple[int, str], Setting]()
-    if not isinstance(scheme, RoPE):
-        return []
-    for rotation in find_rotations(model):
-        new = _new_settings(rotation, scheme)
-        if names.reason_to_keep([rotation.name], part.only, part.keep) or new == rotation.settings:
-            continue
-        for owner, attribute, value in _settings_in_config(model, rotation, new):
-            _, _, before = found.get((id(owner), attribute), (None, None, None))
-            if rotation.layer_type is not None and before is not None:  # of another type of layers
-                value = {**before, rotation.layer_type: value[rotation.layer_type]} if attribute != ORIGINAL else value
-            found[id(owner), attribute] = owner, attribute, value
-    return list(found.values())
+    names, scheme, copies = Names.of(model), part.scheme, dict[int, tuple[Any, Any]]()
+    for rotation in find_rotations(model) if isinstance(scheme, RoPE) else ():
+        if rotation.path is not None and not names.reason_to_keep([rotation.name], part.only, part.keep):
+            config = _config_of(model, rotation)
+            _, new = copies.setdefault(id(config), (config, copy.deepcopy(config)))
+            settings = settings_in(new, _new_settings(rotation, scheme), rotation.layer_type)  # type: ignore[arg-type]
+            for name, value in settings.items():
+                setattr(new, name, value)
+    return [
+        (config, name, getattr(new, name))
+        for config, new in copies.values()
+        for name in ("rope_theta", "rope_parameters", ORIGINAL)
+        if getattr(new, name, None) != getattr(config, name, None)
+    ]
 
 
-def _settings_in_config(model: Any, rotation: Rotation, settings: Settings) -> list[Setting]:
+def _config_of(model: Any, rotation: Rotation) -> Any:
+    """The part of the model's config that says a rotation's settings."""
+    return reduce(getattr, rotation.path or (), model.config)
+
+
+def _settings_in_config(model: nn.Module, rotation: Rotation, settings: Settings) -> list[Setting]:
     if rotation.path is None:
         return []
-    config = reduce(getattr, rotation.path, model.config)
+    config = _config_of(model, rotation)
     return [(config, *pair) for pair in settings_in(config, settings, rotation.layer_type).items()]
 
 
@@ -262,9 +268,8 @@ def _require_same_as_built(
             wanted, new = new, _named(built, own.name).settings
             if any(new.get(name) != wanted[name] for name in _NAMED if name in wanted):
                 raise UnsupportedError("a config of its class doesn't keep them")
-            derive(patched, _settings_in_config(patched, own, new), [_rotary_edit(own, new)]).apply(
-                patched, Transaction()
-            )
+            derived = derive(patched, _settings_in_config(patched, own, new), [_rotary_edit(own, new)])
+            derived.apply(patched, Transaction())
         apply([_rotary_edit(own, new)], patched)
         outputs = outputs_of(patched, inputs)
         if settings:
