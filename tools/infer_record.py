@@ -16,7 +16,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -30,13 +30,14 @@ from hfpatch.core.registry import ARCHITECTURES, name_in_records
 from hfpatch.measure.twin import twin
 from hfpatch.runtime.apply import apply, condensed
 from hfpatch.runtime.attention import NUMBER_OF_HEADS, Window
+from hfpatch.runtime.constants import FixedArguments
 from hfpatch.runtime.errors import UnsupportedError
-from hfpatch.runtime.length_lenses import AnyImageSize, AnyRow, AnyTextLength, ZeroArguments
+from hfpatch.runtime.length_lenses import AnyImageSize, ExpandedRows, FilledArguments, MeanOfBuffer
 from hfpatch.runtime.lens import host_class
 from hfpatch.runtime.qk_layouts import Fused, Projections
 from hfpatch.schemes.request import Part
 from hfpatch.schemes.rope import RoPE
-from hfpatch.sites.records.record import Architecture, Stack
+from hfpatch.sites.records.record import MEAN_ROW, Architecture, Stack
 from hfpatch.sites.stacks import find_stacks
 from hfpatch.swap.positions import plan_positions
 
@@ -74,13 +75,11 @@ class Proposal:
 
     def code(self) -> str:
         """Python for a file of one's own; importing it registers the record."""
-        names = sorted({name for stack in self.record.stacks for name in _classes(stack)})
-        modules = {
-            "hfpatch": ["ARCHITECTURES", "Architecture", "Stack"],
-            "hfpatch.runtime.attention": [name for name in names if name not in _LIMITS],
-            "hfpatch.runtime.length_lenses": [name for name in names if name in _LIMITS],
-        }
-        imports = "".join(f"from {module} import {', '.join(found)}\n" for module, found in modules.items() if found)
+        modules: dict[str, set[str]] = {}
+        for kind in _classes(self.record.stacks):
+            modules.setdefault(kind.__module__, set()).add(kind.__name__)
+        modules["hfpatch"] = {"ARCHITECTURES", "Architecture"}
+        imports = "".join(f"from {module} import {', '.join(sorted(modules[module]))}\n" for module in sorted(modules))
         stacks = "".join(f"            {_text(stack, 12)},\n" for stack in self.record.stacks)
         return (
             f"{imports}\nARCHITECTURES.register({self.record.model_type!r})(\n    Architecture(\n"
@@ -412,6 +411,7 @@ def _stack(
     name_of_states = next((name for name, value in handed if _floating(value)), "hidden_states")
     table = tables[0]
     holder = owner.get_submodule(table.rpartition(".")[0])
+    biases = tuple((name, 0) for name, value in handed if _BIASES.fullmatch(name) and value is not None)
     return Stack(
         name_in_records(host_class(type(owner))),
         table,
@@ -422,15 +422,14 @@ def _stack(
         cache=cache,
         layer_index=layer if cache else "layer_idx",
         window=_window(module),
-        limits=_limits(holder, table),
+        removal=(*((other, MEAN_ROW) for other in tables[1:]), *_limits(holder, table)),
+        in_attention=(
+            *([("@lens", FixedArguments(biases))] if biases else []),
+            *((name, False) for name, value in vars(module).items() if _BIASES.fullmatch(name) and value is True),
+        ),
         causal=_causal(calls, first, states_time),
-        others=tuple(tables[1:]),
         states=name_of_states,
         time=states_time,
-        biases=(
-            *(name for name, value in handed if _BIASES.fullmatch(name) and value is not None),
-            *(name for name, value in vars(module).items() if _BIASES.fullmatch(name) and isinstance(value, bool)),
-        ),
     )
 
 
@@ -487,15 +486,15 @@ def _window(module: nn.Module) -> Window | None:
 def _limits(holder: nn.Module, table: str) -> tuple[tuple[str, Any], ...]:
     """A table in a buffer is hidden; index arguments that its holder would cut from such buffers are filled."""
     buffers = dict(holder.named_buffers(recurse=False))
-    if table.rpartition(".")[2] in buffers:
-        return ((table.rpartition(".")[0], AnyRow(table.rpartition(".")[2])),)
-    attribute = table.rpartition(".")[2]
+    path, _, attribute = table.rpartition(".")
+    place = f"{path}.@lens".strip(".")
+    if attribute in buffers:
+        return ((place, MeanOfBuffer(attribute)),)
     if hasattr(holder, "interpolate_pos_encoding") and "pixel_values" in _parameters(holder):
         flag = "interpolate_pos_encoding" in _parameters(holder)
-        return ((table.rpartition(".")[0], AnyImageSize(attribute, flag=flag)),)
+        return ((place, AnyImageSize(attribute, flag=flag)),)
     names = [name for name in ("position_ids", "token_type_ids") if name in buffers and name in _parameters(holder)]
-    path = table.rpartition(".")[0]
-    return ((path, ZeroArguments(*names)),) if names and path else ()
+    return ((place, FilledArguments(*names)),) if names and path else ()
 
 
 def _causal(calls: tuple[_Calls, _Calls], attention: _Attention, time: int) -> bool:
@@ -543,7 +542,7 @@ def _prove_length(proposal: Proposal, small: nn.Module, inputs: Mapping[str, Any
         if not isinstance(longest, str):
             proposal.record, proposal.longest = candidate, longest
             return
-    proposal.doubts.append(f"text of four times the old length fails ({longest}): a limit is to be lifted (limits=)")
+    proposal.doubts.append(f"text of four times the old length fails ({longest}): removal= misses a lens")
 
 
 def _as_found(stack: Stack) -> Stack:
@@ -551,12 +550,14 @@ def _as_found(stack: Stack) -> Stack:
 
 
 def _types_outside(stack: Stack) -> Stack:
-    return replace(stack, limits=(("", ZeroArguments("token_type_ids")), *stack.limits))
+    return replace(stack, removal=(("@lens", FilledArguments("token_type_ids")), *stack.removal))
 
 
 def _of_any_length(stack: Stack) -> Stack:
     path, _, attribute = stack.table.rpartition(".")
-    return replace(stack, limits=((path, AnyTextLength(attribute)),))
+    place = f"{path}.@lens".strip(".")
+    limits = ExpandedRows(((f"{attribute}.weight", None),)), FilledArguments("position_ids")
+    return replace(stack, removal=tuple((place, limit) for limit in limits))
 
 
 def _longest(small: nn.Module, inputs: Mapping[str, Any]) -> int | str | None:
@@ -600,14 +601,15 @@ def _registered(record: Architecture) -> Iterator[None]:
 
 # --- as text ----------------------------------------------------------------------------------------------------------
 
-_LIMITS = {"AnyImageSize", "AnyRow", "AnyTextLength", "ZeroArguments"}
 
-
-def _classes(stack: Stack) -> Iterator[str]:
-    yield type(stack.projections).__name__
-    yield from (type(limit).__name__ for _, limit in stack.limits)
-    if stack.window is not None:
-        yield "Window"
+def _classes(value: Any) -> Iterator[type]:
+    """The dataclasses in a value."""
+    if isinstance(value, tuple):
+        for one in value:
+            yield from _classes(one)
+    elif is_dataclass(value):
+        yield type(value)
+        yield from _classes(tuple(getattr(value, one.name) for one in fields(value)))
 
 
 def _text(value: Any, indent: int = 0) -> str:
@@ -616,8 +618,8 @@ def _text(value: Any, indent: int = 0) -> str:
         if isinstance(value, tuple):
             return f"({', '.join(_text(one) for one in value)}{',' if len(value) == 1 else ''})"
         return repr(value)
-    if isinstance(value, ZeroArguments):
-        return f"ZeroArguments({', '.join(map(repr, value.names))})"
+    if isinstance(value, FilledArguments):
+        return f"FilledArguments({', '.join(map(repr, value.names))})"
     arguments = []
     for one in fields(value):
         held = getattr(value, one.name)

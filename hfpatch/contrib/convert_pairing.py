@@ -20,7 +20,7 @@ from ..patch import WAY_BACK, WayBack, give_own_config
 from ..plan import Plan
 from ..runtime.apply import apply, condensed
 from ..runtime.attention import ROTARY, AttentionLens, order
-from ..runtime.constants import Given
+from ..runtime.constants import FixedArguments
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import LENS, host_class, lens_of
 from ..runtime.rotary import RotaryEmbedding
@@ -28,7 +28,7 @@ from ..schemes.request import Part, Record
 from ..schemes.rope import PAIRINGS, RoPE
 from ..sites.pairing import Rotating, output_channels, pairing_of, reordered_rows, rotating_attentions
 from ..sites.rotations import find_rotations
-from ..swap.own_rotations import find_own_rotations, own_attentions
+from ..swap.own_rotations import find_own_rotations, own_rotation
 from ..swap.positions import plan_positions
 
 M = TypeVar("M", bound=PreTrainedModel)
@@ -140,10 +140,13 @@ def _rotating(model: nn.Module) -> Iterator[tuple[str, str | None, int, dict[str
         if isinstance(rotary, RotaryEmbedding) and lens is not None:
             one = Rotating(module, lens.projections, lens.projections, rotary.head_dim)
             yield name, rotary.pairing, rotary.rotary_dim, {name: one}
-    for owner, name, own in find_own_rotations(model):
-        for path, (module, itself) in own_attentions(owner, name, own).items():
-            if lens_of(module, Given) is None:
-                one = Rotating(module, own.projections, own.projections, getattr(module, own.head_dim))
+    for item in find_own_rotations(model):
+        for path, module in item.attentions.items():
+            if lens_of(module, FixedArguments) is None:
+                itself = own_rotation(item, module)
+                one = Rotating(
+                    module, item.stack.projections, item.stack.projections, getattr(module, item.stack.head_dim)
+                )
                 yield path, itself.pairing, itself.rotary_dim(one.head_dim), {path: one}
     for rotation in find_rotations(model):
         if rotation.settings.get("rope_type") != "axial":

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.attention import BIAS, ROTARY, AttentionLens, order
-from ..runtime.constants import ConstantPositions, Given, Unrotated
+from ..runtime.constants import ConstantPositions, FixedArguments, Unrotated
 from ..runtime.errors import UnsupportedError
 from ..runtime.gated import GatedLinear
 from ..runtime.lens import SCALED, host_class, lens_of
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY
 from ..runtime.tables import ComputedPositions
-from ..sites.biases import find_biases
 from ..sites.norms import describe
 from ..sites.pairing import pairing_of, reordered_rows, rotating_attentions
+from ..sites.records.biases import BIASES
 from ..sites.rotations import find_rotations
 from ..sites.stacks import find_stacks, max_positions
 from .anatomy import CLOSE
@@ -75,7 +75,7 @@ def _require_possible(name: str, module: nn.Module, host: str) -> None:
         raise UnsupportedError(f"{name} rotates queries and keys, which {host} doesn't")
     if bias is not None:
         raise UnsupportedError(f"{name} adds a bias by distance, which {host} doesn't")
-    if lens_of(module, Unrotated) is not None or lens_of(module, Given) is not None:
+    if lens_of(module, Unrotated) is not None or lens_of(module, FixedArguments) is not None:
         raise UnsupportedError(f"{name} has lost its positions, which in {host} can't be switched off")
 
 
@@ -96,7 +96,8 @@ def _stock_state(model: nn.Module, twin: nn.Module) -> dict[str, Tensor]:
                 state.pop(f"{name}.{own}", None)
             of_norm = _of_norm(module, twin.get_submodule(name), name)
             state |= {f"{name}.{attribute}": value for attribute, value in of_norm.items()}
-    removed = [item.prefix + glob for item in find_biases(model) if item.removed for glob in item.bias.tables]
+    biases = [item for item in find_stacks(model, BIASES) if item.removed_rows() is not None]
+    removed = [item.path(place) for item in biases for place, _ in item.stack.removal]
     for key, like in wanted.items():
         values, holder = state.get(key), key.rpartition(".")[0]
         if values is not None and values.shape != like.shape and like.numel() % values.numel() == 0:

@@ -4,23 +4,18 @@
 from .alibi import LinearBias
 from .attention import AttentionLens, HostOrder, Window
 from .batch_norm import MaskedBatchNorm
-from .constants import ConstantPositions, Given, HostRotary, MeanRow, NoBias, NoPositions, Rows, Unrotated, ZeroRow
+from .constants import ConstantPositions, FixedArguments, HostRotary, MeanRow, NoPositions, Rows, Unrotated
 from .edits import register_component
 from .gated import GatedActivation, GatedLinear, Projection
-from .grid import Grid, GridLens, KeptGrid, MaskedGrid, PackedGrid, PlacedGrid, Relay, SeenGrid
+from .grid import Grid, GridLens, Relay
 from .joins import Gains, Join, Joins
 from .length_lenses import (
-    AnyBufferLength,
     AnyImageSize,
-    AnyInputLength,
-    AnyRow,
-    AnySeriesLength,
-    AnyTextLength,
-    AnyTileSize,
-    AnyVideoSize,
-    ReadRows,
+    CountedLength,
+    ExpandedRows,
+    FilledArguments,
+    MeanOfBuffer,
     RefusedArguments,
-    ZeroArguments,
 )
 from .norms import DynamicErf, DynamicTanh, LayerNorm, PartialRMSNorm, RMSNorm
 from .padding import Padded
@@ -30,17 +25,16 @@ from .tables import ComputedPositions, Sinusoids
 
 _MODULES = (
     *(LayerNorm, RMSNorm, PartialRMSNorm, DynamicTanh, DynamicErf, MaskedBatchNorm),
-    *(RotaryEmbedding, AdaptiveRotaryEmbedding, LinearBias, ConstantPositions, NoPositions, NoBias, HostRotary),
+    *(RotaryEmbedding, AdaptiveRotaryEmbedding, LinearBias, ConstantPositions, NoPositions, HostRotary),
     *(ComputedPositions, GatedLinear, GatedActivation, Projection),
 )
 _LENSES = (
-    *(AttentionLens, HostOrder, Given, Unrotated, GridLens, Relay, Gains, Joins, Padded),
-    *(ZeroArguments, RefusedArguments, AnyTextLength, AnyBufferLength, AnyRow, AnyImageSize, AnyInputLength),
-    *(ReadRows, AnyVideoSize, AnySeriesLength, AnyTileSize),
+    *(AttentionLens, HostOrder, FixedArguments, Unrotated, GridLens, Relay, Gains, Joins, Padded),
+    *(FilledArguments, RefusedArguments, ExpandedRows, MeanOfBuffer, CountedLength, AnyImageSize),
 )
 _PARTS = (
     *(Projections, WindowProjections, Fused, Window, Join, Sinusoids),
-    *(Grid, MaskedGrid, KeptGrid, PackedGrid, PlacedGrid, SeenGrid, MeanRow, ZeroRow, Rows),
+    *(Grid, MeanRow, Rows),
 )
 OWN = (*_MODULES, *_LENSES, *_PARTS)
 for _component in OWN:

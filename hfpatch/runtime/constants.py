@@ -25,13 +25,13 @@ class ConstantPositions(nn.Module):
     Args:
         table: the removed table (rows, width).
         first: its first row that holds a position.
-        padding_idx: the removed module's own.
         by_token: give a row of its own to each token, which hosts may reshape or add to in place.
         more: how many values are returned besides, each None.
+        padding_idx: the removed module's own.
     """
 
     def __init__(
-        self, table: Tensor, first: int = 0, padding_idx: int | None = None, by_token: bool = False, more: int = 0
+        self, table: Tensor, first: int = 0, by_token: bool = False, more: int = 0, padding_idx: int | None = None
     ):
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.shape  # some hosts still ask for them
@@ -40,17 +40,12 @@ class ConstantPositions(nn.Module):
 
     @classmethod
     def replacing(
-        cls,
-        old: nn.Module | None,
-        parent: nn.Module,
-        first: int = 0,
-        padding_idx: int | None = None,
-        by_token: bool = False,
-        more: int = 0,
+        cls, old: nn.Module | None, parent: nn.Module, first: int = 0, by_token: bool = False, more: int = 0
     ) -> ConstantPositions:
-        """What takes the place of a table."""
+        """What takes the place of a table; where that has a padding index, positions start after it."""
         assert old is not None
-        return cls(rows_of(old), first, padding_idx, by_token, more)
+        padding: Any = getattr(old, "padding_idx", None)
+        return cls(rows_of(old), first if padding is None else padding + 1, by_token, more, padding)
 
     @property
     def weight(self) -> Tensor:
@@ -71,20 +66,33 @@ class ConstantPositions(nn.Module):
 
 
 class NoPositions(nn.Module):
-    """Stands where positions were computed from the hidden states, and answers as if there were none.
+    """Stands where positions were computed, or biases looked up, and answers as if there were none.
 
     Args:
-        answer: "zeros" of its input's shape, its "input" itself (where the host had it add positions to that), or
-            "nothing" (None).
+        answer: "zeros" of its input's shape, its "input" itself (where the host had it add positions to that),
+            "nothing" (None), or "rows" of zeros for indices (...): (..., embedding_dim).
+        num_embeddings, embedding_dim: the size of the table that stood there, if one did.
     """
 
-    def __init__(self, answer: str):
+    def __init__(self, answer: str, num_embeddings: int = 0, embedding_dim: int = 0):
         super().__init__()
-        self.answer = answer
+        self.answer, self.num_embeddings, self.embedding_dim = answer, num_embeddings, embedding_dim
+
+    @classmethod
+    def replacing(cls, old: nn.Module | None, parent: nn.Module, answer: str) -> NoPositions:
+        """What takes the place of a module."""
+        return cls(answer, getattr(old, "num_embeddings", 0), getattr(old, "embedding_dim", 0))
+
+    @property
+    def weight(self) -> Tensor:
+        """Scratch of the removed table's shape, for hosts whose `_init_weights` fills it or that ask its device."""
+        return torch.empty(self.num_embeddings, self.embedding_dim)
 
     def forward(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         if self.answer == "nothing":
             return None
+        if self.answer == "rows":
+            return torch.zeros(*states.shape, self.embedding_dim, device=states.device)
         return states if self.answer == "input" else states.new_zeros(()).expand(states.shape)
 
     def extra_repr(self) -> str:
@@ -120,15 +128,11 @@ def rows_of(table: nn.Module | Tensor) -> Tensor:
     return stored[0] if stored else torch.zeros(1, width)  # computed in the table's forward
 
 
-def MeanRow(table: Tensor) -> Tensor:  # noqa: N802  # a component, called like the others
-    """The mean row in the place of a table that its host adds as it is: a Parameter for a Parameter."""
+def MeanRow(table: Tensor, zero: bool = False) -> Tensor:  # noqa: N802  # a component, called like the others
+    """The mean row in the place of a table that its host adds as it is, or zeros: a Parameter for a Parameter."""
     row = mean_rows(table)
+    row = row.zero_() if zero else row
     return constant_of(table, row) if isinstance(table, nn.Parameter) else row
-
-
-def ZeroRow(table: Tensor) -> Tensor:  # noqa: N802
-    """Likewise zeros: what training from scratch starts from."""
-    return MeanRow(table).detach().zero_() if not isinstance(table, nn.Parameter) else MeanRow(table)
 
 
 def Rows(table: Tensor, *shape: int) -> nn.Parameter:  # noqa: N802
@@ -157,7 +161,7 @@ class HostRotary(nn.Module):
             old, parent: the module, and what it stands in.
             settings: transformers' `rope_parameters`.
             at: the attributes of the model's config that lead to the part it reads; None where there is none.
-            layer_type: the type of layer that they are for, None where all are alike.
+            layer_type: the type of layer that they are for, None for all layers.
             note: what a report says of it.
         """
         assert old is not None
@@ -206,44 +210,20 @@ def settings_in(config: Any, settings: dict[str, Any], layer_type: str | None) -
 
 
 @dataclass(frozen=True)
-class Given:
-    """A lens on an attention that gets other arguments than it is handed: "zeros" stands for zeros like those."""
+class FixedArguments:
+    """A lens on an attention that fixes some of its arguments; "zeros" are zeros like what it is handed, if any."""
 
     arguments: tuple[tuple[str, Any], ...]
     hfpatch_note: ClassVar[str] = "its own positions are hidden from it"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        filled = {}
+        filled: Arguments = {}
         for name, value in self.arguments:
-            if arguments.get(name) is not None:
-                filled[name] = torch.zeros_like(arguments[name]) if value == "zeros" else value
+            if value != "zeros":
+                filled[name] = value
+            elif arguments.get(name) is not None:
+                filled[name] = torch.zeros_like(arguments[name])
         return {}, filled
-
-
-class NoBias(nn.Module):
-    """Stands where a table of biases stood: zeros for every distance.
-
-    Args:
-        num_embeddings, embedding_dim: the removed table's size.
-    """
-
-    def __init__(self, num_embeddings: int, embedding_dim: int):
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-
-    @classmethod
-    def replacing(cls, old: nn.Module | None, parent: nn.Module) -> NoBias:
-        """What takes the place of a table of biases."""
-        assert isinstance(old, nn.Embedding)
-        return cls(old.num_embeddings, old.embedding_dim)
-
-    @property
-    def weight(self) -> Tensor:
-        """Scratch of the removed table's shape, for hosts whose `_init_weights` fills it or that ask its device."""
-        return torch.empty(self.num_embeddings, self.embedding_dim)
-
-    def forward(self, distances: Tensor) -> Tensor:
-        return torch.zeros(*distances.shape, self.embedding_dim, device=distances.device)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`generate()` goes by the config's length; where nothing ends there any more, it neither cuts nor warns."""
+"""Lifts generate()'s length limit and its warning for models without a table of positions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Unlimited = Callable[[Any], bool]
 
 
 def without_old_length(host: type, unlimited: Unlimited) -> dict[str, Callable[..., Any]]:
-    """Those of a host's methods that read the config's length, as they are to run on a patched model.
+    """The methods of a host class by which generate() reads the config's length, replaced for patched models.
 
     Args:
         host: the class.
         unlimited: whether a model of it takes inputs beyond that length.
     """
-    made = {"_prepare_generated_length": _length, "_get_stopping_criteria": _criteria}
-    return {name: make(getattr(host, name), unlimited) for name, make in made.items() if hasattr(host, name)}
+    wrappers = {"_prepare_generated_length": _length, "_get_stopping_criteria": _criteria}
+    return {name: wrap(getattr(host, name), unlimited) for name, wrap in wrappers.items() if hasattr(host, name)}
 
 
 def _length(method: Callable[..., Any], unlimited: Unlimited) -> Callable[..., Any]:
@@ -28,14 +28,14 @@ def _length(method: Callable[..., Any], unlimited: Unlimited) -> Callable[..., A
 
     @functools.wraps(method)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments
-        before = given["generation_config"].max_length
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        before = arguments["generation_config"].max_length
         generation_config = method(self, *args, **kwargs)
         old = getattr(self.config, LENGTH, None)
-        if old is not None and generation_config.max_length == old and given.get("has_default_max_length"):
-            wanted = (before or 0) + given["input_ids_length"]
-            if wanted > old and generation_config.max_new_tokens is None and unlimited(self):
-                generation_config.max_length = wanted
+        if old is not None and generation_config.max_length == old and arguments.get("has_default_max_length"):
+            total = (before or 0) + arguments["input_ids_length"]
+            if total > old and generation_config.max_new_tokens is None and unlimited(self):
+                generation_config.max_length = total
         return generation_config
 
     return prepare

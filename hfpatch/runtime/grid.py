@@ -1,4 +1,4 @@
-"""Where the patches of an image or video lie: their positions are found once a forward and handed down to attentions.
+"""Positions of the patches of an image or video on their grid, found once a forward and handed down to attentions.
 
 A stack's owner sees the pixels, its attentions only a line of tokens. So a lens on the owner adds one keyword argument
 to its forward, which most hosts hand on to their attentions as they do all they don't know; where they don't, each
@@ -23,28 +23,41 @@ from .lens import TAKEN, Arguments, ListView, lens_of
 
 @dataclass(frozen=True)
 class Grid:
-    """A line of tokens in which the patches of a grid stand, row after row (and frame after frame).
+    """Where the patches of an image or video stand in a line of tokens: row after row (and frame after frame).
 
     Attributes:
-        projection: path, from the owner, of the convolution that cuts the input into patches.
+        projection: path, from the owner, of the convolution that cuts the input into patches; "" where it comes cut
+            (B, patches, channels), None where hidden states keep their rows and columns, so that attentions see them.
         before, after: how many other tokens (class, distillation, register, detection tokens) stand before and behind
             the patches: numbers, and names of config attributes that hold one.
         argument: the owner's argument that is cut; of a video (B, frames, channels, height, width).
         transposed: whether rows are cut from its last dimension (AST: frequencies, of (B, time, frequencies)).
-        interpolation: how the host fits its table to images of another size, as `positions.Learned` calls it.
+        interpolation: how the host fits its table to images of another size, as `schemes.learned.Learned` calls it.
+        shapes: argument with the rows and columns (B, 2) of images that come cut; else their patches begin with their
+            own row and column.
+        mask: argument (B, patches), true for patches that are left out, as many in each input.
+        noise: argument (B, patches) by whose numbers patches are ranked, of which the last are left out: a share that
+            the config says. Drawn here, as the host would draw it, where it isn't passed.
     """
 
-    projection: str
+    projection: str | None
     before: tuple[int | str, ...] = (1,)
     after: tuple[int | str, ...] = ()
     argument: str = "pixel_values"
     transposed: bool = False
     interpolation: str = "bicubic"
-    handed_down: ClassVar[bool] = True
+    shapes: str | None = None
+    mask: str | None = None
+    noise: str | None = None
+
+    @property
+    def handed_down(self) -> bool:
+        """Whether attentions must be told where their tokens are."""
+        return self.projection is not None
 
     def axes(self, owner: nn.Module) -> int:
         """Coordinates of a patch."""
-        return len(self._convolution(owner).kernel_size)
+        return len(self._convolution(owner).kernel_size) if self.projection else 2
 
     def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
         """Positions (B or 1, T) of all tokens, or (B or 1, T, axes) with those that are no patches at the origin.
@@ -53,17 +66,42 @@ class Grid:
             PositionError: the input that the patches are cut from isn't there.
         """
         pixels = self.cut(owner, arguments)
-        before, after = (self._count(owner, counts) for counts in (self.before, self.after))
+        if not self.projection:
+            line = torch.arange(pixels.shape[1], device=pixels.device)[None]
+            if axes == 1:
+                return line
+            if self.shapes is None:
+                return pixels[..., :2].long()
+            columns = arguments[self.shapes][:, 1:].to(line.device)
+            return torch.stack((line // columns, line % columns), dim=-1)
+        before, after = (self.tokens(owner, counts) for counts in (self.before, self.after))
         sizes = self._sizes(owner, pixels)
         if axes == 1:
-            return torch.arange(before + math.prod(sizes) + after, device=pixels.device)[None]
-        lines = [torch.arange(size, device=pixels.device) for size in sizes]
-        patches = torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1).flatten(0, -2)
-        return nn.functional.pad(patches, (0, 0, before, after))[None]
+            everywhere = torch.arange(before + math.prod(sizes) + after, device=pixels.device)
+        else:
+            lines = [torch.arange(size, device=pixels.device) for size in sizes]
+            patches = torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1).flatten(0, -2)
+            everywhere = nn.functional.pad(patches, (0, 0, before, after))
+        kept = self._kept(owner, arguments)
+        if kept is None:
+            return everywhere[None]
+        first = torch.arange(before, device=kept.device).expand(len(kept), -1)
+        return everywhere[torch.cat((first, kept + before), dim=1).to(everywhere.device)]
+
+    def _kept(self, owner: Any, arguments: Arguments) -> Tensor | None:
+        """The patches (B, kept) that reach the attentions; None for all of them, in their order."""
+        if self.noise is not None:
+            noise = arguments[self.noise]
+            return torch.argsort(noise, dim=1)[:, : int(noise.shape[1] * (1 - owner.config.mask_ratio))]
+        mask = arguments.get(self.mask) if self.mask is not None else None
+        return None if mask is None else (~mask.bool()).nonzero()[:, 1].reshape(len(mask), -1)
 
     def filled(self, owner: nn.Module, arguments: Arguments) -> Arguments:
         """Arguments of the owner that must be known before its positions are."""
-        return {}
+        if self.noise is None or arguments.get(self.noise) is not None:
+            return {}
+        pixels = self.cut(owner, arguments)
+        return {self.noise: torch.rand(len(pixels), math.prod(self._sizes(owner, pixels)), device=pixels.device)}
 
     def cut(self, owner: nn.Module, arguments: Arguments) -> Tensor:
         """The input that is cut into patches."""
@@ -76,137 +114,31 @@ class Grid:
 
     def _sizes(self, owner: nn.Module, pixels: Tensor) -> list[int]:
         """Patches along each axis."""
-        convolution = self._convolution(owner)
-        axes = len(convolution.kernel_size)
         sides = pixels.shape[-2:][::-1] if self.transposed else pixels.shape[-2:]
-        pixel_sizes = [*(pixels.shape[1:2] if axes == 3 else ()), *sides]
-        return self._cuts(convolution, pixel_sizes)
+        return self.cut_sizes(owner, *(pixels.shape[1:2] if self.axes(owner) == 3 else ()), *sides)
 
-    @staticmethod
-    def _cuts(convolution: Any, pixel_sizes: list[int]) -> list[int]:
-        """Patches along the last axes of a convolution, one for each number of pixels."""
-        axes, given = len(convolution.kernel_size), len(pixel_sizes)
-        padding = (0,) * axes if convolution.padding == "valid" else convolution.padding
-        settings = (setting[-given:] for setting in (convolution.kernel_size, convolution.stride, padding))
+    def cut_sizes(self, owner: nn.Module, *pixel_sizes: int) -> list[int]:
+        """Patches along the last axes of the convolution, one for each number of pixels."""
+        convolution = self._convolution(owner)
+        padding = (0,) * len(convolution.kernel_size) if convolution.padding == "valid" else convolution.padding
+        last = slice(-len(pixel_sizes), None)
+        settings = (setting[last] for setting in (convolution.kernel_size, convolution.stride, padding))
         cuts = zip(pixel_sizes, *settings, strict=True)
         return [(size + 2 * pad - kernel) // stride + 1 for size, kernel, stride, pad in cuts]
 
-    def cut_sizes(self, owner: nn.Module, height: int, width: int) -> list[int]:
-        """Rows and columns of patches in an image of so many pixels."""
-        return self._cuts(self._convolution(owner), [height, width])
-
-    def tokens(self, owner: nn.Module, counts: tuple[int | str, ...]) -> int:
-        """How many tokens `before` or `after` stands for."""
-        return self._count(owner, counts)
-
     def _convolution(self, owner: nn.Module) -> Any:
+        assert self.projection
         return owner.get_submodule(self.projection)
 
     @staticmethod
-    def _count(owner: Any, counts: tuple[int | str, ...]) -> int:
+    def tokens(owner: Any, counts: tuple[int | str, ...]) -> int:
+        """How many tokens `before` or `after` stands for."""
         return sum(count if isinstance(count, int) else getattr(owner.config, count) for count in counts)
 
 
 @dataclass(frozen=True)
-class MaskedGrid(Grid):
-    """A grid of which a random part is kept, in random order (ViT-MAE): `noise` ranks the patches.
-
-    Attributes:
-        noise: the owner's argument with one random number a patch (B, patches); drawn here, as the host would draw it,
-            where it isn't given.
-        ratio: config attribute with the share of patches that is left out.
-    """
-
-    noise: str = "noise"
-    ratio: str = "mask_ratio"
-
-    def filled(self, owner: nn.Module, arguments: Arguments) -> Arguments:
-        if arguments.get(self.noise) is not None:
-            return {}
-        pixels = self.cut(owner, arguments)
-        return {self.noise: torch.rand(len(pixels), math.prod(self._sizes(owner, pixels)), device=pixels.device)}
-
-    def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
-        noise, everywhere = arguments[self.noise], super().positions(owner, arguments, axes)
-        leading = self._count(owner, self.before)
-        config: Any = owner.config
-        kept = torch.argsort(noise, dim=1)[:, : int(noise.shape[1] * (1 - getattr(config, self.ratio)))]
-        first = torch.arange(leading, device=kept.device).expand(len(kept), -1)
-        return everywhere[0][torch.cat((first, kept.to(first.device) + leading), dim=1)]
-
-
-@dataclass(frozen=True)
-class KeptGrid(Grid):
-    """A grid of which the patches that a mask names are left out, the others staying in their order (VideoMAE).
-
-    Attributes:
-        mask: the owner's argument (B, patches), True for those that are left out, as many in each input.
-    """
-
-    mask: str = "bool_masked_pos"
-
-    def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
-        everywhere, mask = super().positions(owner, arguments, axes), arguments.get(self.mask)
-        if mask is None:
-            return everywhere
-        kept = (~mask.bool()).nonzero()[:, 1].reshape(len(mask), -1)
-        return everywhere[0][kept.to(everywhere.device)]
-
-
-@dataclass(frozen=True)
-class PackedGrid(Grid):
-    """Images of several sizes in one batch, each cut into patches already (SigLIP 2): (B, patches, channels).
-
-    Attributes:
-        shapes: the owner's argument with the rows and columns of each image (B, 2).
-    """
-
-    projection: str = ""
-    before: tuple[int | str, ...] = ()
-    shapes: str = "spatial_shapes"
-
-    def axes(self, owner: nn.Module) -> int:
-        return 2
-
-    def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
-        pixels = self.cut(owner, arguments)
-        line = torch.arange(pixels.shape[1], device=pixels.device)[None]
-        if axes == 1:
-            return line
-        columns = arguments[self.shapes][:, 1:].to(line.device)
-        return torch.stack((line // columns, line % columns), dim=-1)
-
-
-@dataclass(frozen=True)
-class PlacedGrid(Grid):
-    """Patches in any order, each after its own row and column (Pix2Struct): (B, patches, 2 + channels)."""
-
-    projection: str = ""
-    before: tuple[int | str, ...] = ()
-    argument: str = "flattened_patches"
-
-    def axes(self, owner: nn.Module) -> int:
-        return 2
-
-    def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
-        patches = self.cut(owner, arguments)
-        return torch.arange(patches.shape[1], device=patches.device)[None] if axes == 1 else patches[..., :2].long()
-
-
-@dataclass(frozen=True)
-class SeenGrid(Grid):
-    """Hidden states (B, rows, columns, d), of whole images or windows: the attentions see where they are."""
-
-    projection: str = ""
-    handed_down: ClassVar[bool] = False
-
-    def axes(self, owner: nn.Module) -> int:
-        return 2
-
-
-@dataclass(frozen=True)
 class GridLens:
-    """On a stack's owner: makes the phases once for all attentions that are rotated alike, and hands them down.
+    """A lens on a stack's owner: makes the phases once for all attentions of one rotation, and hands them down.
 
     Attributes:
         grid: where the positions come from.
@@ -234,8 +166,8 @@ class GridLens:
                 continue
             if key not in phases:
                 phases[key] = (self.grid.positions(module, arguments, rotary.axes), None)
-            positions, made = phases[key]
-            if made is None and not has_hooks(rotary):
+            positions, shared = phases[key]
+            if shared is None and not has_hooks(rotary):
                 phases[key] = (positions, rotary(positions))
         if not phases:
             return {}, {}
@@ -246,7 +178,7 @@ class GridLens:
 
 @dataclass(frozen=True)
 class Relay:
-    """On a module between a stack's owner and its attentions, whose host hands no unknown arguments on: it does here.
+    """A lens on a module between owner and attentions whose host drops arguments that it doesn't know: hands phases on.
 
     Attributes:
         children: paths of the children to call with the phases, "layers.0" in a list.
@@ -265,7 +197,7 @@ class Relay:
 
 
 class Handed:
-    """Stands in the view of a module for a child, which is called with the phases besides what it is given."""
+    """Stands in the view of a module for a child, which is called with the phases as a further argument."""
 
     def __init__(self, child: nn.Module, phases: dict[str, Any]):
         self.child, self.phases = child, phases

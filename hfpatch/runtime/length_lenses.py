@@ -1,7 +1,10 @@
-"""What a removed table leaves behind: a constant, its mean row, and lenses that lift the old length's limits."""
+"""Lenses that lift the limits of a removed table's length: arguments are filled or refused, tables seen with other
+numbers of rows, lengths counted on the input, and methods that would fit a table to an image answer with the constant.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +14,11 @@ from torch import Tensor, nn
 from .constants import NO_ROW, ConstantPositions, mean_row
 from .errors import PositionError
 from .lens import Arguments, InnerView, View
-from .tables import ComputedPositions
-
-_ANY = 2**31  # rows enough for any length
-
+from .tables import ComputedPositions, RowsByIndex
 
 MEAN_ROW, NOTHING = "its mean row", "nothing"  # what a plan and a report say of a removed table
+
+_ANY = 2**31  # rows enough for any length
 
 
 class LengthLimit:
@@ -30,13 +32,13 @@ class LengthLimit:
         """The same for a stack in which a table stays, so that positions must be counted; None where that isn't known.
 
         Args:
-            reserved_rows: as in `architectures.Stack`.
+            reserved_rows: as in `sites.records.record.Stack`.
         """
         return None
 
 
 @dataclass(frozen=True)
-class ZeroArguments(LengthLimit):
+class FilledArguments(LengthLimit):
     """Fills index arguments that the host would slice from a buffer of the old length (BERT's `token_type_ids`).
 
     Attributes:
@@ -51,10 +53,10 @@ class ZeroArguments(LengthLimit):
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "counts", counts)
 
-    def with_table(self, reserved_rows: int) -> ZeroArguments:
+    def with_table(self, reserved_rows: int) -> FilledArguments:
         """Hosts with reserved rows count from their tokens, padding left out; for others they are counted here."""
         counted = "position_ids" in self.names and not reserved_rows
-        return ZeroArguments(*(n for n in self.names if counted or n != "position_ids"), counts=counted)
+        return FilledArguments(*(n for n in self.names if counted or n != "position_ids"), counts=counted)
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         tokens = arguments.get("input_ids")
@@ -70,92 +72,8 @@ class ZeroArguments(LengthLimit):
 
 
 @dataclass(frozen=True)
-class AnyTextLength(LengthLimit):
-    """Text embeddings that compare their input's length with the table's or a buffer's (CLIP's) take any length."""
-
-    table: str = "position_embedding"
-
-    def with_table(self, reserved_rows: int) -> AnyTextLength:
-        return self
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        table: Any = getattr(module, self.table)
-        if isinstance(table, nn.Embedding):
-            counted: dict[str, Any] = {"position_ids": CountedRows(table.weight.device)}
-            if isinstance(table, ComputedPositions):
-                dtype = table.weight.dtype
-                rows = torch.empty(1, table.embedding_dim, device="meta", dtype=dtype).expand(_ANY, -1)
-                counted[self.table] = InnerView(table, {"weight": rows})
-            return counted, {}
-        rows = torch.empty(1, table.embedding_dim, device="meta").expand(_ANY, -1)
-        position_ids = torch.zeros(1, 1, dtype=torch.long, device=table.constant.device).expand(1, _ANY)
-        return {self.table: InnerView(table, {"weight": rows}), "position_ids": position_ids}, {}
-
-
-class CountedRows:
-    """Answers `[:, start:stop]` like a buffer (1, rows) of 0, 1, 2, ... of any length."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def __getitem__(self, index: tuple[slice, slice]) -> Tensor:
-        return torch.arange(index[1].start or 0, index[1].stop, device=self.device)[None]
-
-
-@dataclass(frozen=True)
-class AnyBufferLength(LengthLimit):
-    """A model that cuts its positions from a buffer of a child's finds as many there as it wants.
-
-    Attributes:
-        child: name of the child.
-        buffer: the buffer (1, rows) of integers; what is in it no longer counts.
-    """
-
-    child: str
-    buffer: str
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        child = getattr(module, self.child)
-        buffer = getattr(child, self.buffer)[:, :1].expand(1, _ANY)
-        return {self.child: InnerView(child, {self.buffer: buffer})}, {}
-
-
-@dataclass(frozen=True)
-class AnyRow(LengthLimit):
-    """A table in a buffer, which hosts fill by themselves when they load, stays there: every position gets its mean.
-
-    Attributes:
-        table: the buffer.
-        first: its first row that holds a position.
-    """
-
-    table: str
-    first: int = 0
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        table = getattr(module, self.table)
-        row = mean_row(table, self.first)
-        return {self.table: EveryRow(table, torch.zeros_like(row) if NO_ROW in module.__dict__ else row)}, {}
-
-
-class EveryRow:
-    """Answers every index with one row (width,), and otherwise is a table (rows, width)."""
-
-    def __init__(self, table: Tensor, row: Tensor):
-        self.table, self.row = table, row
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.row
-
-    def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The table cast, for hosts that store it; the row is cast as well."""
-        self.row = self.row.to(*args, **kwargs)
-        return self.table.to(*args, **kwargs)
-
-
-@dataclass(frozen=True)
 class RefusedArguments(LengthLimit):
-    """Arguments that bring tokens whose positions aren't known here."""
+    """Refuses arguments that bring tokens whose positions aren't known here."""
 
     names: tuple[str, ...]
 
@@ -173,6 +91,104 @@ class RefusedArguments(LengthLimit):
                     "rotated. Leave them out, or leave this model's positions as they are."
                 )
         return {}, {}
+
+
+@dataclass(frozen=True)
+class ExpandedRows(LengthLimit):
+    """Shows constants (rows, width) and buffers of indices (1, rows) with as many rows as their host wants to see.
+
+    Attributes:
+        rows: (path, number of rows): paths of tensors of the module, or of its children's. None is more than any
+            input needs; the name of an attribute is 1, or 2 where that is true.
+    """
+
+    rows: tuple[tuple[str, int | str | None], ...]
+
+    def with_table(self, reserved_rows: int) -> ExpandedRows | None:
+        """Hosts that only compare their input with the number of rows can keep their table."""
+        return self if all(number is None for _, number in self.rows) else None
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        attributes: dict[str, Any] = {}
+        for path, number in self.rows:
+            child, _, attribute = path.rpartition(".")
+            holder: Any = getattr(module, child) if child else module
+            if isinstance(holder, nn.Embedding) and not isinstance(holder, ComputedPositions):
+                continue  # a table that was resized
+            is_constant = isinstance(holder, ConstantPositions)
+            tensor: Tensor | None = holder.constant[None] if is_constant else getattr(holder, attribute, None)
+            if tensor is None:  # this configuration has none
+                continue
+            count = 1 + bool(getattr(module, number)) if isinstance(number, str) else number or _ANY
+            first = tensor[..., :1, :] if tensor.is_floating_point() else tensor[..., :1, None]
+            seen = first.expand(*first.shape[:-2], count, -1)
+            seen = seen if tensor.is_floating_point() else seen[..., 0]
+            attributes[child or attribute] = InnerView(holder, {attribute: seen}) if child else seen
+        return attributes, {}
+
+
+@dataclass(frozen=True)
+class MeanOfBuffer(LengthLimit):
+    """Shows a table in a buffer, which hosts fill by themselves when they load, as its mean at every position.
+
+    Attributes:
+        table: the buffer (rows, width).
+    """
+
+    table: str
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        row = mean_row(getattr(module, self.table))
+        row = torch.zeros_like(row) if NO_ROW in module.__dict__ else row
+
+        def row_at(_: Any) -> Tensor:
+            return row.to(getattr(module, self.table))  # which some hosts cast before they index it
+
+        return {self.table: RowsByIndex(getattr(module, self.table), row_at)}, {}
+
+
+@dataclass(frozen=True)
+class CountedLength(LengthLimit):
+    """Shows numbers that are the old length as the number of positions that convolutions make of the input.
+
+    Attributes:
+        argument: of the forward, cut along its last axes.
+        convolutions: whose strides lie between its sizes and positions; they have as many axes.
+        places: paths of the numbers from the module, through children or its config.
+        more: tokens besides.
+        never_multiple_of: numbers of tokens that the host takes for others, see the error.
+    """
+
+    argument: str
+    convolutions: tuple[str, ...]
+    places: tuple[str, ...]
+    more: int = 0
+    never_multiple_of: int | None = None
+
+    def with_table(self, reserved_rows: int) -> CountedLength:
+        return self
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        strides = [getattr(module, name).stride for name in self.convolutions]
+        sizes = list(arguments[self.argument].shape[-len(strides[0]) :])
+        for stride in strides:
+            sizes = [size // step for size, step in zip(sizes, stride, strict=True)]
+        tokens = math.prod(sizes) + self.more
+        if self.never_multiple_of is not None and tokens % self.never_multiple_of == 0:
+            raise PositionError(  # its mask takes "no padding" for "padding only"
+                f"{type(module).__name__} pads tiles to a multiple of {self.never_multiple_of} tokens, and masks all "
+                f"of one that needs none: {' x '.join(map(str, sizes))} patches and a class token. Choose another "
+                "image size."
+            )
+        attributes: dict[str, Any] = {}
+        for place in self.places:
+            name, _, number = place.rpartition(".")
+            holder: Any = getattr(module, name) if name else None
+            if not name:
+                attributes[number] = tokens
+            elif not isinstance(holder, ConstantPositions):
+                attributes[name] = (InnerView if isinstance(holder, nn.Module) else View)(holder, {number: tokens})
+        return attributes, {}
 
 
 @dataclass(frozen=True)
@@ -210,115 +226,12 @@ class AnyImageSize(LengthLimit):
         return attributes, {"interpolate_pos_encoding": True} if self.flag else {}
 
 
-@dataclass(frozen=True)
-class AnyInputLength(LengthLimit):
-    """An audio encoder that compares its input's length with the config's takes any (even) number of frames.
-
-    Attributes:
-        setting: config attribute with the number of positions.
-        convolutions: the convolutions whose strides lie between frames and positions.
-        table: the table, all of whose rows the encoder takes.
-    """
-
-    setting: str
-    convolutions: tuple[str, ...]
-    table: str = "embed_positions"
-
-    def with_table(self, reserved_rows: int) -> AnyInputLength:
-        return self
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        positions = arguments["input_features"].shape[-1]
-        for name in self.convolutions:
-            positions = positions // getattr(module, name).stride[0]
-        attributes: dict[str, Any] = {"config": View(module.config, {self.setting: positions})}
-        if not isinstance(getattr(module, self.table), ConstantPositions):
-            attributes[self.table] = InnerView(getattr(module, self.table), {"num_embeddings": positions})
-        return attributes, {}
-
-
-@dataclass(frozen=True)
-class ReadRows(LengthLimit):
-    """A host that reads the rows of the table itself, rather than ask it for positions, reads the one that is left.
-
-    Attributes:
-        table: the child that was the table.
-        attribute: what it holds them in.
-    """
-
-    table: str
-    attribute: str = "weight"
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        return {self.table: Rows(self.attribute, getattr(module, self.table)()[None])}, {}
-
-
-@dataclass(frozen=True)
-class AnyVideoSize(LengthLimit):
-    """Video embeddings that compare the rows of their tables with the patches and frames in hand (TimeSformer).
-
-    Attributes:
-        space, time: attributes that hold the constants, after a class token and without one.
-    """
-
-    space: str = "position_embeddings"
-    time: str = "time_embeddings"
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        _, frames, _, height, width = arguments["pixel_values"].shape
-        patches: Any = module.patch_embeddings
-        rows = (height // patches.patch_size[0]) * (width // patches.patch_size[1])
-        attributes = {self.space: getattr(module, self.space).expand(1, 1 + rows, -1)}
-        if hasattr(module, self.time):
-            attributes[self.time] = getattr(module, self.time).expand(1, frames, -1)
-        return attributes, {}
-
-
-@dataclass(frozen=True)
-class AnySeriesLength(LengthLimit):
-    """A constant for each patch of a time series (PatchTST's), however many, since a class token's is taken apart."""
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        rows: Any = module.position_enc
-        tokens = arguments["patch_input"].shape[2] + bool(module.use_cls_token)
-        return {"position_enc": rows.expand(tokens, -1)}, {}
-
-
-@dataclass(frozen=True)
-class AnyTileSize(LengthLimit):
-    """A vision model that cuts an image into tiles (Mllama's) takes tiles of any size."""
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        convolution: Any = module.patch_embedding
-        height, width = arguments["pixel_values"].shape[-2:]
-        rows, columns = height // convolution.stride[0], width // convolution.stride[1]
-        tokens = rows * columns + 1
-        if tokens % 8 == 0:  # its mask takes "no padding" for "padding only"
-            raise PositionError(
-                f"{type(module).__name__} pads tiles to a multiple of 8 tokens, and masks all of one that needs none: "
-                f"{rows} x {columns} patches and a class token. Choose another image size."
-            )
-        return {"num_patches": tokens}, {}
-
-
-class Rows:
-    """Stands in the view of a module for the child that was a table, with its rows (1, width) in an attribute."""
-
-    def __init__(self, attribute: str, rows: Tensor):
-        setattr(self, attribute, rows)
-
-
 def _first_at(module: Any, paths: list[str]) -> Any:
-    """What stands at the first of several paths where anything does; a loop, as torch.compile of 2.11 wants it."""
+    """What stands at the first of several paths where anything does; loops, as torch.compile of 2.11 wants them."""
     for path in paths:
-        found = _at(module, path)
+        found = module
+        for name in path.split("."):
+            found = getattr(found, name, None)
         if found is not None:
             return found
     return None
-
-
-def _at(module: Any, path: str) -> Any:
-    """What stands at a path, None where something on the way is missing."""
-    for name in path.split("."):
-        module = getattr(module, name, None)
-    return module

@@ -1,4 +1,4 @@
-"""Tables of positions that stay: computed by a rule, or resized. Their host goes on counting positions."""
+"""Tables of positions whose rows are computed by a rule; their host goes on counting positions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Sinusoids:
 
 
 class ComputedPositions(nn.Embedding):
-    """An embedding whose rows follow a scheme's rule, so that there are as many as asked for.
+    """An embedding whose rows follow a scheme's rule, so that there is one for every position.
 
     The rows of the old table's length lie in a non-persistent buffer called `weight`, for hosts that ask for its device
     or dtype; a forward computes its own. Rows before the first position (reserved ones, padding) are zeros.
@@ -77,8 +77,10 @@ class ComputedPositions(nn.Embedding):
         self.reset()
         return self
 
-    def rows(self, indices: Tensor) -> Tensor:
-        """The rows (..., d) at integer indices (...), in the table's dtype."""
+    def rows(self, indices: Tensor | slice) -> Tensor:
+        """The rows (..., d) at integer indices (...), or of a slice, in the table's dtype."""
+        if isinstance(indices, slice):
+            indices = torch.arange(indices.start or 0, indices.stop, device=self.weight.device)
         positions = indices - self.first
         rows = self.rule.rows(positions, self.embedding_dim)
         return rows.masked_fill((positions < 0)[..., None], 0.0).to(self.weight.dtype)
@@ -91,18 +93,16 @@ class ComputedPositions(nn.Embedding):
 
 
 class RowsByIndex:
-    """Stands for a table that its host takes rows from by `table[rows]`, a slice or a tensor."""
+    """Stands for a table that its host takes rows from by `table[index]`: a function of the index gives them."""
 
-    def __init__(self, table: ComputedPositions):
-        self.table = table
+    def __init__(self, table: Tensor, rows: Callable[[Any], Tensor]):
+        self.table, self.rows = table, rows
 
     def __getitem__(self, index: Any) -> Tensor:
-        if isinstance(index, slice):
-            index = torch.arange(index.start or 0, index.stop, device=self.table.weight.device)
-        return self.table.rows(index)
+        return self.rows(index)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.table.weight, name)
+        return getattr(self.__dict__["table"], name)
 
 
 @once_per_class
@@ -121,7 +121,7 @@ def computed_class(host: type[nn.Embedding]) -> type[ComputedPositions]:
         host_forward = host.forward
 
         def forward(self: ComputedPositions, *args: Any, **kwargs: Any) -> Tensor:
-            stand_in: Any = View(self, {"weight": RowsByIndex(self)})
+            stand_in: Any = View(self, {"weight": RowsByIndex(self.weight, self.rows)})
             return host_forward(stand_in, *args, **kwargs)
 
         body["forward"] = forward

@@ -1,93 +1,157 @@
-"""Stacks in the model in hand: the tables of positions that records name, and the attentions that they feed."""
+"""Finds the stacks of a model: the positions that architecture records name, and the attentions that they reach."""
 
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..core.registry import ARCHITECTURES, by_class
 from ..runtime.constants import ConstantPositions, NoPositions, rows_of
+from ..runtime.edits import Call
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import named_modules
 from .records.record import Stack
 
-REMOVED_ROWS = "_hfpatch_removed_rows"  # of the module that held a table which was a Parameter
+REMOVED_ROWS = "_hfpatch_removed_rows"  # of the module that held what a patch took out without a module in its place
 
 
 @dataclass
 class FoundStack:
-    """A stack in the model in hand."""
+    """A stack in the model in hand.
+
+    Attributes:
+        stack: its record.
+        owner, name: the module that owns the positions, and its name.
+        attentions: the self-attentions that they reach, by name.
+        length: positions that its config tells; None where a table tells.
+    """
 
     stack: Stack
     owner: nn.Module
     name: str
-    table_name: str
     attentions: dict[str, nn.Module]
     length: int | None = None
+
+    def path(self, *names: str) -> str:
+        """The name in the model of what has this path from the owner."""
+        return ".".join(filter(None, (self.name, *names)))
+
+    @property
+    def table_name(self) -> str:
+        return self.path(self.stack.table)
 
     def holder(self) -> tuple[nn.Module, str]:
         """The module that holds the table, and the table's own name in it."""
         path, _, attribute = self.stack.table.rpartition(".")
         return self.owner.get_submodule(path), attribute
 
-    def table(self) -> nn.Module | Tensor | None:
+    def table(self) -> Any:
+        """The table: a module or a tensor."""
         holder, attribute = self.holder()
-        if not hasattr(holder, attribute):
-            raise UnsupportedError(
-                f"{self.table_name}: this {type(self.owner).__name__} was configured to make its positions in another "
-                "way than by a table, which pos= can't remove yet."
-            )
-        return getattr(holder, attribute)
+        return getattr(holder, attribute, None)
 
     def removed_rows(self) -> int | None:
-        """How many rows the table had that an earlier patch removed; None where it is there."""
-        table, (holder, _) = self.table(), self.holder()
-        if isinstance(table, NoPositions):
-            return 0
-        return table.num_embeddings if isinstance(table, ConstantPositions) else holder.__dict__.get(REMOVED_ROWS)
+        """How many rows the table had that an earlier patch removed; None where the positions are there."""
+        table = self.table()
+        if isinstance(table, ConstantPositions | NoPositions):
+            return table.num_embeddings if isinstance(table, ConstantPositions) else 0
+        return vars(self.holder()[0]).get(REMOVED_ROWS)
+
+    def places(self, glob: str) -> Iterator[tuple[str, nn.Module, str]]:
+        """(path of a module from the owner, the module, which of its names) of every place that a glob names."""
+        for one in glob.split(" | "):
+            above, _, attribute = one.rpartition(".")
+            for path, holder in matching(self.owner, above).items():
+                yield path, holder, attribute
+
+    def removed_names(self) -> set[str]:
+        """Names of the tables, modules and Parameters that the record's edits remove or replace."""
+        gone = [place for place, value in self.stack.removal if value is None or isinstance(value, Call)]
+        names = {self.path(path, attribute) for place in gone for path, _, attribute in self.places(place)}
+        unused = [place for place, value in self.stack.in_attention if value is None]
+        return names | {self.table_name} | {f"{name}.{place}" for name in self.attentions for place in unused}
+
+    def is_present(self) -> bool:
+        """Whether this instance of a recorded class has the positions, or had them before a patch."""
+        glob = self.stack.present
+        if glob == "":
+            return True
+        places = self.places(self.stack.table if glob is None else glob)
+        values = [getattr(holder, attribute, None) for _, holder, attribute in places]
+        if any(value is not None and value is not False for value in values):
+            return True
+        return glob is not None and self.removed_rows() is not None
 
 
-def find_stacks(model: nn.Module) -> list[FoundStack]:
-    """The recorded stacks of a model, patched or not, in the order of its modules."""
-    stacks = {stack.owner: stack for record in ARCHITECTURES.values() for stack in record.stacks}
+def find_stacks(model: nn.Module, records: Mapping[str, Stack] | None = None) -> list[FoundStack]:
+    """The recorded stacks of a model, patched or not, in the order of its modules.
+
+    Args:
+        model: any module tree.
+        records: by owner; None for those of `ARCHITECTURES`, whose positions are tables.
+    """
+    tables = {stack.owner: stack for record in ARCHITECTURES.values() for stack in record.stacks}
     found = []
     for name, module in named_modules(model):
-        stack = by_class(stacks, module)
-        if stack is None or not _has(module, stack.table):
+        stack = by_class(tables if records is None else records, module)
+        if stack is None:
             continue
-        prefix = f"{name}." if name else ""
         stack, attentions = _as_built(module, stack)
-        attentions = {prefix + child_name: child for child_name, child in attentions.items()}
-        found.append(FoundStack(stack, module, name, prefix + stack.table, attentions))
+        item = FoundStack(stack, module, name, {})
+        item.attentions = {item.path(path): attention for path, attention in attentions.items()}
+        if records is not None:
+            item.length = getattr(getattr(module, "config", None), stack.config_length, None) or 0
+        if item.is_present() and (attentions or records is None):
+            found.append(item)
     return found
+
+
+def require_settings(item: FoundStack) -> None:
+    """Refuse a stack that isn't set as its record requires.
+
+    Raises:
+        UnsupportedError: says which setting it takes, or why its positions can't be changed.
+    """
+    for place, value, why in item.stack.requires:
+        for path, holder, setting in item.places(place):
+            present = getattr(holder, setting, None)
+            if not isinstance(present, Tensor | nn.Module) and present == value:
+                continue
+            if why is not None:
+                raise UnsupportedError(f"{item.path(path, setting)}: {type(item.owner).__name__} {why}.")
+            raise UnsupportedError(
+                f"{item.name or type(item.owner).__name__}: positions can only be changed with {setting}={value!r}; "
+                f"with {present!r} its attentions work otherwise. Load the model with "
+                f"from_pretrained(..., {setting}={value!r}), or name other modules in only=."
+            )
 
 
 def _as_built(owner: nn.Module, stack: Stack) -> tuple[Stack, dict[str, nn.Module]]:
     """The stack and its attentions, as this version of transformers builds them."""
-    attentions = {name: child for name, child in named_modules(owner) if is_attention(name, stack)}
-    fits = all(hasattr(child, part) for child in attentions.values() for part in stack.projections.names)
+    attentions = matching(owner, stack.attention)
+    fits = all(hasattr(child, part) for child in attentions.values() for part in names_of(stack))
     if (attentions and fits) or not stack.older:
         return stack, attentions
     return _as_built(owner, replace(stack, **dict(stack.older), older=()))
 
 
-def is_attention(name: str, stack: Stack) -> bool:
-    """Whether a record means the module of this name, counted from the owner, as one of its attentions."""
-    globs = stack.attention.split(" | ")
-    return any(fnmatch.fnmatchcase(name, glob) and name.count(".") == glob.count(".") for glob in globs)
+def names_of(stack: Stack) -> tuple[str, ...]:
+    """The attention's projections that queries and keys come from."""
+    return () if stack.projections is None else stack.projections.names
 
 
-def _has(owner: nn.Module, table: str) -> bool:
-    """Whether this instance of a recorded class owns a table; some do by their config only."""
-    path, _, attribute = table.rpartition(".")
-    holder = owner
-    for name in filter(None, path.split(".")):
-        holder = holder._modules.get(name)  # type: ignore[assignment]
-        if holder is None:
-            return False
-    return getattr(holder, attribute, None) is not None
+def matching(owner: nn.Module, glob: str) -> dict[str, nn.Module]:
+    """The owner's modules at a glob, by their paths."""
+    globs = glob.split(" | ")
+    return {
+        name: module
+        for name, module in named_modules(owner)
+        if any(fnmatch.fnmatchcase(name, one) and name.count(".") == one.count(".") for one in globs)
+    }
 
 
 def max_positions(item: FoundStack) -> int:
@@ -95,7 +159,7 @@ def max_positions(item: FoundStack) -> int:
     if item.length is not None:
         return item.length
     table, rows = item.table(), item.removed_rows()
-    if rows is None and table is not None and item.stack.table not in dict(item.stack.answers):
+    if rows is None and table is not None and not item.stack.computes:
         rows = table_size(table)[0]
     return rows - first_row(item) if rows else 0
 

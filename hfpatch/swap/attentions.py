@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import transformers
 from torch import nn
@@ -22,7 +21,7 @@ from ..schemes.request import Part
 from ..schemes.rope import RoPE
 from ..sites.records.record import Stack
 from ..sites.records.refused import WITHOUT_GRID
-from ..sites.stacks import FoundStack, max_positions
+from ..sites.stacks import FoundStack, max_positions, names_of
 from .score_bias import bias_for, require_bias
 
 
@@ -32,18 +31,39 @@ def reason_to_keep(name: str, part: Part, names: Names) -> str | None:
     return f"{reason}: sees no positions unless its table is kept" if reason == "not in only" else reason
 
 
-def attention_change(
-    model: nn.Module, name: str, module: nn.Module, item: FoundStack, scheme: Position, reason: str | None
-) -> Change:
-    """What becomes of one attention; `reason` is why it is kept, if it is.
+def refuse_exact(where: str, part: Part, why: str | None) -> None:
+    """Refuse a change that isn't exact where the request is init="exact".
 
     Raises:
-        UnsupportedError: this version of transformers builds it otherwise than recorded, or it can't take the scheme.
+        UnsupportedError: says what isn't preserved.
+    """
+    if part.init == "exact":
+        raise UnsupportedError(f"{where}: pos={part.scheme.name!r} isn't exact: {why}. Use init='auto' to accept that.")
+
+
+def attention_changes(
+    item: FoundStack, attentions: dict[str, nn.Module], part: Part, reasons: dict[str, str | None]
+) -> list[Change]:
+    """What becomes of some of a stack's attentions; `reasons` say why one is kept, if it is.
+
+    Raises:
+        UnsupportedError: this version of transformers builds one otherwise than recorded, or it can't take the scheme.
         OptionError: the scheme doesn't fit its heads.
     """
+    scheme = part.scheme
+    assert isinstance(scheme, Position)
+    changes = [attention_change(name, module, item, scheme, reasons[name]) for name, module in attentions.items()]
+    if scheme.attends:
+        changed = {change.row.module: attentions[change.row.module] for change in changes if change.changes}
+        require_bias(changed, _lens(item.stack), scheme)
+    return changes
+
+
+def attention_change(
+    name: str, module: nn.Module, item: FoundStack, scheme: Position, reason: str | None = None
+) -> Change:
+    """What becomes of one attention; raises as `attention_changes`, which also tries its bias, does."""
     stack = item.stack
-    if scheme.keeps_table:  # and with it what else the attention knows of positions
-        stack = replace(stack, biases=(), switched_off=(), unused=(), grid=None)
     rotary, bias = module._modules.get(ROTARY), module._modules.get(BIAS)
     now = module._get_name() + (f" with {rotary or bias}" if rotary or bias else "")
     row = Row("position", "keep", name, now, reason=reason)
@@ -60,10 +80,11 @@ def attention_change(
     if same and bias is None and scheme.max_positions is None:
         row.reason = SO_ALREADY
         return Change(row)
-    lens = _lens(stack)
     new_bias = bias_for(name, module, scheme)
-    own_biases = stack.biases + stack.switched_off
-    if all(one is None for one in (new, new_bias, rotary, bias, stack.window)) and not own_biases:
+    # where a table stays, so does what else the attention knows of positions
+    own = () if scheme.keeps_table else stack.in_attention
+    seen = any(one is not None for one in (new, new_bias, rotary, bias, stack.window))
+    if not (seen or own):
         row.reason = "its queries and keys carry no positions"
         return Change(row)
     refuse_private_forward(name, module)
@@ -75,15 +96,14 @@ def attention_change(
     elif rotary is None and bias is None:
         row.reason = "its causal mask serves any length"
 
-    found = []
-    for child, made in ((ROTARY, new), (BIAS, new_bias)):
-        if made is not None or child in module._modules:
-            found.append(Edit.of(f"{name}.{child}", made))
-    found += [Edit.of(f"{name}.{attribute}", False) for attribute in stack.switched_off]
-    unused = [one for one in stack.unused if module._parameters.get(one) is not None]
-    found += [Edit.of(f"{name}.{one}", None) for one in unused]
-    found.append(Edit.of(f"{name}.{LENS_SLOT}", lens))
-    if stack.grid is not None and stack.grid.handed_down and new is not None:
+    children = [(ROTARY, new), (BIAS, new_bias)]
+    found = [Edit.of(f"{name}.{child}", call) for child, call in children if call or child in module._modules]
+    for place, value in own:
+        if place == LENS_SLOT or getattr(module, place, None) is not None:
+            found.append(Edit.of(f"{name}.{place}", value))
+    if seen:
+        found.append(Edit.of(f"{name}.{LENS_SLOT}", _lens(stack)))
+    if stack.grid is not None and stack.grid.handed_down and new is not None and not scheme.keeps_table:
         found += _handing_down(item, stack.grid)
     return Change(row, tuple(found))
 
@@ -95,24 +115,14 @@ def _lens(stack: Stack) -> AttentionLens:
         *(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window),
         states=stack.states,
         time=stack.time,
-        biases=stack.biases,
         position_ids=stack.position_ids,
     )
-
-
-def try_bias(attentions: dict[str, nn.Module], stack: Stack, part: Part, changes: list[Change]) -> None:
-    """Try, where a scheme adds a bias to the scores, that the attentions that change don't lose it."""
-    changed = {change.row.module for change in changes if change.changes}
-    scheme = part.scheme
-    assert isinstance(scheme, Position)
-    if scheme.attends:
-        require_bias({name: attentions[name] for name in attentions if name in changed}, _lens(stack), scheme)
 
 
 def _require_build(name: str, module: nn.Module, stack: Stack) -> None:
     """Refuse an attention that this version of transformers builds otherwise than its record says."""
     sizes = [size.strip() for size in stack.head_dim.split("/") if size.strip()]
-    missing = [part for part in (*stack.projections.names, *sizes) if not hasattr(module, part)]
+    missing = [part for part in (*names_of(stack), *sizes) if not hasattr(module, part)]
     if missing:
         raise UnsupportedError(
             f"{name}: {type(module).__name__} of transformers {transformers.__version__} has no {', '.join(missing)}; "
@@ -125,17 +135,17 @@ def _handing_down(item: FoundStack, grid: Grid) -> list[Edit]:
     paths = tuple(path.removeprefix(f"{item.name}.") for path in item.attentions)
     ways = relays(item.owner, paths) if item.stack.relayed else {}
     patterns = {path: tuple(dict.fromkeys(map(pattern_of, children))) for path, children in ways.items()}
-    found = [Edit.of(f"{item.name}.{path}.{LENS_SLOT}", Relay(children)) for path, children in patterns.items() if path]
+    found = [Edit.of(item.path(path, LENS_SLOT), Relay(children)) for path, children in patterns.items() if path]
     owner = GridLens(grid, tuple(dict.fromkeys(map(pattern_of, paths))), patterns.get("", ()))
-    return [*found, Edit.of(f"{item.name}.{LENS_SLOT}", owner)]
+    return [*found, Edit.of(item.path(LENS_SLOT), owner)]
 
 
 def _require_axes(item: FoundStack, scheme: Position, where: str) -> None:
-    """Refuse positions with more axes than the stack's tokens have, or than its attentions can be told of."""
+    """Refuse positions with more axes than the stack's tokens have, or than its attentions can be handed."""
     axes = getattr(scheme, "axes", None) or 1
+    grid = None if scheme.keeps_table else item.stack.grid
     if axes == 1:
         return
-    grid = item.stack.grid
     if grid is None:
         why = WITHOUT_GRID.get(item.stack.owner)
         raise UnsupportedError(
@@ -156,7 +166,7 @@ def _scaled_from(item: FoundStack, scheme: Position) -> int:
         OptionError: there is none, and one is needed.
     """
     length, scaling = max_positions(item), getattr(scheme, "scaling", None) or {}
-    given = ORIGINAL in scaling or scheme.original_max_positions is not None
-    if not length and scaling.get("rope_type", "default") != "default" and not given:
+    stated = ORIGINAL in scaling or scheme.original_max_positions is not None
+    if not length and scaling.get("rope_type", "default") != "default" and not stated:
         raise OptionError(f"{item.table_name} has no length that scaling could start from; give its {ORIGINAL!r}.")
     return length

@@ -15,7 +15,7 @@ from ..runtime.errors import UnsupportedError
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
 from ..schemes.request import Part, Record
-from ..sites.biases import find_biases
+from ..sites.records.biases import BIASES
 from ..sites.rotations import find_rotations
 from ..sites.stacks import FoundStack, find_stacks, first_row, max_positions
 from .config_diff import Setting
@@ -110,13 +110,13 @@ def _pinned(model: nn.Module, part: Part) -> list[Setting]:
     scheme, owners = part.scheme, [item.owner for item in affected_stacks(model, part)]
     assert isinstance(scheme, Position)
     found: list[Setting] = []
-    for item in find_biases(model) if scheme.keeps_table else ():
-        config, unset = getattr(item.owner, "config", None), item.bias.as_long_as_tables
-        if unset is None or item.removed or item.owner not in owners:
+    for item in find_stacks(model, BIASES) if scheme.keeps_table else ():
+        config, unset = getattr(item.owner, "config", None), item.stack.as_long_as_tables
+        if unset is None or item.removed_rows() is not None or item.owner not in owners:
             continue
         number = getattr(config, unset, None)
         if number is not None and number < 1:
-            found.append((config, unset, getattr(config, item.bias.length)))
+            found.append((config, unset, getattr(config, item.stack.config_length)))
     return found
 
 
@@ -133,9 +133,9 @@ def _of_biases(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
     """The configs of stacks with relative biases that a part changes, and the attributes with their length."""
     names = Names.of(model)
     return [
-        (item.owner.config, item.bias.length)
-        for item in find_biases(model)
-        if not any(names.matches(glob, [item.name]) for glob in part.keep)
+        (item.owner.config, item.stack.config_length)
+        for item in find_stacks(model, BIASES)
+        if not any(names.matches(glob, [item.table_name]) for glob in part.keep)
         and not all(names.reason_to_keep([name], part.only, part.keep) for name in item.attentions)
     ]
 

@@ -14,10 +14,10 @@ from ..core.transaction import Transaction
 from ..runtime.constants import Rows
 from ..runtime.edits import Call, Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.grid import PackedGrid, PlacedGrid
 from ..schemes.learned import Learned
 from ..schemes.request import Part
 from ..sites.stacks import FoundStack
+from .attentions import refuse_exact
 
 IMAGE_SIZE = "image_size"  # transformers' name
 
@@ -52,7 +52,7 @@ def grid_table_change(item: FoundStack, part: Part, row: Row) -> Change:
     """What becomes of a table on a grid of patches.
 
     Args:
-        item, part: the table, and what is asked for.
+        item, part: the table's stack, and the request.
         row: what the plan says of it so far.
 
     Raises:
@@ -64,17 +64,16 @@ def grid_table_change(item: FoundStack, part: Part, row: Row) -> Change:
         row.reason = "image_size says for which images it is to hold"
         return Change(row)
     table, where, usual = item.table(), item.table_name, getattr(item.stack.grid, "interpolation", "bicubic")
-    weight = table.weight if isinstance(table, nn.Embedding) else table
-    if not isinstance(weight, nn.Parameter):
+    weight = _weight(table)
+    if weight is None:
         raise UnsupportedError(f"{where}: its rows are computed ({type(table).__name__}), so none are interpolated.")
-    layout, method = layout_of(item, weight), scheme.grid_method(usual)
-    size = _new_size(item, scheme, layout)
-    rows, columns = _cut(item, *_sides(size))
+    layout, size, rows, columns = _resizing(item, weight, scheme)
+    method = scheme.grid_method(usual)
     same = (rows, columns) == (layout.rows, layout.columns)
     if same and part.init != "reset":
         row.reason = f"holds {rows} x {columns} patches already"
         return Change(row)
-    new = _resized(weight, layout, scheme, rows, columns, usual)
+    new = layout.resized(weight.detach(), scheme, rows, columns, usual)
     if part.init == "reset":
         _start_afresh(new, layout, rows * columns, item.owner.config)
     row.action, row.becomes = "replace", f"Learned({rows} x {columns} patches, {method})"
@@ -82,9 +81,7 @@ def grid_table_change(item: FoundStack, part: Part, row: Row) -> Change:
     row.loss = f"its {layout.rows} x {layout.columns} positions are stretched over {rows} x {columns}"
     if part.init == "reset":
         row.loss = "its rows start afresh"
-    if part.init == "exact":
-        raise UnsupportedError(f"{where}: pos='learned' isn't exact: {row.loss}. Use init='auto' to accept that.")
-
+    refuse_exact(where, part, row.loss)
     name = f"{where}.weight" if isinstance(table, nn.Embedding) else where
     edits = [Edit.of(name, Call.of(Rows, *new.shape))]
     if isinstance(table, nn.Embedding):
@@ -100,10 +97,6 @@ def grid_table_change(item: FoundStack, part: Part, row: Row) -> Change:
     return Change(row, tuple(edits), values)
 
 
-def _resized(weight: Tensor, layout: Layout, scheme: Learned, rows: int, columns: int, usual: str) -> Tensor:
-    return layout.resized(weight.detach(), scheme, rows, columns, usual)
-
-
 def _start_afresh(table: Tensor, layout: Layout, patches: int, config: Any) -> None:
     spread = getattr(config, "initializer_range", None) or 0.02
     first = layout.before
@@ -115,17 +108,27 @@ def _start_afresh(table: Tensor, layout: Layout, patches: int, config: Any) -> N
 
 def new_size(item: FoundStack, scheme: Learned) -> tuple[Any, tuple[int, ...]] | None:
     """The config's new image size and the table's new shape; None where the table keeps its size."""
-    table = item.table()
-    weight = table.weight if isinstance(table, nn.Embedding) else table
-    if not isinstance(weight, nn.Parameter) or (scheme.image_size is None and scheme.max_positions is None):
+    weight = _weight(item.table())
+    if weight is None or (scheme.image_size is None and scheme.max_positions is None):
         return None
-    layout = layout_of(item, weight)
-    size = _new_size(item, scheme, layout)
-    rows, columns = _cut(item, *_sides(size))
+    layout, size, rows, columns = _resizing(item, weight, scheme)
     shape = tuple(weight.shape)
     if weight.dim() == 4:
         return size, (1, rows, columns, shape[-1])
     return size, (*shape[:-2], shape[-2] + layout.frames * (rows * columns - layout.rows * layout.columns), shape[-1])
+
+
+def _weight(table: Any) -> nn.Parameter | None:
+    """The rows of a table, where they are trained."""
+    weight = table.weight if isinstance(table, nn.Embedding) else table
+    return weight if isinstance(weight, nn.Parameter) else None
+
+
+def _resizing(item: FoundStack, weight: Tensor, scheme: Learned) -> tuple[Layout, Any, int, int]:
+    """The layout that a table has, the config's new image size, and the new rows and columns."""
+    layout = layout_of(item, weight)
+    size = _new_size(item, scheme, layout)
+    return layout, size, *_cut(item, *_sides(size))
 
 
 def layout_of(item: FoundStack, table: Tensor) -> Layout:
@@ -142,7 +145,7 @@ def layout_of(item: FoundStack, table: Tensor) -> Layout:
         raise UnsupportedError(
             f"{where}, and isn't the only one ({', '.join(item.stack.others)}): it can't be resized."
         )
-    if grid is None or isinstance(grid, PackedGrid | PlacedGrid) or not _is_size(size):
+    if grid is None or grid.projection == "" or not _is_size(size):
         raise UnsupportedError(
             f"{where}, and how many rows and columns it has can't be told from {type(config).__name__}. pos='rope' and "
             "pos='nope' do without."

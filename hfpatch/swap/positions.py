@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import operator
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,16 +14,15 @@ from ..core.plan_table import Change, Row
 from ..core.registry import ARCHITECTURES, by_class
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import named_modules
-from ..schemes.positions import Position
 from ..schemes.request import Part
-from ..sites.biases import find_biases
+from ..sites.records.biases import BIASES
 from ..sites.records.record import Stack
 from ..sites.records.refused import REFUSED
-from ..sites.stacks import FoundStack, find_stacks, is_attention
-from .attentions import attention_change, reason_to_keep, try_bias
+from ..sites.stacks import FoundStack, find_stacks, matching, names_of, require_settings
+from .attentions import attention_changes, reason_to_keep
 from .biases import bias_changes, other_biases
 from .native_rope import plan_native
-from .own_rotations import find_own_rotations, own_changes
+from .own_rotations import find_own_rotations, own_change
 from .tables import ALL_KEPT, table_change
 
 _RELATIVE = re.compile(r"relative_(attention_)?(bias|position)|rel_pos|rel_embeddings|pos_bias|position_bias", re.I)
@@ -42,17 +40,15 @@ def plan_positions(model: nn.Module, part: Part, example_inputs: Mapping[str, An
         UnsupportedError: no record names any of the model's classes; says what the model has instead.
         OptionError: the scheme doesn't fit the attention heads.
     """
-    scheme = part.scheme
-    assert isinstance(scheme, Position)
     names, found = Names.of(model), find_stacks(model)
-    changes = [change for item in found for change in _changes(model, item, scheme, part, names)]
+    changes = [change for item in found for change in _changes(model, item, part, names)]
     covered = {name for item in found for name in item.attentions}
-    biases = find_biases(model)
+    biases = find_stacks(model, BIASES)
     for bias in biases:
         changes += bias_changes(model, bias, covered, part, names)
     changes += plan_native(model, part, names, example_inputs)
-    for owner, name, own in find_own_rotations(model):
-        changes += own_changes(model, owner, name, own, part, names)
+    for item in find_own_rotations(model):
+        changes += [own_change(name, module, item, part, names) for name, module in item.attentions.items()]
     staying = other_biases(model, found, biases)
     if not changes:
         raise _unsupported(model, staying)
@@ -81,29 +77,14 @@ def _refused(model: nn.Module) -> dict[str, str]:
     return reasons
 
 
-def _changes(model: nn.Module, item: FoundStack, scheme: Position, part: Part, names: Names) -> list[Change]:
+def _changes(model: nn.Module, item: FoundStack, part: Part, names: Names) -> list[Change]:
     reasons = {name: reason_to_keep(name, part, names) for name in item.attentions}
     kept_by_name = any(names.matches(glob, [item.table_name]) for glob in part.keep)
     all_kept = all(reasons.values())
     why = ALL_KEPT if all_kept else "keep" if kept_by_name else None
     if not all_kept:
-        _require_settings(item)
-    changes = [table_change(model, item, part, why)]
-    for name, module in item.attentions.items():
-        changes.append(attention_change(model, name, module, item, scheme, reasons[name]))
-    try_bias(item.attentions, item.stack, part, changes)
-    return changes
-
-
-def _require_settings(item: FoundStack) -> None:
-    for name, value in item.stack.requires:
-        present, setting = operator.attrgetter(name)(item.owner), name.rpartition(".")[2]
-        if present != value:
-            raise UnsupportedError(
-                f"{item.name or type(item.owner).__name__}: positions can only be changed with {setting}={value!r}; "
-                f"with {present!r} its attentions work otherwise. Load the model with "
-                f"from_pretrained(..., {setting}={value!r}), or name other modules in only=."
-            )
+        require_settings(item)
+    return [table_change(model, item, part, why), *attention_changes(item, item.attentions, part, reasons)]
 
 
 def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:
@@ -113,9 +94,9 @@ def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:
     family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     for name, reason in _refused(model).items():
         return UnsupportedError(f"{family}: the positions of {name} can't be changed: {reason}. norm= works without.")
-    alike = [name for name, record in ARCHITECTURES.items() if any(_built_like(model, s) for s in record.stacks)]
-    close = difflib.get_close_matches(family, alike or list(ARCHITECTURES), n=1, cutoff=0.0 if alike else 0.6)
-    nearest = f" Nearest supported family{', built alike' if alike else ''}: {close[0]}." if close else ""
+    like_it = [name for name, record in ARCHITECTURES.items() if any(_built_like(model, s) for s in record.stacks)]
+    close = difflib.get_close_matches(family, like_it or list(ARCHITECTURES), n=1, cutoff=0.0 if like_it else 0.6)
+    nearest = f" Nearest supported family{', built alike' if like_it else ''}: {close[0]}." if close else ""
     return UnsupportedError(
         f"{family}: {_positions_of(model)} hfpatch has no record for it, so pos= can't change its positions yet."
         f"{nearest} `hfpatch families` lists the {len(ARCHITECTURES)} that have one; norm= works without."
@@ -125,12 +106,11 @@ def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:
 def _built_like(model: nn.Module, stack: Stack) -> bool:
     """Whether some module holds a table and attentions where this stack's owner does."""
     path, _, attribute = stack.table.rpartition(".")
-    wanted = stack.projections.names
     for owner in model.modules():
         children = dict(owner.named_modules())
         if path in children and hasattr(children[path], attribute):
-            attentions = [child for name, child in children.items() if is_attention(name, stack)]
-            if attentions and all(hasattr(attentions[0], name) for name in wanted):
+            attentions = list(matching(owner, stack.attention).values())
+            if attentions and all(hasattr(attentions[0], name) for name in names_of(stack)):
                 return True
     return False
 

@@ -1,18 +1,34 @@
-"""What position schemes with a bias on attention scores attach, and which attentions can't take it."""
+"""The bias on attention scores that a position scheme attaches, and which attentions would lose it: tried on a copy."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ..runtime.attention import MASK, NUMBER_OF_HEADS, TAKE_A_BIAS, AttentionLens, attention_implementation, no_bias
+from ..measure.copies import copy_with
+from ..measure.outputs import max_error
+from ..runtime.attention import (
+    BIAS,
+    MASK,
+    NUMBER_OF_HEADS,
+    ROTARY,
+    TAKE_A_BIAS,
+    AttentionLens,
+    attention_implementation,
+    no_bias,
+)
 from ..runtime.edits import Call
-from ..runtime.errors import UnsupportedError
-from ..runtime.lens import host_class
+from ..runtime.errors import UnsupportedError, first_line
+from ..runtime.lens import LENS, host_class, lensed_class
 from ..schemes.positions import Position
-from .bias_probe import why_no_bias
+
+_TOKENS, _FAR, _SLIGHT = 3, -1e4, 1e-4
+_SAME = 1e-3  # relative, in float32
 
 
 def bias_for(name: str, module: nn.Module, scheme: Position) -> Call | None:
@@ -24,8 +40,7 @@ def bias_for(name: str, module: nn.Module, scheme: Position) -> Call | None:
     if scheme.attends is None:
         return None
     host: Any = host_class(type(module))
-    takes = inspect.signature(host.forward).parameters
-    if MASK not in takes:
+    if MASK not in inspect.signature(host.forward).parameters:
         raise UnsupportedError(
             f"{name}: {module._get_name()} takes no mask of the shape (B, 1, T, S), so its scores can't be given the "
             f"bias of pos={scheme.name!r}. pos='rope' works here."
@@ -37,13 +52,13 @@ def bias_for(name: str, module: nn.Module, scheme: Position) -> Call | None:
 
 
 def require_bias(attentions: dict[str, nn.Module], lens: AttentionLens, scheme: Position) -> None:
-    """Try one attention of each class with a bias.
+    """Try one attention of each class with a bias; their weights aren't used.
 
     Raises:
         UnsupportedError: it would be lost; says what the attention does with a mask.
     """
     for name, module in {type(module): (name, module) for name, module in attentions.items()}.values():
-        why = why_no_bias(module, lens, _num_heads(name, module))
+        why = _why_no_bias(module, lens, _num_heads(name, module))
         if why is not None:
             raise UnsupportedError(
                 f"{name}: {module._get_name()} {why}, so its scores can't be given the bias of pos={scheme.name!r}. "
@@ -58,3 +73,79 @@ def _num_heads(name: str, module: nn.Module) -> int:
             if isinstance(number, int):
                 return number
     raise UnsupportedError(f"{name}: {module._get_name()} doesn't say how many heads it has.")
+
+
+def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str | None:
+    """Why a bias on this attention's scores would be lost; None where it takes one.
+
+    With a bias that forbids all but a token itself, in all heads, its output must be what it is without other tokens;
+    and it mustn't be where such a bias is in the first head alone, or is slight.
+    """
+    twin, width = _twin(module, lens)
+    states = torch.randn(1, _TOKENS, width, generator=torch.Generator().manual_seed(1)).transpose(1, lens.time)
+    everywhere = torch.ones(num_heads)
+    first = torch.zeros(num_heads).index_fill(0, torch.tensor(0), 1.0)
+
+    def run(states: Tensor, heads: Tensor) -> Tensor:
+        twin._modules[BIAS] = _OnlyItself(heads)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            output = twin(**{lens.states: states})
+        return output[0] if isinstance(output, tuple) else output
+
+    return _what_it_does(run, states, lens.time, everywhere, first)
+
+
+def _what_it_does(
+    run: Callable[[Tensor, Tensor], Tensor], states: Tensor, time: int, everywhere: Tensor, first: Tensor
+) -> str | None:
+    """What an attention does with a mask that isn't what a bias needs."""
+    try:
+        alone = torch.cat([run(token, everywhere) for token in states.split(1, dim=time)], dim=time)
+        whole, slight, of_first = (run(states, heads) for heads in (everywhere, everywhere * _SLIGHT, first))
+    except Exception as error:  # whatever somebody else's forward raises about a mask that it doesn't expect
+        reason = f"{type(error).__name__}: {first_line(error):.120}"
+        return f"couldn't be tried with a mask of its own for every head ({reason})"
+    if not _same(alone, whole):
+        return "doesn't add its mask to its scores"
+    if _same(alone, slight):
+        return "takes its mask for yes and no"
+    if len(everywhere) > 1 and _same(alone, of_first):
+        return "reads a mask of one head for all"
+    return None
+
+
+class _OnlyItself(nn.Module):
+    """A bias that leaves every token alone with itself, in heads whose number is one; slight where it is less."""
+
+    def __init__(self, heads: Tensor):
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return _FAR * self.heads[:, None, None] * (queries[:, None, :, None] != keys)
+
+
+def _same(truth: Tensor, output: Tensor) -> bool:
+    return max_error({"states": truth}, {"states": output}) <= _SAME
+
+
+def _twin(module: nn.Module, lens: AttentionLens) -> tuple[nn.Module, int]:
+    """A copy with random weights, and its hidden size."""
+    config = getattr(module, "config", None)
+    twin = copy_with(module, lambda _, tensor: torch.empty_like(tensor, device="meta"), {id(config): config})
+    twin = twin.to_empty(device="cpu").float().eval().requires_grad_(False)
+    projection = twin.get_submodule(lens.projections.names[0])
+    assert isinstance(projection.weight, Tensor)
+    width = getattr(projection, "in_features", None) or projection.weight.shape[0]  # transformers' Conv1D is (in, out)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in twin.parameters():
+        parameter.normal_(std=width**-0.5, generator=generator)
+    for buffer in twin.buffers():
+        buffer.zero_()
+    for inner in twin.modules():
+        inner._forward_hooks.clear()
+        inner._forward_pre_hooks.clear()
+    twin._modules.pop(ROTARY, None)
+    twin.__dict__[LENS] = replace(lens)
+    twin.__class__ = lensed_class(host_class(type(module)))
+    return twin, width

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,15 +11,16 @@ from torch import Tensor, nn
 
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.transaction import Transaction
-from ..runtime.constants import NO_ROW, ConstantPositions, MeanRow, NoPositions, Rows, ZeroRow
+from ..runtime.constants import NO_ROW, ConstantPositions, MeanRow, Rows
 from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.length_lenses import MEAN_ROW, NOTHING, LengthLimit
+from ..runtime.length_lenses import MEAN_ROW, NOTHING
 from ..runtime.tables import ComputedPositions
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
 from ..schemes.request import Part
 from ..sites.stacks import REMOVED_ROWS, FoundStack, first_row, table_size
+from .attentions import refuse_exact
 from .image_tables import grid_table_change
 
 ALL_KEPT = "its attentions are kept"
@@ -29,34 +30,32 @@ def table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None
     """What becomes of a stack's table; `why` is why it is kept, if it is.
 
     Raises:
-        UnsupportedError: exactness was asked for, or the scheme needs a table of another kind.
+        UnsupportedError: init="exact", or the scheme needs a table of another kind.
     """
-    table, scheme = item.table(), part.scheme
+    table, scheme, gone = item.table(), part.scheme, item.removed_rows() is not None
     assert isinstance(scheme, Position)
-    if item.removed_rows() is not None and (why == ALL_KEPT or not scheme.keeps_table):
+    if gone and (why == ALL_KEPT or not scheme.keeps_table):
         return Change(Row("position", "keep", item.table_name, "a constant", reason="its table is removed already"))
-    if table is None:
-        return Change(Row("position", "keep", item.table_name, "no table", reason="this configuration has none"))
-    gone, computed = item.removed_rows() is not None, item.stack.table in dict(item.stack.answers)
-    row = Row("position", "keep", item.table_name, _table_text(table, computed or gone), reason=why)
+    row = Row("position", "keep", item.table_name, _table_text(table, item.stack.computes or gone), reason=why)
     if why and not gone:
         return Change(row)
     for path, _ in item.stack.limits:
-        refuse_private_forward(f"{item.name}.{path}".strip("."), item.owner.get_submodule(path))
+        refuse_private_forward(item.path(path), item.owner.get_submodule(path))
     if isinstance(scheme, Learned) and not gone and _is_grid(item, table):
         return grid_table_change(item, part, row)
     if scheme.keeps_table:
-        return kept_table_change(item, part, row, _limits_lifter(model, item))
-    if part.init == "exact":
-        raise UnsupportedError(
-            f"{item.table_name}: pos={part.scheme.name!r} isn't exact: what this table adds can't be had from it. "
-            "Use init='auto' to accept that."
-        )
-    row.action, row.becomes, row.reason = "replace", NOTHING if computed else MEAN_ROW, "inputs of any length"
-    row.loss = "absolute positions are removed"
-    if part.scheme.name == "nope" and not item.stack.causal:
-        row.loss += "; without a causal mask the stack becomes blind to order"
-    return Change(row, *_removal(model, item, fresh=part.init == "reset"))
+        return kept_table_change(model, item, part, row)
+    refuse_exact(item.table_name, part, "what this table adds can't be had from it")
+    row.action, row.becomes = "replace", NOTHING if item.stack.computes else MEAN_ROW
+    row.reason = "inputs of any length"
+    row.loss = "absolute positions are removed" + loses_order(item, scheme)
+    edits, constants = removal(model, item, fresh=part.init == "reset")
+
+    def values(changes: Transaction) -> None:
+        for path in constants:
+            model.get_parameter(path).data.zero_()
+
+    return Change(row, edits, values if constants else None)
 
 
 def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
@@ -67,100 +66,76 @@ def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
     return f"{kind}({rows}, {width})"
 
 
-def _removal(
-    model: nn.Module, item: FoundStack, fresh: bool
-) -> tuple[tuple[Edit, ...], Callable[[Transaction], None] | None]:
-    """The edits that take a stack's tables out, and the values that they leave."""
-    found, zero = [], []
-    for path in (item.stack.table, *item.stack.others):
-        put, constant = _removed(item, path, fresh)
-        found += put
-        zero += [constant] if fresh and constant else []
-    for path, attribute in item.stack.switches:
-        found.append(Edit.of(f"{item.name}.{path}.{attribute}", False))
-    for path in item.stack.unread:
-        above, _, attribute = path.rpartition(".")
-        if item.owner.get_submodule(above)._modules.get(attribute) is not None:  # some configurations have none
-            found.append(Edit.of(f"{item.name}.{path}", None))
-    found += _lifted_limits(model, item, item.stack.limits, sys.maxsize)
-
-    def values(changes: Transaction) -> None:
-        for path in zero:
-            above, _, attribute = path.rpartition(".")
-            parameter = model.get_submodule(above)._parameters[attribute]
-            assert parameter is not None
-            parameter.data.zero_()
-
-    return tuple(found), values if zero else None
+def loses_order(item: FoundStack, scheme: Position) -> str:
+    """What a plan's note adds where a stack can't tell the order of its tokens without positions."""
+    causal = item.stack.causal or getattr(item.owner, "is_decoder", False)
+    return "; without a causal mask the stack becomes blind to order" if scheme.name == "nope" and not causal else ""
 
 
-def _removed(item: FoundStack, path: str, fresh: bool) -> tuple[list[Edit], str | None]:
-    """Edits that put a constant where the table at `path` is, or what answers as if there were no positions, and the
-    name of the constant's Parameter."""
-    above, _, attribute = path.rpartition(".")
-    name, holder_name = f"{item.name}.{path}".strip("."), f"{item.name}.{above}".strip(".")
-    holder = dict(item.owner.named_modules()).get(above)
-    table = getattr(holder, attribute, None)
-    if holder is None or table is None:  # this configuration has none
-        return [], None
-    answer = dict(item.stack.answers).get(path)
-    if answer is not None:
-        return [Edit.of(name, Call.of(NoPositions, answer))], None
+def removal(model: nn.Module, item: FoundStack, fresh: bool = False) -> tuple[tuple[Edit, ...], list[str]]:
+    """The edits that take a stack's positions out, and where `fresh` the names of Parameters that are to be zero.
+
+    Args:
+        model, item: the model and the stack.
+        fresh: what is left starts as for training from scratch, rather than at the mean of what was there.
+    """
+    stack, table, has_table = item.stack, item.table(), item.length is None
+    places = list(stack.removal)
+    if has_table and all(place != stack.table for place, _ in places):
+        places.insert(0, (stack.table, Call.of(ConstantPositions)))
+    found: list[Edit] = []
+    constants: list[str] = []
+    for place, value in places:
+        for above, holder, attribute in item.places(place):
+            present = getattr(holder, attribute, None)
+            if attribute == LENS_SLOT:
+                found.append(Edit.of(item.path(above, attribute), value))
+            elif present is None:  # this configuration has none
+                continue
+            elif isinstance(value, Call) and value.name == ConstantPositions.__name__:
+                edit, constant = _mean(item, above, attribute, holder, value, fresh)
+                found += edit
+                constants += constant
+            else:
+                found.append(Edit.of(item.path(above, attribute), value))
+    if not isinstance(table, nn.Module):
+        above, _, _ = stack.table.rpartition(".")
+        found.append(Edit.of(item.path(above, REMOVED_ROWS), table_size(table)[0] if has_table else 0))
+    return (*found, *_longer(model, item, sys.maxsize)), constants if fresh else []
+
+
+def _mean(
+    item: FoundStack, above: str, attribute: str, holder: nn.Module, value: Call, fresh: bool
+) -> tuple[list[Edit], list[str]]:
+    """The edit that puts a constant in the place of one table, and the name of the constant where it is a Parameter."""
+    path, table = item.path(above, attribute), getattr(holder, attribute)
     if isinstance(table, nn.Module):
-        stack = item.stack
-        first = first_row(item) if path == stack.table else stack.reserved_rows
-        options = {
-            "first": first,
-            "padding_idx": getattr(table, "padding_idx", None),
-            "by_token": stack.by_token,
-            "more": stack.returns_more,
-        }
-        given = {name: value for name, value in options.items() if value or (name == "padding_idx" and value == 0)}
-        return [Edit.of(name, Call.of(ConstantPositions, **given))], f"{name}.constant"
-    rows = Edit.of(f"{holder_name}.{REMOVED_ROWS}", table_size(table)[0])
-    if attribute in holder._buffers:  # length_lenses.AnyRow hides it
-        return [rows, *([Edit.of(f"{holder_name}.{NO_ROW}", True)] if fresh else [])], None
-    kind = ZeroRow if fresh and not isinstance(table, nn.Parameter) else MeanRow
-    constant = name if isinstance(table, nn.Parameter) else None
-    return [Edit.of(name, Call.of(kind)), *([rows] if path == item.stack.table else [])], constant
+        first = {"first": item.stack.reserved_rows} if item.stack.reserved_rows else {}
+        return [Edit.of(path, Call.of(ConstantPositions, **first, **dict(value.kwargs)))], [f"{path}.constant"]
+    if attribute in holder._buffers:  # length_lenses.MeanOfBuffer hides it
+        return [Edit.of(item.path(above, NO_ROW), True)] if fresh else [], []
+    if isinstance(table, nn.Parameter):
+        return [Edit.of(path, Call.of(MeanRow))], [path]
+    return [Edit.of(path, Call.of(MeanRow, zero=True) if fresh else Call.of(MeanRow))], []
 
 
-def _limits_lifter(model: nn.Module, item: FoundStack) -> Callable[[Position], list[Edit]]:
-    """What lifts the limits of a stack whose table stays."""
-
-    def lift(scheme: Position) -> list[Edit]:
-        counting = [(path, limit.with_table(item.stack.reserved_rows)) for path, limit in item.stack.limits]
-        limits = [(path, limit) for path, limit in counting if limit is not None]
-        if not scheme.any_length and scheme.max_positions is None:
-            return []
-        longest = sys.maxsize if scheme.any_length else scheme.max_positions
-        assert longest is not None
-        return _lifted_limits(model, item, limits, longest)
-
-    return lift
-
-
-def _lifted_limits(
-    model: nn.Module, item: FoundStack, limits: Sequence[tuple[str, LengthLimit]], longest: int
-) -> list[Edit]:
-    found = [Edit.of(f"{item.name}.{path}.{LENS_SLOT}".replace("..", "."), limit) for path, limit in limits]
+def _longer(model: nn.Module, item: FoundStack, longest: int) -> Iterator[Edit]:
+    """Edits of attributes that hold the old maximum length, in the owner and in the modules around it."""
     for length in item.stack.lengths:
         for name, module in model.named_modules():
             if length in module.__dict__ and any(inner is item.owner for inner in module.modules()):
-                found.append(Edit.of(f"{name}.{length}", longest))
-    return found
+                yield Edit.of(f"{name}.{length}", longest)
 
 
-def kept_table_change(item: FoundStack, part: Part, row: Row, lift_limits: Callable[[Position], list[Edit]]) -> Change:
+def kept_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) -> Change:
     """A table that stays, computed or resized.
 
     Args:
-        item, part: the table, and what is asked for.
+        model, item, part: the model, the table's stack, and the request.
         row: what the plan says of it so far.
-        lift_limits: what else has to change for other lengths.
 
     Raises:
-        UnsupportedError: the table is gone, or isn't one row a position; or exactness was asked for, and isn't there.
+        UnsupportedError: the table is gone, or isn't one row a position; or init="exact", and the change isn't.
     """
     scheme, table = part.scheme, item.table()
     assert isinstance(scheme, Position)
@@ -199,13 +174,15 @@ def kept_table_change(item: FoundStack, part: Part, row: Row, lift_limits: Calla
         return Change(row)
     else:
         row.loss = scheme.loss(old)
-    if part.init == "exact" and row.loss:
-        raise UnsupportedError(
-            f"{item.table_name}: pos={scheme.name!r} isn't exact: {row.loss}. Use init='auto' to accept that."
-        )
-
+    if row.loss:
+        refuse_exact(item.table_name, part, row.loss)
     edits, values = _kept(item, scheme, first, fresh=part.init == "reset")
-    return Change(row, (*edits, *lift_limits(scheme)), values)
+    longest = sys.maxsize if scheme.any_length else scheme.max_positions
+    if longest is not None:
+        limits = [(path, limit.with_table(item.stack.reserved_rows)) for path, limit in item.stack.limits]
+        edits += [Edit.of(item.path(path, LENS_SLOT), limit) for path, limit in limits if limit is not None]
+        edits += _longer(model, item, longest)
+    return Change(row, tuple(edits), values)
 
 
 def _kept(

@@ -16,9 +16,11 @@ from hfpatch.patch import patch_model
 from hfpatch.runtime.grid import Grid
 
 OWNERS = proof.here()
-ON_A_GRID = [owner for owner in OWNERS if STACKS[owner].grid is not None and type(STACKS[owner].grid) is Grid]
+GRIDS: dict[str, Grid | None] = {owner: STACKS[owner].grid for owner in OWNERS}
+ON_A_GRID = [  # all patches of one image, in their order
+    owner for owner, grid in GRIDS.items() if grid is not None and grid.projection and not (grid.noise or grid.mask)
+]
 SQUARE = ("GraniteDoclingVisionModel", "Ovis2VisionTransformer")  # what follows them takes squares
-ALONE = [owner for owner in ON_A_GRID if STACKS[owner].grid.projection]  # type: ignore[union-attr]
 
 
 def cut(owner: str, pos: str) -> tuple[Any, dict[str, Any], Any, Any]:
@@ -59,7 +61,7 @@ def owner_states(model: Any, given: dict[str, Any], owner: nn.Module) -> Tensor:
     return states
 
 
-@pytest.mark.parametrize("owner", ALONE)
+@pytest.mark.parametrize("owner", ON_A_GRID)
 def test_any_size_and_aspect_ratio(owner: str) -> None:
     model, inputs, found, convolution = cut(owner, "rope")
     grid = found.stack.grid
@@ -87,7 +89,7 @@ NOT_MIXED = (
     *("Dinov2Backbone", "Dinov2WithRegistersBackbone", "Tipsv2VisionBackbone"),  # return maps
     "Phi4MultimodalVisionModel",  # attends to earlier patches only, where it is given no mask
 )
-MIXABLE = [owner for owner in ALONE if owner not in NOT_MIXED]
+MIXABLE = [owner for owner in ON_A_GRID if owner not in NOT_MIXED]
 
 
 @pytest.mark.parametrize("owner", MIXABLE)
@@ -100,7 +102,7 @@ def test_without_positions_patches_may_change_places(owner: str) -> None:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
         before = owner_states(model, {**inputs, grid.argument: pixels}, found.owner)
         after = owner_states(model, {**inputs, grid.argument: mixed(pixels, convolution, order)}, found.owner)
-        leading = grid._count(found.owner, grid.before)
+        leading = grid.tokens(found.owner, grid.before)
         tokens = torch.arange(before.shape[1])
         tokens[leading : leading + count] = leading + order
         change = proof.difference({"states": after}, {"states": before[:, tokens]})
@@ -108,7 +110,7 @@ def test_without_positions_patches_may_change_places(owner: str) -> None:
 
 
 RELATIVE = {owner: {"use_relative_position_embeddings": True} for owner in ("VitDetModel", "VitDetBackbone")}
-SAM_LIKE = [owner for owner in OWNERS if STACKS[owner].switched_off]
+SAM_LIKE = [owner for owner in OWNERS if False in dict(STACKS[owner].in_attention).values()]
 
 
 @pytest.mark.parametrize("owner", SAM_LIKE)
@@ -119,10 +121,10 @@ def test_biases_by_rows_and_columns_go_as_well(owner: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotPreservedWarning)
         model = patch_model(plain, pos="rope:axes=2")
-    if STACKS[owner].unused:
+    if None in dict(STACKS[owner].in_attention).values():
         assert not any("rel_pos" in name for name in model.state_dict())
     for attention in proof.stack_of(model, owner).attentions.values():
-        assert not any(getattr(attention, switch) for switch in STACKS[owner].switched_off)
+        assert not any(getattr(attention, name) for name, value in STACKS[owner].in_attention if value is False)
 
 
 def test_a_window_of_equal_patches_is_blind_without_positions() -> None:

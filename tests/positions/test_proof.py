@@ -113,7 +113,7 @@ class TestFaultsAreSeen:
             change = proof.blind(owner)
             assert change is not None
             assert change <= EXACT
-        monkeypatch.setattr(swap_relative, "removal", lambda item: ())
+        monkeypatch.setattr(swap_relative, "removal", lambda model, item: ((), []))
         with changed(owner):
             change = proof.blind(owner)
             assert change is not None
@@ -121,7 +121,7 @@ class TestFaultsAreSeen:
 
     def test_a_table_that_stays(self) -> None:
         """Another one, of token types, is removed in its place."""
-        with changed("BertModel", table="embeddings.token_type_embeddings", limits=()):
+        with changed("BertModel", table="embeddings.token_type_embeddings", removal=()):
             change = proof.blind("BertModel")
             assert change is not None
             assert change >= DIFFERENT

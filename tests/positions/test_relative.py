@@ -23,8 +23,8 @@ from hfpatch.plan import plan_patch
 from hfpatch.runtime.attention import ROTARY
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.schemes.rope import RoPE
-from hfpatch.sites.biases import find_biases
 from hfpatch.sites.records.biases import BIASES
+from hfpatch.sites.stacks import find_stacks
 from hfpatch.swap import biases as swap_relative
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -143,7 +143,7 @@ def moved(model: Any, given: dict[str, Tensor], change: Callable[[Tensor], Tenso
 
 
 def test_every_record_has_a_case() -> None:
-    covered = {item.bias.owner for name in CASES for item in find_biases(make(name))}
+    covered = {item.stack.owner for name in CASES for item in find_stacks(make(name), BIASES)}
     assert set(BIASES) - covered == {"Pop2PianoStack", "SEWDModel"}  # a T5Stack and a DebertaV2Model by other names
 
 
@@ -196,7 +196,7 @@ def test_blind_to_order_without_positions(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_control_biases_left_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap_relative, "removal", lambda item: ())
+    monkeypatch.setattr(swap_relative, "removal", lambda model, item: ((), []))
     assert spread_by_order(name, patched(name, layers=1, pos="nope")) >= 1e-3
 
 

@@ -9,14 +9,19 @@ from proof import DIFFERENT, EXACT, HOMES, STACKS
 
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
-from hfpatch.runtime.length_lenses import AnyInputLength
+from hfpatch.runtime.length_lenses import CountedLength
+from hfpatch.sites.records.record import ZEROS
 
 OWNERS = proof.here()
-WINDOWED = [owner for owner in OWNERS if any(isinstance(limit, AnyInputLength) for _, limit in STACKS[owner].limits)]
+WINDOWED = [
+    owner
+    for owner in OWNERS
+    if any(isinstance(limit, CountedLength) and limit.argument == "input_features" for _, limit in STACKS[owner].limits)
+]
 CONVOLVED = [
     owner
     for owner in OWNERS
-    if ("pos_conv_embed", "zeros") in STACKS[owner].answers and owner != "SEWEncoder"  # which pools first
+    if ("pos_conv_embed", ZEROS) in STACKS[owner].removal and owner != "SEWEncoder"  # which pools first
 ]
 
 

@@ -5,23 +5,25 @@ are computed by a convolution over the hidden states. Of time series as well.
 from dataclasses import replace
 
 from ...runtime.grid import Grid
-from ...runtime.length_lenses import AnyInputLength, AnySeriesLength, ReadRows
+from ...runtime.length_lenses import ExpandedRows
 from .encoder_decoders import ENCODER as WITH_CACHE
-from .record import Q_K_PROJ, Stack, family
+from .encoder_decoders import SPECTROGRAM
+from .record import INPUT, NOTHING, Q_K_PROJ, ZEROS, Stack, family
 
 ENCODER = replace(WITH_CACHE, cache=None)
 WHISPER = replace(  # the whole table is added to a window of just that length
     ENCODER,
-    limits=(("", AnyInputLength("max_source_positions", ("conv1", "conv2"))), ("", ReadRows("embed_positions"))),
+    removal=(
+        ("@lens", SPECTROGRAM),
+        ("@lens", ExpandedRows((("embed_positions.weight", 1),))),
+    ),
 )
 PACKED = replace(  # sound is cut into windows whose positions start anew, packed one after another
     ENCODER,
     table="positional_embedding",
-    limits=(("", ReadRows("positional_embedding", "positional_embedding")),),
+    removal=(("@lens", ExpandedRows((("positional_embedding.positional_embedding", 1),))),),
 )
-WAV2VEC2 = Stack(
-    "", "pos_conv_embed", "layers.*.attention", Q_K_PROJ, cache=None, answers=(("pos_conv_embed", "zeros"),)
-)
+WAV2VEC2 = Stack("", "pos_conv_embed", "layers.*.attention", Q_K_PROJ, cache=None, removal=(("pos_conv_embed", ZEROS),))
 AST = Stack(
     "",
     "embeddings.position_embeddings",
@@ -33,8 +35,8 @@ AST = Stack(
 PATCHTST = replace(
     ENCODER,
     table="positional_encoder.position_enc",
-    limits=(("positional_encoder", AnySeriesLength()),),
-    requires=(("config.channel_attention", False),),  # which would turn channels as if they were moments
+    removal=(("positional_encoder.@lens", ExpandedRows((("position_enc", "use_cls_token"),))),),
+    requires=(("layers.*.channel_attention", False, None),),  # which would turn channels as if they were moments
 )
 # sinusoids, a convolution and relative biases in the speech encoder; sinusoids that are added in place elsewhere
 _BIASES = "wrapped_encoder.embed_positions"  # None is what an attention without biases is given
@@ -45,19 +47,17 @@ SPEECHT5 = {
         "prenet.pos_sinusoidal_embed",
         "wrapped_encoder.layers.*.attention",
         Q_K_PROJ,
-        others=("prenet.pos_conv_embed", _BIASES),
-        answers=(("prenet.pos_conv_embed", "zeros"), (_BIASES, "nothing")),
+        removal=(("prenet.pos_conv_embed", ZEROS), (_BIASES, NOTHING)),
     ),
     "SpeechT5EncoderWithTextPrenet": Stack(
         "",
         _PRENET,
         "wrapped_encoder.layers.*.attention",
         Q_K_PROJ,
-        others=(_BIASES,),
-        answers=((_PRENET, "input"), (_BIASES, "nothing")),
+        removal=((_PRENET, INPUT), (_BIASES, NOTHING)),
     ),
     "SpeechT5DecoderWithSpeechPrenet": Stack(
-        "", _PRENET, "wrapped_decoder.layers.*.self_attn", Q_K_PROJ, answers=((_PRENET, "input"),), causal=True
+        "", _PRENET, "wrapped_decoder.layers.*.self_attn", Q_K_PROJ, removal=((_PRENET, INPUT),), causal=True
     ),
     "SpeechT5DecoderWithTextPrenet": Stack(
         "", "prenet.embed_positions", "wrapped_decoder.layers.*.self_attn", Q_K_PROJ, causal=True

@@ -2,77 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
+from ...runtime.constants import FixedArguments
 from ...runtime.qk_layouts import Fused, Projections
-from .record import Q_K_PROJ, QUERY_KEY
+from .record import Q_K_PROJ, QUERY_KEY, ZERO_ROWS, Stack, owned
+
+_ABSOLUTE = "adds a table of absolute positions besides its biases, for which hfpatch has no record"
 
 
-@dataclass(frozen=True)
-class Bias:
-    """One class whose attentions add biases by distance, and what is left when those go.
-
-    Paths and globs are relative to the owner.
-
-    Attributes:
-        owner: class name of the owner.
-        name: what the biases are called in a plan, and for globs, after the owner's name.
-        attention: glob of the self-attention modules. Cross-attention must not match.
-        projections: how q and k leave the attention's input; None where the host turns them by itself once the biases
-            are gone.
-        tables: globs of what makes the biases, modules or Parameters, which are removed.
-        switches: (glob of modules, attribute, value) that the hosts go by: "" is the owner.
-        given: (argument, value) that each attention gets in place of what it is handed: "zeros" for zeros like that.
-        present: attribute of the owner that says whether there are biases at all.
-        absolute: path of a table of absolute positions that the owner may have besides.
-        length: config attribute with the length that scaling rules start from.
-        as_long_as_tables: config attribute with the number of distances, which below 1 is that of positions.
-        head_dim, cache, causal: as in `Stack`.
-    """
-
-    owner: str
-    name: str
-    attention: str
-    projections: Any
-    tables: tuple[str, ...] = ()
-    switches: tuple[tuple[str, str, Any], ...] = ()
-    given: tuple[tuple[str, Any], ...] = ()
-    present: str | None = None
-    absolute: str | None = None
-    length: str = "max_position_embeddings"
-    as_long_as_tables: str | None = None
-    head_dim: str = "head_dim"
-    cache: str | None = "past_key_values"
-    causal: bool = False
-
-
-def _t5(attention: str) -> Bias:
-    """T5's buckets: the first layer makes the biases, or zeros if it is told so, and the others are handed them."""
-    return Bias(
+def _t5(attention: str) -> Stack:
+    """T5's buckets: the first layer makes the biases, or zeros where it is set so, and hands them to the others."""
+    return Stack(
         "",
         "relative_attention_bias",
         attention,
         Projections("q", "k"),
-        tables=(f"{attention}.relative_attention_bias",),
-        switches=((attention, "has_relative_attention_bias", False),),
-        length="n_positions",
+        removal=(
+            (f"{attention}.relative_attention_bias", ZERO_ROWS),
+            (f"{attention}.has_relative_attention_bias", False),
+        ),
+        present=f"{attention}.relative_attention_bias",
+        config_length="n_positions",
         head_dim="key_value_proj_dim",
     )
 
 
-def _deberta(encoder: str, projections: Projections | Fused, *tables: str) -> Bias:
+def _deberta(encoder: str, projections: Projections | Fused, *unread: str) -> Stack:
     """DeBERTa's scores of contents against positions and back; the scale for three kinds of scores stays."""
     attention = f"{encoder}.layer.*.attention.self"
-    return Bias(
+    return Stack(
         "",
         "rel_embeddings",
         attention,
         projections,
-        tables=tuple(f"{encoder}.{table}" for table in ("rel_embeddings", *tables)),
-        switches=((encoder, "relative_attention", False), (attention, "relative_attention", False)),
+        removal=(
+            (f"{encoder}.rel_embeddings", ZERO_ROWS),
+            *((f"{encoder}.{place}", None) for place in unread),
+            (f"{encoder}.relative_attention", False),
+            (f"{attention}.relative_attention", False),
+        ),
         present=f"{encoder}.relative_attention",
-        absolute="embeddings.position_embeddings",
         as_long_as_tables="max_relative_positions",
         head_dim="attention_head_size",
         cache=None,
@@ -93,15 +63,14 @@ _NEWER = (
     "layer.*.attention.self.pos_key_proj",
     "layer.*.attention.self.pos_query_proj",
 )
-DEBERTA_V2 = _deberta("encoder", *_NEWER)
-SEW_D = replace(_deberta("encoder.encoder", *_NEWER), absolute=None)
-BEIT = Bias(
+BEIT = Stack(
     "",
     "relative_position_bias",
     "layers.*.attention",
     Q_K_PROJ,
-    tables=("shared_position_bias", "layers.*.relative_position_bias"),
-    absolute="embeddings.position_embeddings",
+    removal=(("shared_position_bias", None), ("layers.*.relative_position_bias", None)),
+    present="shared_position_bias | layers.*.relative_position_bias",
+    requires=(("embeddings.position_embeddings", None, _ABSOLUTE),),
     cache=None,
 )
 _DATA2VEC = "encoder.layer.*.attention.attention"
@@ -109,64 +78,72 @@ DATA2VEC = replace(
     BEIT,
     attention=_DATA2VEC,
     projections=QUERY_KEY,
-    tables=("encoder.relative_position_bias", f"{_DATA2VEC}.relative_position_bias"),
-    switches=tuple((path, "has_relative_position_bias", False) for path in ("encoder", _DATA2VEC)),
+    removal=(
+        ("encoder.relative_position_bias", None),
+        (f"{_DATA2VEC}.relative_position_bias", None),
+        ("encoder.has_relative_position_bias", False),
+        (f"{_DATA2VEC}.has_relative_position_bias", False),
+    ),
+    present=f"encoder.relative_position_bias | {_DATA2VEC}.relative_position_bias",
     head_dim="attention_head_size",
 )
-MPNET = Bias(
+MPNET = Stack(
     "",
     "encoder.relative_attention_bias",
     "encoder.layer.*.attention.attn",
     Projections("q", "k"),
-    tables=("encoder.relative_attention_bias",),
-    given=(("position_bias", None),),
-    absolute="embeddings.position_embeddings",
+    removal=(
+        ("encoder.relative_attention_bias", ZERO_ROWS),
+        ("encoder.layer.*.attention.attn.@lens", FixedArguments((("position_bias", None),))),
+    ),
     head_dim="attention_head_size",
     cache=None,
 )
-BLOOM = Bias(
+BLOOM = Stack(
     "",
     "alibi",
     "h.*.self_attention",
     Fused("query_key_value", by_head=True),
-    given=(("alibi", "zeros"),),
-    length="seq_length",
+    removal=(("h.*.self_attention.@lens", FixedArguments((("alibi", "zeros"),))),),
+    present="",
+    config_length="seq_length",
     cache="layer_past",
     causal=True,
 )
-FALCON = Bias(
-    "", "alibi", "h.*.self_attention", None, switches=(("", "use_alibi", False),), present="use_alibi", causal=True
+FALCON = Stack(
+    "", "alibi", "h.*.self_attention", None, removal=(("use_alibi", False),), present="use_alibi", causal=True
 )
-MPT = Bias(
+MPT = Stack(
     "",
     "alibi",
     "blocks.*.attn",
     Fused("Wqkv", clip="clip_qkv"),
-    given=(("position_bias", None),),
-    length="max_seq_len",
+    removal=(("blocks.*.attn.@lens", FixedArguments((("position_bias", None),))),),
+    present="",
+    config_length="max_seq_len",
     causal=True,
 )
 
-# Class of the owner -> how it is built.
-_BUILDS = {
-    "BeitModel": BEIT,
-    "BloomModel": BLOOM,
-    "Data2VecVisionModel": DATA2VEC,
-    "DebertaModel": DEBERTA,
-    "DebertaV2Model": DEBERTA_V2,
-    "FalconModel": FALCON,
-    "LongT5Stack": _t5("block.*.layer.0.*SelfAttention"),
-    "MPNetModel": MPNET,
-    "MT5Stack": T5,
-    "MptModel": MPT,
-    "Pix2StructTextModel": PIX2STRUCT,
-    "Pop2PianoStack": T5,
-    "SEWDModel": SEW_D,
-    "SwitchTransformersStack": T5,
-    "T5Stack": T5,
-    "UMT5Stack": T5,
-}
-BIASES: dict[str, Bias] = {owner: replace(build, owner=owner) for owner, build in _BUILDS.items()}
+BIASES = owned(
+    {
+        "BeitModel": BEIT,
+        "BloomModel": BLOOM,
+        "Data2VecVisionModel": DATA2VEC,
+        "DebertaModel": DEBERTA,
+        "DebertaV2Model": _deberta("encoder", *_NEWER),
+        "FalconModel": FALCON,
+        "LongT5Stack": _t5("block.*.layer.0.*SelfAttention"),
+        "MPNetModel": MPNET,
+        "MT5Stack": T5,
+        "MptModel": MPT,
+        "Pix2StructTextModel": PIX2STRUCT,
+        "Pop2PianoStack": T5,
+        "SEWDModel": _deberta("encoder.encoder", *_NEWER),
+        "SwitchTransformersStack": T5,
+        "T5Stack": T5,
+        "UMT5Stack": T5,
+    }
+)
 
 _PROJECTED = "its scores contain products with projected distances (Transformer-XL's kind), which are no added bias"
 _DISTANCES = "its scores contain products of queries with a vector for each distance, which are no added bias"

@@ -3,13 +3,14 @@
 from dataclasses import replace
 
 from ...runtime.attention import Window
-from ...runtime.length_lenses import AnyRow
+from ...runtime.length_lenses import MeanOfBuffer
 from ...runtime.qk_layouts import Fused, Projections
-from .record import Q_K_PROJ, Stack, family
+from .record import MEAN_BY_TOKEN, Q_K_PROJ, Stack, family
 
 DECODER = Stack("", "embed_positions", "layers.*.self_attn", Q_K_PROJ, causal=True)
 OPT = replace(DECODER, reserved_rows=2)
 POS_EMB = replace(DECODER, table="pos_emb")
+KOSMOS_2_5 = replace(OPT, removal=(("embed_positions", MEAN_BY_TOKEN),))
 GPT2 = Stack("", "wpe", "h.*.attn", Fused("c_attn"), causal=True)
 BARK_FINE = Stack(
     "", "position_embeds_layer", "layers.*.attn", Fused("att_proj"), cache=None, config_length="block_size"
@@ -28,7 +29,7 @@ CTRL = Stack(
     Projections("Wq", "Wk"),
     cache="layer_past",
     states="q",
-    limits=(("", AnyRow("pos_encoding")),),
+    removal=(("@lens", MeanOfBuffer("pos_encoding")),),
     causal=True,
 )
 GPT_NEO = Stack(
@@ -63,7 +64,7 @@ FAMILIES = (
     family("gpt_bigcode", {"GPTBigCodeModel": GPT_BIGCODE}, "bigcode/gpt_bigcode-santacoder"),
     family("gpt_neo", {"GPTNeoModel": GPT_NEO}, "EleutherAI/gpt-neo-125m"),
     family("imagegpt", {"ImageGPTModel": IMAGE_GPT}, "openai/imagegpt-small"),
-    family("kosmos_2_5_text_model", {"Kosmos2_5TextTransformer": replace(OPT, by_token=True)}, "microsoft/kosmos-2.5"),
+    family("kosmos_2_5_text_model", {"Kosmos2_5TextTransformer": KOSMOS_2_5}, "microsoft/kosmos-2.5"),
     family("kosmos_2_text_model", {"Kosmos2TextTransformer": OPT}, "microsoft/kosmos-2-patch14-224"),
     family("musicgen_decoder", {"MusicgenDecoder": DECODER}, "facebook/musicgen-small"),
     family("musicgen_melody_decoder", {"MusicgenMelodyDecoder": DECODER}, "facebook/musicgen-melody"),

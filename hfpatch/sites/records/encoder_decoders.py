@@ -2,17 +2,21 @@
 
 from dataclasses import replace
 
-from ...runtime.length_lenses import AnyInputLength
+from ...runtime.edits import Call
+from ...runtime.length_lenses import CountedLength
 from ...runtime.qk_layouts import Projections, WindowProjections
 from .decoders import DECODER
-from .record import QUERY_KEY, Stack, family
+from .record import MEAN_BY_TOKEN, MEAN_ROW, QUERY_KEY, ZEROS, Stack, family
 
 ENCODER = replace(DECODER, causal=False)
+SPECTROGRAM = CountedLength(  # Whisper's encoder compares the length of its input with the config's
+    "input_features", ("conv1", "conv2"), ("config.max_source_positions", "embed_positions.num_embeddings")
+)
 BART = replace(ENCODER, reserved_rows=2)
 FSMT = replace(
     BART,
     projections=Projections("q_proj", "k_proj", time=0),
-    by_token=True,
+    removal=(("embed_positions", MEAN_BY_TOKEN),),
     cache="layer_state",
     states="query",
     time=0,
@@ -31,7 +35,7 @@ BIGBIRD_PEGASUS = {
         projections=QUERY_KEY,
         head_dim="attention_head_size",
         cache=None,
-        requires=(("attention_type", "original_full"),),  # else it exchanges attentions while it runs
+        requires=(("attention_type", "original_full", None),),  # else it exchanges attentions while it runs
     ),
     "BigBirdPegasusDecoder": DECODER,
 }
@@ -45,7 +49,7 @@ LED = {
     ),
     "LEDDecoder": replace(DECODER, config_length="max_decoder_position_embeddings"),
 }
-PEGASUS_X = replace(DECODER, answers=(("embed_positions", "zeros"),))
+PEGASUS_X = replace(DECODER, removal=(("embed_positions", ZEROS),))
 PROPHETNET = Stack(
     "",
     "position_embeddings",
@@ -53,10 +57,10 @@ PROPHETNET = Stack(
     Projections("query_proj", "key_proj"),
     reserved_rows=1,
     cache=None,
-    returns_more=1,
+    removal=(("position_embeddings", Call.of("ConstantPositions", more=1)),),
 )
 SEAMLESS_V2 = _both("SeamlessM4Tv2", BART) | {
-    "SeamlessM4Tv2TextToUnitDecoder": replace(BART, others=("embed_char_positions",))
+    "SeamlessM4Tv2TextToUnitDecoder": replace(BART, removal=(("embed_char_positions", MEAN_ROW),))
 }
 SPEECH_TO_TEXT = {
     "Speech2TextEncoder": replace(BART, config_length="max_source_positions"),
@@ -65,7 +69,7 @@ SPEECH_TO_TEXT = {
 WHISPER = {
     "WhisperEncoder": replace(
         ENCODER,
-        limits=(("", AnyInputLength("max_source_positions", ("conv1", "conv2"))),),
+        removal=(("@lens", SPECTROGRAM),),
         config_length="max_source_positions",
     ),
     "WhisperDecoder": replace(DECODER, lengths=("max_target_positions",), config_length="max_target_positions"),

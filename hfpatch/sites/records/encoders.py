@@ -2,14 +2,15 @@
 
 from dataclasses import replace
 
-from ...runtime.length_lenses import AnyBufferLength, RefusedArguments, ZeroArguments
+from ...runtime.constants import FixedArguments
+from ...runtime.length_lenses import ExpandedRows, FilledArguments, RefusedArguments
 from ...runtime.qk_layouts import Fused, Projections, WindowProjections
-from .record import QUERY_KEY, Stack, family
+from .record import MEAN_BY_TOKEN, MEAN_ROW, QUERY_KEY, Stack, family
 
 # what reads buffers of the old maximum length: position_ids, and token_type_ids in the same module or outside of it
-IDS = (("embeddings", ZeroArguments("position_ids")),)
-IDS_AND_TYPES = (("embeddings", ZeroArguments("position_ids", "token_type_ids")),)
-TYPES_OUTSIDE = (("", ZeroArguments("token_type_ids")), *IDS)
+IDS = (("embeddings.@lens", FilledArguments("position_ids")),)
+IDS_AND_TYPES = (("embeddings.@lens", FilledArguments("position_ids", "token_type_ids")),)
+TYPES_OUTSIDE = (("@lens", FilledArguments("token_type_ids")), *IDS)
 
 BERT = Stack(
     "",
@@ -17,11 +18,11 @@ BERT = Stack(
     "encoder.layer.*.attention.self",
     QUERY_KEY,
     head_dim="attention_head_size",
-    limits=IDS_AND_TYPES,
+    removal=IDS_AND_TYPES,
 )
 ROBERTA = replace(BERT, reserved_rows=2)  # it counts positions from the padding index on
-BERT_GENERATION = replace(BERT, limits=IDS)
-ENCODER = replace(BERT, cache=None, limits=IDS)  # never decodes
+BERT_GENERATION = replace(BERT, removal=IDS)
+ENCODER = replace(BERT, cache=None, removal=IDS)  # never decodes
 COUNTING = replace(ENCODER, reserved_rows=2)
 QFORMER = replace(ENCODER, attention="encoder.layer.*.attention.attention")
 XLM = Stack(  # causal where its config says so, and with a cache of its own name
@@ -32,45 +33,52 @@ XLM = Stack(  # causal where its config says so, and with a cache of its own nam
     cache="cache",
     layer_index="layer_id",
     states="input",
-    limits=(("", ZeroArguments("position_ids")),),
+    removal=(("@lens", FilledArguments("position_ids")),),
 )
 BIG_BIRD = replace(
     BERT,
-    limits=TYPES_OUTSIDE,
-    requires=(("attention_type", "original_full"),),  # else it exchanges attentions while it runs
+    removal=TYPES_OUTSIDE,
+    requires=(("attention_type", "original_full", None),),  # else it exchanges attentions while it runs
 )
 CANINE = replace(
     ENCODER,
     table="char_embeddings.char_position_embeddings",
     attention="*.layer.*.attention.self",  # of characters, of molecules, and of characters again
     states="from_tensor",
-    limits=(("char_embeddings", ZeroArguments("position_ids")),),
+    removal=(("char_embeddings.@lens", FilledArguments("position_ids")),),
 )
 LAYOUTLMV3 = replace(
     COUNTING,
-    biases=("rel_pos",),
-    others=("pos_embed",),  # of an image's patches, which follow the text
-    unread=("encoder.rel_pos_bias",),
-    switches=(("encoder", "has_relative_attention_bias"),),
-    limits=(("", AnyBufferLength("embeddings", "position_ids")), *IDS),
+    removal=(
+        ("pos_embed", MEAN_ROW),  # of an image's patches, which follow the text
+        ("encoder.has_relative_attention_bias", False),
+        ("encoder.rel_pos_bias", None),
+        ("@lens", ExpandedRows((("embeddings.position_ids", None),))),
+        *IDS,
+    ),
+    in_attention=(("@lens", FixedArguments((("rel_pos", 0),))),),
 )
-LONGFORMER = replace(COUNTING, projections=WindowProjections("query", "key", time=0), head_dim="head_dim", limits=())
+LONGFORMER = replace(COUNTING, projections=WindowProjections("query", "key", time=0), head_dim="head_dim", removal=())
 LXMERT = replace(
     ENCODER,
     attention="encoder.layer.*.attention.self | encoder.x_layers.*.lang_self_att.self",  # of text alone
-    limits=(),
+    removal=(),
 )
-LUKE = replace(COUNTING, states="word_hidden_states", limits=(("", RefusedArguments("entity_ids")),))
+LUKE = replace(COUNTING, states="word_hidden_states", removal=(("@lens", RefusedArguments("entity_ids")),))
 MPNET = replace(COUNTING, attention="encoder.layer.*.attention.attn", projections=Projections("q", "k"))
-NYSTROMFORMER = replace(COUNTING, limits=TYPES_OUTSIDE)
+NYSTROMFORMER = replace(COUNTING, removal=TYPES_OUTSIDE)
 SQUEEZEBERT = replace(
     ENCODER, attention="encoder.layers.*.attention", projections=Projections("query", "key", time=2), time=2
 )
 TVP = replace(
     ENCODER,
     attention="encoder.layer.*.attention",
-    others=("visual_embeddings.row_position_embeddings", "visual_embeddings.col_position_embeddings"),
-    by_token=True,
+    removal=(
+        ("embeddings.position_embeddings", MEAN_BY_TOKEN),
+        ("visual_embeddings.row_position_embeddings", MEAN_BY_TOKEN),
+        ("visual_embeddings.col_position_embeddings", MEAN_BY_TOKEN),
+        *IDS,
+    ),
 )
 # relative positions of DeBERTa and MPNet: biases.py
 DEBERTA = replace(ENCODER, projections=Fused("in_proj", by_head=True, query_bias="q_bias"))
@@ -78,7 +86,7 @@ DEBERTA_V2 = replace(ENCODER, projections=Projections("query_proj", "key_proj"))
 DISTILBERT = replace(ENCODER, attention="transformer.layer.*.attention", projections=Projections("q_lin", "k_lin"))
 ALBERT = replace(BERT, attention="encoder.albert_layer_groups.*.albert_layers.*.attention", cache=None)
 BROS = replace(BERT, projections=Projections("query", "key", beside_keys="bbox_pos_emb"), cache=None)
-LILT = replace(COUNTING, others=("layout_embeddings.box_position_embeddings",))
+LILT = replace(COUNTING, removal=(("layout_embeddings.box_position_embeddings", MEAN_ROW), *IDS))
 
 FAMILIES = (
     family("albert", {"AlbertModel": ALBERT}, "albert/albert-base-v2"),

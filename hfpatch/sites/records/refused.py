@@ -1,4 +1,4 @@
-"""Classes that own tables of positions which hfpatch leaves alone, and why: said by the plan, and by the error where
+"""Classes that own tables of positions that hfpatch leaves alone, and why: for the plan, and for the error where
 nothing else in the model can be changed.
 """
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ...runtime.length_lenses import AnyRow, AnyTextLength
+from ...runtime.length_lenses import ExpandedRows, FilledArguments, MeanOfBuffer
 from .encoders import BERT, IDS
 from .record import Q_K_PROJ, Stack, family
 
@@ -14,20 +14,25 @@ CLIP = Stack(
     "encoder.layers.*.self_attn",
     Q_K_PROJ,
     cache=None,
-    limits=(("embeddings", AnyTextLength()),),
+    removal=(  # it compares its input's length with the table's
+        ("embeddings.@lens", ExpandedRows((("position_embedding.weight", None),))),
+        ("embeddings.@lens", FilledArguments("position_ids")),
+    ),
     causal=True,
 )
 SIGLIP = replace(CLIP, causal=False)
 AIMV2 = replace(SIGLIP, attention="encoder.layers.*.attention")
 ALTCLIP = replace(COUNTING, attention="encoder.layers.*.attention.self")
 FLAVA = replace(TOWER, attention="encoder.layer.*.attention.attention")
-VIDEOPRISM = replace(SIGLIP, attention="layers.*.attention", limits=(("embeddings", AnyRow("position_embedding")),))
+VIDEOPRISM = replace(
+    SIGLIP, attention="layers.*.attention", removal=(("embeddings.@lens", MeanOfBuffer("position_embedding")),)
+)
 
 FAMILIES = (
     family("aimv2_text_model", {"Aimv2TextModel": AIMV2}, "apple/aimv2-large-patch14-224-lit"),
     family("align_text_model", {"AlignTextModel": TOWER}, "kakaobrain/align-base"),
     family("altclip_text_model", {"AltRobertaModel": ALTCLIP}, "BAAI/AltCLIP"),
-    family("blip_text_model", {"BlipTextModel": replace(BERT, limits=IDS)}, "Salesforce/blip-vqa-base"),
+    family("blip_text_model", {"BlipTextModel": replace(BERT, removal=IDS)}, "Salesforce/blip-vqa-base"),
     family("bridgetower_text_model", {"BridgeTowerTextModel": COUNTING}, "BridgeTower/bridgetower-base"),
     family("chinese_clip_text_model", {"ChineseCLIPTextModel": TOWER}, "OFA-Sys/chinese-clip-vit-base-patch16"),
     family("clap_text_model", {"ClapTextModel": COUNTING}, "laion/clap-htsat-fused"),

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from ...runtime.grid import Grid, KeptGrid, MaskedGrid, PackedGrid, PlacedGrid, SeenGrid
-from ...runtime.length_lenses import AnyImageSize, AnyTileSize, AnyVideoSize
+from ...runtime.grid import Grid
+from ...runtime.length_lenses import AnyImageSize, CountedLength, ExpandedRows
 from ...runtime.qk_layouts import Fused
-from .record import Q_K_PROJ, QUERY_KEY, Stack, family
+from .record import INPUT, MEAN_ROW, Q_K_PROJ, QUERY_KEY, Stack, family
 
 _PROJECTION = "embeddings.patch_embeddings.projection"
-_PATCHES = ("embeddings.patch_embeddings", AnyImageSize(None))  # what cuts patches checks sizes as well
+_PATCHES = ("embeddings.patch_embeddings.@lens", AnyImageSize(None))  # what cuts patches checks sizes as well
 
 # --- built as ViT is: a Parameter for class token and patches, q_proj and k_proj in layers.*.attention ----------------
 
@@ -18,23 +18,23 @@ VIT = Stack(
     "layers.*.attention",
     Q_K_PROJ,
     cache=None,
-    limits=(("embeddings", AnyImageSize(flag=True)),),
+    removal=(("embeddings.@lens", AnyImageSize(flag=True)),),
     grid=Grid(_PROJECTION),
 )
-QIANFAN = replace(VIT, limits=(("embeddings", AnyImageSize()),))
+QIANFAN = replace(VIT, removal=(("embeddings.@lens", AnyImageSize()),))
 DEIT = replace(VIT, grid=Grid(_PROJECTION, before=(2,)))
 IJEPA = replace(VIT, grid=Grid(_PROJECTION, before=()))
 PIXIO = replace(QIANFAN, grid=Grid(_PROJECTION, before=("n_cls_tokens",)))
 GROUPVIT = replace(VIT, attention="encoder.stages.0.layers.*.self_attn", grid=None)
 VIT_MAE = {
     "ViTMAEModel": replace(
-        VIT, limits=(("embeddings", AnyImageSize(flag=True, rows=2)),), grid=MaskedGrid(_PROJECTION)
+        VIT, removal=(("embeddings.@lens", AnyImageSize(flag=True, rows=2)),), grid=Grid(_PROJECTION, noise="noise")
     ),
     "ViTMAEDecoder": replace(
         VIT,
         table="decoder_pos_embed",
         attention="decoder_layers.*.attention",
-        limits=(("", AnyImageSize("decoder_pos_embed", argument="hidden_states")),),
+        removal=(("@lens", AnyImageSize("decoder_pos_embed", argument="hidden_states")),),
         grid=None,
     ),
 }
@@ -50,21 +50,24 @@ FLAVA = replace(
 )
 DPT = replace(
     FLAVA,
-    limits=(("embeddings", AnyImageSize(resize=("_resize_pos_embed",))),),
+    removal=(("embeddings.@lens", AnyImageSize(resize=("_resize_pos_embed",))),),
     grid=Grid(_PROJECTION, interpolation="linear"),
 )
-VIDEOMAE = replace(FLAVA, limits=(_PATCHES,), grid=KeptGrid(_PROJECTION, before=()))
+VIDEOMAE = replace(FLAVA, removal=(_PATCHES,), grid=Grid(_PROJECTION, before=(), mask="bool_masked_pos"))
 VITPOSE = replace(
-    FLAVA, limits=(("embeddings", AnyImageSize(rows=2)), _PATCHES), grid=Grid(_PROJECTION, before=()), relayed=False
+    FLAVA,
+    removal=(("embeddings.@lens", AnyImageSize(rows=2)), _PATCHES),
+    grid=Grid(_PROJECTION, before=()),
+    relayed=False,
 )
 _MID = ("interpolation.mid_position_embeddings", "mid_position_embeddings")  # the second in transformers 5.17
 YOLOS = replace(
     FLAVA,
-    limits=(
-        ("embeddings", AnyImageSize(resize=("interpolation",))),
-        ("encoder", AnyImageSize(" | ".join(_MID), ("interpolation",))),
+    removal=(
+        *((f"encoder.{table}", MEAN_ROW) for table in _MID),
+        ("embeddings.@lens", AnyImageSize(resize=("interpolation",))),
+        ("encoder.@lens", AnyImageSize(" | ".join(_MID), ("interpolation",))),
     ),
-    others=tuple(f"encoder.{table}" for table in _MID),
     grid=Grid(_PROJECTION, after=("num_detection_tokens",)),
 )
 TIMESFORMER = replace(
@@ -72,8 +75,10 @@ TIMESFORMER = replace(
     attention="encoder.layer.*.*attention.attention",
     projections=Fused("qkv"),
     head_dim="/ num_heads",
-    limits=(("embeddings", AnyVideoSize()),),
-    others=("embeddings.time_embeddings",),
+    removal=(
+        ("embeddings.time_embeddings", MEAN_ROW),
+        ("embeddings.@lens", ExpandedRows((("position_embeddings", 2),))),
+    ),
     grid=None,
 )
 
@@ -92,11 +97,11 @@ DINOV2 = replace(
 _REGISTERS = Grid(_PROJECTION, before=(1, "num_register_tokens"))
 REGISTERS = replace(DINOV2, grid=replace(_REGISTERS, interpolation="bicubic-antialias"))
 TIPSV2 = replace(DINOV2, grid=replace(_REGISTERS, interpolation="linear-antialias"))
-LW_DETR = replace(DINOV2, limits=(("embeddings", AnyImageSize(resize=("get_absolute_positions",))),), grid=None)
+LW_DETR = replace(DINOV2, removal=(("embeddings.@lens", AnyImageSize(resize=("get_absolute_positions",))),), grid=None)
 RADIO = replace(
     DINOV2,
     table="embeddings.position_embedding",
-    limits=(("embeddings", AnyImageSize("position_embedding", ("_interpolate_position_embedding",))),),
+    removal=(("embeddings.@lens", AnyImageSize("position_embedding", ("_interpolate_position_embedding",))),),
     grid=None,
 )
 
@@ -108,29 +113,29 @@ CLIP = Stack(
     "encoder.layers.*.self_attn",
     Q_K_PROJ,
     cache=None,
-    limits=(("embeddings", AnyImageSize("position_embedding", flag=True)),),
+    removal=(("embeddings.@lens", AnyImageSize("position_embedding", flag=True)),),
     grid=Grid("embeddings.patch_embedding"),
 )
 BLIP = replace(CLIP, projections=Fused("qkv"))
 SIGLIP = replace(CLIP, grid=Grid("embeddings.patch_embedding", before=(0,)))  # no class token
 GRANITE = replace(SIGLIP, relayed=True)
-IDEFICS2 = replace(SIGLIP, limits=())  # any size by itself
+IDEFICS2 = replace(SIGLIP, removal=())  # any size by itself
 IDEFICS3 = replace(IDEFICS2, relayed=True)
 OVIS2 = replace(IDEFICS2, attention="encoder.layers.*.attention")
 AIMV2 = replace(OVIS2, grid=Grid("embeddings.patch_embed", before=(0,)))
 SIGLIP2 = replace(
     CLIP,
-    limits=(("embeddings", AnyImageSize("position_embedding", ("resize_positional_embeddings",))),),
-    grid=PackedGrid(),
+    removal=(("embeddings.@lens", AnyImageSize("position_embedding", ("resize_positional_embeddings",))),),
+    grid=Grid("", before=(), shapes="spatial_shapes"),
 )
 MINICPM = replace(  # images packed into one line, and the merger's windows as well
-    CLIP, attention="encoder.layers.*.self_attn | vit_merger.self_attn", limits=(), grid=None
+    CLIP, attention="encoder.layers.*.self_attn | vit_merger.self_attn", removal=(), grid=None
 )
 UNLIMITED_OCR = replace(
-    CLIP, limits=(("embeddings", AnyImageSize("position_embedding", argument="patch_embeds")),), grid=None
+    CLIP, removal=(("embeddings.@lens", AnyImageSize("position_embedding", argument="patch_embeds")),), grid=None
 )
 XCLIP = replace(CLIP, grid=Grid("embeddings.patch_embedding", after=(1,)))
-XCLIP_FRAMES = replace(CLIP, table="position_embedding", limits=(), grid=None)
+XCLIP_FRAMES = replace(CLIP, table="position_embedding", removal=(), grid=None)
 
 # --- built as SAM's image encoder is: windows and whole images (B, rows, columns, d), biases by rows and by columns ---
 
@@ -141,25 +146,23 @@ SAM = Stack(
     Fused("qkv"),
     cache=None,
     head_dim="/ num_attention_heads",
-    limits=(("patch_embed", AnyImageSize(None)),),
-    grid=SeenGrid(),
-    switched_off=("use_rel_pos",),
-    unused=("rel_pos_h", "rel_pos_w"),
+    removal=(("patch_embed.@lens", AnyImageSize(None)),),
+    grid=Grid(None),
+    in_attention=(("use_rel_pos", False), ("rel_pos_h", None), ("rel_pos_w", None)),
 )
-OCR_SAM = replace(SAM, limits=(("", AnyImageSize("pos_embed")),))
+OCR_SAM = replace(SAM, removal=(("@lens", AnyImageSize("pos_embed")),))
 SEGGPT = replace(
     SAM,
     table="embeddings.position_embeddings",
     attention="encoder.layers.*.attention",
-    limits=(("embeddings", AnyImageSize()), _PATCHES),
-    switched_off=("use_relative_position_embeddings",),
-    unused=(),  # its host still draws them
+    removal=(("embeddings.@lens", AnyImageSize()), _PATCHES),
+    in_attention=(("use_relative_position_embeddings", False),),  # its host still draws their Parameters
 )
 VITDET = replace(
     SEGGPT,
     attention="encoder.layer.*.attention",
     head_dim="/ num_heads",
-    limits=(("embeddings", AnyImageSize(resize=("get_absolute_positions",))),),
+    removal=(("embeddings.@lens", AnyImageSize(resize=("get_absolute_positions",))),),
     states="hidden_state",
 )
 
@@ -172,8 +175,8 @@ PIX2STRUCT = Stack(
     QUERY_KEY,
     cache=None,
     head_dim="key_value_proj_dim",
-    others=("embeddings.column_embedder",),
-    grid=PlacedGrid(),
+    removal=(("embeddings.column_embedder", MEAN_ROW),),
+    grid=Grid("", before=(), argument="flattened_patches"),
     relayed=True,
 )
 KOSMOS_2_5 = replace(PIX2STRUCT, head_dim="head_dim", relayed=False)
@@ -184,18 +187,18 @@ MGP_STR = Stack(
     Fused("qkv"),
     cache=None,
     head_dim="/ num_heads",
-    limits=(("embeddings", AnyImageSize("pos_embed")),),
+    removal=(("embeddings.@lens", AnyImageSize("pos_embed")),),
     grid=Grid("embeddings.proj"),
     relayed=True,
 )
+TILES = CountedLength("pixel_values", ("patch_embedding",), ("num_patches",), more=1, never_multiple_of=8)
 MLLAMA = Stack(  # what tells tiles apart, by the image's aspect ratio, stays
     "",
     "gated_positional_embedding",
     "transformer.layers.*.self_attn | global_transformer.layers.*.self_attn",
     Q_K_PROJ,
     cache=None,
-    answers=(("gated_positional_embedding", "input"),),
-    limits=(("", AnyTileSize()),),
+    removal=(("gated_positional_embedding", INPUT), ("@lens", TILES)),
 )
 MOLMO2 = Stack("", "positional_embedding", "layers.*.self_attn", Q_K_PROJ, cache=None)
 _VIDEO = AnyImageSize(flag=True, argument="pixel_values_videos")
@@ -205,8 +208,11 @@ VIDEOPRISM = Stack(
     "spatial_layers.*.attention | temporal_layers.*.attention",
     Q_K_PROJ,
     cache=None,
-    limits=(("spatial_embeddings", _VIDEO), ("temporal_embeddings", _VIDEO)),
-    others=("temporal_embeddings.position_embeddings",),
+    removal=(
+        ("temporal_embeddings.position_embeddings", MEAN_ROW),
+        ("spatial_embeddings.@lens", _VIDEO),
+        ("temporal_embeddings.@lens", _VIDEO),
+    ),
 )
 
 FAMILIES = (
