@@ -150,8 +150,9 @@ def plan_patch(
             norms that wouldn't be, refuse where nothing is), "copy" (gains and shifts are the replaced norm's own
             Parameters, nothing else changes), "reset" (the paper's starting values; for
             MLPs fresh weights and two thirds of the hidden channels).
-        example_inputs: keyword arguments of one forward, for norms that are to be exact: such a model is measured on a
-            small one of its class, and checked on itself. None makes them from its signature and config.
+        example_inputs: keyword arguments of one forward, for norms that are to be exact (such a model is measured on a
+            small one of its class, and checked on itself) and for another share of rotated channels where a model
+            rotates by itself. None makes them from its signature and config.
         mlp: a gated MLP scheme, likewise ("swiglu", "swiglu:d_ff=2048", `GeGLU()`); the globs see its projections.
         placement: where the norm of a residual branch stands ("pre", "post", "olmo2", "sandwich"): another function.
 

@@ -111,7 +111,7 @@ def test_what_the_patch_has_changed_itself_stays() -> None:
 def test_the_same_settings_derive_nothing() -> None:
     model, _ = zoo.tiny("clip")
     config = model.config.vision_config
-    derived = derive(model, [(config, "image_size", config.image_size)], {})
+    derived = derive(model, [(config, "image_size", config.image_size)], [])
     assert (derived.attributes, derived.buffers) == ([], [])
     with pytest.raises(UnsupportedError, match=r"position_embedding.weight is made for image_size=96 as well"):
-        derive(model, [(config, "image_size", 96)], {})
+        derive(model, [(config, "image_size", 96)], [])

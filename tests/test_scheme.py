@@ -44,7 +44,7 @@ SCHEMES = [
     Sinusoidal(base=500.0, layout="half", scale=0.1),
     Learned(),
     Learned(max_positions=4096, method="linear"),
-    Learned(image_size=(384, 512), method="nearest"),
+    Learned(image_size=(384, 512), method="linear"),
 ]
 
 
@@ -204,15 +204,17 @@ def test_options_of_none_are_the_papers_without_a_model() -> None:
 
 
 def test_no_scaling_by_name() -> None:
-    assert torch.equal(RoPE(scaling={"rope_type": "default"}).build(8, 64).inv_freq, RoPE().build(8, 64).inv_freq)
+    assert torch.equal(
+        RoPE(scaling={"rope_type": "default"}).rotation(8, 64).make().inv_freq, RoPE().rotation(8, 64).make().inv_freq
+    )
 
 
 def test_the_callers_dict_isnt_kept() -> None:
     scaling = dict(YARN)
     scheme = RoPE(scaling=scaling)
-    before = scheme.build(8, 64).inv_freq
+    before = scheme.rotation(8, 64).make().inv_freq
     scaling["factor"] = 32.0
-    assert torch.equal(scheme.build(8, 64).inv_freq, before)
+    assert torch.equal(scheme.rotation(8, 64).make().inv_freq, before)
     assert scheme == RoPE(scaling=YARN)
 
 

@@ -13,11 +13,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..core.transaction import Transaction
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
+from ..runtime.rotary import ORIGINAL
 from ..schemes.request import Record
 from ..swap.config_diff import Setting
 from ..swap.config_lengths import takes_any_length
 from ..swap.image_tables import IMAGE_SIZE
-from ..swap.native_rope import TOLD, tell_config
 from .classes import registered_config_class
 
 
@@ -40,12 +40,11 @@ def give_patched_config(
     object.__setattr__(config, "__class__", registered_config_class(host_class(type(config))))
     unlimited = bool(record.pos) and record.pos[-1].scheme.max_positions is None and takes_any_length(model)  # type: ignore[attr-defined]
     setattr(config, KEY, replace(record, any_length=unlimited).to_json())
-    tell_config(model, config)
     for original, attribute, value in lengths:
         own: Any = copies[id(original)]
         generation: Any = getattr(model, "generation_config", None)
-        ends_there = generation is not None and generation.max_length == getattr(own, attribute)
-        if ends_there and attribute != IMAGE_SIZE:
+        of_text = isinstance(value, int) and attribute not in (IMAGE_SIZE, ORIGINAL)
+        if of_text and generation is not None and generation.max_length == getattr(own, attribute):
             generation = copy.deepcopy(generation)
             generation.max_length = value
             edits.set_attribute(model, "generation_config", generation)
@@ -70,7 +69,7 @@ def carry_over_config(model: nn.Module, patched: PreTrainedConfig, lengths: dict
     changed = {
         name: value
         for name, value in vars(patched).items()
-        if name not in (KEY, *TOLD)
+        if name != KEY
         and not isinstance(value, PreTrainedConfig)
         and vars(original).get(name, KEY) != value
         and lengths.get(name, KEY) != value

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -25,33 +25,12 @@ from ..runtime.lens import LENS, host_class, lens_of
 from ..runtime.rotary import RotaryEmbedding
 from ..schemes.request import Part, Record
 from ..schemes.rope import PAIRINGS, RoPE
-from ..sites.pairing import output_channels, reordered_rows, rotating_attentions
-from ..swap.native_rope import find_rotations, pairing_of, rotary_dim_of
+from ..sites.pairing import Rotating, output_channels, pairing_of, reordered_rows, rotating_attentions
+from ..sites.rotations import find_rotations
 from ..swap.own_rotations import find_own_rotations, own_rotation
 from ..swap.positions import plan_positions
 
 M = TypeVar("M", bound=PreTrainedModel)
-
-
-@dataclass(frozen=True)
-class _Attention:
-    """An attention whose heads' channels are put into another order.
-
-    Attributes:
-        name, module: the attention.
-        layout: its projections.
-        head_dim, rotary_dim: channels of a head, and how many of them are turned.
-        norms: children that normalise queries or keys before they are turned.
-        biases: Parameters of its own that are added to queries or keys.
-    """
-
-    name: str
-    module: nn.Module
-    layout: Any
-    head_dim: int
-    rotary_dim: int
-    norms: tuple[str, ...] = ()
-    biases: tuple[str, ...] = ()
 
 
 def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | None = None) -> M:
@@ -90,8 +69,8 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
     reference = Reference(model, fitting(model, given), [])
     edits = Transaction()
     try:
-        for attention in attentions:
-            _reorder(edits, attention, to)
+        for (path, one), rotary_dim in attentions:
+            _reorder(edits, path, one, order(rotary_dim, one.head_dim, to))
         found = condensed((edit for change in changes for edit in change.edits), model)
         apply(found, model, edits)
         verdict = reference.check(model)
@@ -123,94 +102,78 @@ def _recorded(record: Record, part: Part) -> Record:
     return record.plus("pos", part)
 
 
-def _found(model: nn.Module, to: str) -> tuple[list[_Attention], tuple[str, ...]]:
-    """The attentions to be reordered, and globs that name what a record changes for them: none where it is everything.
+def _found(model: nn.Module, to: str) -> tuple[list[tuple[tuple[str, Rotating], int]], tuple[str, ...]]:
+    """The attentions to be reordered (with their names, and how many channels are turned), and the names by which a
+    request chooses them.
 
     Raises:
         NothingToPatchError, UnsupportedError: as in `convert_pairing`.
     """
-    found, names, already, unknown = [], [], 0, []
+    found: dict[int, tuple[tuple[str, Rotating], int]] = {}
+    names: list[str] = []
+    rotating = list(_rotating(model))
+    for name, pairing, rotary_dim, attentions in rotating:
+        if pairing is None:
+            raise UnsupportedError(
+                f"{name}: hfpatch doesn't know which channels are turned together there, or where queries and keys "
+                "come from, so their pairing stays."
+            )
+        if pairing != to:
+            names.append(name)
+            found = {id(item[1].module): (item, rotary_dim) for item in attentions.items()} | found
+    if not rotating:
+        raise UnsupportedError(f"{type(model).__name__} rotates no queries and keys, so it has no pairing to convert.")
+    if not found:
+        raise NothingToPatchError(f"{type(model).__name__} has the pairing {to!r} already.")
+    return list(found.values()), tuple(names)
+
+
+def _rotating(model: nn.Module) -> Iterator[tuple[str, str | None, int, dict[str, Rotating]]]:
+    """Each rotation: its name, its pairing (None where that, or an attention, isn't known), how many channels of a
+    head it turns, and its attentions."""
     for name, module in model.named_modules():
         rotary: Any = module._modules.get(ROTARY)
         lens = lens_of(module, AttentionLens)
-        if not isinstance(rotary, RotaryEmbedding) or lens is None:
-            continue
-        if rotary.pairing == to:
-            already += 1
-            continue
-        layout = lens.projections
-        bias = getattr(lens.projections, "query_bias", None)
-        biases = () if bias is None else (bias,)
-        dim = rotary.head_dim
-        found.append(_Attention(name, module, layout, dim, rotary.rotary_dim, biases=biases))
-        names.append(name)
+        if isinstance(rotary, RotaryEmbedding) and lens is not None:
+            one = Rotating(module, lens.projections, lens.projections, rotary.head_dim)
+            yield name, rotary.pairing, rotary.rotary_dim, {name: one}
     for item in find_own_rotations(model):
         for path, module in item.attentions.items():
-            itself = own_rotation(item, module)
-            if lens_of(module, FixedArguments) is None and itself.pairing == to:
-                already += 1
-            elif lens_of(module, FixedArguments) is None:
-                dim = getattr(module, item.stack.head_dim)
-                found.append(_Attention(path, module, item.stack.projections, dim, itself.rotary_dim(dim)))
-                names.append(path)
+            if lens_of(module, FixedArguments) is None:
+                itself = own_rotation(item, module)
+                one = Rotating(
+                    module, item.stack.projections, item.stack.projections, getattr(module, item.stack.head_dim)
+                )
+                yield path, itself.pairing, itself.rotary_dim(one.head_dim), {path: one}
     for rotation in find_rotations(model):
-        if rotation.settings.get("rope_type") == "axial":
-            continue
-        known = rotating_attentions(rotation.module, rotation.holder)
-        host, dim = pairing_of(rotation), rotary_dim_of(rotation)
-        if host is None or not known or any(one is None for one in known.values()):
-            unknown.append(rotation.name)
-            continue
-        lenses = [one.lens for one in known.values() if one is not None]
-        if (lenses[0].pairing if lenses[0] is not None else host) == to:
-            already += 1
-            continue
-        names.append(rotation.name)
-        for path, one in known.items():
-            if one is not None and all(one.module is not other.module for other in found):
-                found.append(_Attention(path, one.module, one.layout, one.head_dim, dim, norms=one.norms))
-    if unknown:
-        raise UnsupportedError(
-            f"{unknown[0]}: hfpatch doesn't know which channels are turned together there, or where queries and keys "
-            "come from, so their pairing stays."
-        )
-    if not found and already:
-        raise NothingToPatchError(f"{type(model).__name__} has the pairing {to!r} already.")
-    if not found:
-        raise UnsupportedError(f"{type(model).__name__} rotates no queries and keys, so it has no pairing to convert.")
-    return found, tuple(names)
+        if rotation.settings.get("rope_type") != "axial":
+            pairing, known = pairing_of(rotation), rotating_attentions(rotation.module, rotation.holder)
+            attentions = {path: one for path, one in known.items() if one is not None}
+            served = pairing.host is not None and 0 < len(known) == len(attentions)
+            yield rotation.name, pairing.present if served else None, pairing.rotary_dim, attentions
 
 
-def _reorder(edits: Transaction, attention: _Attention, to: str) -> None:
-    """Put rows, biases and gains into the other order."""
-    places = order(attention.rotary_dim, attention.head_dim, to)
-    for name, rows in reordered_rows(attention.layout, attention.module, attention.head_dim, places).items():
-        projection = attention.module.get_submodule(name)
+def _reorder(edits: Transaction, where: str, one: Rotating, places: Tensor) -> None:
+    """Put rows, biases and gains of an attention into another order of a head's channels."""
+    for name, rows in reordered_rows(one.layout, one.module, one.head_dim, places).items():
+        projection = one.module.get_submodule(name)
         weight, bias = projection._parameters.get("weight"), projection._parameters.get("bias")
         if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
-            raise UnsupportedError(
-                f"{attention.name}.{name} is {type(projection).__name__}, whose weights can't be reordered."
-            )
+            raise UnsupportedError(f"{where}.{name} is {type(projection).__name__}, whose weights can't be reordered.")
         axis = 1 if hasattr(projection, "nf") else 0
         if weight.shape[axis] != output_channels(projection):
-            raise UnsupportedError(f"{attention.name}.{name}: its weights are packed, so they can't be reordered.")
+            raise UnsupportedError(f"{where}.{name}: its weights are packed, so they can't be reordered.")
         edits.set_values(projection, "weight", weight.detach().index_select(axis, rows.to(weight.device)))
         if bias is not None:
             edits.set_values(projection, "bias", bias.detach()[rows.to(bias.device)])
-    for name in attention.biases:
-        _reorder_heads(edits, attention, attention.module, name, places)
-    for name in attention.norms:
-        for module in attention.module.get_submodule(name).modules():
-            for parameter in module._parameters:
-                _reorder_heads(edits, attention, module, parameter, places)
-
-
-def _reorder_heads(edits: Transaction, attention: _Attention, module: nn.Module, name: str, places: Tensor) -> None:
-    """Put a Parameter of one or all heads into the other order; one number for all channels stays."""
-    parameter = module._parameters[name]
-    if parameter is None or parameter.numel() == 1:
-        return
-    if parameter.numel() % attention.head_dim:
-        raise UnsupportedError(f"{attention.name}: {name} {tuple(parameter.shape)} is no gain of whole heads.")
-    heads = parameter.detach().reshape(-1, attention.head_dim)
-    edits.set_values(module, name, heads[:, places.to(heads.device)].reshape(parameter.shape))
+    inner = [module for name in one.norms for module in one.module.get_submodule(name).modules()]
+    of_heads = [(module, name) for module in inner for name in module._parameters]
+    bias_of_queries = getattr(one.layout, "query_bias", None)
+    for module, name in [*of_heads, *([(one.module, bias_of_queries)] if bias_of_queries else [])]:
+        parameter = module._parameters[name]
+        if parameter is None or parameter.numel() == 1:  # one number for all channels
+            continue
+        if parameter.numel() % one.head_dim:
+            raise UnsupportedError(f"{where}: {name} {tuple(parameter.shape)} is no gain of whole heads.")
+        heads = parameter.detach().reshape(-1, one.head_dim)
+        edits.set_values(module, name, heads[:, places.to(heads.device)].reshape(parameter.shape))

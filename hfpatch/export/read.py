@@ -20,8 +20,8 @@ from ..runtime.lens import CENTRED, lens_of
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import ALiBi
 from ..schemes.rope import RoPE
-from ..sites.pairing import rotating_attentions
-from ..swap.native_rope import find_rotations, pairing_of
+from ..sites.pairing import pairing_of
+from ..sites.rotations import find_rotations
 from .anatomy import Affine, Anatomy, Parts, changed, split_qkv
 from .layouts import SETTINGS, Layout
 from .weights import Weights, body_of, found, sections
@@ -184,9 +184,7 @@ def _own_rotation(model: Any, rotations: list[Any]) -> tuple[RoPE, int]:
     if len(rotations) > 1:
         raise UnsupportedError("it rotates in several ways")
     settings = dict(rotations[0].settings)
-    orders = rotating_attentions(rotations[0].module, rotations[0].holder).values()
-    lenses = {one.lens.pairing for one in orders if one is not None and one.lens is not None}
-    pairing = next(iter(lenses), None) or pairing_of(rotations[0])
+    pairing = pairing_of(rotations[0]).present
     theta, part = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", 1.0)
     start = settings.pop(ORIGINAL, None) or setting(model.config.get_text_config(), "length", 2048)
     scaling = settings if settings.get("rope_type", "default") != "default" else None

@@ -21,10 +21,10 @@ from ..runtime.gated import GatedLinear
 from ..runtime.lens import SCALED, host_class, lens_of
 from ..runtime.norms import AffineNorm
 from ..runtime.tables import ComputedPositions
-from ..sites.pairing import reordered_rows, rotating_attentions
+from ..sites.pairing import pairing_of, reordered_rows, rotating_attentions
 from ..sites.records.biases import BIASES
+from ..sites.rotations import find_rotations
 from ..sites.stacks import find_stacks, max_positions
-from ..swap.native_rope import find_rotations, rotary_dim_of
 from .read import gains_of
 from .weights import Weights
 
@@ -127,7 +127,7 @@ def _reorder(model: nn.Module, twin: nn.Module) -> None:
                 continue
             attention = twin.get_submodule(paths[id(one.module)])
             host = "interleaved" if one.lens.pairing == "half" else "half"
-            places = order(rotary_dim_of(rotation), one.head_dim, host)
+            places = order(pairing_of(rotation).rotary_dim, one.head_dim, host)
             moved = reordered_rows(one.layout, attention, one.head_dim, places) | dict.fromkeys(one.norms, places)
             for name, index in moved.items():
                 for value in attention.get_submodule(name).parameters(recurse=False):

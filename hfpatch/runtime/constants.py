@@ -189,16 +189,24 @@ def with_settings(
 ) -> nn.Module:
     """A host's rotary module with other settings, fresh."""
     config: Any = copy.deepcopy(rotary.config)
-    if not isinstance(getattr(config, "rope_parameters", None), dict):  # it reads nothing but theta
-        config.rope_theta = settings["rope_theta"]
-    elif layer_type is None:
-        config.rope_parameters = copy.deepcopy(settings)
-    else:
-        config.rope_parameters = {**config.rope_parameters, layer_type: copy.deepcopy(settings)}
-    if ORIGINAL in settings and getattr(config, ORIGINAL, None) is not None:
-        setattr(config, ORIGINAL, settings[ORIGINAL])  # which transformers prefers to the settings' own
+    for name, value in settings_in(config, settings, layer_type).items():
+        setattr(config, name, value)
     with torch.device(device):
         return host_class(type(rotary))(config)
+
+
+def settings_in(config: Any, settings: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
+    """The attributes of a config where transformers looks for a rotation's settings, and their values."""
+    settings = copy.deepcopy(settings)
+    if not isinstance(getattr(config, "rope_parameters", None), dict):  # it reads nothing but theta
+        found = {"rope_theta": settings["rope_theta"]}
+    elif layer_type is None:
+        found = {"rope_parameters": settings}
+    else:
+        found = {"rope_parameters": {**config.rope_parameters, layer_type: settings}}
+    if ORIGINAL in settings and getattr(config, ORIGINAL, None) is not None:
+        found[ORIGINAL] = settings[ORIGINAL]  # which transformers prefers to the settings' own
+    return found
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,59 @@ class Rotated:
         return getattr(self.projection, name)
 
 
+class Kept(NamedTuple):
+    """Of every so many heads, those from `start` up to `stop` stay as they are: values, or a query's gate."""
+
+    start: int
+    stop: int
+    every: int
+
+
+class Layout:
+    """What every layout has.
+
+    Attributes:
+        names: the projections that queries and keys come from.
+        time: axis of the tokens in what they return: 0 for (T, B, channels), 2 for (B, channels, T).
+    """
+
+    names: tuple[str, ...]
+    time: int = 1
+
+    def kept(self, module: nn.Module, name: str, heads: int) -> Kept | None:
+        """Which of the heads in a projection's output are no queries and keys; None where all are."""
+        return None
+
+    def query_width(self, module: nn.Module) -> int:
+        """heads * head_dim."""
+        projection = getattr(module, self.names[0])
+        return getattr(projection, "nf", projection.weight.shape[0])  # transformers' Conv1D is transposed
+
+    def turns(self, module: nn.Module, head_dim: int, rotate: Rotate) -> Turns:
+        """For each projection: its output with the heads of queries and keys turned."""
+        return {name: self._turn(module, name, head_dim, rotate) for name in self.names}
+
+    def _turn(self, module: nn.Module, name: str, head_dim: int, rotate: Rotate) -> Rotate:
+        def turn(y: Tensor) -> Tensor:
+            y = swap_token_axis(y, self.time)
+            y = _turned(y, head_dim, self.kept(module, name, y.shape[-1] // head_dim), rotate)
+            return swap_token_axis(y, self.time).contiguous()
+
+        return turn
+
+    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Any) -> dict[str, Any]:
+        """Attributes of the attention's view: projections whose output is turned."""
+        turns = self.turns(module, head_dim, rotate)
+        return {name: Rotated(getattr(module, name), turn) for name, turn in turns.items()}
+
+
 @dataclass(frozen=True)
-class Projections:
+class Projections(Layout):
     """Separate projections of queries and keys, each (B, T, heads * head_dim).
 
     Attributes:
         query, key: names of the projections.
-        time: axis of the tokens in what they return: 0 for (T, B, heads * head_dim), 2 for (B, heads * head_dim, T).
+        time: as in `Layout`.
         beside_keys: argument (T, T, B, head_dim) whose products with queries are added to the scores: what is at
             [i, j] turns with query i, so that the product stays.
         gated: whether the queries' projection is to `[q gate]` of the first head, then of the next.
@@ -52,30 +98,11 @@ class Projections:
     gated: bool = False
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The projections that queries and keys come from."""
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.query, self.key
 
-    def query_width(self, module: nn.Module) -> int:
-        """heads * head_dim."""
-        return getattr(module, self.query).weight.shape[0]
-
-    def turns(self, module: nn.Module, head_dim: int, rotate: Rotate) -> Turns:
-        """For each projection: its output with the heads of queries and keys turned."""
-
-        def turn(y: Tensor) -> Tensor:
-            y = rotate(swap_token_axis(y, self.time).unflatten(-1, (-1, head_dim))).flatten(-2)
-            return swap_token_axis(y, self.time).contiguous()
-
-        def turn_queries(y: Tensor) -> Tensor:
-            return _turned(y, head_dim, Kept(1, 2, every=2), rotate)
-
-        return {self.query: turn_queries if self.gated else turn, self.key: turn}
-
-    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
-        """Attributes of the attention's view: projections whose output is turned."""
-        turns = self.turns(module, head_dim, rotate)
-        return {name: Rotated(getattr(module, name), turn) for name, turn in turns.items()}
+    def kept(self, module: nn.Module, name: str, heads: int) -> Kept | None:
+        return Kept(1, 2, every=2) if self.gated and name == self.query else None
 
     def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
         """Arguments of the attention that turn as well."""
@@ -100,8 +127,8 @@ class WindowProjections(Projections):
     marks: str = "is_index_global_attn"
 
     def turns(self, module: nn.Module, head_dim: int, rotate: Rotate) -> Turns:
-        turns = super().turns(module, head_dim, rotate)
-        return turns | {self.global_query: turns[self.query], self.global_key: turns[self.key]}
+        names = (*self.names, self.global_query, self.global_key)
+        return {name: self._turn(module, name, head_dim, rotate) for name in names}
 
     def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Any) -> dict[str, Any]:
         attributes = super().rotated(module, arguments, head_dim, rotate)
@@ -109,14 +136,14 @@ class WindowProjections(Projections):
         def turn_queries(y: Tensor) -> Tensor:
             marks = arguments[self.marks].long()
             slots = marks.sort(dim=1, descending=True, stable=True).indices[:, : y.shape[0]]  # marked ones, in order
-            return self.turns(module, head_dim, rotate.at(slots))[self.global_query](y)
+            return self._turn(module, self.global_query, head_dim, rotate.at(slots))(y)
 
         attributes[self.global_query] = Rotated(getattr(module, self.global_query), turn_queries)
         return attributes
 
 
 @dataclass(frozen=True)
-class Fused:
+class Fused(Layout):
     """One projection to (B, T, channels) of queries, keys and values.
 
     Attributes:
@@ -140,38 +167,30 @@ class Fused:
     slices: int | None = None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The projection that queries and keys come from."""
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
         return (self.name,)
 
-    def query_width(self, module: nn.Module) -> int:
-        """heads * head_dim."""
-        projection = getattr(module, self.name)
-        return getattr(projection, "nf", projection.weight.shape[0]) // 3  # transformers' Conv1D is transposed
-
-    def kept(self, module: nn.Module, heads: int) -> Kept:
-        """Which of the projection's heads, of queries, keys and values together, are values."""
+    def kept(self, module: nn.Module, name: str, heads: int) -> Kept:
         if self.slices is not None:
             each = heads // (3 * self.slices)
             return Kept(each, 2 * each, every=3 * each)
+        if self.by_head and not (self.shared and getattr(module, self.shared)):
+            return Kept(2, 3, every=3)
+        return Kept(heads - self._value_heads(module, heads), heads, every=heads)
+
+    def _value_heads(self, module: nn.Module, heads: int) -> int:
         if self.shared is not None and getattr(module, self.shared):
-            return Kept(heads - 1, heads, every=heads)
+            return 1
         if self.key_value_heads is not None:
-            values = getattr(module, self.key_value_heads, None) or getattr(module.config, self.key_value_heads)
-            return Kept(heads - values, heads, every=heads)
-        return Kept(2, 3, every=3) if self.by_head else Kept(2 * (heads // 3), heads, every=heads)
+            return getattr(module, self.key_value_heads, None) or getattr(module.config, self.key_value_heads)
+        return heads // 3
 
-    def turns(self, module: nn.Module, head_dim: int, rotate: Rotate) -> Turns:
-        """For the projection: its output with the heads of queries and keys turned."""
-
-        def turn(y: Tensor) -> Tensor:
-            return _turned(y, head_dim, self.kept(module, y.shape[-1] // head_dim), rotate)
-
-        return {self.name: turn}
+    def query_width(self, module: nn.Module) -> int:
+        return super().query_width(module) // 3
 
     def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
-        """Attributes of the attention's view: the projection, whose queries and keys are turned."""
-        turn = self.turns(module, head_dim, rotate)[self.name]
+        """As `Layout.rotated`; what the host does to the output before it splits it is done first."""
+        turn = self._turn(module, self.name, head_dim, rotate)
         bias = getattr(module, self.query_bias) if self.query_bias else None
         limit = getattr(module, self.clip) if self.clip else None
 
@@ -191,22 +210,10 @@ class Fused:
         return attributes
 
 
-class Kept(NamedTuple):
-    """Of every so many heads, those from `start` up to `stop` stay as they are: values, or a query's gate."""
-
-    start: int
-    stop: int
-    every: int
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Heads before, among and behind those that are kept."""
-        start, stop, every = self
-        return (start, stop - start) if stop == every else (start, stop - start, every - stop)
-
-
-def _turned(y: Tensor, head_dim: int, kept: Kept, rotate: Rotate) -> Tensor:
+def _turned(y: Tensor, head_dim: int, kept: Kept | None, rotate: Rotate) -> Tensor:
     """y (..., heads * head_dim) with all heads turned but those that are kept."""
+    if kept is None:
+        return rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2)
     start, stop, every = kept
     once = y.shape[-1] == every * head_dim
     if once and stop == every and getattr(rotate, "by_calls", False):
@@ -217,10 +224,8 @@ def _turned(y: Tensor, head_dim: int, kept: Kept, rotate: Rotate) -> Tensor:
         heads = heads if once else heads % every
         is_turned = heads < start if stop == every else (heads < start) | (heads >= stop)
         return torch.where(is_turned, rotate(x), x).flatten(-2)
-    if once:
-        first, middle, *last = y.unflatten(-1, (every, head_dim)).split(kept.sizes, -2)
-        return torch.cat((rotate(first), middle, *map(rotate, last)), -2).flatten(-2)
-    first, middle, *last = y.unflatten(-1, (-1, every, head_dim)).split(kept.sizes, -2)
+    sizes = [number for number in (start, stop - start, every - stop) if number]
+    first, middle, *last = y.unflatten(-1, (-1, every, head_dim)).split(sizes, -2)
 
     def turn(part: Tensor) -> Tensor:
         return rotate(part.flatten(-3, -2)).unflatten(-2, (-1, part.shape[-2]))
@@ -228,7 +233,7 @@ def _turned(y: Tensor, head_dim: int, kept: Kept, rotate: Rotate) -> Tensor:
     return torch.cat((turn(first), middle, *map(turn, last)), -2).flatten(-3)
 
 
-def channels_per_head(module: nn.Module, attribute: str, projections: Projections | Fused) -> int:
+def channels_per_head(module: nn.Module, attribute: str, projections: Layout) -> int:
     """The attention's head_dim; `attribute` names what holds it, or two as in "embed_dim / num_heads" or "/ num_heads"
     (of the width that queries have).
     """

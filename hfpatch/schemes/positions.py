@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
-
 from ..core.registry import POSITIONS
 from ..core.scheme import Scheme, require_number
 from ..errors import OptionError
-from ..runtime.alibi import LinearBias, slopes_of
+from ..runtime.alibi import LinearBias
 from ..runtime.edits import Call
 from ..runtime.tables import Sinusoids
 
@@ -107,16 +105,6 @@ class Position(Scheme):
         """
         return None
 
-    def build(self, head_dim: int, max_positions: int) -> nn.Module | None:
-        """The module that `rotation` calls for."""
-        call = self.rotation(head_dim, max_positions)
-        return None if call is None else call.make()
-
-    def build_bias(self, num_heads: int) -> nn.Module | None:
-        """The module that `score_bias` calls for."""
-        call = self.score_bias(num_heads)
-        return None if call is None else call.make()
-
     def describe(self, head_dim: int) -> str:
         """What a plan prints for an attention of this head size."""
         return self.name
@@ -156,10 +144,6 @@ class ALiBi(Position):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_number("ALiBi", "max_bias", self.max_bias, above=0.0)
-
-    def slopes(self, num_heads: int) -> list[float]:
-        """m_h of every head."""
-        return slopes_of(num_heads, self.max_bias)
 
     def score_bias(self, num_heads: int) -> Call:
         options = {} if self.max_bias == 8 else {"max_bias": self.max_bias}
@@ -216,10 +200,6 @@ class Sinusoidal(Position):
 
     def rule(self) -> Sinusoids:
         return Sinusoids(self.base, self.layout, self.scale)
-
-    def rows(self, positions: Tensor, width: int) -> Tensor:
-        """PE at integer positions (...), as (..., width) in float32."""
-        return self.rule().rows(positions, width)
 
     def describe(self, head_dim: int) -> str:
         return str(self.rule())

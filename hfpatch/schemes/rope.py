@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from ..core.registry import POSITIONS
 from ..core.scheme import require_number
@@ -21,6 +21,24 @@ FACTOR_BY_LENGTH = ("linear", "dynamic", "yarn", "longrope")  # whose factor is 
 
 
 PAPER: dict[str, Any] = {"theta": 10_000.0, "partial": 1.0, "pairing": "half", "axes": 1}
+
+
+# what each type of scaling needs, and what it takes besides
+SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "yarn": (
+        ("factor",),
+        (ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": (("short_factor", "long_factor"), (ORIGINAL, "attention_factor", "factor")),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (ORIGINAL,)),
+    "proportional": ((), ("factor",)),
+}
+
+
+SCALING_OPTIONS = {"rope_type"}.union(*(names for options in SCALINGS.values() for names in options))
 
 
 THETA_OF_A_GRID = 100.0  # Heo et al. 2024 and DINOv3, as grids have few positions
@@ -68,24 +86,6 @@ class RoPE(Position):
     partial: float | None = None
     pairing: str | None = None
     axes: int | None = None
-    _needs: ClassVar[dict[str, tuple[str, ...]]] = {
-        "default": (),
-        "linear": ("factor",),
-        "dynamic": ("factor",),
-        "yarn": ("factor",),
-        "longrope": ("short_factor", "long_factor"),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-        "proportional": (),
-    }
-    _takes: ClassVar[dict[str, tuple[str, ...]]] = {
-        "default": (),
-        "linear": (),
-        "dynamic": (),
-        "yarn": (ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-        "longrope": (ORIGINAL, "attention_factor", "factor"),
-        "llama3": (ORIGINAL,),
-        "proportional": ("factor",),
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,39 +108,33 @@ class RoPE(Position):
 
     def _check_scaling(self, scaling: Any) -> None:
         kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
-        if not isinstance(kind, str) or kind not in self._needs:
+        if not isinstance(kind, str) or kind not in SCALINGS:
             raise OptionError(
-                f"RoPE: scaling must be a dict with 'rope_type' in {', '.join(self._needs)}, not {scaling!r:.80}."
+                f"RoPE: scaling must be a dict with 'rope_type' in {', '.join(SCALINGS)}, not {scaling!r:.80}."
             )
+        needed, taken = SCALINGS[kind]
         follows = {"factor"} if self.max_positions is not None and kind in FACTOR_BY_LENGTH else set()
-        missing = [name for name in self._needs[kind] if name not in scaling and name not in follows]
+        missing = [name for name in needed if name not in scaling and name not in follows]
         if missing:
             raise OptionError(f"RoPE: scaling type {kind!r} needs {', '.join(missing)}; got {scaling!r:.80}.")
-        unknown = [name for name in scaling if name not in ("rope_type", *self._needs[kind], *self._takes[kind])]
+        known = ("rope_type", *needed, *taken)
+        unknown = [name for name in scaling if name not in known]
         if unknown:
-            taken = ", ".join(("rope_type", *self._needs[kind], *self._takes[kind]))
             raise OptionError(
-                f"RoPE: scaling type {kind!r} has no {', '.join(map(repr, unknown))}; it takes {taken}. "
+                f"RoPE: scaling type {kind!r} has no {', '.join(map(repr, unknown))}; it takes {', '.join(known)}. "
                 "theta and partial are options of RoPE itself."
             )
         for name, value in scaling.items():
-            if name in ("short_factor", "long_factor"):
-                if not isinstance(value, list) or not value:
-                    raise OptionError(f"RoPE: scaling[{name!r}] must be a list of numbers, not {value!r:.40}.")
-                for number in value:
-                    require_number("RoPE", f"scaling[{name!r}]", number, above=0.0)
-            elif name not in ("rope_type", "truncate"):
-                require_number("RoPE", f"scaling[{name!r}]", value, above=0.0)
+            listed = name in ("short_factor", "long_factor")
+            if listed and not (isinstance(value, list) and value):
+                raise OptionError(f"RoPE: scaling[{name!r}] must be a list of numbers, not {value!r:.40}.")
+            for number in value if listed else () if name in ("rope_type", "truncate") else (value,):
+                require_number("RoPE", f"scaling[{name!r}]", number, above=0.0)
 
     @classmethod
     def takes(cls, kind: str, option: str) -> bool:
         """Whether a scaling type takes an option."""
-        return option in (*cls._needs[kind], *cls._takes[kind])
-
-    @classmethod
-    def scaling_options(cls) -> set[str]:
-        """Every name that some scaling type takes."""
-        return {"rope_type"}.union(*cls._needs.values(), *cls._takes.values())
+        return any(option in names for names in SCALINGS[kind])
 
     def over(self, present: RoPE) -> RoPE:
         """The same with another's value for every option that is None: what a model gets that rotates like that."""

@@ -8,6 +8,7 @@ order before the host turns them: scores are sums over channels, whatever their 
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..runtime.attention import HostOrder
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class, lens_of
 from ..runtime.qk_layouts import Fused, Projections
+from .rotations import Rotation
 
 _SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("to_q", "to_k"), ("linear_q", "linear_k"))
 
@@ -131,3 +133,95 @@ def _rotating(module: nn.Module) -> Rotating | None:
     norms = (names for names in _NORMS if all(module._modules.get(name) is not None for name in names))
     last = next((Projections(*names) for names in norms), layout)
     return Rotating(module, layout, last, head_dim)
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Which channels of q and k a rotation turns together.
+
+    Attributes:
+        host: the pairing in which the host's code turns them; None where it isn't clear.
+        present: that of the rows of q's and k's projections, which a patch may have changed.
+        rotary_dim: how many channels of a head are turned; 0 where it isn't clear.
+    """
+
+    host: str | None
+    present: str | None
+    rotary_dim: int
+
+
+def pairing_of(rotation: Rotation) -> Pairing:
+    """The pairing of one of a model's own rotations, seen from what the host's code does with a head's channel 0."""
+    host, rotary_dim = _host_pairing(rotation)
+    known = rotating_attentions(rotation.module, rotation.holder).values()
+    lens = next((one.lens for one in known if one is not None and one.lens is not None), None)
+    return Pairing(host, host if lens is None else lens.pairing, rotary_dim)
+
+
+def _host_pairing(rotation: Rotation) -> tuple[str | None, int]:
+    try:
+        phases = rotation.phases(rotation.rebuilt(rotation.settings))
+    except Exception:  # its module is built or called in another way
+        return None, 0
+    if isinstance(phases, Tensor) and phases.is_complex():
+        return "interleaved", 2 * phases.shape[-1]  # which is how complex numbers lie in memory
+    if not isinstance(phases, tuple):
+        return None, 0
+    for width in (phases[0].shape[-1], 2 * phases[0].shape[-1]):  # as wide as cos; or cos is there once for each pair
+        q = torch.zeros(1, 1, 2, width)
+        q[..., 0] = 1
+        partners = [(y[0, 0, 1, 1:].nonzero().flatten() + 1).tolist() for y in _rotated_by_host(rotation, q, phases)]
+        if partners:
+            interleaved, half = ([found == [partner] for found in partners] for partner in (1, width // 2))
+            return ("interleaved" if all(interleaved) else "half" if all(half) else None), width
+    return None, 0
+
+
+def _rotated_by_host(rotation: Rotation, q: Tensor, phases: Any) -> list[Tensor]:
+    """q (1, 1, 2, channels) turned by each function that the host's file has for that, by transformers' names."""
+    found = []
+    for name, function in vars(sys.modules[host_class(type(rotation.module)).__module__]).items():
+        if callable(function) and name.startswith(("apply_rotary", "apply_multimodal_rotary", "_apply_rotary")):
+            try:
+                turned = function(q, q, *phases)[0]
+            except Exception:  # it is for phases of another form
+                continue
+            if isinstance(turned, Tensor) and turned.shape == q.shape:
+                found.append(turned)
+    return found
+
+
+def reordering(rotation: Rotation, pairing: Pairing, to: str | None) -> list[tuple[str, HostOrder | None]]:
+    """The attentions whose lens changes with the pairing, and that lens; None where the host's own order comes back.
+
+    Args:
+        rotation, pairing: one of the model's own, and its pairing.
+        to: the pairing that its projections' rows are to be read in; None leaves it.
+
+    Raises:
+        UnsupportedError: the host's pairing, or where queries and keys come from, isn't known.
+    """
+    if to is None or to == pairing.present:
+        return []
+    attentions, where = rotating_attentions(rotation.module, rotation.holder), f"{rotation.name}: pairing={to!r}"
+    if pairing.host is None:
+        raise UnsupportedError(
+            f"{where} isn't served, since it isn't clear which channels the model's own code turns together."
+        )
+    unknown = [name for name, one in attentions.items() if one is None]
+    if unknown or not attentions:
+        raise UnsupportedError(
+            f"{where} isn't served, since hfpatch doesn't know where the queries and keys of "
+            f"{unknown[0] if unknown else 'its attentions'} come from. It turns {pairing.host} pairs."
+        )
+    found: list[tuple[str, HostOrder | None]] = []
+    holder = rotation.module_name.rpartition(".")[0]
+    for name, one in attentions.items():
+        assert one is not None
+        if pairing.rotary_dim > one.head_dim:
+            raise UnsupportedError(
+                f"{where} isn't served: {name} has heads of {one.head_dim} channels, {pairing.rotary_dim} are turned."
+            )
+        lens = HostOrder(to, one.last, one.head_dim, pairing.rotary_dim)
+        found.append((f"{holder}.{name}".strip("."), None if to == pairing.host else lens))
+    return found

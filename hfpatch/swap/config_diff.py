@@ -1,24 +1,28 @@
-"""What a host derives from a length or a size in its config: numbers of positions, buffers of indices, checked sizes.
+"""What a host makes otherwise under other settings of its config: plain attributes, and buffers of another size.
 
-None of it is in a record: the host's class is built twice without weights, from the config as it is and from one with
-the new numbers, and what differs between the two is what has to change. So the model becomes the one that its config
-describes, and a checkpoint of it can be opened.
+The host's class is built twice without weights, from the config as it is and from one with the new settings, and what
+differs between the two is what has to change. So the model becomes the one that its config describes, and a checkpoint
+of it can be opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from ..core.transaction import Transaction
 from ..measure.copies import host_on_meta, unpatched_config
+from ..runtime.attention import AttentionLens
+from ..runtime.constants import Rows
+from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError, first_line
 from ..runtime.lens import host_class
+from ..sites.rotations import config_paths
 
 _UNSET = -12345  # what no buffer of indices or offsets holds throughout
 _PLAIN = (int, float, str, bool, type(None))
@@ -45,93 +49,107 @@ class Derived:
                 edits.set_buffer(module, name, buffer.to(present.device, present.dtype))
 
 
-def derive(model: nn.Module, settings: list[Setting], tables: Mapping[str, tuple[int, ...] | None]) -> Derived:
+def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> Derived:
     """What a model of this class has otherwise under other settings of its config.
 
     Args:
         model: the outermost model.
         settings: what changes in its config.
-        tables: names of modules, Parameters and buffers that the patch itself changes, with the shape that they get
-            where that must be the host's.
+        edits: of the patch itself; what they replace, resize or hide is theirs.
 
     Raises:
         UnsupportedError: the class can't be built so, or other weights have another shape then.
     """
-    told = ", ".join(f"{attribute}={value}" for _, attribute, value in settings)
-    before = _twin(model, [])
-    try:
-        after = _twin(model, settings)
-    except UnsupportedError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error):.120}"
-        raise UnsupportedError(f"{host_class(type(model)).__name__} can't be built for {told} ({reason}).") from error
-    _require_alike(model, told, tables, before, after)
-    old, new = (dict(twin.named_modules()) for twin in (before, after))
+    if not settings:
+        return Derived()
+    what, places = _text(settings), _places(edits)
+    before, after = host_with(model, []), host_with(model, settings)
+    _require_same_weights(model, what, places, before, after)
+    old, new = (dict(host.named_modules()) for host in (before, after))
     derived = Derived()
     for name, module in model.named_modules():
-        if name in old and name in new and name not in tables:
-            derived.attributes += [(name, *pair) for pair in _attributes(told, name, module, old[name], new[name])]
-            buffers = _buffers(told, name, module, old[name], new[name], after)
-            derived.buffers += [(name, *pair) for pair in buffers if f"{name}.{pair[0]}".strip(".") not in tables]
+        if name in old and name in new and not _replaced(name, places):
+            derived.attributes += [(name, *pair) for pair in _attributes(what, name, module, old[name], new[name])]
+            buffers = _buffers(what, name, module, old[name], new[name], after)
+            derived.buffers += [(name, *pair) for pair in buffers if f"{name}.{pair[0]}".strip(".") not in places]
     return derived
 
 
-def _path(config: Any, wanted: Any) -> tuple[str, ...] | None:
-    """Attributes that lead from a config to one inside it."""
-    if config is wanted:
-        return ()
-    for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            below = _path(value, wanted)
-            if below is not None:
-                return (name, *below)
-    return None
+def _text(settings: list[Setting]) -> str:
+    return ", ".join(f"{attribute}={value}" for _, attribute, value in settings)
 
 
-def _twin(model: Any, settings: list[Setting]) -> Any:
-    """The host's model without weights, with other settings."""
-    config = unpatched_config(model.config)
+def _places(edits: Iterable[Edit]) -> dict[str, tuple[int, ...] | None]:
+    """Names of what edits replace, resize or hide, with the shape that a resized table gets."""
+    found: dict[str, tuple[int, ...] | None] = {}
+    for edit in edits:
+        value, resizes = edit.value, isinstance(edit.value, Call) and edit.value.name == Rows.__name__
+        found |= dict.fromkeys(edit.at, value.args if resizes else None)
+        for owner, _, slot in (path.rpartition(".") for path in edit.at):
+            window = value.make().window if slot == LENS_SLOT and _is_of_attention(value) else None
+            found |= {} if window is None else {f"{owner}.{window.buffer}": None}
+    return found
+
+
+def _is_of_attention(value: Any) -> bool:
+    return isinstance(value, Call) and value.name == AttentionLens.__name__
+
+
+def _replaced(name: str, places: Mapping[str, Any]) -> bool:
+    """Whether a module or Parameter, or one that it is in, is among these."""
+    pieces = name.split(".")
+    return any(".".join(pieces[: i + 1]) in places for i in range(len(pieces)))
+
+
+def host_with(model: Any, settings: list[Setting]) -> Any:
+    """A model of the host's class without weights, from the model's config with other settings.
+
+    Raises:
+        UnsupportedError: a config isn't part of the model's, or the class can't be built so.
+    """
+    config, paths = unpatched_config(model.config), config_paths(model.config)
     for owner, attribute, value in settings:
-        path, inner = _path(model.config, owner), config
-        if path is None:
+        if id(owner) not in paths:
             raise UnsupportedError(
                 f"{attribute}={value} can't be told to {type(model).__name__}: a part of it reads a copy of its config "
                 "that no checkpoint holds. Leave max_positions out."
             )
-        for name in path:
-            inner = getattr(inner, name)
-        setattr(inner, attribute, value)
-    return host_on_meta(model, config)
+        setattr(reduce(getattr, paths[id(owner)], config), attribute, value)
+    try:
+        return host_on_meta(model, config)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error):.120}"
+        raise UnsupportedError(
+            f"{host_class(type(model)).__name__} can't be built for {_text(settings)} ({reason})."
+        ) from error
 
 
-def _require_alike(
-    model: nn.Module, told: str, tables: Mapping[str, tuple[int, ...] | None], before: nn.Module, after: nn.Module
+def _require_same_weights(
+    model: nn.Module, what: str, places: Mapping[str, tuple[int, ...] | None], before: nn.Module, after: nn.Module
 ) -> None:
-    """Refuse numbers for which more than the tables changes its shape."""
-    shapes = [{name: tuple(value.shape) for name, value in twin.named_parameters()} for twin in (before, after)]
-    old, new = shapes
-    for name, shape in tables.items():
+    """Refuse settings under which more than what the patch changes gets another shape."""
+    old, new = ({name: tuple(value.shape) for name, value in host.named_parameters()} for host in (before, after))
+    for name, shape in places.items():
         if shape is not None and new.get(name) != shape:
-            raise UnsupportedError(f"{name} would be {shape} for {told}, and its host makes {new.get(name)} of that.")
-    own = dict(model.named_parameters())
-    others = [name for name in own if name in old and name not in tables and old[name] != new.get(name)]
+            raise UnsupportedError(f"{name} would be {shape} for {what}, and its host makes {new.get(name)} of that.")
+    as_built = [name for name, value in model.named_parameters() if tuple(value.shape) == old.get(name)]
+    others = [name for name in as_built if old[name] != new.get(name) and not _replaced(name, places)]
     if others:
         raise UnsupportedError(
-            f"{others[0]} is made for {told} as well"
+            f"{others[0]} is made for {what} as well"
             + (f" (and {len(others) - 1} more)" if len(others) > 1 else "")
             + ", and this patch doesn't resize it: the model couldn't be opened again."
         )
 
 
 def _attributes(
-    told: str, name: str, module: nn.Module, before: nn.Module, after: nn.Module
+    what: str, name: str, module: nn.Module, before: nn.Module, after: nn.Module
 ) -> Iterator[tuple[str, Any, Any]]:
-    """The plain attributes that differ."""
+    """The plain attributes that differ: (name, value now, new value)."""
     for attribute, value in vars(after).items():
         present = vars(before).get(attribute)
         if isinstance(value, Tensor) and isinstance(present, Tensor) and value.shape != present.shape:
-            raise UnsupportedError(f"{name}.{attribute} is made for {told} as well, and isn't resized.")
+            raise UnsupportedError(f"{name}.{attribute} is made for {what} as well, and isn't resized.")
         if not _is_plain(value) or not _is_plain(present) or value == present:
             continue
         if vars(module).get(attribute) == present:
@@ -139,13 +157,11 @@ def _attributes(
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, _PLAIN)
 
 
 def _buffers(
-    told: str, name: str, module: nn.Module, before: nn.Module, after: Any, whole: Any
+    what: str, name: str, module: nn.Module, before: nn.Module, after: Any, whole: Any
 ) -> Iterator[tuple[str, Tensor]]:
     """The buffers whose shape differs, as the host's class fills them."""
     changed = [
@@ -163,7 +179,7 @@ def _buffers(
     for buffer in changed:
         value = after._buffers[buffer]
         if bool((value == _UNSET).all()):
-            raise UnsupportedError(f"{name}.{buffer} is made for {told} as well, and what fills it isn't known.")
+            raise UnsupportedError(f"{name}.{buffer} is made for {what} as well, and what fills it isn't known.")
         yield buffer, value
 
 

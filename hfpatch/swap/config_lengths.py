@@ -1,9 +1,10 @@
-"""How long inputs may be after a position patch: what configs say, what scaling starts from, what ends nowhere."""
+"""What a position patch changes in configs: how long inputs may be, images' sizes, settings of rotations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 from torch import nn
@@ -16,10 +17,11 @@ from ..schemes.learned import Learned
 from ..schemes.positions import Position
 from ..schemes.request import Part, Record
 from ..sites.records.biases import BIASES
+from ..sites.rotations import find_rotations
 from ..sites.stacks import FoundStack, find_stacks, first_row, max_positions
-from .config_diff import Derived, derive
+from .config_diff import Setting, derive
 from .image_tables import IMAGE_SIZE, new_size
-from .native_rope import find_rotations
+from .native_rope import settings_of_rotations
 from .planners import Planned
 from .positions import affected_stacks, plan_positions
 from .tables import ends_somewhere
@@ -41,9 +43,9 @@ def settle_positions(model: nn.Module, part: Part, example_inputs: Any = None) -
     if scheme.original_max_positions is not None:
         lengths = {scheme.original_max_positions}
     elif not lengths:
-        lengths = set(map(max_positions, affected_stacks(model, part)))
-        others = [*_configs_of_rotations(model, part), *_configs_of_biases(model, part)]
-        lengths |= {getattr(config, attribute) for config, attribute in others if getattr(config, attribute, None)}
+        configs = [*_of_rotations(model, part), *_of_biases(model, part)]
+        lengths = {getattr(config, attribute, None) or 0 for config, attribute in configs}
+        lengths |= set(map(max_positions, affected_stacks(model, part)))
         lengths -= {0}  # positions that are made without a table
     if len(lengths) > 1 and getattr(scheme, "scaling", None):
         raise OptionError(
@@ -53,74 +55,74 @@ def settle_positions(model: nn.Module, part: Part, example_inputs: Any = None) -
     return replace(part, scheme=scheme.for_lengths(lengths))
 
 
-def config_lengths(model: nn.Module, part: Part) -> list[tuple[Any, str, Any]]:
-    """What max_positions or image_size changes: (a config, its attribute, the new value).
+def config_lengths(model: nn.Module, part: Part) -> list[Setting]:
+    """What a position scheme changes in configs: lengths, images' sizes, settings of the model's own rotations.
 
     Raises:
         UnsupportedError: no config says how many positions there are.
     """
     scheme = part.scheme
     assert isinstance(scheme, Position)
-    sizes = image_sizes(model, part)
+    settings, sizes = settings_of_rotations(model, part), image_sizes(model, part)
     if scheme.max_positions is None:
-        return sizes
-    rotations = _configs_of_rotations(model, part)
-    found: list[tuple[Any, str, Any]] = [(config, attribute, scheme.max_positions) for config, attribute in rotations]
-    if found and (getattr(scheme, "scaling", None) or {}).get("rope_type") == "dynamic":
-        raise UnsupportedError(
-            f"dynamic scaling starts from {type(found[0][0]).__name__}.{LENGTH}, which max_positions would change. "
-            "Leave max_positions out."
-        )
-    for config, attribute, _ in found:
+        return settings + sizes
+    found: list[Setting] = []
+    for config, attribute in _of_rotations(model, part):
+        if (getattr(scheme, "scaling", None) or {}).get("rope_type") == "dynamic":
+            raise UnsupportedError(
+                f"dynamic scaling starts from {type(config).__name__}.{LENGTH}, which max_positions would change. "
+                "Leave max_positions out."
+            )
         if getattr(config, attribute, None) is None:
             raise UnsupportedError(f"{type(config).__name__} has no {attribute} to set. Leave max_positions out.")
-    for item in affected_stacks(model, part):
-        if item.stack.grid is not None:  # a number of patches is no length of text
-            continue
-        config, attribute = getattr(item.owner, "config", None), item.stack.config_length
-        number = getattr(config, attribute, None)
-        positions = {max_positions(item), *_recorded(model, "max_positions")}
-        more = {number - p for p in positions} & {0, first_row(item)} if isinstance(number, int) else set()
-        if isinstance(number, int) and not isinstance(item.table(), nn.Embedding | ConstantPositions):
-            more = {0}  # what its host computes has as many rows as are asked for
-        if not more:
-            raise UnsupportedError(
-                f"{item.table_name}: max_positions can't be told to its config, whose {attribute} is {number!r} where "
-                f"the table holds {max_positions(item)} positions. Leave max_positions out."
-            )
-        found.append((config, attribute, scheme.max_positions + min(more)))
+        found.append((config, attribute, scheme.max_positions))
+    stacks = [item for item in affected_stacks(model, part) if item.stack.grid is None]  # patches are no length of text
+    found += [_of_stack(model, item, scheme.max_positions) for item in stacks]
     found += _pinned(model, part)
-    told = {id(config) for config, _, _ in found}
-    for config, attribute in _configs_of_biases(model, part):
-        if id(config) not in told and getattr(config, attribute, None) is not None:
+    known = {id(config) for config, _, _ in found}
+    for config, attribute in _of_biases(model, part):
+        if id(config) not in known and getattr(config, attribute, None) is not None:
             found.append((config, attribute, scheme.max_positions))
-    found += sizes
-    if not found:
+    if not found + sizes:
         raise UnsupportedError(
             f"{type(model).__name__}: none of its configs says how many positions there are. Leave max_positions out."
         )
-    return found
+    return settings + found + sizes
 
 
-def _pinned(model: nn.Module, part: Part) -> list[tuple[Any, str, Any]]:
+def _of_stack(model: nn.Module, item: FoundStack, length: int) -> Setting:
+    """The setting that tells a stack's config its new length; some count the rows that hold no position as well."""
+    config, attribute = getattr(item.owner, "config", None), item.stack.config_length
+    number = getattr(config, attribute, None)
+    if isinstance(number, int) and not isinstance(item.table(), nn.Embedding | ConstantPositions):
+        return config, attribute, length  # what its host computes has as many rows as are asked for
+    positions = {max_positions(item), *_recorded(model, "max_positions")}
+    counted = sorted({0, first_row(item)})
+    more = next((n for n in counted if isinstance(number, int) and number - n in positions), None)
+    if more is None:
+        raise UnsupportedError(
+            f"{item.table_name}: max_positions can't be told to its config, whose {attribute} is {number!r} where "
+            f"the table holds {max_positions(item)} positions. Leave max_positions out."
+        )
+    return config, attribute, length + more
+
+
+def _pinned(model: nn.Module, part: Part) -> list[Setting]:
     """Settings of biases that stay and are as long as the tables unless they say otherwise: they say so now."""
     scheme, owners = part.scheme, [item.owner for item in affected_stacks(model, part)]
-    found: list[tuple[Any, str, Any]] = []
-    for item in find_stacks(model, BIASES):
+    assert isinstance(scheme, Position)
+    found: list[Setting] = []
+    for item in find_stacks(model, BIASES) if scheme.keeps_table else ():
         config, unset = getattr(item.owner, "config", None), item.stack.as_long_as_tables
-        if (
-            unset is None
-            or item.removed_rows() is not None
-            or not getattr(scheme, "keeps_table", False)
-            or item.owner not in owners
-        ):
+        if unset is None or item.removed_rows() is not None or item.owner not in owners:
             continue
-        if getattr(config, unset, None) is not None and getattr(config, unset) < 1:
+        number = getattr(config, unset, None)
+        if number is not None and number < 1:
             found.append((config, unset, getattr(config, item.stack.config_length)))
     return found
 
 
-def image_sizes(model: nn.Module, part: Part) -> list[tuple[Any, str, Any]]:
+def image_sizes(model: nn.Module, part: Part) -> list[Setting]:
     """What a resized table on a grid of patches changes in its config."""
     scheme = part.scheme
     if not isinstance(scheme, Learned):
@@ -129,52 +131,7 @@ def image_sizes(model: nn.Module, part: Part) -> list[tuple[Any, str, Any]]:
     return [(item.owner.config, IMAGE_SIZE, new[0]) for item in grids if (new := new_size(item, scheme)) is not None]
 
 
-def derived_from(model: nn.Module, part: Part, settings: list[tuple[Any, str, Any]]) -> Derived:
-    """What the model's class derives from new lengths and sizes in its config.
-
-    Raises:
-        UnsupportedError: it can't be built so, or other weights than the changed tables hang on them.
-    """
-    return derive(model, settings, _changed_tables(model, part)) if settings else Derived()
-
-
-def _changed_tables(model: nn.Module, part: Part) -> dict[str, tuple[int, ...] | None]:
-    """Names of what a part resizes, removes or makes anew, with the shape that it gets where a table stays."""
-    scheme, stacks = part.scheme, affected_stacks(model, part)
-    assert isinstance(scheme, Position)
-    tables: dict[str, tuple[int, ...] | None] = {}
-    for item in stacks:
-        tables |= _named(model, {item.table_name} if scheme.keeps_table else item.removed_names())
-        if isinstance(scheme, Learned):
-            tables |= _resized_shape(item, scheme)
-    for bias in [] if scheme.keeps_table else find_stacks(model, BIASES):
-        tables |= _named(model, bias.removed_names())
-    if not scheme.keeps_table:  # rows that a host fills in itself are left in a buffer, as many as it will fill in
-        tables = {name: shape for name, shape in tables.items() if name not in dict(model.named_buffers())}
-    windows = [(name, item.stack.window) for item in stacks for name in item.attentions]
-    tables |= {f"{name}.{window.buffer}": None for name, window in windows if window is not None}
-    return tables | {rotation.name: None for rotation in find_rotations(model)}
-
-
-def _named(model: nn.Module, paths: set[str]) -> dict[str, None]:
-    """These paths, and the Parameters and buffers below them."""
-    values = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    below = [name for name in values if any(name.startswith(f"{path}.") for path in paths)]
-    return dict.fromkeys([*paths, *below])
-
-
-def _resized_shape(item: FoundStack, scheme: Learned) -> dict[str, tuple[int, ...]]:
-    table = item.table()
-    name = f"{item.table_name}.weight" if isinstance(table, nn.Embedding) else item.table_name
-    if item.stack.grid is not None:
-        new = new_size(item, scheme)
-        return {} if new is None else {name: new[1]}
-    if not isinstance(table, nn.Embedding) or scheme.max_positions is None:
-        return {}
-    return {name: (first_row(item) + scheme.max_positions, table.embedding_dim)}
-
-
-def _configs_of_biases(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
+def _of_biases(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
     """The configs of stacks with relative biases that a part changes, and the attributes with their length."""
     names = Names.of(model)
     return [
@@ -185,16 +142,14 @@ def _configs_of_biases(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
     ]
 
 
-def _configs_of_rotations(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
+def _of_rotations(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
     """The configs of the model's own rotations that a part changes, and the attribute with their length."""
     if part.scheme.name not in ("rope", "nope"):
         return []
     names, configs = Names.of(model), {}
     for rotation in find_rotations(model):
         if rotation.path is not None and not names.reason_to_keep([rotation.name], part.only, part.keep):
-            config: Any = model.config
-            for name in rotation.path:
-                config = getattr(config, name)
+            config = reduce(getattr, rotation.path, model.config)
             configs[id(config)] = config
     return [(config, LENGTH) for config in configs.values()]
 
@@ -217,8 +172,9 @@ def plan_position_request(
     part = settle_positions(model, part)
     if Record.of(model.config).has("pos", part):
         return Planned(part, [])
-    changes = plan_positions(model, part)
+    changes = plan_positions(model, part, example_inputs)
     if not any(change.changes for change in changes):
         return Planned(part, changes)
     lengths = config_lengths(model, part)
-    return Planned(part, changes, lengths=lengths, derived=derived_from(model, part, lengths))
+    derived = derive(model, lengths, [edit for change in changes for edit in change.edits])
+    return Planned(part, changes, lengths=lengths, derived=derived)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -26,12 +28,13 @@ from .tables import ALL_KEPT, table_change
 _RELATIVE = re.compile(r"relative_(attention_)?(bias|position)|rel_pos|rel_embeddings|pos_bias|position_bias", re.I)
 
 
-def plan_positions(model: nn.Module, part: Part) -> list[Change]:
+def plan_positions(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None = None) -> list[Change]:
     """What `part` does to each table and attention of the model's stacks; nothing is changed yet.
 
     Args:
         model: any module tree that contains a recorded stack.
         part: a position scheme with its globs.
+        example_inputs: keyword arguments of one forward, for small models that no inputs can be made for.
 
     Raises:
         UnsupportedError: no record names any of the model's classes; says what the model has instead.
@@ -43,7 +46,7 @@ def plan_positions(model: nn.Module, part: Part) -> list[Change]:
     biases = find_stacks(model, BIASES)
     for bias in biases:
         changes += bias_changes(model, bias, covered, part, names)
-    changes += plan_native(model, part, names)
+    changes += plan_native(model, part, names, example_inputs)
     for item in find_own_rotations(model):
         changes += [own_change(name, module, item, part, names) for name, module in item.attentions.items()]
     staying = other_biases(model, found, biases)

@@ -16,7 +16,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.errors import OptionError
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.alibi import LinearBias
+from hfpatch.runtime.alibi import LinearBias, slopes_of
 from hfpatch.runtime.attention import BIAS, AttentionLens
 from hfpatch.runtime.errors import PositionError, UnsupportedError
 from hfpatch.runtime.lens import LENS
@@ -49,21 +49,21 @@ DECODERS = [name for name in SERVED if any(stack.causal for stack in ARCHITECTUR
 
 
 def test_slopes_of_the_paper() -> None:
-    assert ALiBi().slopes(8) == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
-    assert ALiBi().slopes(1) == [1 / 256]
+    assert slopes_of(8, 8.0) == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
+    assert slopes_of(1, 8.0) == [1 / 256]
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 7, 8, 12, 16, 20, 25, 32, 40])
 def test_slopes_of_any_number_of_heads_are_bloom_s(heads: int) -> None:
     bloom = build_alibi_tensor(torch.ones(1, 5), heads, torch.float32)  # slope * j
-    assert torch.allclose(torch.tensor(ALiBi().slopes(heads)), bloom[:, 0, 1], rtol=1e-6)
+    assert torch.allclose(torch.tensor(slopes_of(heads, 8.0)), bloom[:, 0, 1], rtol=1e-6)
     if heads & (heads - 1) == 0:  # MPT orders the others differently
         mpt = build_mpt_alibi_tensor(heads, 5, 16).reshape(heads, 1, 5)  # -slope * (T - 1 - j)
-        assert torch.allclose(torch.tensor(ALiBi(16.0).slopes(heads)), -mpt[:, 0, -2], rtol=1e-6)
+        assert torch.allclose(torch.tensor(slopes_of(heads, 16.0)), -mpt[:, 0, -2], rtol=1e-6)
 
 
 def test_the_bias_of_each_pair() -> None:
-    bias = ALiBi().build_bias(2)(torch.tensor([[3, 4]]), torch.arange(6))
+    bias = ALiBi().score_bias(2).make()(torch.tensor([[3, 4]]), torch.arange(6))
     assert bias.shape == (1, 2, 2, 6)
     for h, slope in enumerate((1 / 16, 1 / 256)):
         for i, query in enumerate((3, 4)):
@@ -243,7 +243,7 @@ def test_half_precision_and_autocast(name: str, dtype: torch.dtype) -> None:
         assert torch.nn.functional.cosine_similarity(out.flatten(), wanted.flatten(), dim=0) > 0.98
     slopes = next(module.slopes for module in model.modules() if isinstance(module, LinearBias))
     assert slopes.dtype == torch.float32
-    assert slopes.tolist() == ALiBi().slopes(4)
+    assert slopes.tolist() == slopes_of(4, 8.0)
 
 
 def test_packed_sequences() -> None:

@@ -80,7 +80,7 @@ def full(axes: int = 2, theta: float = 100.0, partial: float = 1.0, pairing: str
 
 
 def turned(scheme: RoPE, head_dim: int, x: Tensor, positions: Tensor) -> Tensor:
-    rotary = scheme.build(head_dim, 0)
+    rotary = scheme.rotation(head_dim, 0).make()
     return rotary.rotate(x, rotary(positions[None]))
 
 
@@ -97,7 +97,7 @@ def test_equals_mlcd() -> None:
     where = places(3, 5)
     cos, sin = MLCDRotaryEmbedding(config)(torch.zeros(1), where)
     theta = config.rope_parameters["rope_theta"]
-    ours = full(theta=theta).build(16, 0)(where[None])
+    ours = full(theta=theta).rotation(16, 0).make()(where[None])
     assert torch.equal(ours[0][0, :, 0], cos)
     assert torch.equal(ours[1][0, :, 0], sin * signs(16))
 
@@ -122,7 +122,7 @@ def test_equals_dinov3_in_its_coordinates() -> None:
     config = DINOv3ViTConfig(hidden_size=64, num_attention_heads=4, patch_size=PATCH)
     cos, sin = DINOv3ViTRopePositionEmbedding(config).eval()(torch.zeros(1, 3, 3 * PATCH, 5 * PATCH))
     centers = (places(3, 5) + 0.5) / torch.tensor([3, 5]) * 2 - 1
-    ours = full().build(16, 0)(2 * torch.pi * centers[None])
+    ours = full().rotation(16, 0).make()(2 * torch.pi * centers[None])
     assert config.rope_theta == full().theta == patched("vit").layers[0].attention.rotary_emb.theta
     torch.testing.assert_close(ours[0][0, :, 0], cos, rtol=0, atol=2e-5)
     torch.testing.assert_close(ours[1][0, :, 0], sin * signs(16), rtol=0, atol=2e-5)
@@ -134,7 +134,7 @@ def test_phases_serve_eager_and_compiled_code(scheme: RoPE, head_dim: int) -> No
     """Whichever of them made the phases: the owner of compiled blocks may be eager, and the other way round."""
     torch._dynamo.reset()  # each case makes graphs of its own, of which a process takes eight
     torch.manual_seed(0)
-    rotary = scheme.build(head_dim, 0)
+    rotary = scheme.rotation(head_dim, 0).make()
     where = places(3, 4)[None] if scheme.axes == 2 else torch.arange(12)[None]
     x = torch.randn(2, 12, 3, head_dim)
     made = rotary(where), torch.compile(rotary.forward, backend="eager", fullgraph=True)(where)

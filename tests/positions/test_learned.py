@@ -35,17 +35,9 @@ def test_methods() -> None:
         return Learned(max_positions=number, method=method).resized(TABLE)[:, 0].tolist()
 
     assert rows("tile", 12) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
-    assert rows("zeros", 7) == [0, 1, 2, 3, 4, 0, 0]
-    assert rows("mean", 7) == [0, 1, 2, 3, 4, 2, 2]
     assert rows("linear", 9) == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4]
     assert rows("linear", 3) == [0, 2, 4]
-    assert rows("nearest", 10) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    for method in ("tile", "zeros", "mean", "normal"):
-        assert rows(method, 3) == [0, 1, 2]
-        assert rows(method, 9)[:5] == [0, 1, 2, 3, 4]
-    drawn = Learned(max_positions=4005, method="normal").resized(TABLE)[5:]
-    assert torch.allclose(drawn.mean(0), TABLE.mean(0), atol=0.1)
-    assert torch.allclose(drawn.std(0), TABLE.std(0), rtol=0.1)
+    assert rows("tile", 3) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -86,7 +78,7 @@ def test_extended_keeps_the_function_on_what_fitted_before(model_type: str, tmp_
     original, given = base(model_type)
     old, first = lengths(model_type)
     text = set(given) <= TEXT
-    request = Learned(max_positions=3 * old, method="mean")
+    request = Learned(max_positions=3 * old)
     plan = plan_patch(zoo.tiny(model_type)[0], pos=request)
     assert not plan.losses()
     model, _ = base(model_type, request)

@@ -261,7 +261,7 @@ by_length = pytest.mark.parametrize("scaling", [DYNAMIC, LONGROPE], ids=["dynami
 @by_length
 @pytest.mark.parametrize("length", [5, 31, 32, 33, 64, 500])
 def test_frequencies_are_transformers_own(scaling: dict[str, Any], length: int) -> None:
-    rotary = RoPE(theta=500.0, scaling=scaling).build(8, 32)
+    rotary = RoPE(theta=500.0, scaling=scaling).rotation(8, 32).make()
     assert isinstance(rotary, AdaptiveRotaryEmbedding)
     config = hf.LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=32)
     config.rope_parameters = {**scaling, "rope_theta": 500.0}
@@ -356,7 +356,7 @@ def test_saved_compiled_and_moved(scaling: dict[str, Any], tmp_path: Path) -> No
         assert difference(compiled(tokens(1, 48), use_cache=False).logits, long) <= 1e-5
     rotary = model.bfloat16().transformer.h[0].attn.rotary_emb
     assert {buffer.dtype for buffer in rotary.buffers()} == {torch.float32}
-    assert torch.equal(rotary.float().long_freq, RoPE(scaling=scaling).build(8, 32).long_freq)
+    assert torch.equal(rotary.float().long_freq, RoPE(scaling=scaling).rotation(8, 32).make().long_freq)
 
 
 def test_scaling_that_doesn_t_fit_a_head() -> None:

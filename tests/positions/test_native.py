@@ -21,7 +21,8 @@ from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.rope import RoPE
-from hfpatch.swap.native_rope import SETTINGS_AT, find_rotations, pairing_of
+from hfpatch.sites.pairing import pairing_of
+from hfpatch.sites.rotations import SETTINGS_AT, find_rotations
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import zoo
@@ -131,7 +132,7 @@ def test_the_same_settings_said_aloud_keep_every_bit(model_type: str) -> None:
     before = run(model, given)
     for rotation in find_rotations(model):
         theta = rotation.settings["rope_theta"]
-        pairing = None if rotation.layer_type else pairing_of(rotation)  # which is one for all types of layers
+        pairing = None if rotation.layer_type else pairing_of(rotation).host  # which is one for all types of layers
         patched(model, pos=RoPE(theta=theta, pairing=pairing), only=[rotation.name])
     assert equal(run(model, given), before)
 
@@ -167,9 +168,9 @@ def test_pairings_are_seen() -> None:
         model, _ = zoo.tiny(model_type)
         for rotation in find_rotations(model):
             expected = "interleaved" if model_type in INTERLEAVED else "half"
-            assert pairing_of(rotation) in (expected, None), model_type
+            assert pairing_of(rotation).host in (expected, None), model_type
     model, _ = zoo.tiny("llama")
-    assert pairing_of(find_rotations(model)[0]) == "half"  # control: it isn't None everywhere
+    assert pairing_of(find_rotations(model)[0]).host == "half"  # control: it isn't None everywhere
 
 
 def test_esm_where_its_config_says_rotary() -> None:
@@ -256,10 +257,6 @@ def test_own_rotation_decodes(model_type: str) -> None:
 @pytest.mark.parametrize("kind", sorted(SCALINGS))
 def test_scaling_is_what_transformers_builds(model_type: str, kind: str) -> None:
     model, given = zoo.tiny(model_type)
-    if (model_type, kind) == ("gpt_neox", "proportional"):  # has as many frequencies as a whole head then
-        with pytest.raises(UnsupportedError, match="has 2 frequencies, and 8 with rope_type='proportional'"):
-            plan_patch(model, pos=RoPE(scaling={"rope_type": kind}))
-        return
     pairs = find_rotations(model)[0].frequencies(find_rotations(model)[0].module).numel()
     scaling = {"rope_type": kind, **SCALINGS[kind]}
     for name in ("short_factor", "long_factor"):
@@ -353,9 +350,22 @@ def test_settings_that_a_class_cant_take() -> None:
         plan_patch(model, pos=RoPE(scaling={"rope_type": "linear", "factor": 2.0}))
 
 
+def test_frequencies_that_an_attention_cant_apply() -> None:
+    model, _ = zoo.tiny("gemma4_text")
+    with pytest.raises(UnsupportedError, match=r"has 256 frequencies, and 64 with rope_type='linear', which its code"):
+        plan_patch(model, pos=RoPE(scaling={"rope_type": "linear", "factor": 2.0}))
+
+
+def test_settings_that_a_config_doesnt_keep() -> None:
+    """dots3's config computes the share of each head that is turned, so a checkpoint would come back with its own."""
+    model, _ = zoo.tiny("dots3_note_text")
+    with pytest.raises(UnsupportedError, match=r"can't be had: a config of its class doesn't keep them"):
+        plan_patch(model, pos=RoPE(partial=0.25), only=rotations_only(model))
+
+
 def test_rotations_told_apart_by_theta() -> None:
     model, _ = zoo.tiny("granite_swa")
-    with pytest.raises(UnsupportedError, match="tells its rotations apart by theta"):
+    with pytest.raises(UnsupportedError, match="GraniteSWAModel doesn't run with others"):
         plan_patch(model, pos=RoPE(theta=5.0))
 
 

@@ -25,8 +25,8 @@ from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.request import Record
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites import pairing as layouts
-from hfpatch.sites.pairing import rotating_attentions
-from hfpatch.swap.native_rope import find_rotations, pairing_of, rotary_dim_of
+from hfpatch.sites.pairing import pairing_of, rotating_attentions
+from hfpatch.sites.rotations import find_rotations
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import zoo
@@ -67,7 +67,7 @@ def make(model_type: str) -> tuple[Any, dict[str, Any], str]:
         return model, given, "half"
     if model_type in OWN:
         return model, given, "interleaved"
-    pairing = pairing_of(find_rotations(model)[-1])
+    pairing = pairing_of(find_rotations(model)[-1]).host
     if pairing is None and model_type == "qwen2_vl":
         pytest.skip("before transformers 5.23 its attention itself put the three axes together")
     assert pairing is not None
@@ -110,7 +110,7 @@ def test_scores_by_hand(model_type: str) -> None:
     """What converted projections (and norms) hand out, turned in the new pairing, gives the old scores."""
     model, given, pairing = make(model_type)
     rotation = find_rotations(model)[0]
-    dim = rotary_dim_of(rotation)
+    dim = pairing_of(rotation).rotary_dim
     one = next(iter(rotating_attentions(rotation.module, model).values()))
     assert one is not None
     theta = rotation.settings["rope_theta"]
@@ -119,7 +119,7 @@ def test_scores_by_hand(model_type: str) -> None:
 
     def scores(pairing: str) -> torch.Tensor:
         scheme = RoPE(theta=theta, partial=dim / one.head_dim, pairing=pairing)
-        rotary = scheme.build(one.head_dim, 64)
+        rotary = scheme.rotation(one.head_dim, 64).make()
         phases = rotary(positions)
         out: list[torch.Tensor] = []
         # with a lens that only records the heads, whatever the layout

@@ -137,7 +137,7 @@ def test_one_token_in_few_calls(dtype: torch.dtype) -> None:
 )
 def test_rotations_of_other_kinds_take_the_usual_way(options: dict[str, Any]) -> None:
     assert RotaryEmbedding(8).has_turner
-    assert not RoPE(**options).build(8, 64).has_turner
+    assert not RoPE(**options).rotation(8, 64).make().has_turner
 
 
 def test_decoding_takes_the_few_calls_where_nothing_fuses_them(monkeypatch: pytest.MonkeyPatch) -> None:

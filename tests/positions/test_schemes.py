@@ -118,7 +118,7 @@ def sinusoidal(model_type: str) -> bool:
 
 def learned(model_type: str) -> bool:
     grid = any(found.stack.grid is not None for found in find_stacks(proof.tiny(model_type)[0]))
-    served = patched(model_type, "learned:image_size=96" if grid else "learned:max_positions=300,method=mean")
+    served = patched(model_type, "learned:image_size=96" if grid else "learned:max_positions=300")
     if served is None:
         return False
     model, inputs, plan = served

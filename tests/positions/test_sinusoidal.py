@@ -39,7 +39,7 @@ DECODERS = [name for name in SERVED if any(stack.causal for stack in ARCHITECTUR
 
 @pytest.mark.parametrize("width", [8, 7, 2])
 def test_rows_of_the_paper(width: int) -> None:
-    rows = Sinusoidal(base=500.0, scale=0.5).rows(torch.tensor([0, 3, 11]), width)
+    rows = Sinusoidal(base=500.0, scale=0.5).rule().rows(torch.tensor([0, 3, 11]), width)
     assert rows.shape == (3, width)
     for row, position in zip(rows, (0, 3, 11), strict=True):
         for channel in range(width):
@@ -51,16 +51,16 @@ def test_rows_of_the_paper(width: int) -> None:
 @pytest.mark.parametrize("width", [8, 9])
 def test_half_is_marian_s(width: int) -> None:
     marian = MarianSinusoidalPositionalEmbedding(40, width).create_weight()
-    rows = Sinusoidal(layout="half").rows(torch.arange(40), width)
+    rows = Sinusoidal(layout="half").rule().rows(torch.arange(40), width)
     assert torch.allclose(rows, marian, atol=1e-5)
-    assert not torch.allclose(Sinusoidal().rows(torch.arange(40), width), marian, atol=1e-1)  # control
+    assert not torch.allclose(Sinusoidal().rule().rows(torch.arange(40), width), marian, atol=1e-1)  # control
 
 
 def test_tensor2tensor_is_whisper_s_and_fairseq_s() -> None:
-    rows = Sinusoidal(layout="tensor2tensor").rows(torch.arange(40), 8)
+    rows = Sinusoidal(layout="tensor2tensor").rule().rows(torch.arange(40), 8)
     assert torch.allclose(rows, sinusoids(40, 8), atol=1e-5)
     assert torch.allclose(rows, XGLMSinusoidalPositionalEmbedding.get_embedding(40, 8), atol=1e-5)
-    assert not torch.allclose(Sinusoidal(layout="half").rows(torch.arange(40), 8), rows, atol=1e-1)  # control
+    assert not torch.allclose(Sinusoidal(layout="half").rule().rows(torch.arange(40), 8), rows, atol=1e-1)  # control
 
 
 @pytest.mark.parametrize("options", [{"layout": "halves"}, {"base": 0}, {"scale": -1.0}, {"max_positions": 0}])
@@ -81,7 +81,7 @@ def with_a_table_of_sines(model_type: str, scheme: Sinusoidal) -> tuple[Any, dic
         first = stack.reserved_rows if padding is None else padding + 1
         with torch.no_grad():
             table.weight.zero_()
-            table.weight[first:] = scheme.rows(torch.arange(len(table.weight) - first), table.embedding_dim)
+            table.weight[first:] = scheme.rule().rows(torch.arange(len(table.weight) - first), table.embedding_dim)
     return model, inputs
 
 
@@ -192,7 +192,7 @@ def test_rows_without_a_position_are_zeros() -> None:
     roberta = table_of(patched(make("roberta"), pos="sinusoidal"))  # its padding index is 0, so it counts from 1
     assert roberta.first == 1
     assert not roberta(torch.tensor([[0]])).any()
-    assert torch.equal(roberta(torch.tensor([[1]])), Sinusoidal().rows(torch.tensor([[0]]), 32))
+    assert torch.equal(roberta(torch.tensor([[1]])), Sinusoidal().rule().rows(torch.tensor([[0]]), 32))
     bart = table_of(patched(make("bart"), pos="sinusoidal"))
     assert bart.first == 2
 
@@ -240,7 +240,7 @@ def test_rope_after_sines_is_rope() -> None:
     model = patched(patched(make("gpt2"), pos="sinusoidal"), pos="rope")
     direct = patched(make("gpt2"), pos="rope")
     given: Tensor = tokens(2, 9)
-    mean = Sinusoidal().rows(torch.arange(32), 32).mean(0)
+    mean = Sinusoidal().rule().rows(torch.arange(32), 32).mean(0)
     assert torch.allclose(model.transformer.wpe.constant, mean, atol=1e-5)
     direct.transformer.wpe.constant.data = model.transformer.wpe.constant.data
     with torch.no_grad():

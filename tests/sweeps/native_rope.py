@@ -33,8 +33,8 @@ from hfpatch.measure.randomness import own_randomness
 from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError
 from hfpatch.schemes.positions import NoPE, Position
-from hfpatch.schemes.rope import RoPE
-from hfpatch.swap.native_rope import find_rotations
+from hfpatch.schemes.rope import SCALING_OPTIONS, RoPE
+from hfpatch.sites.rotations import find_rotations
 
 REPORT = Path(__file__).resolve().with_suffix(".json")
 SECONDS, BATCH = 300, 50  # per type, types per process
@@ -63,7 +63,7 @@ def by_config(config: PretrainedConfig, settings: dict[str, Any]) -> PretrainedC
             for one in nested or [parameters]:
                 if one.get("rope_type") != "axial" or "rope_type" not in settings:
                     if "rope_type" in settings:  # options of another type would count for some attentions
-                        for option in RoPE.scaling_options() - {"original_max_position_embeddings"}:
+                        for option in SCALING_OPTIONS - {"original_max_position_embeddings"}:
                             one.pop(option, None)
                     one.update(settings)
         elif "rope_theta" in settings and isinstance(getattr(part, "rope_theta", None), float):
@@ -98,7 +98,7 @@ def checked(model_type: str, name: str) -> str:
         else:
             unbuilt = ""
     try:
-        patch_model(model, pos=scheme, only=[rotation.name for rotation in rotations])
+        patch_model(model, pos=scheme, only=[rotation.name for rotation in rotations], example_inputs=given)
     except PatchError as error:
         return f"refused: {error!s:.150}"
     after = run(model, given)

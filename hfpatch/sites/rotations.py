@@ -1,0 +1,133 @@
+"""Rotary modules of models that rotate queries and keys by themselves: where they are, and their settings.
+
+transformers' rotary modules follow one convention: a module holds its config, reads `config.rope_parameters` and keeps
+frequencies (`inv_freq`, or one buffer for each type of layer) from which its forward makes cos and sin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ..runtime.constants import SETTINGS_AT, Unrotated, with_settings
+from ..runtime.lens import host_class, lens_of, named_modules
+
+Path = tuple[str, ...]
+
+
+Settings = dict[str, Any]  # transformers' `rope_parameters`
+
+
+@dataclass
+class Rotation:
+    """The frequencies of one rotary module, or those that it has for one type of layer.
+
+    Attributes:
+        name: the module's name, and the type of layer where it has several.
+        holder, attribute: the module that holds it, and its own name there.
+        layer_type: the type of layer, None where all are alike.
+        path: attributes that lead from the model's config to the one with its settings; None where none does.
+    """
+
+    name: str
+    holder: nn.Module
+    attribute: str
+    layer_type: str | None
+    path: Path | None
+
+    @property
+    def module_name(self) -> str:
+        """The rotary module's name."""
+        return self.name if self.layer_type is None else self.name.rpartition(".")[0]
+
+    @property
+    def module(self) -> nn.Module:
+        """The rotary module."""
+        found = self.holder._modules[self.attribute]
+        assert found is not None
+        return found
+
+    @property
+    def kind(self) -> str:
+        """Name of the rotary module's class."""
+        return host_class(type(self.module)).__name__
+
+    @property
+    def settings(self) -> Settings:
+        """What its config says, as transformers' `rope_parameters`."""
+        config: Any = self.module.config
+        if self.theta_alone:
+            return {"rope_theta": config.rope_theta, "rope_type": "default"}
+        return config.rope_parameters if self.layer_type is None else config.rope_parameters[self.layer_type]
+
+    @property
+    def theta_alone(self) -> bool:
+        """Whether the module reads nothing but `config.rope_theta`."""
+        return not isinstance(getattr(self.module.config, "rope_parameters", None), dict)
+
+    @property
+    def all_dropped(self) -> tuple[str | None, ...]:
+        """The types of layers for which an earlier patch dropped the module's rotation."""
+        lens = lens_of(self.module, Unrotated)
+        return () if lens is None else lens.layer_types
+
+    @property
+    def dropped(self) -> bool:
+        """Whether an earlier patch dropped this rotation."""
+        return self.layer_type in self.all_dropped
+
+    def frequencies(self, module: nn.Module) -> Tensor:
+        """This rotation's frequencies (pairs,) in a module of its class."""
+        found = module._buffers["inv_freq" if self.layer_type is None else f"{self.layer_type}_inv_freq"]
+        assert found is not None
+        return found
+
+    def rebuilt(self, settings: Settings) -> nn.Module:
+        """Another rotary module of the host's class, on the CPU."""
+        return with_settings(self.module, settings, self.layer_type)
+
+    def phases(self, module: nn.Module) -> Any:
+        """What a rotary module of its class returns for positions 0 and 1: cos and sin, or complex numbers."""
+        positions = torch.arange(2)[None]
+        extra = {} if self.layer_type is None else {"layer_type": self.layer_type}
+        return module(torch.zeros(1, 2, 1), positions, **extra)
+
+
+def find_rotations(model: nn.Module) -> list[Rotation]:
+    """Every rotation of the model that follows transformers' convention."""
+    found, paths = [], config_paths(getattr(model, "config", None))
+    for holder_name, holder in named_modules(model):
+        for attribute, module in holder._modules.items():
+            config = module.__dict__.get("config") if module is not None else None
+            parameters: Any = getattr(config, "rope_parameters", None)
+            theta: Any = getattr(config, "rope_theta", None)
+            if module is None or (not isinstance(parameters, dict) and not isinstance(theta, int | float)):
+                continue
+            path = module.__dict__.get(SETTINGS_AT, paths.get(id(config)))
+            name = f"{holder_name}.{attribute}".strip(".")
+            if "inv_freq" in module._buffers:
+                found.append(Rotation(name, holder, attribute, None, path))
+            for kind in parameters if isinstance(parameters, dict) else ():
+                if f"{kind}_inv_freq" in module._buffers and isinstance(parameters[kind], dict):
+                    found.append(Rotation(f"{name}.{kind}", holder, attribute, kind, path))
+    return found
+
+
+def rotations_of(model: nn.Module, module: nn.Module) -> list[Rotation]:
+    """All rotations of one rotary module."""
+    return [rotation for rotation in find_rotations(model) if rotation.module is module]
+
+
+def config_paths(config: Any, path: Path = ()) -> dict[int, Path]:
+    """For a config and each one inside it: its id, and the attributes that lead to it."""
+    if not isinstance(config, PreTrainedConfig):
+        return {}
+    found = {id(config): path}
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            found = {**config_paths(value, (*path, name)), **found}
+    return found
