@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .constants import NO_ROW, ConstantPositions, mean_row
 from .errors import PositionError
-from .lens import Arguments, InnerView, View
+from .lens import Arguments, View
 from .tables import ComputedPositions
 
 _ANY = 2**31  # rows enough for any length
@@ -85,11 +85,11 @@ class AnyTextLength(LengthLimit):
             if isinstance(table, ComputedPositions):
                 dtype = table.weight.dtype
                 rows = torch.empty(1, table.embedding_dim, device="meta", dtype=dtype).expand(_ANY, -1)
-                counted[self.table] = InnerView(table, {"weight": rows})
+                counted[self.table] = View(table, {"weight": rows})
             return counted, {}
         rows = torch.empty(1, table.embedding_dim, device="meta").expand(_ANY, -1)
         position_ids = torch.zeros(1, 1, dtype=torch.long, device=table.constant.device).expand(1, _ANY)
-        return {self.table: InnerView(table, {"weight": rows}), "position_ids": position_ids}, {}
+        return {self.table: View(table, {"weight": rows}), "position_ids": position_ids}, {}
 
 
 class CountedRows:
@@ -117,7 +117,7 @@ class AnyBufferLength(LengthLimit):
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         child = getattr(module, self.child)
         buffer = getattr(child, self.buffer)[:, :1].expand(1, _ANY)
-        return {self.child: InnerView(child, {self.buffer: buffer})}, {}
+        return {self.child: View(child, {self.buffer: buffer})}, {}
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class AnyInputLength(LengthLimit):
             positions = positions // getattr(module, name).stride[0]
         attributes: dict[str, Any] = {"config": View(module.config, {self.setting: positions})}
         if not isinstance(getattr(module, self.table), ConstantPositions):
-            attributes[self.table] = InnerView(getattr(module, self.table), {"num_embeddings": positions})
+            attributes[self.table] = View(getattr(module, self.table), {"num_embeddings": positions})
         return attributes, {}
 
 
