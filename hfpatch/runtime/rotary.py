@@ -33,6 +33,9 @@ class RotaryEmbedding(nn.Module):
         axes: coordinates of a position.
         scaling: transformers' `rope_parameters` without theta, None for none.
         length: positions that the scaling rules start from.
+
+    Raises:
+        ValueError: they leave no pair of channels to turn, or there is no such pairing.
     """
 
     inv_freq: Tensor
@@ -50,7 +53,11 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.head_dim, self.theta, self.partial, self.axes = head_dim, theta, partial, axes
         self.pairing, self.scaling, self.length = pairing, scaling, length
+        if pairing not in ("half", "interleaved") or not theta > 0 or not 0 < partial <= 1 or axes < 1:
+            raise ValueError(f"no rotation with theta={theta}, partial={partial}, pairing={pairing!r}, axes={axes}")
         self.rotary_dim = rotary_dim(head_dim, partial, axes)
+        if self.rotary_dim < 2 * axes or self.rotary_dim % 2:
+            raise ValueError(f"a head of {head_dim} channels can't be turned: {self.rotary_dim} of them, in pairs")
         self.halves = pairing == "half"
         self.key = str((head_dim, theta, partial, pairing, axes, scaling, length))  # equal for equal rotations
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
