@@ -59,9 +59,11 @@ class View:
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__["_module"]
         method = getattr(type(module), name, None)
-        if isinstance(method, FunctionType) and method is not getattr(nn.Module, name, None):
+        own = getattr(module, name)
+        static = own is method
+        if isinstance(method, FunctionType) and not static and method is not getattr(nn.Module, name, None):
             return method.__get__(self)
-        return getattr(module, name)
+        return own
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
