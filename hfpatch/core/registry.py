@@ -12,9 +12,9 @@ from torch import nn
 
 from ..errors import UnknownNameError
 from ..runtime.errors import PatchError
-from ..runtime.lens import R
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Registry(Mapping[str, T], Generic[T]):

@@ -57,10 +57,11 @@ def apply(edits: Iterable[Edit], model: nn.Module, changes: Any = None, fresh: b
         CheckpointError: `fresh`, and the class has no such place, or not one that takes such a value.
     """
     writer = Direct() if changes is None else changes  # an empty transaction is false
+    tree = Tree(model, fresh)
     count = 0
     for edit in edits:
         try:
-            count += _apply(edit, model, writer, fresh)
+            count += _apply(edit, tree, writer)
         except _MISFITS as error:
             if not fresh or isinstance(error, PatchError):
                 raise
@@ -69,22 +70,26 @@ def apply(edits: Iterable[Edit], model: nn.Module, changes: Any = None, fresh: b
     return count
 
 
-def _apply(edit: Edit, model: nn.Module, changes: Any, fresh: bool) -> int:
-    tree = Tree(model, fresh)
-    done: dict[Any, Any] = {}
-    value = edit.value
+def _apply(edit: Edit, tree: Tree, changes: Any) -> int:
+    model, value = tree.model, edit.value
+    if tree.outdated:
+        tree.walk()
     if isinstance(value, Call) and edit.at[0].endswith(LENS_SLOT):
         value = value.make()  # one for all: torch.compile checks once what it reads of it
+    done: dict[Any, Any] = {}
     missing = set(edit.at)
     count = 0
     for path, owner, leaf in tree.places(edit.at):
-        if isinstance(value, Call) and value.needs_old() and owner is not None and getattr(owner, leaf, None) is None:
-            continue
-        missing.discard(path)
         if owner is None:  # a part that was built patched
+            missing.discard(path)
             continue
-        count += _assign(owner, leaf, value, tree, changes, done, model)
-    if missing and fresh and type(model).__name__ in (getattr(model, "config", None).architectures or []):  # type: ignore[union-attr]
+        if isinstance(value, Call) and value.needs_old() and getattr(owner, leaf, None) is None:
+            continue
+        assigned = _assign(owner, leaf, value, tree, changes, done)
+        if assigned is not None:
+            missing.discard(path)
+            count += assigned
+    if missing and tree.fresh and type(model).__name__ in (getattr(model, "config", None).architectures or []):  # type: ignore[union-attr]
         raise CheckpointError(
             f"{type(model).__name__} of transformers {transformers.__version__} has no {', '.join(sorted(missing))}, "
             "which its patch record changes. Open it without overriding its settings, and with the versions of hfpatch "
@@ -102,17 +107,22 @@ class Tree:
     """
 
     def __init__(self, model: nn.Module, fresh: bool = False):
-        self.model = model
+        self.model, self.fresh = model, fresh
         base = getattr(model, "base_model_prefix", "")
         self.base = base if base and base in model._modules else ""
+        self.walk()
+
+    def walk(self) -> None:
+        """Find the modules where they stand; once more where modules were put, added or dropped (`outdated`)."""
+        self.outdated = False
         self.modules: dict[str, nn.Module] = {}
         self.standing: dict[int, list[tuple[nn.Module, str]]] = {}
         self.built: set[str] = set()  # names of modules in parts that were built patched
         above: tuple[str, ...] = ()
-        for name, module in model.named_modules(remove_duplicate=False):
+        for name, module in self.model.named_modules(remove_duplicate=False):
             inside = self.inside(name)
             self.modules[inside] = module
-            if fresh and name:
+            if self.fresh and name:
                 if f"{name}.".startswith(above or ("\n",)):
                     self.built.add(inside)
                 elif hasattr(type(module), "hfpatch_model"):
@@ -150,55 +160,71 @@ def _has(module: nn.Module, name: str) -> bool:
     return any(name in own for own in (module._modules, module._parameters, module._buffers, vars(module)))
 
 
-def _assign(
-    owner: nn.Module, leaf: str, value: Any, tree: Tree, changes: Any, done: dict[Any, Any], model: nn.Module
-) -> int:
-    place = id(owner), leaf
+def _assign(owner: nn.Module, leaf: str, value: Any, tree: Tree, changes: Any, done: dict[Any, Any]) -> bool | None:
+    """Assign one place: whether that was still to be done, None where there is no such place.
+
+    Args:
+        owner, leaf: the module, and what of it.
+        value: of the edit.
+        tree: where modules stand.
+        changes: what writes.
+        done: places and modules that this edit has assigned.
+    """
+    old, place = owner._modules.get(leaf), (id(owner), leaf)
+    if place in done or (leaf not in _SLOTS and old is not None and id(old) in done):
+        return False
+    done[place] = owner
     if leaf in _SLOTS:
-        if place in done:
-            return 0
-        done[place] = owner
-        _SLOTS[leaf](owner, value, changes, model)
-        return 1
-    old = owner._modules.get(leaf)
-    if old is not None:
-        if id(old) in done:
-            return 0
-        new = value.make_module(old, owner) if isinstance(value, Call) else value
-        if new is not None and CENTRED in vars(old):
-            vars(new)[CENTRED] = vars(old)[CENTRED]
-            new.__class__ = lensed_class(host_class(type(new)))
+        _SLOTS[leaf](owner, value, changes, tree.model)
+    elif old is not None:
+        new = _replace(old, owner, value, tree, changes)
         done[id(old)] = done[id(new)] = new
-        for parent, name in tree.standing[id(old)]:
-            changes.set_module(parent, name, new)
-            if new is None:
-                changes.set_attribute(parent, name, None)
-    elif place in done:
-        return 0
     elif isinstance(value, Call) and value.is_module():
-        done[place] = owner
-        present = getattr(owner, leaf, None)  # a function in the place of a module
-        new = value.make_module(present, owner)
-        if leaf in vars(owner) and present is not None:
-            changes.set_attribute(owner, leaf, new)
-        else:
-            changes.set_module(owner, leaf, new)
+        _add(owner, leaf, value, tree, changes)
     elif leaf in owner._parameters:
-        done[place] = owner
-        present = owner._parameters[leaf]
-        if present is None and value is not None and not isinstance(value, Call):
-            return 0
-        new = value.make(present) if isinstance(value, Call) else value
-        if not isinstance(new, nn.Parameter | None):
-            raise TypeError(f"{leaf} is a Parameter, not {new!r:.80}")
-        changes.set_parameter(owner, leaf, new)
+        return _set_parameter(owner, leaf, value, changes)
     elif hasattr(owner, leaf) or leaf.startswith("_hfpatch"):  # heads differ in what they have
-        done[place] = owner
-        present = getattr(owner, leaf, None)
-        changes.set_attribute(owner, leaf, value.make(present) if isinstance(value, Call) else value)
+        changes.set_attribute(owner, leaf, value.make(getattr(owner, leaf, None)) if isinstance(value, Call) else value)
     else:
-        return 0
-    return 1
+        return None
+    return True
+
+
+def _replace(old: nn.Module, owner: nn.Module, value: Any, tree: Tree, changes: Any) -> nn.Module | None:
+    """Put a module (or None) wherever another stands; it goes on centring its output."""
+    new = value.make_module(old, owner) if isinstance(value, Call) else value
+    if new is not None and CENTRED in vars(old):
+        vars(new)[CENTRED] = vars(old)[CENTRED]
+        new.__class__ = lensed_class(host_class(type(new)))
+    for parent, name in tree.standing[id(old)]:
+        changes.set_module(parent, name, new)
+        if new is None:
+            changes.set_attribute(parent, name, None)
+    tree.outdated = True
+    return new
+
+
+def _add(owner: nn.Module, leaf: str, value: Call, tree: Tree, changes: Any) -> None:
+    """Add a child, or put a module in the place of a function."""
+    present = getattr(owner, leaf, None)
+    new = value.make_module(present, owner)
+    if leaf in vars(owner) and present is not None:
+        changes.set_attribute(owner, leaf, new)
+    else:
+        changes.set_module(owner, leaf, new)
+    tree.outdated = True
+
+
+def _set_parameter(owner: nn.Module, leaf: str, value: Any, changes: Any) -> bool:
+    """Put what a call makes of a Parameter in its place, or leave its name without one."""
+    present = owner._parameters[leaf]
+    if present is None and value is not None and not isinstance(value, Call):
+        return False
+    new = value.make(present) if isinstance(value, Call) else value
+    if not isinstance(new, nn.Parameter | None):
+        raise TypeError(f"{leaf} is a Parameter, not {new!r:.80}")
+    changes.set_parameter(owner, leaf, new)
+    return True
 
 
 def _see(module: nn.Module, lens: Any, changes: Any, model: nn.Module) -> None:

@@ -9,12 +9,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C import _is_tracing
-from torch.compiler import is_dynamo_compiling
 
 from .errors import PositionError
 from .lens import TAKEN, Arguments
-from .qk_layouts import Fused, Projections, Rotate, channels_per_head, swap_token_axis
+from .qk_layouts import Fused, Projections, channels_per_head, swap_token_axis
 
 ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an attention
 
@@ -31,55 +29,29 @@ TAKE_A_BIAS = ("eager", "sdpa")  # attention implementations that add a float ma
 NUMBER_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")  # attributes that say it
 
 
-PHASES = "position_phases"  # keyword argument in which a stack's owner hands them down, see grid.py
+GRID_POSITIONS = "grid_positions"  # keyword argument in which a stack's owner hands positions down, see grid.py
 
 
 class Rotation:
-    """Turns x (B, T, H, head_dim) by its tokens' phases.
+    """Turns x (B, T, H, head_dim), or as the tokens lie otherwise, by its tokens' phases.
 
     Args:
         rotary: the module that a scheme attached.
-        positions: of the tokens (B or 1, T).
-        phases: what its forward makes of them, made when needed where it isn't given.
-
-    Attributes:
-        by_calls: whether the number of operations counts and not their sizes, as where one token is decoded eagerly.
+        phases: what its forward makes of the tokens' positions.
+        tokens: how they lie.
     """
 
-    def __init__(self, rotary: Any, positions: Tensor | None, phases: Any = None):
-        self.rotary, self.positions, self.phases = rotary, positions, phases
-        self.by_calls = False
-        self.turners: dict[Any, Rotate] = {}
+    def __init__(self, rotary: Any, phases: Any, tokens: _Tokens):
+        self.rotary, self.phases, self.tokens = rotary, phases, tokens
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.phases is None:
-            self.phases = self.rotary(self.positions)
-        return self.rotary.rotate(x, self.phases)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "turners": {}}  # which can't be pickled, as the tensor that a rotation is left on can
+        if self.tokens.in_batches:
+            return self.rotary.rotate(x, self.phases)
+        return self.tokens.as_given(self.rotary.rotate(self.tokens.in_line(x), self.phases))
 
     def at(self, positions: Tensor) -> Rotation:
         """The same at other positions (B or 1, T)."""
-        return Rotation(self.rotary, positions)
-
-    def first(self, y: Tensor, heads: int, turned: int) -> Tensor:
-        """One token's y (B, 1, heads * head_dim) with the first heads turned."""
-        kind = heads, turned, y.dtype
-        if kind not in self.turners:
-            self.turners[kind] = self.rotary.turner(self.positions, *kind)
-        return self.turners[kind](y)
-
-
-class RotationInLine(Rotation):
-    """Turns x (T, H, head_dim) or (B, rows, columns, H, head_dim)."""
-
-    def __init__(self, rotary: Any, phases: Any, tokens: _Tokens):
-        super().__init__(rotary, None, phases)
-        self.tokens = tokens
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.tokens.as_given(super().__call__(self.tokens.in_line(x)))
+        return Rotation(self.rotary, self.rotary(positions), self.tokens)
 
 
 @dataclass(frozen=True)
@@ -151,7 +123,7 @@ class AttentionLens:
 
     Attributes:
         projections: how q and k leave the input.
-        head_dim, cache, layer_index, window, states, time, biases, position_ids: as in `sites.records.record.Stack`.
+        head_dim, cache, layer_index, window, states, time, position_ids: as in `sites.records.record.Stack`.
     """
 
     projections: Projections | Fused
@@ -161,44 +133,64 @@ class AttentionLens:
     window: Window | None
     states: str = "hidden_states"
     time: int = 1
-    biases: tuple[str, ...] = ()
     position_ids: str | None = "position_ids"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        states, positions = arguments[self.states], arguments.get(self.position_ids)  # type: ignore[arg-type]
-        children, handed_down = module._modules, arguments.get(PHASES)
-        rotary: Any = children.get(ROTARY)
-        bias: Any = children.get(BIAS)
+        states: Tensor = arguments[self.states]
+        tokens = _Tokens.of(swap_token_axis(states, self.time))
+        rotary: Any = module._modules.get(ROTARY)
+        bias = module._modules.get(BIAS)
         attributes: dict[str, Any] = {}
-        filled: Arguments = {}
-        for name in self.biases:
-            (attributes if hasattr(module, name) else filled)[name] = 0
-        rotation = None
-        if rotary is not None and positions is not None and handed_down is None:
-            rotation = _left(rotary, positions, states, self.time)
-        if self.window is not None or bias is not None or (rotary is not None and rotation is None):
-            tokens = _Tokens.of(swap_token_axis(states, self.time))
-            slots = phases = None
-            if handed_down is not None:
-                phases = self._handed_down(module, rotary, handed_down, tokens)
-            if self.window is not None or bias is not None or (phases is None and positions is None):
-                slots = self._slots(module, tokens, arguments)
-            if rotary is not None and rotation is None:
-                rotation = self._rotation(module, rotary, phases, positions, slots, tokens)
-            if self.window is not None:
-                assert slots is not None
-                attributes[self.window.buffer] = self.window.mask(module, slots)
-            if bias is not None:
-                assert slots is not None
-                filled[MASK] = self._biased(module, bias, tokens, states.dtype, slots, arguments)
-        if rotation is not None:
+        filled: Arguments = {GRID_POSITIONS: TAKEN} if GRID_POSITIONS in arguments else {}
+        positions = None if rotary is None else self._positions(module, rotary, tokens, arguments)
+        if self.window is not None or bias is not None or (rotary is not None and positions is None):
+            slots = self._slots(module, tokens, arguments)
+            positions = slots if positions is None else positions
+        if self.window is not None:
+            attributes[self.window.buffer] = self.window.mask(module, slots)
+        if bias is not None:
+            filled[MASK] = self._biased(module, bias, tokens, states.dtype, slots, arguments)
+        if rotary is not None:
+            rotation = Rotation(rotary, rotary(positions), tokens)
             head_dim = channels_per_head(module, self.head_dim, self.projections)
             attributes.update(self.projections.rotated(module, arguments, head_dim, rotation))
             if isinstance(self.projections, Projections):
                 filled.update(self.projections.turned(arguments, rotation))
-        if handed_down is not None:
-            filled[PHASES] = TAKEN
         return attributes, filled
+
+    def _positions(self, module: nn.Module, rotary: Any, tokens: _Tokens, arguments: Arguments) -> Tensor | None:
+        """The tokens' positions, as a stack's owner or the caller says them; None where nobody does.
+
+        Raises:
+            PositionError: they are of another number of tokens; or of several axes, and nobody says them.
+        """
+        axes = getattr(rotary, "axes", 1)
+        positions = arguments.get(GRID_POSITIONS, {}).get(axes)
+        if positions is not None:
+            if positions.shape[1] != tokens.number:
+                raise PositionError(
+                    f"{type(module).__name__} was given {tokens.number} tokens, but the input has "
+                    f"{positions.shape[1]} positions: some were dropped or added on the way, and which isn't known "
+                    "here."
+                )
+            return positions
+        if axes == 2 and tokens.lie_on_a_grid:
+            return tokens.places()
+        if axes > 1:
+            raise PositionError(
+                f"{type(module).__name__} wasn't told where on the {axes}-axis grid its tokens lie: it was called "
+                "by another way than its model's forward. Use axes=1 for that."
+            )
+        positions = None if self.position_ids is None else arguments.get(self.position_ids)
+        if positions is None:
+            return None
+        positions = positions[None] if positions.dim() == 1 else positions
+        if positions.shape[-1] != tokens.number:
+            raise PositionError(
+                f"position_ids {tuple(positions.shape)} don't fit hidden states {tuple(tokens.shape)} (B, T, d); "
+                "pass one position per token of this call."
+            )
+        return positions
 
     def _biased(
         self,
@@ -239,48 +231,6 @@ class AttentionLens:
             scores = (scores + mask.to(wide)).clamp(min=lowest)
         return scores.to(dtype)
 
-    @staticmethod
-    def _handed_down(module: nn.Module, rotary: Any, handed_down: Any, tokens: _Tokens) -> Any:
-        """The phases that the stack's owner made for this rotation, None if it made none."""
-        positions, phases = handed_down.get(getattr(rotary, "key", None), (None, None))
-        if positions is None:
-            return None
-        if positions.shape[1] != tokens.number:
-            raise PositionError(
-                f"{type(module).__name__} was given {tokens.number} tokens, but the input has {positions.shape[1]} "
-                "positions: some were dropped or added on the way, and which isn't known here."
-            )
-        return rotary(positions) if phases is None or has_hooks(rotary) else phases
-
-    def _rotation(
-        self,
-        module: nn.Module,
-        rotary: Any,
-        phases: Any,
-        positions: Tensor | None,
-        slots: Tensor | None,
-        tokens: _Tokens,
-    ) -> Rotation:
-        """The rotation by phases that were handed down or, if there are none, by those that the attention makes."""
-        if phases is None:
-            axes = getattr(rotary, "axes", 1)
-            if axes == 2 and tokens.lie_on_a_grid:
-                phases = rotary(tokens.places())
-            elif axes > 1:
-                raise PositionError(
-                    f"{type(module).__name__} wasn't told where on the {axes}-axis grid its tokens lie: it was called "
-                    "by another way than its model's forward. Use axes=1 for that."
-                )
-            elif positions is None:
-                phases = rotary(slots)
-            else:
-                checked = self._checked(positions, tokens)
-                rotation = _leave(rotary, checked, positions) if tokens.in_batches else None
-                if rotation is not None:
-                    return rotation
-                phases = rotary(checked)
-        return Rotation(rotary, None, phases) if tokens.in_batches else RotationInLine(rotary, phases, tokens)
-
     def _slots(self, module: nn.Module, tokens: _Tokens, arguments: Arguments) -> Tensor:
         slots = torch.arange(tokens.number, device=tokens.device)[None]
         cache = arguments.get(self.cache) if self.cache else None
@@ -293,16 +243,6 @@ class AttentionLens:
                 "cache are unknown. Pass position_ids, or use_cache=False."
             )
         return slots + cache.get_seq_length(layer)
-
-    @staticmethod
-    def _checked(positions: Tensor, tokens: _Tokens) -> Tensor:
-        positions = positions[None] if positions.dim() == 1 else positions
-        if positions.shape[-1] != tokens.number:
-            raise PositionError(
-                f"position_ids {tuple(positions.shape)} don't fit hidden states {tuple(tokens.shape)} (B, T, d); "
-                "pass one position per token of this call."
-            )
-        return positions
 
 
 class _Tokens(NamedTuple):
@@ -336,40 +276,6 @@ class _Tokens(NamedTuple):
     def as_given(self, x: Tensor) -> Tensor:
         """The way back."""
         return x.unflatten(1, self.shape[1:-1]) if len(self.shape) == 4 else x[0]
-
-
-def _leave(rotary: Any, positions: Tensor, given: Tensor) -> Rotation | None:
-    """A rotation by positions (B or 1, T) that is left on the tensor they were given as, for the layers that follow.
-
-    None where nothing may be left: on a CPU alone, since elsewhere a CUDA graph would replay what was left before it
-    was captured.
-    """
-    if torch.compiler.is_compiling() or _is_tracing():
-        return None
-    key = getattr(rotary, "key", None)
-    if key is None or has_hooks(rotary):
-        return None
-    if not given.is_cpu or torch.is_inference_mode_enabled() or given.is_inference():
-        return None
-    rotation = Rotation(rotary, positions.detach())  # another tensor, else each would hold the other
-    rotation.by_calls = positions.shape[1] == 1 and getattr(rotary, "has_turner", False)
-    setattr(given, PHASES, {**getattr(given, PHASES, {}), key: (given._version, rotation)})
-    return rotation
-
-
-def _left(rotary: Any, positions: Tensor, states: Tensor, time: int) -> Rotation | None:
-    """The rotation that an earlier layer left on its positions, if it fits these states."""
-    if is_dynamo_compiling() or _is_tracing() or not hasattr(positions, PHASES) or has_hooks(rotary):
-        return None
-    version, rotation = getattr(positions, PHASES).get(getattr(rotary, "key", None), (None, None))
-    shape = states.shape
-    fits = version == positions._version and len(shape) == 3 and rotation.positions.shape[1] == shape[time]
-    return rotation if fits else None
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether something listens to a module's calls, so that no other one's result may be used for it."""
-    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def order(rotary_dim: int, head_dim: int, to: str) -> Tensor:

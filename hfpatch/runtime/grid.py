@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .attention import PHASES, ROTARY, has_hooks
+from .attention import GRID_POSITIONS, ROTARY
 from .edits import matcher
 from .errors import PositionError
 from .lens import TAKEN, Arguments, ListView, lens_of
@@ -138,12 +138,12 @@ class Grid:
 
 @dataclass(frozen=True)
 class GridLens:
-    """A lens on a stack's owner: makes the phases once for all attentions of one rotation, and hands them down.
+    """A lens on a stack's owner: finds the positions once for all attentions, and hands them down.
 
     Attributes:
         grid: where the positions come from.
         attentions: paths of the stack's attentions from the owner.
-        children: paths of the owner's children to call with the phases; none where the host hands arguments on.
+        children: paths of the owner's children to call with the positions; none where the host hands arguments on.
     """
 
     grid: Grid
@@ -158,30 +158,25 @@ class GridLens:
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         filled = self.grid.filled(module, arguments)
         arguments = {**arguments, **filled}
-        phases: dict[str, Any] = {}
+        positions: dict[int, Tensor] = {}  # by the number of axes
         for path in self.attentions:
             rotary: Any = module.get_submodule(path)._modules.get(ROTARY)
-            key = getattr(rotary, "key", None)
-            if key is None:
-                continue
-            if key not in phases:
-                phases[key] = (self.grid.positions(module, arguments, rotary.axes), None)
-            positions, shared = phases[key]
-            if shared is None and not has_hooks(rotary):
-                phases[key] = (positions, rotary(positions))
-        if not phases:
+            axes = getattr(rotary, "axes", 1)
+            if rotary is not None and axes not in positions:
+                positions[axes] = self.grid.positions(module, arguments, axes)
+        if not positions:
             return {}, {}
         if self.children:
-            return handing_down(module, self.children, phases), filled
-        return {}, {**filled, PHASES: phases}
+            return handing_down(module, self.children, positions), filled
+        return {}, {**filled, GRID_POSITIONS: positions}
 
 
 @dataclass(frozen=True)
 class Relay:
-    """A lens on a module between owner and attentions whose host drops arguments that it doesn't know: hands phases on.
+    """A lens on a module between owner and attentions whose host drops unknown arguments: it hands positions on.
 
     Attributes:
-        children: paths of the children to call with the phases, "layers.0" in a list.
+        children: paths of the children to call with the positions, "layers.0" in a list.
     """
 
     children: tuple[str, ...]
@@ -192,37 +187,39 @@ class Relay:
         return Relay(named(owner, self.children))
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        phases = arguments.get(PHASES)
-        return ({}, {}) if phases is None else (handing_down(module, self.children, phases), {PHASES: TAKEN})
+        positions = arguments.get(GRID_POSITIONS)
+        if positions is None:
+            return {}, {}
+        return handing_down(module, self.children, positions), {GRID_POSITIONS: TAKEN}
 
 
 class Handed:
-    """Stands in the view of a module for a child, which is called with the phases as a further argument."""
+    """Stands in the view of a module for a child, which is called with the positions as a further argument."""
 
-    def __init__(self, child: nn.Module, phases: dict[str, Any]):
-        self.child, self.phases = child, phases
+    def __init__(self, child: nn.Module, positions: dict[int, Tensor]):
+        self.child, self.positions = child, positions
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.child(*args, **kwargs, **{PHASES: self.phases})
+        return self.child(*args, **kwargs, **{GRID_POSITIONS: self.positions})
 
     def __getattr__(self, name: str) -> Any:
         child = self.__dict__["child"]
         relay = lens_of(child, Relay)  # some hosts call grandchildren themselves
-        below = handing_down(child, relay.children, self.__dict__["phases"]) if relay is not None else {}
+        below = handing_down(child, relay.children, self.__dict__["positions"]) if relay is not None else {}
         return below[name] if name in below else getattr(child, name)
 
 
-def handing_down(module: nn.Module, children: tuple[str, ...], phases: dict[str, Any]) -> dict[str, Any]:
-    """Attributes of the module's view in which these children are called with the phases."""
+def handing_down(module: nn.Module, children: tuple[str, ...], positions: dict[int, Tensor]) -> dict[str, Any]:
+    """Attributes of the module's view in which these children are called with the positions."""
     attributes: dict[str, Any] = {}
     in_lists: dict[str, dict[str, Any]] = {}
     for path in children:
         name, _, place = path.partition(".")
         child: Any = module.get_submodule(path)
         if place:
-            in_lists.setdefault(name, {})[place] = Handed(child, phases)
+            in_lists.setdefault(name, {})[place] = Handed(child, positions)
         else:
-            attributes[name] = Handed(child, phases)
+            attributes[name] = Handed(child, positions)
     for name, elements in in_lists.items():
         attributes[name] = ListView(module.get_submodule(name), elements)  # type: ignore[arg-type]
     return attributes

@@ -13,14 +13,17 @@ the first modules of the branch are given. With them every placement of norms ca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import UnsupportedError
-from .lens import Arguments, InnerView, ListView
+from .lens import Arguments, StandIn, put, views
 
 _FORMS = ("pre", "post", "olmo2", "sandwich", "deepnorm", "host")
 
@@ -40,10 +43,12 @@ class Gains:
         return Gains((*present.gains, *self.gains))
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        children = {child: {c: gain for n, c, gain in self.gains if n == child} for child, _, _ in self.gains}
+        by_child: dict[str, dict[int, float]] = {}
+        for child, call, gain in self.gains:
+            by_child.setdefault(child, {})[call] = gain
         tree: dict[str, Any] = {}
-        for child, by_call in children.items():
-            put(tree, child, _Scaled(module.get_submodule(child), by_call))
+        for child, by_call in by_child.items():
+            put(tree, child, _scaled(module.get_submodule(child), by_call))
         return {**_checkpointed_once(module), **views(module, tree)}, {}
 
 
@@ -107,138 +112,91 @@ class Joins:
         return Joins((*(one for one in present.joins if (one.outlet, one.call) not in mine), *self.joins))
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        streams: dict[int, Tensor] = {}  # of this one forward
         tree: dict[str, Any] = {}
-        outlets: dict[str, dict[int, int]] = {}
-        inner: dict[str, Any] = {}
-        for index, join in enumerate(self.joins):
-            outlets.setdefault(join.outlet, {})[join.call] = index
+        outlets: dict[str, dict[int, _Branch]] = {}
+        readers: dict[str, StandIn] = {}
+        for join in self.joins:
+            branch = _Branch(join, module)
+            outlets.setdefault(join.outlet, {})[join.call] = branch
             if join.dropout:
                 path = join.outlet.rpartition(".")[0]
                 put(tree, f"{path}.{join.dropout}".strip("."), 0.0)
             if join.form == "host":
                 continue
-            norm = module.get_submodule(join.norm)
-            put(tree, join.norm, _Passing(norm) if join.readers else _Norm(norm, module, join, index, streams))
+            put(tree, join.norm, StandIn(module.get_submodule(join.norm), _passed if join.readers else branch.read))
             for name in join.readers:
-                inner[name] = _Reader(module.get_submodule(name), module, join, index, streams)
-                put(tree, name, inner[name])
+                readers[name] = _reading(module.get_submodule(name), branch)
+                put(tree, name, readers[name])
         for name, by_call in outlets.items():
-            joins = {call: (self.joins[i], i) for call, i in by_call.items()}
-            put(tree, name, _Outlet(inner.get(name, module.get_submodule(name)), module, name, joins, streams))
+            put(tree, name, _outlet(readers.get(name, module.get_submodule(name)), by_call))
         return {**_checkpointed_once(module), **views(module, tree)}, {}
 
 
-class StandIn:
-    """What a view has in the place of a module; its other attributes are the module's."""
+class _Branch:
+    """A branch in one forward of its block: it remembers the stream that it reads, until its output meets that."""
 
-    def __init__(self, module: nn.Module | StandIn):
-        self.module: Any = module
+    def __init__(self, join: Join, block: nn.Module):
+        self.join, self.block = join, block
+        self.stream: Tensor | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
-
-
-class _Scaled(StandIn):
-    """A module whose output, or the first of whose outputs, is multiplied."""
-
-    def __init__(self, module: nn.Module, gains: dict[int, float]):
-        super().__init__(module)
-        self.gains, self.calls = gains, 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        gain = self.gains.get(self.calls)
-        self.calls += 1
-        output = self.module(*args, **kwargs)
-        return output if gain is None else _with_first(output, _first(output) * gain)
-
-
-class _Passing(StandIn):
-    """In the place of a norm of a sum: hands the sum on."""
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states
-
-
-class _Norm(StandIn):
-    """In the place of the norm that a branch reads through: r, which remembers the stream that it is given."""
-
-    def __init__(self, module: nn.Module, block: nn.Module, join: Join, index: int, streams: dict[int, Tensor]):
-        super().__init__(module)
-        self.block, self.join, self.index, self.streams = block, join, index, streams
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        self.streams[self.index] = hidden_states
+    def read(self, hidden_states: Tensor) -> Tensor:
+        """r, in the place of the norm that the branch reads through."""
+        self.stream = hidden_states
         return self.join.read(self.block, hidden_states)
 
+    def meet(self, f: Tensor) -> Tensor:
+        """g, given the branch's output."""
+        if self.join.dropout:
+            parent = self.block.get_submodule(self.join.outlet.rpartition(".")[0])
+            f = F.dropout(f, p=getattr(parent, self.join.dropout), training=parent.training)
+        return self.join.meet(self.block, self.stream, f)
 
-class _Reader(_Norm):
-    """In the place of the first module of a branch: the module itself, given r(x) for x."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+def _passed(hidden_states: Tensor) -> Tensor:
+    """In the place of a norm of a sum: hands the sum on."""
+    return hidden_states
+
+
+def _reading(module: nn.Module, branch: _Branch) -> StandIn:
+    """The first module of a branch, given r(x) for x."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
         if args:
-            args = (_Norm.__call__(self, args[0]), *args[1:])
-        else:
-            name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
-            kwargs = {**kwargs, name: _Norm.__call__(self, kwargs[name])}
-        return self.module(*args, **kwargs)
+            return module(branch.read(args[0]), *args[1:], **kwargs)
+        name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
+        return module(**{**kwargs, name: branch.read(kwargs[name])})
+
+    return StandIn(module, call)
 
 
-class _Outlet(StandIn):
-    """In the place of the last module of a branch: g in the place of its output f."""
+def _outlet(module: nn.Module | StandIn, branches: dict[int, _Branch]) -> StandIn:
+    """The last module of branches, by the number of its call: g in the place of its output f."""
+    return _by_call(module, {call: branch.meet for call, branch in branches.items()})
 
-    def __init__(
-        self,
-        module: nn.Module | StandIn,
-        block: nn.Module,
-        name: str,
-        joins: dict[int, tuple[Join, int]],
-        streams: dict[int, Tensor],
-    ):
-        super().__init__(module)
-        parent = block.get_submodule(name.rpartition(".")[0])
-        self.block, self.parent, self.joins, self.streams, self.calls = block, parent, joins, streams, 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        join, index = self.joins.get(self.calls, (None, -1))
-        self.calls += 1
-        output = self.module(*args, **kwargs)
-        if join is None:
+def _scaled(module: nn.Module, gains: dict[int, float]) -> StandIn:
+    """A module whose output is multiplied, by the number of its call."""
+    return _by_call(module, {call: partial(torch.mul, other=gain) for call, gain in gains.items()})
+
+
+def _by_call(module: nn.Module | StandIn, changes: dict[int, Callable[[Tensor], Tensor]]) -> StandIn:
+    """A module whose output, or the first of whose outputs, is changed, by the number of its call in one forward."""
+    calls = 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        change = changes.get(calls)
+        calls += 1
+        output = module(*args, **kwargs)
+        if change is None:
             return output
-        f = _first(output)
-        if join.dropout:
-            f = F.dropout(f, p=getattr(self.parent, join.dropout), training=self.parent.training)
-        return _with_first(output, join.meet(self.block, self.streams.get(index), f))
+        several = isinstance(output, tuple | list)
+        first = change(output[0] if several else output)
+        return type(output)((first, *output[1:])) if several else first
+
+    return StandIn(module, call)
 
 
 def _checkpointed_once(module: nn.Module) -> dict[str, bool]:
     """A layer that is checkpointed runs its forward twice as it is; its view must not be checkpointed once more."""
     return {"gradient_checkpointing": False} if hasattr(module, "gradient_checkpointing") else {}
-
-
-def _first(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple | list) else output
-
-
-def _with_first(output: Any, first: Tensor) -> Any:
-    return type(output)((first, *output[1:])) if isinstance(output, tuple | list) else first
-
-
-def put(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Put what stands in at a path into a tree of the modules between."""
-    *parents, last = path.split(".")
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-    tree[last] = value
-
-
-def views(module: nn.Module, tree: dict[str, Any]) -> dict[str, Any]:
-    """Attributes of a view: what stands in a child of a child is seen through a view of the child."""
-    attributes = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            child: Any = getattr(module, name)
-            view = ListView if isinstance(child, nn.ModuleList) else InnerView
-            value = view(child, views(child, value))
-        attributes[name] = value
-    return attributes

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .constants import NO_ROW, ConstantPositions, mean_row
 from .errors import PositionError
-from .lens import Arguments, InnerView, View
+from .lens import Arguments, View
 from .tables import ComputedPositions, RowsByIndex
 
 MEAN_ROW, NOTHING = "its mean row", "nothing"  # what a plan and a report say of a removed table
@@ -123,7 +123,7 @@ class ExpandedRows(LengthLimit):
             first = tensor[..., :1, :] if tensor.is_floating_point() else tensor[..., :1, None]
             seen = first.expand(*first.shape[:-2], count, -1)
             seen = seen if tensor.is_floating_point() else seen[..., 0]
-            attributes[child or attribute] = InnerView(holder, {attribute: seen}) if child else seen
+            attributes[child or attribute] = View(holder, {attribute: seen}) if child else seen
         return attributes, {}
 
 
@@ -187,7 +187,7 @@ class CountedLength(LengthLimit):
             if not name:
                 attributes[number] = tokens
             elif not isinstance(holder, ConstantPositions):
-                attributes[name] = (InnerView if isinstance(holder, nn.Module) else View)(holder, {number: tokens})
+                attributes[name] = View(holder, {number: tokens})
         return attributes, {}
 
 

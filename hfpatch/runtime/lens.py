@@ -13,11 +13,10 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
 LENS = "_hfpatch_lens"  # attribute of a module that holds its lens
 
@@ -37,9 +36,6 @@ TAKEN: Any = object()  # the value of an argument that a lens takes away: the ho
 Arguments = dict[str, Any]
 
 
-R = TypeVar("R")
-
-
 class Lens(Protocol):
     """What a module's forward sees differently: attributes of the view, and arguments filled in or `TAKEN` away."""
 
@@ -47,38 +43,84 @@ class Lens(Protocol):
 
 
 class View:
-    """Stands in for `self`: `attributes` first, everything else is the module's, writes included."""
+    """Stands in for a module, as `self` of its forward or in the view of its parent.
+
+    `attributes` come first; everything else is the module's, writes included. Methods of its class run on the view, so
+    that what a forward calls sees the view as well. Called, a view does what the module does, hooks included.
+    """
 
     def __init__(self, module: Any, attributes: dict[str, Any]):
+        if isinstance(module, View):
+            attributes = {**module.__dict__, **attributes}
+            module = module.__dict__["_module"]
         for name, value in {**attributes, "_module": module}.items():
             object.__setattr__(self, name, value)  # dynamo of torch 2.11 can't trace writes to __dict__
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        module = self.__dict__["_module"]
+        method = getattr(type(module), name, None)
+        own = getattr(module, name)
+        static = own is method
+        if isinstance(method, FunctionType) and not static and method is not getattr(nn.Module, name, None):
+            return method.__get__(self)
+        return own
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._forward_hooks or self._forward_pre_hooks:
+            return nn.Module._call_impl(self, *args, **kwargs)  # type: ignore[arg-type]
+        return self.forward(*args, **kwargs)
 
-class LiveView(View):
-    """A view that shares the module's `__dict__`, so that reading from it takes no longer than reading from the module.
 
-    It can't replace what that dictionary holds, nor a method, and torch.compile doesn't follow it.
-    """
+class ListView:
+    """A view of an `nn.ModuleList`, to stand in the view of its parent: some elements are others."""
 
-    __slots__ = ("_attributes", "_module")
+    def __init__(self, module: nn.ModuleList, attributes: dict[str, Any]):
+        self.elements = [attributes.get(name, child) for name, child in module._modules.items()]
 
-    def __init__(self, module: nn.Module, attributes: dict[str, Any]):
-        put = object.__setattr__
-        put(self, "__dict__", module.__dict__)
-        put(self, "_module", module)
-        put(self, "_attributes", attributes)
+    def __getitem__(self, index: Any) -> Any:
+        return self.elements[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.elements)
+
+    def __len__(self) -> int:
+        return len(self.elements)
+
+
+class StandIn:
+    """Stands in the view of a module for a child: `call` is called in its place, other attributes are the child's."""
+
+    def __init__(self, module: Any, call: Callable[..., Any]):
+        self.module, self.call = module, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        for found in (self._attributes, self._modules):
-            if name in found:
-                return found[name]
-        return getattr(self._module, name)
+        return getattr(self.__dict__["module"], name)
+
+
+def views(module: nn.Module, tree: dict[str, Any]) -> dict[str, Any]:
+    """Attributes of a module's view: what stands in a child of a child is seen through a view of the child."""
+    attributes = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            child: Any = getattr(module, name)
+            view = ListView if isinstance(child, nn.ModuleList) else View
+            value = view(child, views(child, value))
+        attributes[name] = value
+    return attributes
+
+
+def put(tree: dict[str, Any], path: str, value: Any) -> None:
+    """Put what stands in at a path into a tree of the modules between, as `views` takes it."""
+    *parents, last = path.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[last] = value
 
 
 @dataclass(frozen=True)
@@ -113,64 +155,6 @@ def with_lens(module: nn.Module, lens: Lens) -> Lens:
     return Lenses((*kept, lens)) if kept else lens
 
 
-def _view_classes(host: type, named: type) -> tuple[type[View], type[View]]:
-    """A View and a LiveView that own the host's methods, so that helpers called in its forward see the view as well."""
-    methods: dict[str, Any] = {}
-    for base in reversed(host.__mro__):
-        if base.__module__ == host.__module__:
-            methods.update(
-                (name, value)
-                for name, value in vars(base).items()
-                if isinstance(value, FunctionType) and not name.startswith("__")
-            )
-    # transformers finds a model's recorders by the text of its class, so the view keeps its name
-    names = {"__module__": named.__module__, "__qualname__": named.__qualname__}
-    view, live = (type(named.__name__, (base,), {**methods, **names}) for base in (View, LiveView))
-    return view, live
-
-
-class InnerView(View):
-    """A view of a child, to stand in the view of its parent: called like the child, whose hooks and own lens it keeps.
-
-    Unlike the classes that `_view_classes` makes it finds the child's methods when they are asked for: torch.compile
-    follows no class that is made in a forward.
-    """
-
-    def __init__(self, module: nn.Module, attributes: dict[str, Any]):
-        super().__init__(module, {LENS: module.__dict__.get(LENS), **attributes})
-
-    def __getattr__(self, name: str) -> Any:
-        module = self.__dict__["_module"]
-        method = getattr(type(module), name, None)
-        if isinstance(method, FunctionType) and method.__module__ == type(module).__module__:
-            return method.__get__(self)
-        return getattr(module, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.__dict__["_module"]
-        forward = type(module).forward
-        if module._forward_hooks or module._forward_pre_hooks:
-            self.__dict__["forward"] = forward.__get__(self)
-            return nn.Module._call_impl(self, *args, **kwargs)  # type: ignore[arg-type]
-        return forward(self, *args, **kwargs)
-
-
-class ListView:
-    """A view of an `nn.ModuleList`, to stand in the view of its parent: some elements are others."""
-
-    def __init__(self, module: nn.ModuleList, attributes: dict[str, Any]):
-        self.elements = [attributes.get(name, child) for name, child in module._modules.items()]
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.elements[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.elements)
-
-    def __len__(self) -> int:
-        return len(self.elements)
-
-
 def once_per_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Cache a function from a host class to the class made of it: one host, one generated class."""
     return functools.cache(make)
@@ -190,38 +174,27 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
 
     The view has the name of the host, or of the class `named` that is made of it.
     """
-    view, live = _view_classes(host, named or host)
+    like = named or host
+    # transformers finds a model's recorders by the text of its class, so the view keeps its name
+    like_host = {"__module__": like.__module__, "__qualname__": like.__qualname__, "forward": host.forward}
+    view = type(like.__name__, (View,), like_host)
     host_forward = host.forward
     signature = inspect.signature(host_forward)
     names = tuple(signature.parameters)[1:]
     # handed to a function that counts their parameters, which torch.compile can't do for a method of a view
-    chunked = [name for name in vars(view) if name.endswith("_chunk")]
-    # of the view's class; a module may have one of its own where somebody replaced it
-    methods = [name for name, value in vars(view).items() if isinstance(value, FunctionType) and name != "forward"]
+    chunked = [name for name in dir(host) if name.endswith("_chunk")]
 
-    # few calls where a lens is: as many as that take as long as the kernels where a token is decoded
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = self.__dict__
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = self._module.__dict__ if isinstance(self, View) else self.__dict__
         lens = own.get(LENS)
         if lens is None:
             output = host_forward(self, *args, **kwargs)
         else:
             arguments = {**dict(zip(names, args, strict=False)), **kwargs}
             attributes, filled = lens(self, arguments)
-            stand_in: Any
-            if (
-                not is_dynamo_compiling()
-                and not chunked
-                and own.keys().isdisjoint(methods)
-                and own.keys().isdisjoint(attributes)
-                and attributes.keys().isdisjoint(methods)
-                and "_modules" in own
-            ):
-                stand_in = live(self, attributes)
-            else:
-                stand_in = view(self, attributes)
-                for name in chunked:
-                    stand_in.__dict__[name] = functools.partial(getattr(view, name), stand_in)
+            stand_in: Any = view(self, attributes)
+            for name in chunked:
+                stand_in.__dict__[name] = functools.partial(getattr(host, name), stand_in)
             if filled:
                 given = {**arguments, **filled}
                 output = host_forward(stand_in, **{name: value for name, value in given.items() if value is not TAKEN})

@@ -79,8 +79,12 @@ class AffineNorm(nn.Module):
         gain_name, shift_name = self.names
         self.register_parameter(gain_name, gain)
         self.register_parameter(shift_name, shift)
-        stored = {"gain": None if gain is None else gain_name, "shift": None if shift is None else shift_name}
-        self.facts = replace(facts, kind=self.kind, **stored)
+        self.facts = replace(
+            facts,
+            kind=self.kind,
+            gain=None if gain is None else gain_name,
+            shift=None if shift is None else shift_name,
+        )
         self.normalized_shape, self.eps = facts.shape, facts.eps
         fit = all(one is None or one.shape == facts.shape for one in (gain, shift))
         special = facts.channels_first or facts.offset or facts.eps is None or not facts.shape
@@ -200,6 +204,9 @@ class LayerNorm(AffineNorm):
 
     kind = "layer"
 
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
     def normalise(self, h: Tensor) -> Tensor:
         return F.layer_norm(h, self.normalised_shape(h), None, None, self.eps_for(h))
 
@@ -217,6 +224,9 @@ class RMSNorm(AffineNorm):
     """
 
     kind = "rms"
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def normalise(self, h: Tensor) -> Tensor:
         return F.rms_norm(h, self.normalised_shape(h), None, self.eps_for(h))
@@ -241,7 +251,7 @@ class PartialRMSNorm(AffineNorm):
     kind = "prms"
 
     def __init__(self, *norm: Any, fraction: float, like: Tensor | None = None):
-        super().__init__(*norm, like=like)
+        super().__init__(*norm)
         self.fraction = fraction
 
     def normalise(self, h: Tensor) -> Tensor:
@@ -278,7 +288,7 @@ class DynamicTanh(AffineNorm):
     scalars: ClassVar[tuple[str, ...]] = ("alpha",)
 
     def __init__(self, *norm: Any, alpha: float, like: Tensor):
-        super().__init__(*norm, like=like)
+        super().__init__(*norm)
         self.alpha0 = alpha
         self.alpha = self.new_scalar(alpha, like)
 

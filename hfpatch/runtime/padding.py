@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PositionError
-from .joins import StandIn, put, views
-from .lens import Arguments
+from .lens import Arguments, StandIn, put, views
 
 MASK = "attention_mask"  # the argument's name, in blocks and models
 
@@ -35,26 +34,24 @@ class Padded:
         tree: dict[str, Any] = {}
         if keep is not None:
             for name in self.norms:
-                put(tree, name, _Told(module.get_submodule(name), keep))
+                put(tree, name, _with_padding(module.get_submodule(name), keep))
         if hasattr(module, "gradient_checkpointing"):
             tree["gradient_checkpointing"] = False  # as in joins.py
         return views(module, tree), {}
 
 
-class _Told(StandIn):
-    """In the place of a norm: the norm, told of padding."""
+def _with_padding(norm: nn.Module, keep: Tensor) -> StandIn:
+    """The norm, which is called with the mask as well."""
 
-    def __init__(self, module: nn.Module, keep: Tensor):
-        super().__init__(module)
-        self.__dict__["keep"] = keep
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        if hidden_states.shape[:-1].numel() != self.keep.numel():
+    def call(hidden_states: Tensor) -> Tensor:
+        if hidden_states.shape[:-1].numel() != keep.numel():
             raise PositionError(
-                f"hidden states {tuple(hidden_states.shape)} don't fit the attention mask's {tuple(self.keep.shape)} "
+                f"hidden states {tuple(hidden_states.shape)} don't fit the attention mask's {tuple(keep.shape)} "
                 "positions (B, T), so padding can't be left out of a batch's statistics. Pass no mask, or another norm."
             )
-        return self.module(hidden_states, self.keep)
+        return norm(hidden_states, keep)
+
+    return StandIn(norm, call)
 
 
 def kept_positions(mask: Any) -> Tensor | None:

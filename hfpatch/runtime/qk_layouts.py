@@ -216,8 +216,6 @@ def _turned(y: Tensor, head_dim: int, kept: Kept | None, rotate: Rotate) -> Tens
         return rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2)
     start, stop, every = kept
     once = y.shape[-1] == every * head_dim
-    if once and stop == every and getattr(rotate, "by_calls", False):
-        return rotate.first(y, every, start)  # type: ignore[attr-defined]
     if is_dynamo_compiling():  # what is chosen fuses with the rotation, where what is joined would be a copy
         x = y.unflatten(-1, (-1, head_dim))
         heads = torch.arange(x.shape[-2], device=y.device)[:, None]

@@ -17,9 +17,6 @@ ORIGINAL = "original_max_position_embeddings"
 ADAPTIVE = ("dynamic", "longrope")  # scaling types whose frequencies go by the input's length
 
 
-SPREAD = "spread_over_heads"  # attribute of frequencies: them for each head of a projection
-
-
 class RotaryEmbedding(nn.Module):
     """The rotation of queries and keys by angles m * theta^(-2i/d), m the position and i the pair of channels.
 
@@ -36,6 +33,9 @@ class RotaryEmbedding(nn.Module):
         axes: coordinates of a position.
         scaling: transformers' `rope_parameters` without theta, None for none.
         length: positions that the scaling rules start from.
+
+    Raises:
+        ValueError: they leave no pair of channels to turn, or there is no such pairing.
     """
 
     inv_freq: Tensor
@@ -53,12 +53,14 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.head_dim, self.theta, self.partial, self.axes = head_dim, theta, partial, axes
         self.pairing, self.scaling, self.length = pairing, scaling, length
+        if pairing not in ("half", "interleaved") or not theta > 0 or not 0 < partial <= 1 or axes < 1:
+            raise ValueError(f"no rotation with theta={theta}, partial={partial}, pairing={pairing!r}, axes={axes}")
         self.rotary_dim = rotary_dim(head_dim, partial, axes)
+        if self.rotary_dim < 2 * axes or self.rotary_dim % 2:
+            raise ValueError(f"a head of {head_dim} channels can't be turned: {self.rotary_dim} of them, in pairs")
         self.halves = pairing == "half"
         self.key = str((head_dim, theta, partial, pairing, axes, scaling, length))  # equal for equal rotations
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
-        whole = self.rotary_dim == head_dim and self.axes == 1 and self.attention_scaling == 1
-        self.has_turner = self.halves and whole
 
     def _frequencies(self) -> Tensor:
         frequencies, self.attention_scaling = self._scaled_frequencies()
@@ -118,41 +120,6 @@ class RotaryEmbedding(nn.Module):
             x1, x2 = turned.unflatten(-1, (-1, 2)).unbind(-1)
             turned = torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
         return torch.cat((turned, *rest), dim=-1) if rest else turned
-
-    def turner(self, positions: Tensor, heads: int, turned: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """A function of y (B, 1, heads * head_dim) that turns the first heads and leaves the others as they are.
-
-        It is for one token where nothing fuses operations: there each takes as long whatever it does, and these are
-        the fewest and fastest. So the others are turned as well, by frequencies of 0. Only where `has_turner`.
-
-        Args:
-            positions: (B or 1, 1).
-            heads, turned: number of heads, and of those that are turned.
-            dtype: of y.
-        """
-        angles = positions.view(-1, 1, 1, 1, 1) * self._frequencies_of(heads, turned, positions)
-        cos, sin = angles.cos(), angles.sin()
-        if dtype != cos.dtype:
-            cos, sin = cos.to(dtype), sin.to(dtype)
-        pairs = -1, 1, heads, 2, self.head_dim // 2
-
-        def turn(y: Tensor) -> Tensor:
-            x = y.view(pairs)
-            return (x * cos).addcmul_(x.flip(-2), sin).view(y.shape)
-
-        return turn
-
-    def _frequencies_of(self, heads: int, turned: int, positions: Tensor) -> Tensor:
-        """Frequencies (heads, 2, head_dim / 2) by which each half is turned; kept with those they are made of."""
-        frequencies = self.frequencies_for(positions)
-        now = heads, turned, None if frequencies.is_inference() else frequencies._version
-        kept, spread = getattr(frequencies, SPREAD, (None, frequencies))
-        if kept != now or frequencies.is_inference():
-            still = torch.zeros(heads - turned, 2, frequencies.shape[0], device=frequencies.device)
-            signed = torch.stack((-frequencies, frequencies)).expand(turned, -1, -1)
-            spread = torch.cat((signed, still))
-            setattr(frequencies, SPREAD, (now, spread))
-        return spread
 
     def extra_repr(self) -> str:
         return described(self.head_dim, self.theta, self.partial, self.pairing, self.axes, self.scaling)

@@ -19,6 +19,7 @@ from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.attention import ROTARY
 from hfpatch.runtime.errors import PositionError, UnsupportedError
+from hfpatch.runtime.grid import Grid
 from hfpatch.runtime.qk_layouts import Projections, Rotated
 from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.positions import Position
@@ -389,20 +390,24 @@ def test_windows_see_their_own_places() -> None:
 
 
 @pytest.mark.parametrize("pos", [LINE, GRID], ids=["line", "grid"])
-def test_phases_are_made_once_a_forward(pos: RoPE, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_are_found_once_a_forward(pos: RoPE, monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = patched("vit", pos), image(*WIDE)
-    each_by_itself = with_positions(model, given, lambda p: p)  # a rotation with hooks isn't shared
-    real, calls = RotaryEmbedding.forward, []
+    real, calls = Grid.positions, []
 
-    def counted(self: RotaryEmbedding, positions: Tensor) -> Any:
-        calls.append(positions)
-        return real(self, positions)
+    def counted(self: Grid, owner: Any, arguments: Any, axes: int) -> Tensor:
+        calls.append(axes)
+        return real(self, owner, arguments, axes)
 
-    monkeypatch.setattr(RotaryEmbedding, "forward", counted)
-    assert torch.equal(states(model, given), each_by_itself)
-    assert len(calls) == 1
-    with_positions(model, given, lambda p: p)
-    assert len(calls) == 1 + len(model.layers)
+    monkeypatch.setattr(Grid, "positions", counted)
+    states(model, given)
+    assert calls == [pos.axes or 1]
+
+
+def test_edited_frequencies_of_one_layer_count() -> None:
+    model, given = patched("vit", GRID), image(*WIDE)
+    before = states(model, given)
+    model.layers[1].attention.rotary_emb.inv_freq.mul_(2)
+    assert difference(states(model, given), before) > 1e-3
 
 
 def test_rotations_that_differ_aren_t_shared() -> None:

@@ -125,8 +125,17 @@ def test_a_name_that_the_class_lacks_is_an_error_where_it_was_saved_from() -> No
     edit = Edit.of("h.*.no_such_norm.ln", Call.of(RMSNorm, eps=1e-5))
     with pytest.raises(CheckpointError, match=r"GPT2Model .* has no h\.\*\.no_such_norm\.ln"):
         apply([edit], model, fresh=True)
+    with pytest.raises(CheckpointError, match=r"GPT2Model .* has no h\.\*\.attn\.no_such_switch"):
+        apply([Edit.of("h.*.attn.no_such_switch", False)], model, fresh=True)
     model.config.architectures = ["GPT2LMHeadModel"]
     assert apply([edit], model, fresh=True) == 0
+
+
+@pytest.mark.parametrize("arguments", ["0", "8, theta=-1.0", "8, pairing='x'", "8, axes=5"])
+def test_arguments_that_a_component_refuses(arguments: str) -> None:
+    edit = Edit.parse(f"h.*.attn.rotary_emb = RotaryEmbedding({arguments})")
+    with pytest.raises(CheckpointError, match=r"the edit .*= RotaryEmbedding\(.* can't be carried out"):
+        apply([edit], tiny("gpt2"), fresh=True)
 
 
 def test_edits_serve_another_depth(tmp_path: Path) -> None:
