@@ -169,7 +169,8 @@ class AffineNorm(nn.Module):
         hosts keep a few layers in float32, and what reads a norm is in the model's dtype.
         """
         gain, shift, facts = getattr(self, self.names[0]), getattr(self, self.names[1]), self.facts
-        x = hidden_states.movedim(1, -1) if facts.channels_first else hidden_states
+        # LayerNorm's output is contiguous whatever its input is, and some hosts take a `view` of it
+        x = hidden_states.movedim(1, -1) if facts.channels_first else hidden_states.contiguous()
         dtype = x.dtype if gain is None or gain.dtype not in HALF else gain.dtype
         if x.dtype in HALF:
             x = x.float()
@@ -266,8 +267,6 @@ class PartialRMSNorm(AffineNorm):
 
 
 _SLOPES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0)  # alpha times the input's rms
-
-
 _FACTORS = (0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3, 1.5)
 
 

@@ -439,6 +439,16 @@ def test_every_registered_norm_builds_on_every_kind() -> None:
             assert all(math.isfinite(value) for value in new.initial_values().values())
 
 
+@every_scheme
+def test_the_output_is_contiguous_as_that_of_layernorm(name: str) -> None:
+    """GraniteDocling takes a `view` of what its norm returns for a transposed input."""
+    module = nn.LayerNorm(D_)
+    x = torch.randn(2, D_, 3).transpose(1, 2)
+    assert not x.is_contiguous()
+    assert module(x).is_contiguous()
+    assert swap(name, module)(x).is_contiguous()
+
+
 @pytest.mark.parametrize("model_type", ["bamba", "mamba2"])
 def test_hosts_that_read_their_norms_weight_and_gated_norms(model_type: str) -> None:
     """Mamba 2 casts to `norm.weight.dtype`, and calls another norm with a gate, which stays."""
