@@ -176,7 +176,7 @@ def patch(
     placement: Placement = None,
     head: Head = None,
     calibration: Annotated[str | None, _option(_CALIBRATION)] = None,
-    sequences: Annotated[int, _option("How many sequences a repair takes.", min=1)] = 256,
+    sequences: Annotated[int, _option("How many sequences a repair takes.", min=2)] = 256,
     length: Length = 128,
     fit: Annotated[Literal["qk", "bias"], _option(_FIT)] = "qk",
     report: Annotated[Path | None, _option("Save what the repair did as this .json file.")] = None,

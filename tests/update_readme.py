@@ -187,7 +187,7 @@ def parts() -> str:
 
     return (
         "Norms and rotations by themselves: [recipes/results/parts](recipes/results/parts/results.md) "
-        f"(`{measured['command']}`). Eager on a CPU, where RMSNorm has a gradient of its own, its forward and backward "
+        f"(`{measured['command']}`). Eager on a CPU RMSNorm's forward and backward "
         f"take {against_layernorm('RMSNorm')} times LayerNorm's time; those of transformers' LlamaRMSNorm, "
         f"{against_layernorm('LlamaRMSNorm')} times."
     )
