@@ -89,6 +89,8 @@ def _apply(edit: Edit, tree: Tree, changes: Any) -> int:
         if assigned is not None:
             missing.discard(path)
             count += assigned
+        elif value is None:  # what a later patch drops needn't be there
+            missing.discard(path)
     if missing and tree.fresh and type(model).__name__ in (getattr(model, "config", None).architectures or []):  # type: ignore[union-attr]
         raise CheckpointError(
             f"{type(model).__name__} of transformers {transformers.__version__} has no {', '.join(sorted(missing))}, "

@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 import torch
@@ -60,7 +60,8 @@ class View:
         module = self.__dict__["_module"]
         method = getattr(type(module), name, None)
         own = getattr(module, name)
-        static = own is method
+        # the first condition because torch.compile says of a bound method that it is the function
+        static = not isinstance(own, MethodType) and own is method
         if isinstance(method, FunctionType) and not static and method is not getattr(nn.Module, name, None):
             return method.__get__(self)
         return own
@@ -182,7 +183,7 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
     signature = inspect.signature(host_forward)
     names = tuple(signature.parameters)[1:]
     # handed to a function that counts their parameters, which torch.compile can't do for a method of a view
-    chunked = [name for name in dir(host) if name.endswith("_chunk")]
+    chunked = [name for name in dir(host) if name.endswith("_chunk") and _is_method(host, name)]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = self._module.__dict__ if isinstance(self, View) else self.__dict__
@@ -194,7 +195,7 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
             attributes, filled = lens(self, arguments)
             stand_in: Any = view(self, attributes)
             for name in chunked:
-                stand_in.__dict__[name] = functools.partial(getattr(host, name), stand_in)
+                object.__setattr__(stand_in, name, functools.partial(getattr(host, name), stand_in))
             if filled:
                 given = {**arguments, **filled}
                 output = host_forward(stand_in, **{name: value for name, value in given.items() if value is not TAKEN})
@@ -211,6 +212,11 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
 
     forward.__signature__ = signature  # type: ignore[attr-defined]  # callers inspect it for the arguments to pass
     return forward
+
+
+def _is_method(host: type, name: str) -> bool:
+    """Whether a class's attribute takes `self`: a static method doesn't."""
+    return isinstance(inspect.getattr_static(host, name), FunctionType)
 
 
 @once_per_class
