@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 import warnings
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import ARCHITECTURES, NORMS
 from hfpatch.errors import NotPreservedWarning
+from hfpatch.export import export_model
 from hfpatch.patch import patch_model
 from hfpatch.sites.stacks import find_stacks
 
@@ -77,6 +79,24 @@ def test_own_norm_example(gpt2: Any, tmp_path: Path) -> None:
         assert torch.equal(loaded(ids).logits, gpt2(ids).logits)
     finally:
         NORMS.unregister("softsign")
+
+
+def test_own_norm_with_parameters_example(gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("vector_tanh", "vector_tanh_scheme"):
+        (tmp_path / f"{name}.py").write_text(examples(f"# {name}.py"))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        importlib.import_module("vector_tanh_scheme")
+        patch_model(gpt2, norm="vtanh:slope=0.8", init="reset")
+        assert gpt2.transformer.ln_f.slope.tolist() == pytest.approx([0.8] * 32)
+        export_model(gpt2, tmp_path / "anywhere", to="remote")
+        gpt2.save_pretrained(tmp_path / "out")
+        ids = torch.arange(12)[None]
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+        assert torch.equal(loaded(ids).logits, gpt2(ids).logits)
+    finally:
+        NORMS.unregister("vtanh")
 
 
 class MyBertModel(BertModel):

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -641,7 +643,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Proposes an architecture record, as Python to paste, with its proof.")
     parser.add_argument("model", help="a Hub id, a folder, or a model type of transformers (gpt2)")
     parser.add_argument("--head", help="the Auto class to build, such as AutoModel")
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module of your own to import first, which registers config and model with the Auto classes",
+    )
     options = parser.parse_args()
+    sys.path.append("")  # modules of one's own lie where the tool is called
+    for module in options.modules:
+        importlib.import_module(module)
     if options.model in CONFIG_MAPPING:
         config = AutoConfig.for_model(options.model)
     else:

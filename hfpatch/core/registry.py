@@ -45,7 +45,10 @@ class Registry(Mapping[str, T], Generic[T]):
                     f"{self.kind} {name!r} must be a subclass of hfpatch.{self.base.__name__}, not {entry!r}."
                 )
             if self._entries.get(name, entry) is not entry:
-                raise PatchError(f"{self.kind} {name!r} is registered already, by {self._entries[name]!r}.")
+                raise PatchError(
+                    f"{self.kind} {name!r} is registered already, by {self._entries[name]!r}. To define it anew (in a "
+                    f"notebook, say) call {self.kind.upper()}S.unregister({name!r}) first."
+                )
             self._entries[name] = entry
             return entry
 

@@ -70,8 +70,8 @@ def component_called(name: str) -> Any:
                     point.load()
     if name not in COMPONENTS:
         raise CheckpointError(
-            f"no component called {name!r:.80} is known here. If it comes from a package of its own, import it first; "
-            "else update hfpatch: pip install -U hfpatch"
+            f"no component called {name!r:.80} is known here. If it comes from a package or file of its own, import "
+            "it first; else update hfpatch: pip install -U hfpatch"
         )
     return COMPONENTS[name]
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .errors import UnsupportedError
+
 
 @dataclass(frozen=True)
 class NormFacts:
@@ -53,6 +55,7 @@ def parameter_names(norm: nn.Module | None) -> tuple[str | None, str | None]:
 
 
 HALF = (torch.float16, torch.bfloat16)
+RENAMED = ("gamma", "beta")  # in a module called LayerNorm transformers loads these as weight and bias
 
 
 class AffineNorm(nn.Module):
@@ -62,15 +65,28 @@ class AffineNorm(nn.Module):
     gain and shift are stored. Input and output are `(..., d)`, or `(B, d, ...)` where the replaced norm was
     channels-first; half precision is widened inside and narrowed at the end.
 
+    A subclass with learned parameters of its own makes them in its constructor, by `new_scalar` or `new_vector`, and
+    names their starting values in `initial_values`:
+
+        def __init__(self, *norm, slope, like):  # norm: facts, gain, shift; slope: a field of the scheme
+            super().__init__(*norm)
+            self.slope0, self.slope = slope, self.new_vector(slope, like)
+
+        def initial_values(self):
+            return {**super().initial_values(), "slope": self.slope0}
+
+    Their names begin with neither gamma nor beta. For remote export the file of a subclass imports torch, transformers
+    and modules of hfpatch.runtime alone (`from hfpatch.runtime.norms import AffineNorm`); its scheme is elsewhere.
+
     Args:
         facts: what the replaced norm computed.
         gain, shift: the replaced norm's Parameters (the same objects), or None.
-        like: a tensor whose dtype and device new Parameters take.
+        like: a tensor whose dtype and device new Parameters take; always given, by its name.
     """
 
     kind: ClassVar[str] = ""  # the registered name of the scheme that puts it
     names: ClassVar[tuple[str, str]] = ("weight", "bias")
-    scalars: ClassVar[tuple[str, ...]] = ()  # names of learned scalars that `normalise` reads, found by search
+    scalars: ClassVar[tuple[str, ...]] = ()  # learned scalars (one value each) that a repair searches: see `trials`
 
     def __init__(
         self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor | None = None
@@ -131,16 +147,31 @@ class AffineNorm(nn.Module):
         new = cls(facts, gain_taken, shift_taken, **options, like=like)
         new.facts = replace(new.facts, kind=kind or cls.kind)
         if old is None:
-            values = new.initial_values()
             with torch.no_grad():
                 for name, parameter in new.named_parameters():
-                    parameter.fill_(values[name])
+                    parameter.fill_(new.initial_value(name))
         return new
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name.startswith(RENAMED):
+            raise UnsupportedError(
+                f"{type(self).__name__}: a norm's parameter can't be called {name!r}: where the norm is called "
+                "LayerNorm, as BERT's are, transformers would load it under another name, and lose it. Call it "
+                "otherwise."
+            )
+        super().register_parameter(name, param)
 
     def new_scalar(self, value: float, like: Tensor) -> nn.Parameter:
         """A learned scalar (1,) with the dtype and device of `like`, frozen where the kept Parameters are."""
+        return self._learned((1,), value, like)
+
+    def new_vector(self, value: float, like: Tensor) -> nn.Parameter:
+        """Likewise one value for every channel, in the shape of gain and shift."""
+        return self._learned(self.facts.shape, value, like)
+
+    def _learned(self, shape: tuple[int, ...], value: float, like: Tensor) -> nn.Parameter:
         kept = next(self.parameters(), None)
-        tensor = torch.full((1,), value, dtype=like.dtype, device=like.device)
+        tensor = torch.full(shape, value, dtype=like.dtype, device=like.device)
         return nn.Parameter(tensor, requires_grad=kept is None or kept.requires_grad)
 
     def trials(self, spread: float) -> list[dict[str, float]]:
@@ -180,8 +211,22 @@ class AffineNorm(nn.Module):
         return y.movedim(-1, 1) if facts.channels_first else y
 
     def initial_values(self) -> dict[str, float]:
-        """The paper's starting value of each parameter, for training from scratch."""
+        """The paper's starting value of each parameter, for training from scratch (`init="reset"`)."""
         return {self.names[0]: 1.0 - self.facts.offset, self.names[1]: 0.0}
+
+    def initial_value(self, name: str) -> float:
+        """That of one parameter.
+
+        Raises:
+            UnsupportedError: `initial_values` doesn't name it.
+        """
+        values = self.initial_values()
+        if name not in values:
+            raise UnsupportedError(
+                f"{type(self).__name__}.initial_values() doesn't say where {name!r} starts; it must name every "
+                f"parameter, as in {{**super().initial_values(), {name!r}: 0.5}}."
+            )
+        return values[name]
 
     def extra_repr(self) -> str:
         d = self.facts.shape[0] if len(self.facts.shape) == 1 else self.facts.shape or "any size"

@@ -13,6 +13,7 @@ from ..core.scheme import Scheme, require_number
 from ..errors import OptionError
 from ..runtime.batch_norm import MaskedBatchNorm
 from ..runtime.edits import Call, register_component
+from ..runtime.errors import UnsupportedError
 from ..runtime.norms import (
     AffineNorm,
     DynamicErf,
@@ -27,11 +28,11 @@ from ..runtime.norms import (
 
 @dataclass(frozen=True)
 class Norm(Scheme):
-    """A norm scheme. Its fields are its options, those of its module among them.
+    """A norm scheme: a frozen dataclass, whose fields are its options, those of its module among them.
 
     Attributes:
-        component: the class of the module that takes a norm's place; its constructor's further arguments are fields of
-            the scheme.
+        component: the class of the module that takes a norm's place, assigned without an annotation. Its constructor's
+            further arguments are fields of the scheme of the same names: numbers, words, or tuples of them.
         label: what plans call the module; by default the component's name.
     """
 
@@ -48,6 +49,8 @@ class Norm(Scheme):
 
     def module_class(self) -> type[AffineNorm]:
         """The class of the module for these options."""
+        if not hasattr(self, "component"):
+            raise UnsupportedError(f"{type(self).__name__} must name its module's class: component = ...")
         return self.component
 
     def module_options(self) -> dict[str, Any]:

@@ -239,10 +239,11 @@ def start_afresh(model: nn.Module, names: Iterable[str]) -> Callable[[Transactio
     def values(changes: Transaction) -> None:
         for module in map(model.get_submodule, names):
             assert isinstance(module, AffineNorm)
-            initial = module.initial_values()
             for name, old in list(module._parameters.items()):
                 if old is not None:
-                    new = nn.Parameter(torch.full_like(old, initial[name]), requires_grad=old.requires_grad)
+                    new = nn.Parameter(
+                        torch.full_like(old, module.initial_value(name)), requires_grad=old.requires_grad
+                    )
                     changes.set_parameter(module, name, new)
 
     return values

@@ -61,9 +61,11 @@ class Stack:
         reserved_rows: rows at the table's start that hold no position (BART's and OPT's offset of 2).
         head_dim: attribute of the attention that holds the channels per head, or two as in "embed_dim / num_heads", or
             as in "/ num_heads" the number of heads alone.
-        cache: name of the forward's cache argument, None for stacks that never decode.
+        cache: name of the attention's cache argument, None for stacks that never decode.
         layer_index: attribute of the attention that holds its index in the cache.
-        position_ids: name of the argument with the tokens' positions, None where it isn't to be relied on.
+        position_ids: name of the attention's argument with the tokens' positions, None where it isn't to be relied on.
+            Where the host doesn't hand it on to its attentions, tokens are counted, and what the caller of the model
+            gives as `position_ids` has no effect.
         window: the attention's square causal mask buffer of the old maximum length, None where it has none.
         lengths: attributes of the owner, or of modules around it, that hold the old maximum length as a limit.
         causal: whether a token attends to earlier ones alone, so that order shows without positions.
