@@ -13,14 +13,8 @@ from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SCALE_SLOT, Call, Edit, matcher
 from .errors import CheckpointError, PatchError, first_line
 from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, with_lens
 
-_MISFITS = (
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    RuntimeError,
-)  # raised where an edit doesn't fit a model
+# what an edit raises that doesn't fit the model
+_MISFITS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 
 
 class Direct:
