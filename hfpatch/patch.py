@@ -1,4 +1,4 @@
-"""Patches a model: carries a plan out as one transaction, and takes patches back."""
+"""`patch_model`, `unpatch_model` and `repair_report`: a plan carried out in one transaction, and rolled back."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from .schemes.placements import Placement
 from .schemes.positions import Position
 
 M = TypeVar("M", bound=PreTrainedModel)
-REPAIR = "_hfpatch_repair"  # where a model keeps the report of its latest repair
-_REPAIRED = 0.5  # the share of the distance to the original that a repair takes away, for no warning to be needed
+REPAIR = "_hfpatch_repair"  # attribute of a model: the report of its latest repair
+_ENOUGH_RECOVERED = 0.5  # no warning if a repair removes at least this share of the distance to the original
 _WAITS_FOR_WEIGHTS = (
     "{} has no weights yet (meta device), so nothing could be centred or checked. Load those of a model that was "
     "patched in the same way; the original's would give another function."
@@ -61,35 +61,36 @@ def patch_model(
 ) -> M:
     """Swap a model's norms, positions and MLPs, in place and as one transaction; `plan_patch` shows what would change.
 
-    Gains, shifts, eps, dtype, device, hooks and train/eval mode are kept; so is the random stream. The same request
-    twice changes nothing; another one composes with the first. The result saves, loads and pushes like any model, and
-    opens again through the Auto classes wherever hfpatch is imported.
+    Gains, shifts, eps, dtype, device, hooks, train/eval mode and the random number generators' state are kept. The same
+    request twice changes nothing; a different one is applied on top. The result saves, loads and pushes like any model,
+    and opens again through the Auto classes wherever hfpatch is imported.
 
-    Where norms are to be the same function, that is checked on the model itself before the rest is done: its outputs,
-    and the means at its norms, may move by no more than ten times what noise in the last bit of every module's output
-    moves the original's. If they do, all is rolled back and the norms are swapped plainly, with a warning that gives
-    the error; with init="exact" that error is raised. On the meta device nothing can be checked, which a warning says.
+    Norm swaps that should keep the function are checked on the model itself before anything else changes. Its outputs
+    and the means of its norms' inputs may differ from the original's by at most ten times the difference that noise in
+    the last bit of every module's output makes. If they differ more, all is rolled back and the norms are swapped
+    without centring, with a warning that gives the error; with init="exact" that error is raised. On the meta device
+    nothing can be checked, and a warning says so.
 
     Args:
         model, norm, pos, only, keep, mlp, placement, init, example_inputs: as in `plan_patch`.
         optimizer: an existing optimizer; removed Parameters leave it (with their state), new ones join the group of
             what they replace.
         reversible: keep what was replaced in memory, for `unpatch_model`.
-        calibration: what isn't exact is fitted back to the original, branch after branch, without labels or training
-            (repairs/repair.py says how): on batches of inputs (dictionaries, or tensors of the main input; any number
-            of them), or on "self", sequences that a language model draws from itself. None repairs nothing.
-            `repair_report(model)` tells what came of it.
+        calibration: data for a repair: whatever isn't exact is fitted back to the original, branch after branch,
+            without labels or training (see repairs/repair.py). Any number of batches of inputs (dictionaries, or
+            tensors of the main input), or "self": sequences that a language model generates. None: no repair.
+            `repair_report(model)` returns its results.
         tokenizer: a tokenizer or processor whose `model_max_length` becomes the position scheme's `max_positions`.
         fit: what a repair of positions fits to the original's attention maps: "qk", weights and biases of queries and
             keys, or "bias", their biases alone.
-        compile: hand the result to `compile_model`, whose docstring says what that means.
+        compile: call `compile_model` on the result.
 
     Returns:
         The same model.
 
     Warns:
-        NotPreservedWarning: names what the patch didn't preserve, where no repair took away half of the distance to the
-            original.
+        NotPreservedWarning: names what the patch didn't preserve, unless a repair removed at least half of the distance
+            to the original.
 
     Raises:
         PatchError: one of its children, from the plan, before anything changes. Should something fail later, every
@@ -125,7 +126,7 @@ def patch_model(
         edits.set_attribute(tokenizer, "model_max_length", length)
     if plan.changes:
         _keep_on_model(model, WayBack(edits, dtype, lengths) if reversible else None, report)
-        if plan.losses() and init != "reset" and not (report and report.recovered >= _REPAIRED):
+        if plan.losses() and init != "reset" and not (report and report.recovered >= _ENOUGH_RECOVERED):
             warnings.warn(_not_preserved(plan, report), NotPreservedWarning, stacklevel=2)
         if plan.conversion is not None and plan.conversion.waits_for_weights:
             warnings.warn(_WAITS_FOR_WEIGHTS.format(plan.model_name), NotPreservedWarning, stacklevel=2)
@@ -133,12 +134,12 @@ def patch_model(
 
 
 def repair_report(model: nn.Module) -> RepairReport | None:
-    """What the repair of the latest patch did, step by step; None where nothing was or had to be repaired."""
+    """Report of the latest patch's repair, step by step; None if that patch ran no repair."""
     return vars(model).get(REPAIR)
 
 
 def unpatch_model(model: M, *, optimizer: Any = None) -> M:
-    """Take back all patches of a model that was patched with `reversible=True`: classes, modules, Parameters, config.
+    """Roll back all patches of a model that was patched with `reversible=True`: classes, modules, Parameters, config.
 
     Without training in between the model is bit for bit what it was. Parameters that the patch removed, or wrote other
     values to (an exact conversion does), come back with their old values, on the model's present device and dtype: what
@@ -164,14 +165,14 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
     if optimizer is not None:
         check_optimizer(optimizer, model)
     before = list(model.parameters())
-    present = set(map(id, before))
+    present_ids = set(map(id, before))
     replaced = [(new, old) for old, new in way_back.edits.replacements()]
     patched_config, device, dtype = model.config, model.device, model.dtype
     way_back.edits.undo()
     _keep_on_model(model, None, None)
     carry_over_config(model, patched_config, way_back.lengths)
-    for parameter in model.parameters():  # those that come back go where the model has gone since
-        if id(parameter) not in present:
+    for parameter in model.parameters():  # restored ones move to the model's present device and dtype
+        if id(parameter) not in present_ids:
             converted = dtype != way_back.dtype and parameter.is_floating_point()
             parameter.data = parameter.data.to(device, dtype if converted else None)
     if optimizer is not None:
@@ -180,10 +181,10 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
 
 
 def _tokenizer_and_length(processor: Any, pos: str | Position | None) -> tuple[Any, int | None]:
-    """A tokenizer, or that of a processor, and the length at which it is to cut; both None where there is none.
+    """The tokenizer (of a processor, its own) and its new `model_max_length`; (None, None) if none was passed.
 
     Raises:
-        OptionError: there is no such length, or no such tokenizer.
+        OptionError: `pos` sets no max_positions, or `processor` has no tokenizer with a `model_max_length`.
     """
     if processor is None:
         return None, None
@@ -201,11 +202,13 @@ def _tokenizer_and_length(processor: Any, pos: str | Position | None) -> tuple[A
 def _checked_calibration(
     model: PreTrainedModel, calibration: Iterable[Any] | str | None, plan: Plan, init: str
 ) -> Iterable[Any] | None:
-    """Batches, before anything changes; those that a model draws from itself are drawn here, where they are needed.
+    """Calibration batches, validated before anything changes; None if there is nothing to repair.
+
+    "self" is sampled here, from the model as it still is.
 
     Raises:
-        OptionError: no batches, or none of this model; a model without weights, or one that can't draw any; fresh
-            parameters, which a fit would undo; a model that is patched already.
+        OptionError: no batches, or ones that the model can't run; a model without weights, or one that can't generate;
+            init="reset", whose starting values a fit would overwrite; a model that is patched this way already.
     """
     if calibration is None:
         return None
@@ -228,7 +231,7 @@ def _checked_calibration(
 def _carry_out(
     plan: Plan, model: PreTrainedModel, edits: Transaction, optimizer: Any, calibration: Iterable[Any] | None, fit: str
 ) -> RepairReport | None:
-    """Carry a plan out, phase by phase, or leave everything as it was."""
+    """Carry out a plan, phase by phase, with its check and repair; on any error all is rolled back."""
     optimizer_edits = Transaction()
     before = list(model.parameters())
     exact, norms, others = plan.phases
@@ -255,17 +258,17 @@ def _carry_out(
         optimizer_edits.undo()
         edits.undo()
         raise
-    old = set(map(id, before))
-    for module in model.modules():  # a later init_weights() must not start them afresh
-        fresh = any(id(parameter) not in old for parameter in module.parameters(recurse=False))
-        if fresh or isinstance(module, AffineNorm | GatedLinear):
+    old_ids = set(map(id, before))
+    for module in model.modules():  # a later init_weights() must not initialise them again
+        is_new = any(id(parameter) not in old_ids for parameter in module.parameters(recurse=False))
+        if is_new or isinstance(module, AffineNorm | GatedLinear):
             for value in (*module.modules(), *module.parameters()):
                 vars(value)["_is_hf_initialized"] = True
     return report
 
 
 def _keep_on_model(model: nn.Module, way_back: WayBack | None, report: RepairReport | None) -> None:
-    """Keep the way back, after that of earlier patches, and the latest repair's report; None removes what was kept."""
+    """Store a patch's undo log (appended to earlier patches') and repair report on the model; None removes them."""
     earlier: WayBack | None = vars(model).pop(WAY_BACK, None)
     vars(model).pop(REPAIR, None)
     if way_back is not None:
@@ -275,7 +278,7 @@ def _keep_on_model(model: nn.Module, way_back: WayBack | None, report: RepairRep
 
 
 def _not_preserved(plan: Plan, report: RepairReport | None) -> str:
-    """The warning of what a patch didn't preserve, and what a repair made of it."""
+    """Text of the warning: what the patch didn't preserve, and the repair's result or how to get a repair."""
     advice = (
         "calibration=batches (inputs without labels), or calibration='self' for a model that generates, repairs it "
         "without training; plan_patch lists the modules."

@@ -1,4 +1,7 @@
-"""Checking a request against a model: everything foreseeable is raised here, before anything changes."""
+"""Plans of patches: what a request changes in one model, and in which order; the model isn't touched.
+
+Whatever can be foreseen to fail is raised here, before anything changes.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +30,17 @@ from .schemes.request import INITS, KINDS, Part, Record
 from .swap.config_diff import Setting
 from .swap.planners import Planned, planner_of
 
-# the order in which requests are planned and recorded: a placement may bring norms that a norm scheme then replaces
+# order in which requests are planned and recorded: a placement may add norms that a norm scheme then replaces
 _ORDER = ("placement", "norm", "pos", "mlp")
 
 
 @dataclass
 class Phase:
-    """Changes that are carried out together.
+    """One step of a plan: structural edits, then changes of Parameters' values.
 
     Attributes:
-        edits: of the model's structure, at patterns of names.
-        values: then, what changes in Parameters' values.
+        edits: of the model's structure, at patterns of module names.
+        values: functions called after the edits; each writes Parameters' values through the transaction.
     """
 
     edits: list[Edit]
@@ -45,12 +48,12 @@ class Phase:
 
     @classmethod
     def of(cls, model: nn.Module, changes: list[Change]) -> Phase:
-        """The phase of some changes of one place each."""
+        """The phase made of these changes, their single-place edits condensed into few at patterns of names."""
         edits = condensed((edit for change in changes for edit in change.edits), model)
         return cls(edits, [change.values for change in changes if change.values is not None])
 
     def apply(self, model: nn.Module, changes: Transaction) -> None:
-        """Carry them out."""
+        """Apply the edits to the model, then change the values."""
         apply(self.edits, model, changes)
         for values in self.values:
             values(changes)
@@ -58,14 +61,14 @@ class Phase:
 
 @dataclass
 class Plan:
-    """What a request will do to one model; `str(plan)` is the table. Made by `plan_patch`.
+    """What a request will do to one model, made by `plan_patch`; `str(plan)` is a table of it.
 
     Attributes:
         model_name: the model's class.
-        record: the patch record that the model will have.
-        changes: every row with the change behind it.
-        conversion: where norms are to be the same function: what `patch_model` must check.
-        lengths: (config, attribute, value) where max_positions or image_size says another one.
+        record: the patch record that the model's config will hold.
+        changes: one per module of the table: its row, edits and new values; rows of kept modules have neither.
+        conversion: the swap to norms that compute the same function, which `patch_model` checks; None without one.
+        lengths: (config, attribute, new value) where the request sets max_positions or image_size.
         phases: the changes in the order in which they are carried out.
     """
 
@@ -78,12 +81,12 @@ class Plan:
 
     @property
     def edits(self) -> list[Edit]:
-        """What changes in the model's structure: all that a checkpoint stores of the patch."""
+        """The edits of all phases, in order; a checkpoint stores these and no other part of the plan."""
         return [edit for phase in self.phases for edit in phase.edits]
 
     @property
     def rows(self) -> list[Row]:
-        """All lines, those of kept modules too."""
+        """Rows of the table, ungrouped, kept modules included."""
         return [change.row for change in self.changes]
 
     @property
@@ -92,24 +95,24 @@ class Plan:
         return not any(change.changes for change in self.changes)
 
     def lengths_in(self, config: Any) -> dict[str, Any]:
-        """What max_positions or image_size sets in one config, by the attributes' own names."""
+        """New values of one config's length attributes (max_positions, image_size), under the config's own names."""
         names = getattr(type(config), "attribute_map", {})
         return {names.get(name, name): value for owner, name, value in self.lengths if owner is config}
 
     def losses(self) -> list[str]:
-        """What the patch doesn't preserve, each said once."""
-        said = (
+        """What the patch doesn't preserve, in words, without repetition; empty for an exact patch."""
+        texts = (
             row.loss if row.kind == "position" else f"{row.becomes.partition('(')[0]}: {row.loss}"
             for row in self.rows
             if row.loss and row.becomes
         )
-        return list(dict.fromkeys(said))
+        return list(dict.fromkeys(texts))
 
     def __str__(self) -> str:
         if not self.changes:
             return f"{self.model_name}: nothing to do, it is patched this way already."
         lines = [("module", "now", "becomes", "kept function", "note")]
-        for members, numbers in grouped(self.rows, _words):
+        for members, numbers in grouped(self.rows, _line_key):
             row, count = members[0], len(members)
             becomes = row.becomes or "(kept)"
             kept = "" if row.action == "keep" else "exact" if row.loss is None else "approximate"
@@ -119,8 +122,8 @@ class Plan:
         return f"{table(lines)}\n{self.model_name}: {replaced} of {len(self.rows)} modules change."
 
 
-def _words(row: Row) -> tuple[object, ...]:
-    """What the rows of one line have in common."""
+def _line_key(row: Row) -> tuple[object, ...]:
+    """Texts in which rows must agree to be printed as one line of the table."""
     return row.now, row.becomes, row.reason, row.loss
 
 
@@ -172,7 +175,14 @@ def make_plan(
     example_inputs: Mapping[str, Any] | None = None,
     inexact: str | None = None,
 ) -> Plan:
-    """`plan_patch` for a checked request; `inexact` says why an exact conversion that was tried isn't one."""
+    """`plan_patch` for a request that `checked_request` made.
+
+    Args:
+        model, example_inputs: as in `plan_patch`.
+        parts: the request: scheme, globs and `init`, by kind.
+        inexact: set when the plan is made again after its exact conversion failed the check: the measured error, in
+            words. Norms are then swapped without centring.
+    """
     require_bare(model)
     record = Record.of(model.config)
     plan = Plan(type(model).__name__, record)
@@ -182,7 +192,7 @@ def make_plan(
     planned: dict[str, Planned] = {}
     for kind, part in parts.items():
         found = planner_of(part.scheme)(model, part, example_inputs, inexact)
-        if found.changes and not _is_so_already(found.changes):
+        if found.changes and not _is_patched_already(found.changes):
             planned[kind] = found
     for kind, found in planned.items():
         plan.changes += found.changes
@@ -201,25 +211,28 @@ def make_plan(
 
 
 def _phases(model: nn.Module, plan: Plan) -> list[Phase]:
-    """The phases of a plan, in their order.
+    """The three phases of a plan, in the order in which they are carried out.
 
-    First what keeps the function, which is checked then: centring, and norms that become exact. Then other norms, and
-    what follows from them; last positions and MLPs. A placement that starts afresh brings norms, which other norms
-    replace; where norms are measured it brings none, and comes after that.
+    1. What keeps the function: centring of the stream and exact norm swaps. `patch_model` checks it before phase 2.
+    2. All other norm swaps.
+    3. Positions and MLPs.
+
+    A placement is in phase 2, before the norms, since it may add norms that they replace. With an exact conversion it
+    is in phase 3: it adds no norms then, and would change the function that is checked.
     """
     streams, exact, norms, others = (list[Change]() for _ in range(4))
     placements = norms if plan.conversion is None else others
     for change in plan.changes:
         if change.changes:
-            kept = change.row.loss is None and plan.conversion is not None
-            norm = exact if kept else norms
-            phase = {"stream": streams, "norm": norm, "placement": placements}.get(change.row.kind, others)
+            is_exact = change.row.loss is None and plan.conversion is not None
+            norm_phase = exact if is_exact else norms
+            phase = {"stream": streams, "norm": norm_phase, "placement": placements}.get(change.row.kind, others)
             phase.append(change)
     return [Phase.of(model, changes) for changes in (streams + exact, norms, others)]
 
 
 def _require_same_init(parts: dict[str, Part], record: Record) -> None:
-    """Refuse a request that is carried out already, now with another `init`.
+    """Refuse a repeated request that differs from the recorded one in `init` alone.
 
     Raises:
         OptionError: says what to do instead.
@@ -233,16 +246,16 @@ def _require_same_init(parts: dict[str, Part], record: Record) -> None:
             )
 
 
-def _is_so_already(changes: list[Change]) -> bool:
-    """Whether a request, in other words, asks for what the model is."""
+def _is_patched_already(changes: list[Change]) -> bool:
+    """Whether the model already is what the request asks for, though its record doesn't say so."""
     return not any(change.changes for change in changes) and any(change.row.reason == SO_ALREADY for change in changes)
 
 
 def _require_order(parts: dict[str, Part], record: Record) -> None:
-    """Refuse placements that can't come after the norms that are there or requested.
+    """Refuse a placement that can't be combined with the norm scheme requested now or patched earlier.
 
     Raises:
-        UnsupportedError: says in which order it can be had.
+        UnsupportedError: says which order works.
     """
     if "placement" not in parts:
         return
@@ -256,6 +269,11 @@ def _require_order(parts: dict[str, Part], record: Record) -> None:
 
 
 def _require_change(plan: Plan, kind: str, found: Planned) -> None:
+    """Refuse a scheme that changes no module.
+
+    Raises:
+        NothingToPatchError: gives the reasons for which all are kept.
+    """
     changes = found.changes
     if not any(change.changes for change in changes):
         reasons = "; ".join(dict.fromkeys(str(change.row.reason) for change in changes))
@@ -266,10 +284,14 @@ def _require_change(plan: Plan, kind: str, found: Planned) -> None:
 
 
 def checked_request(schemes: Mapping[str, object], only: object, keep: object, init: str) -> dict[str, Part]:
-    """A request as what a record would hold, by kind: schemes by kind, globs and `init`.
+    """Validates the arguments of `plan_patch`: one `Part` per requested kind, in the order of planning.
+
+    Args:
+        schemes: scheme, its name or None, by kind.
+        only, keep, init: as in `plan_patch`.
 
     Raises:
-        OptionError, UnknownNameError: one of them is outside its domain.
+        OptionError, UnknownNameError: one of them is invalid.
     """
     resolved = {kind: KINDS[kind].resolve(schemes.get(kind)) for kind in _ORDER}
     if not any(resolved.values()):

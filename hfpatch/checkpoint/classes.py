@@ -1,6 +1,7 @@
-"""The classes of patched models and configs, and their registration with the Auto classes: saving and opening.
+"""Classes of patched models and configs, generated from the host's, and their registration with the Auto classes.
 
-What they share with the classes of exported code is in runtime/classes.py.
+The *host* is the transformers class that is patched. What these classes share with those of exported code
+(trust_remote_code) is in runtime/classes.py; here are checks on loading, fingerprints on saving, and the registration.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from .auto_classes import auto_classes, opened_classes
 from .files import broken_file, is_plain_name, require_sound_files
 from .fingerprint import Fingerprint, settings_of
 
-REMOTE = "modeling_hfpatch"  # the module of an export's code, which opens its checkpoint where hfpatch isn't installed
-OPENED = "_hfpatch_opened"  # of a config from disk: the checkpoint's fingerprint, and a digest of its settings
+REMOTE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
+OPENED = "_hfpatch_opened"  # attribute of a config read from disk: (fingerprint in its record, digest of its settings)
 
 
 class HfpatchConfig(PreTrainedConfig):
-    """Stands for `"model_type": "hfpatch"` in the Auto classes; it only finds the config class of the host."""
+    """Config class of `"model_type": "hfpatch"`; `from_dict` returns a config of the host's patched config class."""
 
     model_type = KEY
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The host's config, patched.
+        """The config of a patched checkpoint, in the patched config class of its host.
 
         Raises:
-            CheckpointError: the patch record is missing, malformed, newer, or of a family that is unknown here.
+            CheckpointError: the patch record is missing, malformed, of a newer version, or of an unknown model type.
         """
-        where = _where(config_dict)
-        base = checked(_on_disk_only_removed(config_dict.get(KEY)), where)
+        where = _checkpoint_name(config_dict)
+        base = checked(_without_disk_only_entry(config_dict.get(KEY)), where)
         try:
             host = CONFIG_MAPPING[base]
         except KeyError as error:
@@ -54,25 +55,25 @@ class HfpatchConfig(PreTrainedConfig):
 
 
 def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
-    """A config without the classes of the file that an export wrote: hfpatch itself opens such a checkpoint."""
+    """A config.json's dictionary without the `auto_map` entries of an export's code, which hfpatch doesn't need."""
     auto_map = stored.get("auto_map") or {}
     others = {auto: ref for auto, ref in auto_map.items() if not str(ref).rpartition("--")[2].startswith(f"{REMOTE}.")}
     kept = {name: value for name, value in stored.items() if name != "auto_map"}
     return {**kept, "auto_map": others} if others else kept
 
 
-def _where(config_dict: dict[str, Any]) -> Any:
-    """What to call a checkpoint in an error."""
+def _checkpoint_name(config_dict: dict[str, Any]) -> Any:
+    """A checkpoint's name for error texts."""
     return config_dict.get("_name_or_path") or "this checkpoint's config.json"
 
 
-def _on_disk_only_removed(stored: Any) -> Any:
-    """A record from disk without the entry that `refuse_host.released` reads."""
+def _without_disk_only_entry(stored: Any) -> Any:
+    """A patch record without the entry that exists on disk only (see `refuse_host.released`)."""
     return {name: value for name, value in stored.items() if name != GUARDED} if isinstance(stored, dict) else stored
 
 
-def _checked(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Fingerprint | None]:
-    """A patched config.json without the classes of an export's file, and the fingerprint in its record.
+def _checked_config(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Fingerprint | None]:
+    """Validates a patched config.json; returns it without an export's `auto_map` entries, and its fingerprint.
 
     Raises:
         CheckpointError: as in `HfpatchConfig.from_dict`.
@@ -80,7 +81,7 @@ def _checked(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], F
     weights = config_dict.get("transformers_weights")
     if weights is not None and not is_plain_name(weights):
         raise CheckpointError(f"{where} names {weights!r:.80} as its weights, not a safetensors file of its folder.")
-    record: Any = _on_disk_only_removed(config_dict.get(KEY))
+    record: Any = _without_disk_only_entry(config_dict.get(KEY))
     checked(record, where)
     parse_edits(record["edits"], where)
     fingerprint = Fingerprint.from_json(record[FINGERPRINT], where) if FINGERPRINT in record else None
@@ -105,14 +106,14 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
 
         @classmethod
         def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-            where = _where(config_dict)
+            where = _checkpoint_name(config_dict)
             if KEY not in config_dict:
                 raise CheckpointError(
                     f"the config of an unpatched {host.model_type} model was to be opened as that of a patched one. An "
                     "adapter remembers its base by the name that it was opened under, and would come back on the "
                     "unpatched one: save the patched base (save_pretrained), open that, and put the adapter on it."
                 )
-            settings, fingerprint = _checked(config_dict, where)
+            settings, fingerprint = _checked_config(config_dict, where)
             found = super().from_dict(settings, **kwargs)
             if fingerprint is not None:
                 config: Any = found[0] if isinstance(found, tuple) else found
@@ -123,25 +124,26 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
         def to_dict(self) -> dict[str, Any]:
             return {name: value for name, value in super().to_dict().items() if name != OPENED}
 
-        def __repr__(self) -> str:  # transformers makes it whenever it opens a config
+        def __repr__(self) -> str:  # transformers calls it whenever it opens a config
             return f"{host.__name__} {host.to_json_string(self)}"
 
-    Patched.__name__ = host.__name__  # its module stays this one: Auto classes register no config of transformers' own
+    # __module__ stays this one: Auto classes refuse to register a config class of a transformers module
+    Patched.__name__ = host.__name__
     return Patched
 
 
 def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> type[PreTrainedModel]:
-    """The class of patched models of one host class: built like the host, then patched as the config's record says.
+    """The class of patched models of one host class: it builds the host, then applies the edits in the config's record.
 
     Args:
         host: a transformers model class.
-        lensed: whether the model has a lens on itself, so that its own forward sees something else.
+        lensed: whether the model itself (not only its modules) has a lens; see runtime/lens.py.
     """
-    made: Any = _patched_model_class
-    return made(host, lensed)
+    cached: Any = _patched_model_class
+    return cached(host, lensed)
 
 
-@functools.cache  # which tells a call that leaves an argument out from one that doesn't
+@functools.cache  # without defaults: the cache would tell f(host) from f(host, False)
 def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
     class Patched(PatchedModel, host, lensed=lensed):
         __module__, __qualname__, __doc__ = host.__module__, host.__qualname__, host.__doc__
@@ -156,7 +158,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
 
         @classmethod
         def from_pretrained(cls, name: Any, *args: Any, check_fingerprint: bool = True, **kwargs: Any) -> Any:
-            informed, subfolder = kwargs.pop("output_loading_info", False), kwargs.get("subfolder") or ""
+            wants_info, subfolder = kwargs.pop("output_loading_info", False), kwargs.get("subfolder") or ""
             if kwargs.get("use_safetensors") is None and kwargs.get("gguf_file") is None and name is not None:
                 kwargs["use_safetensors"] = True
                 cache = {option: kwargs.get(option) for option in ("cache_dir", "revision")}
@@ -168,10 +170,10 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 raise CheckpointError(f"{name}: its weights can't be read: {reason}") from error
             model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
             fingerprint, settings = vars(model.config).pop(OPENED, (None, None))
-            unchanged = settings == settings_of(model.config) and _is_of(kwargs.get("config"), name)
+            unchanged = settings == settings_of(model.config) and _is_own_config(kwargs.get("config"), name)
             if fingerprint is not None and check_fingerprint and unchanged:
                 _require_same_function(model, fingerprint, info, name)
-            return loaded if informed else model
+            return loaded if wants_info else model
 
         def save_pretrained(
             self,
@@ -204,16 +206,19 @@ def _rebuild(host: Any, lensed: bool = False) -> Any:
 
 
 def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> None:
-    """Let every Auto class that knows the host's config build the patched model of the same head.
+    """Register the patched classes with every Auto class that opens the host's config, each for the same head.
 
-    All of them at once: an unregistered one would go by the config's name and build the unpatched model.
+    All at once: an Auto class without a registration would match the config by its name and build the unpatched model.
+
+    Raises:
+        CheckpointError: an Auto class of this transformers version doesn't keep the registration.
     """
     for auto in auto_classes():
         models = () if patched in auto._model_mapping._extra_content else opened_classes(auto, host)
         if not models:
             continue
-        opened = tuple(_opened_as(model, host) for model in models)
-        value = opened if isinstance(auto._model_mapping[host], tuple | list) else opened[0]
+        patched_models = tuple(_patched_or_refused(model, host) for model in models)
+        value = patched_models if isinstance(auto._model_mapping[host], tuple | list) else patched_models[0]
         auto._model_mapping.register(patched, value, exist_ok=True)
         if auto._model_mapping[patched] is not value:
             raise CheckpointError(
@@ -222,13 +227,13 @@ def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> 
             )
 
 
-def _opened_as(model: Any, config: type[PreTrainedConfig]) -> Any:
-    """The patched class, or what refuses: a class for a part of the model has no record of the patch of the whole."""
-    return patched_model_class(model) if model.config_class is config else _PartOfPatched(model)
+def _patched_or_refused(model: Any, config: type[PreTrainedConfig]) -> Any:
+    """The patched class of a model class; a stand-in that refuses if the class is only a part of the config's model."""
+    return patched_model_class(model) if model.config_class is config else _RefusedPart(model)
 
 
-class _PartOfPatched:
-    """Stands in an Auto class where transformers would open only one part (the text model, say) of a patched whole."""
+class _RefusedPart:
+    """Refusing stand-in in an Auto class that would open only a part (the text model, say) of a patched model."""
 
     def __init__(self, model: type):
         self.__name__ = model.__name__
@@ -242,21 +247,21 @@ class _PartOfPatched:
     _from_config = from_pretrained
 
 
-def _is_of(config: Any, name: Any) -> bool:
-    """Whether the config with which a checkpoint is opened is its own, as far as can be told."""
+def _is_own_config(config: Any, name: Any) -> bool:
+    """Whether the config passed for opening a checkpoint is the checkpoint's own, as far as its name tells."""
     return not isinstance(config, PreTrainedConfig) or config.name_or_path in ("", str(name))
 
 
 def _require_same_function(model: PreTrainedModel, fingerprint: Fingerprint, info: dict[str, Any], name: str) -> None:
-    """Refuse a model whose outputs aren't those that were recorded; weights of another shape aren't the checkpoint's.
+    """Compare a loaded model with its fingerprint; skipped if weights of the base model were loaded with new shapes.
 
     Raises:
-        CheckpointError: they aren't.
+        CheckpointError: its weights or outputs aren't those of the saved model.
     """
-    other = [key for key, *_ in info.get("mismatched_keys", ())]
+    mismatched = [key for key, *_ in info.get("mismatched_keys", ())]
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
-    if not any(key.startswith(prefix) for key in other):
-        fingerprint.require(model, name, strict=not other, missing=info.get("missing_keys", ()))
+    if not any(key.startswith(prefix) for key in mismatched):
+        fingerprint.require(model, name, strict=not mismatched, missing=info.get("missing_keys", ()))
 
 
 AutoConfig.register(KEY, HfpatchConfig, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The transaction under every patch: each change of the model is logged with its inverse, so all can be taken back."""
+"""Transaction: changes a model and logs the inverse of each change, so that all of them can be undone."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_is_full_backward_hook",
 )
-WAY_BACK = "_hfpatch_way_back"  # where a reversibly patched model keeps it
+WAY_BACK = "_hfpatch_way_back"  # attribute of a reversibly patched model: its `WayBack`
 
-_PIECE = 2**18  # elements that are computed in float64 at once
+_PIECE = 2**18  # elements converted to float64 at once by `rewrite`
 
 
 class Transaction:
-    """Changes made so far, newest last; `undo` takes them back in reverse order, exactly.
+    """Writes changes to a model and logs how to undo each; `undo` reverts them bit for bit, newest first.
 
-    Nothing that a patch does to a model may bypass these methods. The log holds what was replaced, so it pickles and
+    A patch changes a model only through these methods. The log holds what was replaced, so it pickles and
     deep-copies together with the model.
     """
 
     def __init__(self) -> None:
-        self._log: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # what undoes each change, and its arguments
+        self._log: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # (function, arguments) that undo each change
 
     def __len__(self) -> int:
         return len(self._log)
@@ -42,6 +42,7 @@ class Transaction:
         self._log.append((undo, arguments))
 
     def _record_item(self, target: dict, key: Any) -> None:
+        """Log a dictionary's item, or its absence, and its position in the order of keys."""
         old = (target[key],) if key in target else None
         same = key.__eq__ if isinstance(key, str) else lambda present: present is key  # Tensors compare elementwise
         place = next((i for i, present in enumerate(target) if same(present)), None)
@@ -72,7 +73,7 @@ class Transaction:
         module._buffers[name] = new
 
     def set_values(self, module: nn.Module, name: str, values: Tensor) -> None:
-        """Give a Parameter other values, in its own dtype, shape and device; it stays the same object."""
+        """Overwrite a Parameter's values, converted to its dtype, shape and device; it stays the same object."""
         parameter = module._parameters[name]
         assert parameter is not None
         self._record(_undo_values, module, name, parameter.data)
@@ -81,7 +82,7 @@ class Transaction:
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
         """Set a plain attribute (not a child, Parameter or buffer)."""
         old = (target.__dict__[name],) if name in target.__dict__ else None
-        # the object rather than its __dict__, which is another one after deepcopy or pickle
+        # log the object, not its __dict__: deepcopy and pickle replace the latter
         self._record(_undo_attribute, target, name, old)
         target.__dict__[name] = value
 
@@ -107,45 +108,45 @@ class Transaction:
     ) -> None:
         """Change a Parameter's values by arithmetic in float64, rounded to its dtype; it stays the same object.
 
-        The old values are kept in the log. Beside them and the new ones little memory is taken.
+        The old values stay in the log. The arithmetic runs in pieces, so it needs little further memory.
 
         Args:
             module, name: where the Parameter is.
-            kind: "centre" (x - mean(x) over `axis`), "add" (x + operand), "multiply" (x * operand) or "ones".
+            kind: "centre" (x - mean(x) over `axis`), "add" (x + operand), "multiply" (x * operand) or "ones" (fill).
             operand: of a shape that broadcasts against the Parameter.
-            axis: of "centre".
+            axis: the axis of "centre"; None for the others.
         """
         parameter = module._parameters[name]
         assert parameter is not None
         old = parameter.data
-        device = torch.device("cpu") if old.device.type == "mps" else old.device  # which has no float64
-        by = torch.zeros(()) if operand is None else operand
+        device = torch.device("cpu") if old.device.type == "mps" else old.device  # MPS has no float64
+        operand_or_zero = torch.zeros(()) if operand is None else operand
         with torch.inference_mode(old.is_inference()), torch.no_grad():
             new = torch.empty_like(old)
-            kept = [i for i in range(old.dim()) if i != axis]
-            pieces = -(-old.numel() // _PIECE) if kept else 1
-            along = max(kept, key=lambda i: old.shape[i], default=0)
-            operands = by.to(device, torch.float64).expand(old.shape)
-            parts = [x.chunk(pieces, along) if pieces > 1 else [x] for x in (old, operands, new)]
+            other_axes = [i for i in range(old.dim()) if i != axis]
+            pieces = -(-old.numel() // _PIECE) if other_axes else 1
+            chunk_axis = max(other_axes, key=lambda i: old.shape[i], default=0)
+            operands = operand_or_zero.to(device, torch.float64).expand(old.shape)
+            parts = [x.chunk(pieces, chunk_axis) if pieces > 1 else [x] for x in (old, operands, new)]
             for x, y, result in zip(*parts, strict=True):
                 result.copy_(_calculated(kind, x.to(device, torch.float64), y, axis))
         self._record(_undo_values, module, name, old)
         parameter.data = new
 
     def replacements(self) -> list[tuple[nn.Module | nn.Parameter | None, nn.Module | nn.Parameter | None]]:
-        """Pairs (old, new) of the children and Parameters that were exchanged; None where there was or is none."""
+        """Pairs (old, new) of replaced child modules and Parameters; None for the old of an added, new of a removed."""
         items = [arguments for undo, arguments in self._log if undo is _undo_item]
         pairs = [(old[0] if old else None, target.get(key)) for target, key, old, _ in items]
         kinds = nn.Module | nn.Parameter | None  # not buffers, nor an optimizer's state
         return [pair for pair in pairs if all(isinstance(one, kinds) for one in pair)]
 
     def then(self, later: Transaction) -> Transaction:
-        """This log continued by a later one; undoing it takes back both."""
+        """This transaction with a later one's log appended, so that `undo` reverts both."""
         self._log += later._log
         return self
 
     def undo(self, length: int = 0) -> None:
-        """Take changes back, newest first, until `length` of them are left."""
+        """Revert changes, newest first, until `length` of them are left in the log."""
         while len(self._log) > length:
             undo, arguments = self._log.pop()
             undo(*arguments)
@@ -153,12 +154,12 @@ class Transaction:
 
 @dataclass
 class WayBack:
-    """What a model keeps of its reversible patches.
+    """What `unpatch_model` needs of a model's reversible patches.
 
     Attributes:
-        edits: the log of all of them.
-        dtype: that the model had before the first.
-        lengths: what they set in its config, by name.
+        edits: the undo log of all patches.
+        dtype: the model's dtype before the first patch.
+        lengths: config attributes that the patches set (max_positions, image_size), by name.
     """
 
     edits: Transaction
@@ -166,7 +167,7 @@ class WayBack:
     lengths: dict[str, Any]
 
     def then(self, later: WayBack) -> WayBack:
-        """The same with a later patch's after it."""
+        """This one extended by that of a later patch."""
         return WayBack(self.edits.then(later.edits), self.dtype, {**self.lengths, **later.lengths})
 
 
@@ -183,7 +184,7 @@ def _undo_item(target: dict, key: Any, old: tuple[Any] | None, place: int | None
         target.pop(key, None)
     elif key in target:
         target[key] = old[0]
-    else:  # the order of modules and parameters is part of a model
+    else:  # reinsert it at its old position: the order of modules and Parameters matters
         items = list(target.items())
         items.insert(len(items) if place is None else place, (key, old[0]))
         target.clear()
@@ -199,5 +200,5 @@ def _undo_attribute(target: Any, name: str, old: tuple[Any] | None) -> None:
 
 def _undo_values(module: nn.Module, name: str, old: Tensor) -> None:
     parameter = module._parameters[name]
-    if parameter is not None and parameter.shape == old.shape:  # a resized one has no old values
+    if parameter is not None and parameter.shape == old.shape:  # after a resize the old values don't fit
         parameter.data = old.to(parameter.device, parameter.dtype)

@@ -1,4 +1,4 @@
-"""What a small model does when constants are added to its Parameters, or to what its modules return."""
+"""Probe: adds constants to a small model's Parameters or module outputs and measures which norms and outputs change."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from .centring import Axis, Centring
 from .fold import along_axis, carry_out, same_layer
 from .observe import SEED, Forward, added, added_to_outputs, moved, observe, relative_error
 
-EXACT = 1e-9  # largest relative error of what is called exact
-_ZERO = 1e-9  # a mean this small, relative to the root mean square, is zero
+EXACT = 1e-9  # largest relative change of an output that counts as none
+_ZERO = 1e-9  # largest |mean|, relative to the root mean square, that counts as zero
 
 
 @dataclass(frozen=True)
 class Writer:
-    """Parameters of one pattern along one axis, in units of a layer-scale that multiplies them afterwards."""
+    """Parameters that may write to the residual stream, the axis of its channels, and a layer-scale after them.
+
+    Attributes:
+        axis: the Parameters' pattern and their axis.
+        scale: pattern of the layer-scale Parameters that multiply what they write; None for none.
+    """
 
     axis: Axis
     scale: str | None = None
@@ -31,12 +36,12 @@ class Writer:
 
 @dataclass
 class Answer:
-    """What a shift did.
+    """Effect of a shift: of constants added to a Parameter or to a module's output.
 
     Attributes:
-        error: largest relative change of an output.
-        moved: norms whose input's mean changed, with the place of the first call where it did.
-        after: the forward.
+        error: largest relative change of a model output.
+        moved: norm -> index, in the forward, of its first call in which its input's mean changed.
+        after: the forward with the shift.
     """
 
     error: float
@@ -45,27 +50,34 @@ class Answer:
 
     @property
     def invisible(self) -> bool:
-        """Whether norms alone see the shift: some do, and the outputs don't."""
+        """Whether the shift changes the input of some norm, but no output of the model."""
         return self.error <= EXACT and bool(self.moved)
 
 
 class Probe:
-    """A small model in float64 with random weights, its forward as it is (`base`) and with changes that are undone.
+    """A small model whose forward is run with temporary changes and compared with the unchanged one.
 
     Args:
-        model: may be used up.
+        model: in float64, with random weights.
         inputs: keyword arguments of its forward.
-        norms: its LayerNorms.
+        norms: its LayerNorms, by name.
+
+    Attributes:
+        inputs: arguments of the forwards that every measurement runs; the key says what is special in each, "" nothing.
+        like: pattern -> names of the modules that it matches.
+        parameters: pattern -> name -> Parameter, of floating-point Parameters.
+        base: the unchanged forward.
+        widths: numbers of channels that its norms normalise.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], norms: dict[str, NormFacts]):
         self.model, self.norms = model, norms
-        self.inputs: dict[str, Mapping[str, Any]] = {"": inputs}  # of several forwards, by what is special in each
+        self.inputs: dict[str, Mapping[str, Any]] = {"": inputs}
         self.modules = dict(model.named_modules())
-        self.like: dict[str, list[str]] = {}  # pattern -> modules
+        self.like: dict[str, list[str]] = {}
         for name in self.modules:
             self.like.setdefault(pattern_of(name), []).append(name)
-        self.parameters: dict[str, dict[str, nn.Parameter]] = {}  # pattern -> name -> Parameter
+        self.parameters: dict[str, dict[str, nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point():
                 self.parameters.setdefault(pattern_of(name), {})[name] = parameter
@@ -74,19 +86,19 @@ class Probe:
         self._centrable: dict[str, dict[str, int]] = {}
 
     def add_inputs(self, name: str, value: Tensor) -> None:
-        """From here on every forward is one more, with one more input."""
+        """Add a second forward, with one more input, to each later measurement."""
         self.inputs[name] = {**self.inputs[""], name: value}
         self.base = self.forward(watch=True)
 
     def forward(self, watch: bool = False) -> Forward:
-        """The model as it is at present; `watch` as in `observe`."""
+        """Run the model as it is now, on all inputs; `watch` as in `observe`."""
         seen = Forward()
         for name, inputs in self.inputs.items():
             seen.extend(observe(self.model, inputs, self.norms, watch), name)
         return seen
 
     def _width(self, norm: str) -> int:
-        """Channels that a norm normalises, 0 where they lie along several axes."""
+        """Number of channels that a norm normalises; 0 if it normalises several axes, or wasn't called."""
         facts = self.norms[norm]
         if facts.shape:
             return facts.shape[0] if len(facts.shape) == 1 else 0
@@ -97,7 +109,7 @@ class Probe:
 
     @contextmanager
     def centred(self, centring: Centring, mode: str = "fold") -> Iterator[None]:
-        """All of a centring is done to the model, inside."""
+        """Context in which the model is centred; undone afterwards."""
         changes = Transaction()
         try:
             carry_out(self.model, centring, self.norms, changes, mode)
@@ -106,12 +118,12 @@ class Probe:
             changes.undo()
 
     def error_of(self, centring: Centring, mode: str = "fold") -> float:
-        """Largest relative change of an output by a centring."""
+        """Largest relative change of an output that a centring causes."""
         with self.centred(centring, mode):
             return relative_error(self.base, self.forward())
 
     def zero_mean(self, centring: Centring) -> set[str]:
-        """Norms whose input a centring makes zero-mean in every call."""
+        """Norms whose input is zero-mean in every call once the model is centred."""
         with self.centred(centring):
             after = self.forward()
         return set(after.means) - off_centre(after)
@@ -119,13 +131,13 @@ class Probe:
     # --- shifted ------------------------------------------------------------------------------------------------------
 
     def ask(self, shift: AbstractContextManager[Any]) -> Answer:
-        """What a shift does."""
+        """Run the model inside `shift`, a context that adds constants, and measure the effect."""
         with shift:
             after = self.forward()
         return Answer(relative_error(self.base, after), moved(self.base, after), after)
 
     def shift(self, writer: Writer) -> AbstractContextManager[None]:
-        """Random constants along the writer's axis are added, inside."""
+        """Context in which random values, constant along the writer's axis, are added to its Parameters."""
         generator, changes = torch.Generator().manual_seed(SEED), []
         for name, parameter in self.parameters[writer.axis.pattern].items():
             shape = list(parameter.shape)
@@ -144,19 +156,22 @@ class Probe:
         return next((scale for other, scale in scales.items() if same_layer(other, name)), None)
 
     def centrable(self, pattern: str) -> dict[str, int]:
-        """Norms that constants move in what all modules of a pattern return; {} where not norms alone see those."""
+        """Norms whose input changes if constants are added to the outputs of a pattern's modules, as `Answer.moved`.
+
+        {} if an output of the model changes too: then these modules can't be centred.
+        """
         if pattern not in self._centrable:
-            named = [name for name in self.like[pattern] if name in self.base.returned]
-            axes = {self.axis_of(name) for name in named}
+            names = [name for name in self.like[pattern] if name in self.base.returned]
+            axes = {self.axis_of(name) for name in names}
             axis = axes.pop() if len(axes) == 1 else None
-            answer = self.ask(added_to_outputs([(self.modules[name], axis) for name in named])) if axis else None
+            answer = self.ask(added_to_outputs([(self.modules[name], axis) for name in names])) if axis else None
             self._centrable[pattern] = answer.moved if answer is not None and answer.invisible else {}
         return self._centrable[pattern]
 
     # --- what modules return ------------------------------------------------------------------------------------------
 
     def axis_of(self, module: str) -> int | None:
-        """The axis of the channels in everything that a module returns, None where it has none."""
+        """The axis of the stream's channels in all outputs of a module: -1, 1, or None if they have none."""
         seen = self.base.returned.get(module, [])
         for axis in (-1, 1):
             if seen and all(one.value.dim() > 1 and one.value.shape[axis] in self.widths for one in seen):
@@ -173,13 +188,16 @@ class Probe:
         return not self.modules[name]._modules or not holds_norms
 
     def last_carrier(self, module: str) -> str | None:
-        """The pattern of the last module that returns what constants add to a module's output and may be centred."""
+        """Pattern of the last module before any norm whose output also changes by constants added to a module's output.
+
+        Only modules that can be centred count; None if there is none.
+        """
         axis = self.axis_of(module)
         assert axis is not None
         with added_to_outputs([(self.modules[module], axis)]):
             after = self.forward(watch=True)
         first = min(moved(self.base, after).values(), default=0)
-        found: dict[str, tuple[bool, int]] = {}  # layers come before branches, of layers the last one first
+        found: dict[str, tuple[bool, int]] = {}  # sort keys: modules without children first, the last of them leading
         for name, calls in self.base.returned.items():
             axis, is_branch = self.axis_of(name), bool(self.modules[name]._modules)
             for old, new in zip(calls, after.returned.get(name, []), strict=False):
@@ -190,7 +208,7 @@ class Probe:
         return next(filter(self.centrable, patterns), None)
 
     def sources(self, after: Forward) -> list[str]:
-        """Patterns of modules that return what isn't zero-mean, layers before branches, in the order of calls."""
+        """Patterns of modules whose output isn't zero-mean, in the order of calls, those without children first."""
         found: dict[str, tuple[bool, int]] = {}
         for name, calls in after.returned.items():
             axis = self.axis_of(name)
@@ -213,7 +231,7 @@ def off_centre(forward: Forward) -> set[str]:
 
 
 def is_constant(change: Tensor, axis: int) -> bool:
-    """Whether it is the same all along an axis, and not nothing."""
+    """Whether a change is the same all along an axis, and not zero."""
     size = float(change.abs().max()) if change.numel() else 0.0
     return size > 1e-9 and float((change - change.mean(axis, keepdim=True)).abs().max()) <= 1e-6 * size
 

@@ -1,8 +1,9 @@
-"""Find what to centre so that a model's LayerNorms may become RMSNorms, by measuring on a small twin of it.
+"""Finds what to centre so that a model's LayerNorms may become RMSNorms, by measuring on a small model of its class.
 
-A Parameter writes to the residual stream if constants along one of its axes, random over all the others, may be added
-without a change of the outputs while the mean over channels of some norm's input moves: only norms, which subtract that
-mean, read what it writes. Subtracting the Parameter's own mean is then such a shift too.
+A Parameter is a *writer* of the residual stream if values that are constant along one of its axes, and random over the
+others, can be added to it so that the mean over channels of some norm's input changes and no output of the model does.
+Then only norms, which subtract that mean, read what it writes; and its own mean may be subtracted as well, since that
+is an addition of the same kind.
 """
 
 from __future__ import annotations
@@ -27,38 +28,38 @@ from .observe import added_to_outputs, moved, observe
 from .probe import EXACT, Answer, Probe, Writer, is_close, is_constant, off_centre
 
 _POST_NORM = "post-norm: the output of another norm is part of its input"
-_MASKS = ("bool_masked_pos", "mask_time_indices")  # inputs that put a learned vector in place of some of the others
+_MASKS = ("bool_masked_pos", "mask_time_indices")  # inputs that replace some of the tokens by a learned vector
 _OTHER_INPUTS = re.compile(r"pixel|image|video|audio|speech|visual|input_features|input_values|encoder_hidden_states")
-_FOUND: dict[tuple[Any, ...], tuple[dict[str, Tensor], Centring]] = {}  # with the numbers of the model's forward
-_Outputs = dict[tuple[str, int], dict[str, int]]  # (pattern of modules, axis) -> norms that constants there move
+_FOUND: dict[tuple[Any, ...], tuple[dict[str, Tensor], Centring]] = {}  # cache: (forward's numbers, result)
+_Outputs = dict[tuple[str, int], dict[str, int]]  # (pattern of modules, axis) -> norms that centring them affects
 
 
 def find_centring(model: nn.Module, example_inputs: Mapping[str, Any] | None = None, mode: str = "fold") -> Centring:
     """What to centre in a model so that its LayerNorms may become RMSNorms without changing what it computes.
 
-    LN(x) = RMS(C x) * gain + shift with C = I - 11'/d, so a norm whose input is zero-mean is an RMSNorm already. Found
-    by measurement on a twin of the model (`twin`), in float64, and verified there.
+    LN(x) = RMS(C x) * gain + shift with C = I - 11'/d, so a norm whose input is zero-mean computes RMS(x) already. The
+    centring is found and verified on a small model of the same class and settings (`twin`), in float64.
 
     Args:
         model: isn't changed; may be on "meta".
-        example_inputs: keyword arguments of one forward, for models that none can be made for.
-        mode: "parametrize" finds what that mode centres as well.
+        example_inputs: keyword arguments of one forward; needed if they can't be generated.
+        mode: "fold", or "parametrize" to find also what that mode centres.
 
     Returns:
-        The centring. Where nothing is exact `refused` says why.
+        The centring. If no norm can be exact, its `refused` says why.
 
     Raises:
-        UnsupportedError: no twin of the model runs.
+        UnsupportedError: no small model of this class runs.
     """
     small, inputs = twin(model, example_inputs)
     return search(small, inputs, mode)
 
 
 def search(model: nn.Module, inputs: Mapping[str, Any], mode: str = "fold") -> Centring:
-    """`find_centring` on a model that may be used up: in float64, with random weights, and `inputs` of its forward.
+    """`find_centring` on the small model itself: in float64, with random weights, and `inputs` of its forward.
 
-    A plan is often followed by the patch, so the latest finding for each class is kept: it holds for a model of the
-    same modules that computes the same numbers.
+    The latest result for each class is cached, since `plan_patch` is often followed by `patch_model`. It is used again
+    for a model with the same modules whose forward computes the same numbers.
     """
     facts = {name: describe(module) for name, module in model.named_modules()}
     norms = {name: one for name, one in facts.items() if one is not None and one.kind == "layer"}
@@ -77,11 +78,12 @@ def search(model: nn.Module, inputs: Mapping[str, Any], mode: str = "fold") -> C
 
 @dataclass
 class _Search:
-    """The steps of a search, and what they found out beside writers.
+    """One search: its steps as methods, run in order by `run`.
 
     Attributes:
-        raw: norm -> the output of the model that is its stream.
-        idle: patterns of Parameters that nothing depends on.
+        probe: measures on the small model.
+        raw: norm -> name of a model output that is the residual stream which the norm reads.
+        idle: patterns of Parameters that no output depends on with these inputs.
     """
 
     probe: Probe
@@ -89,7 +91,7 @@ class _Search:
     idle: set[str] = field(default_factory=set)
 
     def run(self, mode: str) -> Centring:
-        """All steps in their order."""
+        """Run all steps; returns what was found."""
         probe, norms = self.probe, list(self.probe.norms)
         writers = self.writers()
         if self.idle and self.mask_inputs():
@@ -97,7 +99,7 @@ class _Search:
             writers = self.writers()
         if (unreached := self.unreached()) is not None:
             return Centring(approximate=dict.fromkeys(map(pattern_of, norms), unreached), refused=unreached)
-        while writers and probe.error_of(_centring(writers)) > EXACT:  # a shift that only looked invisible
+        while writers and probe.error_of(_centring(writers)) > EXACT:  # one of them isn't a writer: drop the worst
             alone = {writer: probe.error_of(_centring([writer])) for writer in writers}
             del writers[max(alone, key=alone.__getitem__)]
         outputs = self.worthwhile(writers, self.outputs(writers))
@@ -119,7 +121,7 @@ class _Search:
     # --- writers ------------------------------------------------------------------------------------------------------
 
     def writers(self) -> dict[Writer, dict[str, int]]:
-        """Writer -> the norms that it moves."""
+        """The writers, each with the norms that it affects; without a layer-scale, then with one."""
         found: dict[Writer, dict[str, int]] = {}
         rest = []
         for axis in self.candidates():
@@ -139,7 +141,7 @@ class _Search:
         return found
 
     def candidates(self) -> Iterator[Axis]:
-        """Every axis as wide as some norm, of every Parameter that isn't a norm's."""
+        """Axes that may be the stream's channels: as long as some norm is wide, of all Parameters outside norms."""
         probe = self.probe
         for pattern, named in probe.parameters.items():
             dims = {parameter.dim() for parameter in named.values()}
@@ -150,7 +152,7 @@ class _Search:
                     yield Axis(pattern, axis)
 
     def scales(self) -> Iterator[str]:
-        """Vectors that could be a layer-scale: one per channel, neither a norm's nor a bias."""
+        """Patterns of Parameters that may be layer-scales: vectors over the channels, but no biases nor norms' own."""
         for pattern, named in self.probe.parameters.items():
             owner, _, name = next(iter(named)).rpartition(".")
             vectors = (p.dim() == 1 and p.numel() in self.probe.widths and bool((p != 0).all()) for p in named.values())
@@ -158,7 +160,7 @@ class _Search:
                 yield pattern
 
     def fits(self, writer: Writer) -> bool:
-        """Whether scale and writer may be of the same branch: of the same layers, and equally wide."""
+        """Whether a writer's layer-scale may belong to it: in the same layers, and of the same width."""
         assert writer.scale is not None
         shared = writer.scale.rpartition("*")[0]
         if writer.axis.pattern == writer.scale or not writer.axis.pattern.startswith(shared):
@@ -167,7 +169,7 @@ class _Search:
         return all(scale is not None and scale.numel() == p.shape[writer.axis.axis] for scale, p in pairs)
 
     def note_raw(self, answer: Answer) -> None:
-        """Remember outputs that a shift moved by a constant along the channels: they are the stream itself."""
+        """Record in `raw` the outputs that a shift changed by constants along the channels: they are the stream."""
         for name, old in self.probe.base.outputs.items():
             new = answer.after.outputs.get(name)
             if new is None or new.shape != old.shape or not old.is_floating_point() or old.dim() < 2:
@@ -179,7 +181,7 @@ class _Search:
     # --- inputs that reach more ---------------------------------------------------------------------------------------
 
     def mask_inputs(self) -> bool:
-        """Mask part of the input, where the model can, so that what stands in for it is seen as well."""
+        """Add a forward with a masked input, if the model takes a mask, so that its mask embedding is measured too."""
         probe, inputs = self.probe, self.probe.inputs[""]
         takes = inspect.signature(probe.model.forward).parameters
         batch = next((len(value) for value in inputs.values() if isinstance(value, Tensor)), 1)
@@ -188,21 +190,21 @@ class _Search:
                 mask = torch.arange(batch * count).reshape(batch, count) % 3 == 0
                 try:
                     observe(probe.model, {**inputs, name: mask})
-                except UnsupportedError:  # not this many places; nothing is lost if none fits
+                except UnsupportedError:  # the mask has another length; without a match there is no such forward
                     continue
                 probe.add_inputs(name, mask)
                 return True
         return False
 
     def lengths(self) -> list[int]:
-        """How many places the input may have: those of its feature maps and of its sequences."""
+        """Possible lengths of the mask: the numbers of positions in the modules' outputs."""
         shapes = dict.fromkeys(tuple(one.value.shape) for calls in self.probe.base.returned.values() for one in calls)
         counts = [shape[2] * shape[3] for shape in shapes if len(shape) == 4]
         counts += [shape[1] for shape in shapes if len(shape) == 3]
         return list(dict.fromkeys(counts))[:12]
 
     def unreached(self) -> str | None:
-        """Modules that wait for inputs that weren't given, and that may write to the same stream; None for none."""
+        """Reason to refuse: modules that may write to the stream didn't run, as inputs are missing; None if all ran."""
         probe = self.probe
         takes = inspect.signature(probe.model.forward).parameters
         missing = [name for name in takes if _OTHER_INPUTS.search(name) and name not in probe.inputs[""]]
@@ -220,7 +222,7 @@ class _Search:
     # --- what is centred in every forward -----------------------------------------------------------------------------
 
     def outputs(self, writers: Mapping[Writer, Any]) -> _Outputs:
-        """Modules to centre in every forward, as no fold of these writers centres what they return.
+        """Modules to centre in every forward, since folding these writers leaves their outputs off-centre.
 
         The last module of a branch is taken: for an embedding that is the dropout after it, which also sees embeddings
         that a user passes instead.
@@ -242,7 +244,7 @@ class _Search:
             found[last, probe.axis_of_pattern(last)] = probe.centrable(last)
 
     def worthwhile(self, writers: Mapping[Writer, Any], outputs: _Outputs) -> _Outputs:
-        """Without the modules that it takes as many centrings of as norms become RMSNorms: that would be LayerNorms."""
+        """The outputs without those whose centrings cost as much as the LayerNorms that they would replace."""
         kept = dict(outputs)
         for one in outputs:
             fewer = {other: seen for other, seen in kept.items() if other != one}
@@ -252,7 +254,7 @@ class _Search:
         return kept
 
     def parametrized(self, useful: set[str], exact: list[str]) -> tuple[tuple[str, int], ...]:
-        """What is centred in every forward instead of folds: the last module of each branch; () where that fails."""
+        """What mode="parametrize" centres: the last module of each branch; () if that isn't exact."""
         found = tuple(one for one, seen in self.outputs({}).items() if seen.keys() & useful)
         centring = Centring(parametrized=found, exact=tuple(exact))
         return found if self.probe.error_of(centring, "parametrize") <= EXACT else ()
@@ -260,7 +262,7 @@ class _Search:
     # --- norms --------------------------------------------------------------------------------------------------------
 
     def exact(self, centring: Centring) -> list[str]:
-        """Patterns of norms that compute the same as RMSNorms once the centring is carried out."""
+        """Patterns of norms that are exact as RMSNorms once the model is centred."""
         probe = self.probe
         inexact = {pattern_of(name) for name in probe.norms.keys() - probe.zero_mean(centring)}
         found = list(dict.fromkeys(one for name in probe.norms if (one := pattern_of(name)) not in inexact))
@@ -271,7 +273,10 @@ class _Search:
         return found if error(found) <= EXACT else []
 
     def compensated(self, centring: Centring) -> list[str]:
-        """Patterns of norms that see a constant added to an earlier norm's output just as it was added."""
+        """Patterns of post-norms whose input's mean is, but for a small rest, the mean of an earlier norm's shift.
+
+        That norm's output is part of their input: a constant added to it changes their input's mean by just that.
+        """
         probe = self.probe
         found: set[str] = set()
         with probe.centred(centring):
@@ -283,7 +288,7 @@ class _Search:
                 places = moved(before, after)
                 for other in sorted(places, key=places.__getitem__):
                     change = after.means[other][0].value - before.means[other][0].value
-                    constant = constants[0].squeeze(axis)  # later calls of a shared layer see what the first one did
+                    constant = constants[0].squeeze(axis)  # a shared layer's later calls depend on its first
                     if change.shape == constant.shape and is_close(change, constant):
                         found.add(pattern_of(other))
                         break
@@ -294,7 +299,7 @@ class _Search:
         return [one for one in dict.fromkeys(map(pattern_of, probe.norms)) if one in (found & off) - rest]
 
     def reasons(self, exact: list[str], compensated: list[str]) -> dict[str, str]:
-        """Why norms aren't exact."""
+        """Why norms aren't exact, by pattern."""
         found = {}
         for name in self.probe.norms:
             pattern = pattern_of(name)
@@ -311,7 +316,7 @@ class _Search:
         return found
 
     def refusal(self, compensated: list[str]) -> str:
-        """Why no norm is exact."""
+        """Why no norm is exact: the commonest reason."""
         reasons = Counter(self.reasons([], compensated)[pattern_of(name)] for name in self.probe.norms)
         return f"none of its {len(self.probe.norms)} LayerNorms has a zero-mean input: {reasons.most_common(1)[0][0]}"
 
@@ -319,6 +324,7 @@ class _Search:
 def _centring(
     writers: Iterable[Writer], outputs: Iterable[tuple[str, int]] = (), exact: Iterable[str] = ()
 ) -> Centring:
+    """The centring that folds these writers, and centres these outputs in every forward."""
     writers = list(writers)
     return Centring(
         folds=tuple(writer.axis for writer in writers),

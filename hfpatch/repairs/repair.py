@@ -1,17 +1,18 @@
-"""Repair of a patched model: fitted back to the original, branch after branch, on inputs alone.
+"""Repair of a patched model: its Parameters are fitted to the original's activations, without labels or training.
 
-The patched model is walked in forward order on its own activations, so that errors don't pile up. In turn, by closed
-forms in float64 over streamed sums:
+The fits go through the patched model in forward order. Each one uses the model's own activations, with all earlier fits
+done, so that it also corrects the errors that are left of those. Except for the attention maps they have closed forms,
+computed in float64 over streamed sums:
 
 * a norm that changed: gain and shift by least squares to the original norm's output, channel by channel, and its
   scalars (alpha, s) by search;
-* queries and keys, where positions changed, by descent to the original's attention maps (attention_maps.py);
-* the maps that read one tensor x (queries, keys, values; the first layer of an MLP): W <- W + M W with the M that takes
-  x nearest to the original's x (ridge);
-* the map whose output is added to the residual stream: ridge regression, around its weights, of what is missing in the
-  original's stream after the branch.
+* queries and keys, if positions changed: by gradient descent to the original's attention maps (attention_maps.py);
+* the *readers*, linear maps that read one tensor x (queries, keys, values; the first layer of an MLP): W <- W + M W,
+  with M from a ridge regression of the original's x, minus x, on x;
+* the *projection*, the linear map whose output is added to the residual stream: a change of its weights, from a ridge
+  regression of the difference between the original's and the patched model's stream after the branch.
 
-Every step is judged on sequences that it wasn't fitted to, and undone where it doesn't help; so is the whole.
+Every step is evaluated on held-out sequences and undone if it doesn't help there; so is the whole repair.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from .sample import sample_batches
 
 _NO_PROJECTION = "no linear map's output is added as it is to the block's output (experts, or a scaled branch)"
 _NO_REPLAY = "the block can't be run by itself: it returns more than tensors and numbers"
-_NOISE = 1e-9  # a share of the variance: what is as near to the original as this isn't fitted
-_MAPPED, _MAP_NUMBERS = 256, 2**27  # sequences whose attention maps are fitted, and numbers in them
+_NOISE = 1e-9  # share of the variance: errors below it count as none
+_MAP_SEQUENCES, _MAP_NUMBERS = 256, 2**27  # at most: sequences whose attention maps are fitted, numbers in the maps
 
 
 def repair(
@@ -64,25 +65,25 @@ def repair(
 
     Args:
         model: the patched model, in any dtype; what a fit needs runs in it, sums and solutions are float64.
-        reference: the original, on any device; it is only read. Both run in eval mode. One that doesn't fit in memory
-            may be offloaded by accelerate (`device_map="auto"`, `offload_folder=`): its blocks run one after another,
-            and only the one that runs is loaded.
+        reference: the original, on any device; it is only read. Both run in eval mode. If it doesn't fit in memory,
+            it may be offloaded by accelerate (`device_map="auto"`, `offload_folder=`): only the block that is running
+            is loaded.
         calibration: batches of inputs (dictionaries, or tensors of the main input; two sequences at least, up to
             100,000, kept on disk), or "self": sequences sampled from the original, for models that generate.
-        edits: the log that can take the repair back.
-        fit: what draws the original's attention maps where positions changed: "qk", weights and biases of queries and
-            keys, or "bias", their biases alone.
+        edits: the transaction that logs the changes, so that they can be undone.
+        fit: what is fitted to the original's attention maps if positions changed: "qk", weights and biases of queries
+            and keys, or "bias", their biases alone.
 
     Memory: besides the two models, the sums of one map at a time (2 (in + out) in float64 numbers) and one batch of
     activations; streams of all batches lie in a temporary folder.
 
     Returns:
-        The report: every step's error before and after, and the whole's.
+        The report: the errors before and after each step, and the distance of the outputs before and after the repair.
 
     Raises:
         OptionError: no usable batches, "self" for a model that doesn't generate, a reference without weights, or an
             unknown `fit`.
-        WrappedModelError: the patched model itself is offloaded: its weights are written to.
+        WrappedModelError: the patched model itself is offloaded, but its weights must be written to.
     """
     require_fit(fit)
     _require_weights(model, reference)
@@ -109,6 +110,12 @@ def repair(
 
 
 def _require_weights(model: PreTrainedModel, reference: PreTrainedModel) -> None:
+    """Refuse models on the meta device; only the reference may be offloaded.
+
+    Raises:
+        WrappedModelError: a Parameter of the patched model is on the meta device.
+        OptionError: the reference holds no weights.
+    """
     missing = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if missing:
         raise WrappedModelError(
@@ -120,14 +127,14 @@ def _require_weights(model: PreTrainedModel, reference: PreTrainedModel) -> None
 
 
 def shadow(model: PreTrainedModel, writes: bool = False) -> PreTrainedModel:
-    """A model that goes on computing what this one computes now, whatever modules and values are exchanged in it.
+    """A copy of a model that computes the same even after the model is patched: the reference of a repair.
 
-    It shares the memory of every Parameter and buffer, unless the model is going to be written to in place (`writes`).
+    It shares the memory of all Parameters and buffers, except with `writes`, for a patch that writes to them in place.
     """
     memo: dict[int, Any] = {id(value): None for name, value in vars(model).items() if name.startswith("_hfpatch_")}
     for module in model.modules():
         for name, hooks in vars(module).items():
-            if name.endswith("_hooks") and isinstance(hooks, dict):  # the user's may hold what can't be copied
+            if name.endswith("_hooks") and isinstance(hooks, dict):  # a user's hook may hold what can't be copied
                 memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if is_library_hook(hook))
     if writes:
         return copy.deepcopy(model, memo)
@@ -135,15 +142,15 @@ def shadow(model: PreTrainedModel, writes: bool = False) -> PreTrainedModel:
 
 
 class _Repairer:
-    """One repair: both models, segment by segment, and what is fitted.
+    """One repair of a model; `run` goes through both models segment by segment and fits the patched one.
 
     Attributes:
         new, old: the patched model and the original.
-        norms: names of the norms that changed, those aside that run several times in a forward.
-        points: names of all norms: where the stream of the patched model can be seen.
-        moved: whether positions changed.
-        latest: of each stack, the block before the one at hand.
-        mapped: of each attention, of how many batches the original's maps were saved.
+        norms: names of the norms that changed, except for those that run several times in a forward.
+        points: names of all norms, whose inputs show the stream of the patched model.
+        moved: whether the position scheme changed.
+        latest: stack -> its block before the current one.
+        mapped: attention -> number of batches for which the original's attention maps were saved.
     """
 
     def __init__(self, new: Walk, old: Walk, batches: Batches, edits: Transaction, fit: str):
@@ -152,10 +159,10 @@ class _Repairer:
         self.latest: dict[str | None, str] = {}
         self.mapped: dict[str, int] = {}
 
-    # The story: the distance before, segment after segment, the distance after
+    # Order of the steps
 
     def run(self) -> None:
-        """Repair, and undo all of it where the outputs don't come nearer to the original's."""
+        """Repair all segments; undo everything if the outputs aren't nearer to the original's afterwards."""
         segments = self._segments()
         mark = len(self.edits)
         with ProgressBar("repair", len(segments)) as self.bar:
@@ -176,7 +183,7 @@ class _Repairer:
             self.edits.undo(mark)
 
     def _segments(self) -> list[Segment]:
-        """What is to be repaired, in forward order: the blocks, and norms outside of them that changed."""
+        """Segments to repair, in forward order: the blocks, and changed norms outside of them."""
         changed = {
             name
             for name, module in self.new.modules.items()
@@ -193,6 +200,7 @@ class _Repairer:
         return [segment for segment in segments if segment.block or self.norms & set(segment.modules)]
 
     def _repair(self, segment: Segment) -> None:
+        """Fit the norms, readers, projections and attention maps of one segment, in forward order."""
         give_back_memory()
         roles = self.roles.of(segment, self.points)
         attentions = self.roles.attentions(segment, roles) if self.moved else {}
@@ -214,14 +222,14 @@ class _Repairer:
         if segment.block:
             if not roles.complete:
                 self._skip(segment.block, "projection", _NO_PROJECTION)
-            self._leave(segment.block, segment.stack)
+            self._finish_block(segment.block, segment.stack)
             return
         first = next(name for name in segment.modules if name in self.norms)
         if any(first.startswith(f"{element}.") for element in listed_modules(self.new.model)):
             self._skip(first.rpartition(".")[0], "projection", _NO_REPLAY)
 
     def _save_original(self, segment: Segment, roles: BlockRoles, attentions: dict[str, str]) -> None:
-        """Run the original's segment, and keep what the patched one is fitted to. Its block doesn't run again."""
+        """Run the original's segment once and save the activations that the patched one is fitted to."""
         for attention in attentions.values():
             self._save_maps(attention)
         norms = [name for name in segment.modules if name in self.norms]
@@ -236,8 +244,8 @@ class _Repairer:
                 self.old.save(block, i, first_tensor(seen["out", block]))
                 self.old.keep(block, i, seen["out", block])
 
-    def _leave(self, block: str, stack: str | None) -> None:
-        """Go on behind a block: it doesn't run again, and nothing reads what the one before it returned."""
+    def _finish_block(self, block: str, stack: str | None) -> None:
+        """Save the output of a finished block, which isn't run again, and drop that of the block before it."""
         for i in range(len(self.batches)):
             self.new.keep(block, i)
         if stack in self.latest:
@@ -246,27 +254,30 @@ class _Repairer:
         self.latest[stack] = block
 
     def _counterpart(self, name: str) -> str:
-        """The original's module of this name, or the one that this module is a part of now (a gate, say)."""
+        """Name of a module in the original; for one that the patch added (a gate, say), its nearest parent's."""
         while name not in self.old.modules:
             name = name.rpartition(".")[0]
         return name
 
     def _show(self, what: str) -> None:
+        """Show the current step on the progress bar."""
         self.bar.step(self.done, what)
 
     def _skip(self, module: str, kind: str, note: str) -> None:
+        """Report a step that isn't possible, and why."""
         self.report.steps.append(Step(module, kind, note=note))
 
-    # One fit
+    # Single fits
 
     def _rows(self, index: int, decoder: bool, *values: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Activations (B, T, d) of one batch as rows (n, d) in float32 at least, padding left out; held-out rows."""
+        """Activations (B, T, d) of a batch as rows (n, d) without padding, float32 or wider; and which are held out."""
         valid, held_out = self.batches.rows(index, values[0].shape, decoder)
         valid = valid.to(values[0].device)
         rows = [value.to(values[0].device).flatten(0, -2)[valid] for value in values]
         return [row if row.dtype == torch.float64 else row.float() for row in rows], held_out.to(valid.device)[valid]
 
     def _fit_norm(self, name: str) -> None:
+        """Fit a changed norm, on the input that it has now, to the output of the original's norm."""
         module, original = self.new.modules[name], self.old.modules[name]
         assert isinstance(module, AffineNorm)
         if module.facts.channels_first or len(module.facts.shape) > 1:
@@ -287,18 +298,21 @@ class _Repairer:
             (a, b), _ = self._rows(0, decoder, module(self.new.saved(name, 0)), self.old.saved(output, 0))
         is_exact = float((a - b).double().square().mean()) <= _NOISE * float(b.double().square().mean())
         if not is_exact:
-            self._take(name, "norm", fit_norm(module, rows, len(self.batches)))
+            self._apply_fit(name, "norm", fit_norm(module, rows, len(self.batches)))
         self.new.forget()
 
     def _fit_projection(self, name: str, point: str, block: str | None) -> None:
-        """Fit a map that writes to the stream, to what is missing at `point`: a norm's input, or the block's output."""
+        """Fit a map that writes to the stream, so that the stream at `point` is nearer to the original's.
+
+        `point` is the norm whose input is compared, or `block`, whose output is.
+        """
         bias = self.new.modules[name].bias is not None
         fit = self._ridge(name, "projection", point, block, bias, self.roles.in_decoder(name))
         if fit is not None:
             self._add(self.new.modules[name], fit.weight, fit.bias)
 
     def _fit_readers(self, first: str, group: list[str]) -> None:
-        """Fit the maps that read one x: W + M W, with the M that takes x nearer to the original's."""
+        """Fit the maps that read one tensor x: W <- W + M W, with M fitted to take x to the original's x."""
         decoder = self.roles.in_decoder(first) and not self.roles.reads_encoder(first)
         fit = self._ridge(first, "readers", first, None, True, decoder)
         if fit is None:
@@ -309,12 +323,14 @@ class _Repairer:
             self._add(module, fit.weight @ weight, fit.bias @ weight)
 
     def _ridge(self, name: str, kind: str, point: str, block: str | None, bias: bool, decoder: bool) -> Fit | None:
-        """Ridge regression, on a map's input, of what is missing at a point; None where it doesn't help.
+        """Ridge regression of (the original's activation - this model's) at a point on a map's input; None if no help.
 
         Args:
-            name, kind: for the report; `name` is the map.
-            point: a module whose input is compared with the original's; of `block` the output is.
-            bias, decoder: whether there is a bias to fit, and the rows are a decoder's.
+            name, kind: the map, and its kind of step for the report.
+            point: the module whose input is compared with the original's; if it is `block`, its output.
+            block: the block that the map is in, if any.
+            bias: whether to fit a bias.
+            decoder: whether the rows are a decoder's.
         """
         outputs = {point} & {block}
         inputs = {name, point} - outputs
@@ -339,12 +355,12 @@ class _Repairer:
         return fit if kept else None
 
     def _save_maps(self, name: str) -> None:
-        """The original's maps of as many batches as memory holds, and until some of their sequences are held out."""
+        """Save the original's attention maps, of batches up to the limits above that include held-out sequences."""
         original = self._counterpart(name)
         sequences = numbers = held_out = 0
         self.mapped[name] = 0
         for i in range(len(self.batches)):
-            if held_out and (sequences >= _MAPPED or numbers >= _MAP_NUMBERS):
+            if held_out and (sequences >= _MAP_SEQUENCES or numbers >= _MAP_NUMBERS):
                 break
             with eager(self.old.model):
                 call = self.old.observe(i, inputs=[original]).get(("in", original))
@@ -357,7 +373,7 @@ class _Repairer:
             held_out += int(self.batches.held_out(i).sum())
 
     def _fit_maps(self, name: str) -> None:
-        """Fit an attention's queries and keys to the maps that were saved."""
+        """Fit an attention's queries and keys to the original's saved attention maps."""
         module, decoder = self.new.modules[name], self.roles.in_decoder(name)
         examples = []
         for i in range(self.mapped[name]):
@@ -378,10 +394,10 @@ class _Repairer:
             self._skip(name, "maps", "it has no parameter of its own that moves its maps")
             return
         fit.note = f"KL divergence; {self.fit}"
-        self._take(name, "maps", fit)
+        self._apply_fit(name, "maps", fit)
 
-    def _take(self, name: str, kind: str, fit: FittedValues) -> None:
-        """Give a module the values that were fitted, where they help on held-out data."""
+    def _apply_fit(self, name: str, kind: str, fit: FittedValues) -> None:
+        """Report a fit, and write its values if they help on held-out data."""
         kept = fit.after < fit.before
         self.report.steps.append(Step(name, kind, fit.before, fit.after, kept, fit.note))
         for parameter, value in fit.values.items() if kept else ():

@@ -1,4 +1,4 @@
-"""Applies edits to a model, and condenses edits of single places into few at patterns of names."""
+"""Applies edits to a model (`apply`), and merges edits of single places into few at patterns (`condensed`)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
-from .components import OWN as _OWN  # noqa: F401  # known to the text of edits by being imported
+from .components import OWN as _OWN  # noqa: F401  # the import registers them as components
 from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SCALE_SLOT, Call, Edit, matcher, pattern_of, value_text
 from .errors import CheckpointError, PatchError, first_line
 from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, with_lens
 
-_MISFITS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError)  # what a misfit raises
+# what an edit raises that doesn't fit the model
+_MISFITS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 
 
 class Direct:
-    """Writes to a model that was just built: nothing is remembered. `core.transaction` has the form that undoes."""
+    """Writes changes without an undo log; `core.transaction.Transaction` has the same methods with one."""
 
     def set_module(self, parent: nn.Module, name: str, new: nn.Module | None) -> None:
-        """Put a child where another (or none) was; None removes it."""
+        """Set, replace or (None) remove a child; a new one gets the train/eval mode of the old one or the parent."""
         old = parent._modules.get(name)
         if new is None:
             parent._modules.pop(name, None)
@@ -44,19 +45,19 @@ def apply(edits: Iterable[Edit], model: nn.Module, changes: Any = None, fresh: b
     """Carry edits out, in their order.
 
     Args:
-        edits: of this model's class, or of another head on the same base model.
+        edits: made for this model's class, or for another head on the same base model.
         model: a transformers model.
-        changes: what writes: a transaction, or None to write without a way back.
-        fresh: the model was just built: parts of it that were built patched are left alone, and a name that the class
-            doesn't have is an error where it is the class that was saved.
+        changes: the transaction that logs the changes; None writes them without an undo log.
+        fresh: the model was just built from a config: inner models that were built patched are skipped, and a place
+            that doesn't exist is an error if the model's class is the one that was saved.
 
     Returns:
-        How many places were assigned.
+        The number of places that were assigned.
 
     Raises:
-        CheckpointError: `fresh`, and the class has no such place, or not one that takes such a value.
+        CheckpointError: `fresh` is set, and a place doesn't exist or doesn't take the value.
     """
-    writer = Direct() if changes is None else changes  # an empty transaction is false
+    writer = Direct() if changes is None else changes  # not `changes or`: an empty transaction is false
     tree = Tree(model, fresh)
     count = 0
     for edit in edits:
@@ -71,16 +72,17 @@ def apply(edits: Iterable[Edit], model: nn.Module, changes: Any = None, fresh: b
 
 
 def _apply(edit: Edit, tree: Tree, changes: Any) -> int:
+    """Carry out one edit; returns the number of places that were assigned."""
     model, value = tree.model, edit.value
     if tree.outdated:
         tree.walk()
     if isinstance(value, Call) and edit.at[0].endswith(LENS_SLOT):
-        value = value.make()  # one for all: torch.compile checks once what it reads of it
+        value = value.make()  # one lens for all places: torch.compile then guards it once
     done: dict[Any, Any] = {}
     missing = set(edit.at)
     count = 0
     for path, owner, leaf in tree.places(edit.at):
-        if owner is None:  # a part that was built patched
+        if owner is None:  # in an inner model that was built patched
             missing.discard(path)
             continue
         if isinstance(value, Call) and value.needs_old() and getattr(owner, leaf, None) is None:
@@ -101,11 +103,17 @@ def _apply(edit: Edit, tree: Tree, changes: Any) -> int:
 
 
 class Tree:
-    """A model's modules by their names inside the base model, and every place where each of them stands.
+    """Index of a model's modules by their names inside the base model, and of the parents that hold each of them.
 
     Args:
         model: a transformers model.
-        fresh: leave parts alone that were built patched.
+        fresh: skip inner models that were built patched.
+
+    Attributes:
+        modules: the modules by name; a shared module under each of its names.
+        standing: id of a module -> (parent, child name) of every place that holds it.
+        built: names of the modules in inner models that were built patched; empty unless `fresh`.
+        outdated: whether modules were replaced, added or removed since the last `walk`.
     """
 
     def __init__(self, model: nn.Module, fresh: bool = False):
@@ -115,11 +123,11 @@ class Tree:
         self.walk()
 
     def walk(self) -> None:
-        """Find the modules where they stand; once more where modules were put, added or dropped (`outdated`)."""
+        """Build the index; to be called again once it is `outdated`."""
         self.outdated = False
         self.modules: dict[str, nn.Module] = {}
         self.standing: dict[int, list[tuple[nn.Module, str]]] = {}
-        self.built: set[str] = set()  # names of modules in parts that were built patched
+        self.built: set[str] = set()
         above: tuple[str, ...] = ()
         for name, module in self.model.named_modules(remove_duplicate=False):
             inside = self.inside(name)
@@ -144,7 +152,7 @@ class Tree:
         return f"{HEAD}.{name}".rstrip(".")
 
     def places(self, patterns: Iterable[str]) -> Iterator[tuple[str, nn.Module | None, str]]:
-        """(pattern, module, what of it is assigned) of every place that a pattern names; None for what is built."""
+        """(pattern, module, assigned name) of every place that a pattern matches; the module is None if in `built`."""
         for pattern in patterns:
             above, _, leaf = pattern.rpartition(".")
             if "*" not in above:
@@ -163,14 +171,14 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def _assign(owner: nn.Module, leaf: str, value: Any, tree: Tree, changes: Any, done: dict[Any, Any]) -> bool | None:
-    """Assign one place: whether that was still to be done, None where there is no such place.
+    """Assign one place; True if it was changed, False if it already was, None if there is no such place.
 
     Args:
-        owner, leaf: the module, and what of it.
-        value: of the edit.
-        tree: where modules stand.
-        changes: what writes.
-        done: places and modules that this edit has assigned.
+        owner, leaf: the module, and the name of its child, Parameter, attribute or slot.
+        value: the edit's value.
+        tree: the index of the model.
+        changes: writes the change: a `Transaction` or `Direct`.
+        done: places that this edit has assigned and modules that it has replaced; extended here.
     """
     old, place = owner._modules.get(leaf), (id(owner), leaf)
     if place in done or (leaf not in _SLOTS and old is not None and id(old) in done):
@@ -185,7 +193,7 @@ def _assign(owner: nn.Module, leaf: str, value: Any, tree: Tree, changes: Any, d
         _add(owner, leaf, value, tree, changes)
     elif leaf in owner._parameters:
         return _set_parameter(owner, leaf, value, changes)
-    elif hasattr(owner, leaf) or leaf.startswith("_hfpatch"):  # heads differ in what they have
+    elif hasattr(owner, leaf) or leaf.startswith("_hfpatch"):  # else skipped: not every head has every place
         changes.set_attribute(owner, leaf, value.make(getattr(owner, leaf, None)) if isinstance(value, Call) else value)
     else:
         return None
@@ -193,7 +201,7 @@ def _assign(owner: nn.Module, leaf: str, value: Any, tree: Tree, changes: Any, d
 
 
 def _replace(old: nn.Module, owner: nn.Module, value: Any, tree: Tree, changes: Any) -> nn.Module | None:
-    """Put a module (or None) wherever another stands; it goes on centring its output."""
+    """Replace a module (None: remove it) in all its parents; its output centring is carried over to the new one."""
     new = value.make_module(old, owner) if isinstance(value, Call) else value
     if new is not None and CENTRED in vars(old):
         vars(new)[CENTRED] = vars(old)[CENTRED]
@@ -207,7 +215,7 @@ def _replace(old: nn.Module, owner: nn.Module, value: Any, tree: Tree, changes: 
 
 
 def _add(owner: nn.Module, leaf: str, value: Call, tree: Tree, changes: Any) -> None:
-    """Add a child, or put a module in the place of a function."""
+    """Add a child module, or replace a function that is a plain attribute by a module."""
     present = getattr(owner, leaf, None)
     new = value.make_module(present, owner)
     if leaf in vars(owner) and present is not None:
@@ -218,7 +226,7 @@ def _add(owner: nn.Module, leaf: str, value: Call, tree: Tree, changes: Any) -> 
 
 
 def _set_parameter(owner: nn.Module, leaf: str, value: Any, changes: Any) -> bool:
-    """Put what a call makes of a Parameter in its place, or leave its name without one."""
+    """Replace a Parameter by the result of a call, or by None; False if it is None and the value a plain one."""
     present = owner._parameters[leaf]
     if present is None and value is not None and not isinstance(value, Call):
         return False
@@ -229,41 +237,45 @@ def _set_parameter(owner: nn.Module, leaf: str, value: Any, changes: Any) -> boo
     return True
 
 
-def _see(module: nn.Module, lens: Any, changes: Any, model: nn.Module) -> None:
+def _set_lens(module: nn.Module, lens: Any, changes: Any, model: nn.Module) -> None:
+    """Add a lens to a module; None removes all of them."""
     bound = lens.bound(module) if hasattr(lens, "bound") else lens
     changes.set_attribute(module, LENS, None if bound is None else with_lens(module, bound))
-    _look(module, changes, model)
+    _use_lensed_class(module, changes, model)
 
 
-def _centre(module: nn.Module, axis: int, changes: Any, model: nn.Module) -> None:
+def _set_centring(module: nn.Module, axis: int, changes: Any, model: nn.Module) -> None:
+    """Let a module subtract the mean over an axis from its output."""
     changes.set_attribute(module, CENTRED, axis)
-    _look(module, changes, model)
+    _use_lensed_class(module, changes, model)
 
 
-def _scale(module: nn.Module, start: float, changes: Any, model: nn.Module) -> None:
+def _set_scale(module: nn.Module, start: float, changes: Any, model: nn.Module) -> None:
+    """Let a module multiply its output by a new learned scalar, `start` at first."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     scale = nn.Parameter(weight.detach().new_full((1,), start), requires_grad=weight.requires_grad)
     changes.set_parameter(module, SCALE, scale)
     changes.set_attribute(module, SCALED, start)
-    _look(module, changes, model)
+    _use_lensed_class(module, changes, model)
 
 
-def _look(module: nn.Module, changes: Any, model: nn.Module) -> None:
-    if module is not model:  # whose class, a patched model's, looks through lenses by itself
+def _use_lensed_class(module: nn.Module, changes: Any, model: nn.Module) -> None:
+    """Give a module the generated class whose forward applies lens, centring and scale."""
+    if module is not model:  # the model's own class applies them already: it becomes a patched model's class
         changes.set_class(module, lensed_class(host_class(type(module))))
 
 
-_SLOTS: dict[str, Callable[..., None]] = {LENS_SLOT: _see, CENTRE_SLOT: _centre, SCALE_SLOT: _scale}
+_SLOTS: dict[str, Callable[..., None]] = {LENS_SLOT: _set_lens, CENTRE_SLOT: _set_centring, SCALE_SLOT: _set_scale}
 
 
 def condensed(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
-    """Edits of single places, by names in `model`, as few edits at patterns inside its base model.
+    """Merges edits of single places into few edits at patterns of names inside the base model.
 
-    A pattern stands for several places only where the model has no other place that it names; equal values in
-    different places become one edit.
+    A pattern is used only if the edits cover every place that it matches in the model; places that get equal values
+    are joined in one edit.
 
     Args:
-        edits: each of one place. Of two edits of one place the later holds.
+        edits: each of one place, by its name in `model`. Of two edits of one place the later one counts.
         model: as it is before the edits are applied.
     """
     tree = Tree(model)
@@ -275,9 +287,9 @@ def condensed(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
         key = inside
         if leaf == LENS_SLOT and edit.value is not None:  # lenses of different kinds, and joins, add up
             key = f"{inside} {edit.value if hasattr(edit.value._component(), 'over') else edit.value.name}"
-        elif isinstance(edit.value, Call) and edit.value.is_module():  # each is made of what stands there
+        elif isinstance(edit.value, Call) and edit.value.is_module():  # each may be built from the one before it
             key = f"{inside} {edit.value}"
-        values.pop(key, None)  # the later one comes where it comes
+        values.pop(key, None)  # a repeated place moves to the end
         values[key] = edit.value
     groups: dict[tuple[str, str], list[str]] = {}
     for key, value in values.items():
@@ -287,25 +299,25 @@ def condensed(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
     by_text = {value_text(value): value for value in values.values()}
     for (pattern, text), paths in groups.items():
         leaf = pattern.rpartition(".")[2]
-        whole = len(paths) > 1 and set(_named(tree, pattern)) <= {_place(tree, path) for path in paths}
+        whole = len(paths) > 1 and set(_places_matching(tree, pattern)) <= {_identity(tree, path) for path in paths}
         names = [pattern] if whole else paths
         kind = leaf if leaf.startswith("@") or not isinstance(by_text[text], Call) else ""
         merged.setdefault((text, kind), []).extend(names)
     return [Edit(tuple(names), by_text[text]) for (text, _), names in merged.items()]
 
 
-def _named(tree: Tree, pattern: str) -> Iterator[Any]:
-    """The places that a pattern names in a model."""
+def _places_matching(tree: Tree, pattern: str) -> Iterator[Any]:
+    """Identities (`_identity`) of all places that a pattern matches in a model."""
     above, _, leaf = pattern.rpartition(".")
     matches = matcher(above)
     for name, module in tree.modules.items():
         if matches(name):
             for one in [child for child in module._modules if child.isdigit()] if leaf == "*" else [leaf]:
-                yield _place(tree, f"{name}.{one}".strip("."))
+                yield _identity(tree, f"{name}.{one}".strip("."))
 
 
-def _place(tree: Tree, path: str) -> Any:
-    """The same for every name of a place: a module, or what of a module is assigned."""
+def _identity(tree: Tree, path: str) -> Any:
+    """Identity of a place, equal for all its names: the id of the module there, or (id of its owner, leaf)."""
     above, _, leaf = path.rpartition(".")
     found = tree.modules.get(path)
     return (id(tree.modules[above]), leaf) if found is None else id(found)

@@ -1,18 +1,20 @@
-"""Edits: what a patch changes of a model, as plain data; their text, its strict reader, and what applies them.
+"""Edits: structural changes of a model as plain data, with their text format and its strict parser.
+
+The patch record of a checkpoint stores them as text; apply.py carries them out.
 
 An edit assigns a value to places of a model, and is written like an assignment:
 
     h.*.ln_1 | h.*.ln_2 | ln_f = RMSNorm(eps=1e-05)           put a module where another is
     h.*.attn.rotary_emb = RotaryEmbedding(8, theta=10000.0)   add a child
-    encoder.rel_embeddings = None                             drop a child, or leave a Parameter's name without one
+    encoder.rel_embeddings = None                             remove a child, or set a Parameter to None
     encoder.relative_attention = False                        set an attribute
-    h.*.attn.@lens = AttentionLens(Fused("c_attn"))           let a module's forward see something else (lens.py)
+    h.*.attn.@lens = AttentionLens(Fused("c_attn"))           run a module's forward through a lens (lens.py)
     drop.@centre = -1                                         subtract the mean over an axis from a module's output
     wte.@scale = 5.6                                          multiply a module's output by a learned scalar
 
 Names are those inside the base model; `*` stands for one number, `<head>` for the model around the base model. A value
 is None, a bool, number or string, a tuple, list or dict of such, or a call of a component: a class of this folder, or
-one that `register_component` made known. The text is parsed, never evaluated.
+one registered with `register_component`. The text is parsed, never evaluated.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ from .errors import CheckpointError, UnsupportedError
 
 HEAD = "<head>"  # the model around the base model; its other modules are called "<head>.classifier"
 LENS_SLOT, CENTRE_SLOT, SCALE_SLOT = "@lens", "@centre", "@scale"
-_LONGEST, _MOST, _MOST_AXES = 20_000, 10_000, 8  # characters of an edit, edits of a record, axes of an output
+_MAX_LENGTH, _MAX_EDITS, _MAX_AXES = 20_000, 10_000, 8  # of an edit, of a record, of a module's output
 _NAME = re.compile(r"(@(lens|centre|scale)|<head>|\*|[A-Za-z0-9]\w*|_hfpatch_\w+|_[a-z]\w*)")
-_OF_EVERY_MODULE = frozenset(dir(nn.Module())) | {"config"}  # forward, training, _modules, ...: no place of an edit
-_PLUGINS = ("hfpatch.norms", "hfpatch.positions", "hfpatch.mlps")  # groups of entry points
+_RESERVED = frozenset(dir(nn.Module())) | {"config"}  # forward, training, _modules, ...: an edit can't assign these
+_PLUGINS = ("hfpatch.norms", "hfpatch.positions", "hfpatch.mlps")  # entry point groups of other packages
 COMPONENTS: dict[str, Any] = {}
 
 
 def register_component(component: Any) -> Any:
-    """Make a class (or function) known by its name to the text of edits; serves as a decorator.
+    """Register a class or function, so that edits can call it by name; serves as a decorator.
 
-    A module that takes the place of another may have a class method `replacing(old, parent, *args, **kwargs)`, which
-    makes it from what stands there (None where nothing does); others are made by their constructor. A function is
-    called with the Parameter or tensor that it replaces, then the arguments.
+    A module class may have a class method `replacing(old, parent, *args, **kwargs)`, which builds the module from the
+    one that it replaces (`old`, None if there is none); other classes are built by their constructor. A function is
+    called with the Parameter or tensor that it replaces, then with the arguments of the edit.
 
     Raises:
         UnsupportedError: another component has that name.
@@ -58,15 +60,15 @@ def register_component(component: Any) -> Any:
 
 
 def component_called(name: str) -> Any:
-    """The component of a name; packages that bring schemes of their own are imported where it isn't known.
+    """The component registered under a name; if it is unknown, plugin packages are imported first.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: no component has that name.
     """
     if name not in COMPONENTS:
         for group in _PLUGINS:
             for point in entry_points(group=group):
-                with contextlib.suppress(Exception):  # a broken package hurts only who asks for what it brings
+                with contextlib.suppress(Exception):  # a broken plugin matters only if its component is needed
                     point.load()
     if name not in COMPONENTS:
         raise CheckpointError(
@@ -82,17 +84,17 @@ def pattern_of(name: str) -> str:
 
 
 def matcher(pattern: str) -> Callable[[str], Any]:
-    """Tells of a name whether a pattern stands for it."""
+    """A function that tells whether a name matches a pattern, in which `*` stands for one number."""
     return re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
 
 
 @dataclass(frozen=True)
 class Call:
-    """A component and its arguments, as plain data.
+    """A component and its arguments as plain data; `make` or `make_module` runs it.
 
     Attributes:
-        name: the component's.
-        args, kwargs: plain values or calls; kwargs as pairs.
+        name: the component's name.
+        args, kwargs: plain values or calls; kwargs as (name, value) pairs.
     """
 
     name: str
@@ -101,7 +103,7 @@ class Call:
 
     @classmethod
     def of(cls, component: Any, *args: Any, **kwargs: Any) -> Call:
-        """A call of a registered component; values may be dataclasses that are components themselves."""
+        """A call of a registered component; arguments may be dataclasses that are components themselves."""
         name = component if isinstance(component, str) else component.__name__
         return cls(name, tuple(map(as_data, args)), tuple((key, as_data(value)) for key, value in kwargs.items()))
 
@@ -110,48 +112,48 @@ class Call:
         return f"{self.name}({', '.join([*map(value_text, self.args), *named])})"
 
     def make(self, *first: Any) -> Any:
-        """What the call makes; `first` come before its own arguments."""
+        """The result of the call; `first` are passed before its own arguments."""
         return self._component()(*first, *self._args(), **self._kwargs())
 
     def make_module(self, old: nn.Module | None, parent: nn.Module) -> nn.Module:
-        """The module that takes the place of `old` in `parent`, on its device and in its dtype."""
+        """Builds the module that replaces `old` in `parent`, with the device and dtype of `old` (else of `parent`)."""
         component = self._component()
         if hasattr(component, "replacing"):
             return component.replacing(old, parent, *self._args(), **self._kwargs())
         new = component(*self._args(), **self._kwargs())
         like = next((p for p in (old or parent).parameters()), None)
-        if like is not None and not like.is_meta:  # a buffer on meta would miss its values later
+        if like is not None and not like.is_meta:  # on meta its buffers would never get their values
             new.to(like.device, like.dtype)
         return new
 
     def is_module(self) -> bool:
-        """Whether it makes a module."""
+        """Whether its result is a module."""
         component = self._component()
         return isinstance(component, type) and issubclass(component, nn.Module)
 
     def builds_on_old(self) -> bool:
-        """Whether what it makes is made of what stands there."""
+        """Whether its result is derived from the module, Parameter or tensor that it replaces."""
         return not self.is_module() or hasattr(self._component(), "replacing")
 
     def needs_old(self) -> bool:
-        """Whether it makes a module of what stands there, and can't where nothing does: no shape is said."""
+        """Whether it makes a module only from an existing one: it takes its shape from the module that it replaces."""
         return self.is_module() and self.builds_on_old() and "shape" not in dict(self.kwargs)
 
     def _component(self) -> Any:
         return component_called(self.name)
 
     def _args(self) -> list[Any]:
-        return [_made(value) for value in self.args]
+        return [_instantiated(value) for value in self.args]
 
     def _kwargs(self) -> dict[str, Any]:
-        return {name: _made(value) for name, value in self.kwargs}
+        return {name: _instantiated(value) for name, value in self.kwargs}
 
 
 def as_data(value: Any) -> Any:
-    """A plain value as it is, a dataclass that is a component as the call that makes it.
+    """A value in the form that edits hold: plain values unchanged, registered dataclasses as `Call`s.
 
     Raises:
-        UnsupportedError: it is neither.
+        UnsupportedError: it is, or holds, anything else.
     """
     if value is None or isinstance(value, bool | int | float | str | Call):
         return value
@@ -165,32 +167,33 @@ def as_data(value: Any) -> Any:
 
 
 def _call_of(value: Any) -> Call:
-    """The call that makes a dataclass; arguments at their defaults are left out."""
+    """The call that builds a dataclass; arguments equal to their defaults are left out."""
     args: list[Any] = []
     kwargs: list[tuple[str, Any]] = []
     for name, parameter in inspect.signature(type(value)).parameters.items():
-        own, default = getattr(value, name), parameter.default
+        current, default = getattr(value, name), parameter.default
         if parameter.kind is parameter.VAR_POSITIONAL:
-            args += map(as_data, own)
+            args += map(as_data, current)
         elif default is parameter.empty and not kwargs:
-            args.append(as_data(own))
-        elif type(default) is not type(own) or default != own:
-            kwargs.append((name, as_data(own)))
+            args.append(as_data(current))
+        elif type(default) is not type(current) or default != current:
+            kwargs.append((name, as_data(current)))
     return Call(type(value).__name__, tuple(args), tuple(kwargs))
 
 
-def _made(value: Any) -> Any:
+def _instantiated(value: Any) -> Any:
+    """A plain value with every call in it replaced by its result."""
     if isinstance(value, Call):
         return value.make()
     if isinstance(value, tuple | list):
-        return type(value)(map(_made, value))
+        return type(value)(map(_instantiated, value))
     if isinstance(value, dict):
-        return {key: _made(inner) for key, inner in value.items()}
+        return {key: _instantiated(inner) for key, inner in value.items()}
     return value
 
 
 def value_text(value: Any) -> str:
-    """A value as the text of an edit has it."""
+    """A value in the text format of edits; `Edit.parse` reads it back."""
     if isinstance(value, tuple):
         return f"({', '.join(map(value_text, value))}{',' if len(value) == 1 else ''})"
     if isinstance(value, list):
@@ -202,11 +205,11 @@ def value_text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Edit:
-    """One assignment. Its parts are as in the module's docstring.
+    """One assignment of a value to one or several places of a model; the module's docstring has examples.
 
     Attributes:
-        at: names or patterns, each a module's with the child, attribute or slot that is assigned.
-        value: what is assigned.
+        at: the places: each the name or pattern of a module, a dot, and its child, attribute or slot ("@lens", ...).
+        value: the assigned value, as `as_data` returns it.
     """
 
     at: tuple[str, ...]
@@ -217,11 +220,11 @@ class Edit:
 
     @classmethod
     def of(cls, path: str, value: Any) -> Edit:
-        """An edit of one place; a dataclass that is a component becomes the call that makes it."""
+        """An edit of one place; the value is converted by `as_data`."""
         return cls((path.strip("."),), as_data(value))
 
     def gives_way(self, later: Edit) -> bool:
-        """Whether a later edit assigns all places of this one, whatever stood there before."""
+        """Whether a later edit overwrites this one completely, so that a record needn't keep it."""
         if not set(self.at) <= set(later.at):
             return False
         mine, other = self.value, later.value
@@ -232,24 +235,30 @@ class Edit:
 
     @classmethod
     def parse(cls, text: Any, where: str = "the patch record") -> Edit:
-        """The edit that `str` wrote.
+        """Parses the text that `str(edit)` writes.
+
+        Args:
+            text: the edit; anything but a string is refused.
+            where: the checkpoint or record that it is from, for errors.
 
         Raises:
-            CheckpointError: it is no such text, too long, names an unknown component, or a place that takes no such
-                value: what every module has (`forward`, `_modules`) takes none.
+            CheckpointError: it isn't such a text, is too long, names an unknown component, or assigns a value to a slot
+                that can't take it, or anything to a name that every module has (`forward`, `_modules`).
         """
-        if not isinstance(text, str) or len(text) > _LONGEST:
-            raise CheckpointError(f"{where}: an edit is a string of at most {_LONGEST} characters, not {text!r:.80}.")
+        if not isinstance(text, str) or len(text) > _MAX_LENGTH:
+            raise CheckpointError(
+                f"{where}: an edit is a string of at most {_MAX_LENGTH} characters, not {text!r:.80}."
+            )
         places, equals, value = text.partition(" = ")
         at = tuple(places.split(" | "))
         if not equals or not all(all(map(_NAME.fullmatch, place.split("."))) for place in at):
             raise CheckpointError(f"{where}: {text!r:.80} isn't an edit: names, ' = ' and a value.")
         leaves = {place.rpartition(".")[2] for place in at}
-        if leaves & _OF_EVERY_MODULE or (len(leaves) > 1 and leaves & {LENS_SLOT, CENTRE_SLOT, SCALE_SLOT}):
+        if leaves & _RESERVED or (len(leaves) > 1 and leaves & {LENS_SLOT, CENTRE_SLOT, SCALE_SLOT}):
             raise CheckpointError(f"{where}: {text!r:.80} isn't an edit: {sorted(leaves)!r:.80} can't be assigned.")
         try:
-            edit = cls(at, _value(ast.parse(value, mode="eval").body))
-            if not all(_fits(leaf, edit.value) for leaf in leaves):
+            edit = cls(at, _parsed(ast.parse(value, mode="eval").body))
+            if not all(_slot_takes(leaf, edit.value) for leaf in leaves):
                 raise ValueError(f"{leaves.pop()} takes no such value")
             return edit
         except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError) as error:
@@ -257,43 +266,47 @@ class Edit:
 
 
 def parse_edits(stored: Any, where: str = "the patch record") -> tuple[Edit, ...]:
-    """The edits of a record.
+    """Parses the edits of a patch record.
 
     Raises:
         CheckpointError: it isn't a list of at most 10,000 edits.
     """
-    if not isinstance(stored, list | tuple) or len(stored) > _MOST:
-        raise CheckpointError(f"{where}: its edits are no list of at most {_MOST}.")
+    if not isinstance(stored, list | tuple) or len(stored) > _MAX_EDITS:
+        raise CheckpointError(f"{where}: its edits are no list of at most {_MAX_EDITS}.")
     return tuple(Edit.parse(text, where) for text in stored)
 
 
-def _fits(leaf: str, value: Any) -> bool:
-    """Whether a slot takes a value; other places are known once there is a model."""
+def _slot_takes(leaf: str, value: Any) -> bool:
+    """Whether a slot (@lens, @centre, @scale) takes a value; other places can't be checked without a model."""
     if leaf == LENS_SLOT and value is not None:
         kind = value._component() if isinstance(value, Call) else None
         return isinstance(kind, type) and not issubclass(kind, nn.Module) and "__call__" in dir(kind)
     if leaf == CENTRE_SLOT:
-        return type(value) is int and -_MOST_AXES <= value < _MOST_AXES
+        return type(value) is int and -_MAX_AXES <= value < _MAX_AXES
     if leaf == SCALE_SLOT:
         return type(value) in (int, float) and value > 0
     return True
 
 
-def _value(node: ast.expr) -> Any:
-    """A node of the text as a value: literals, and calls of components by their bare names."""
+def _parsed(node: ast.expr) -> Any:
+    """The value of a syntax node: literals, and calls of components by their bare names.
+
+    Raises:
+        ValueError: it is anything else.
+    """
     match node:
         case ast.Constant(value=None | bool() | int() | float() | str() as value) if value not in (inf, -inf):
             return value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -value
         case ast.Tuple(elts=items):
-            return tuple(map(_value, items))
+            return tuple(map(_parsed, items))
         case ast.List(elts=items):
-            return list(map(_value, items))
+            return list(map(_parsed, items))
         case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
-            return {_value(key): _value(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[arg-type]
+            return {_parsed(key): _parsed(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[arg-type]
         case ast.Call(func=ast.Name(id=name), args=args, keywords=named) if all(one.arg for one in named):
-            call = Call(name, tuple(map(_value, args)), tuple((str(one.arg), _value(one.value)) for one in named))
+            call = Call(name, tuple(map(_parsed, args)), tuple((str(one.arg), _parsed(one.value)) for one in named))
             call._component()
             return call
     raise ValueError(f"{ast.unparse(node)[:80]} is neither a plain value nor a component")

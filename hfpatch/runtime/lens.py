@@ -1,9 +1,10 @@
-"""How a patch reaches into a forward that it doesn't own: the host's code runs on a view of the module.
+"""Lenses: a module runs its host class's own forward with some attributes and arguments replaced.
 
-An attention (or an embedding) whose forward must see something else gets a generated subclass of its class. That
-subclass runs the *host's* forward with a `View` in the place of `self`: attribute for attribute the module, except for
-those that its lens replaces, such as q and k projections whose output is rotated. Nothing is written anywhere, the
-state dict's keys stay, LoRA on the projections is rotated too, and every attention backend works.
+The *host* is the model or module class of transformers that a patch changes. A module with a lens gets a generated
+subclass of its host class. That subclass runs the host's forward with a `View` (a proxy of the module) as `self`: all
+attributes are the module's, except for those that the lens replaces, such as q and k projections whose output is
+rotated. The module itself isn't written to, so the state dict's keys stay, LoRA on the projections is rotated too, and
+every attention backend works.
 """
 
 from __future__ import annotations
@@ -19,34 +20,32 @@ import torch
 from torch import Tensor, nn
 
 LENS = "_hfpatch_lens"  # attribute of a module that holds its lens
-
-
 CENTRED = "_hfpatch_centred"  # attribute of a module: the axis over which the mean of its output is subtracted
-
-
 SCALED = "_hfpatch_scaled"  # attribute of an embedding: the starting value of the learned scalar on its output
-
-
-SCALE = "stream_scale"  # and the name of that Parameter, of shape (1,)
-
-
-TAKEN: Any = object()  # the value of an argument that a lens takes away: the host doesn't see it
-
+SCALE = "stream_scale"  # name of that scalar, a Parameter of shape (1,)
+TAKEN: Any = object()  # marks an argument that a lens removes: the host's forward isn't passed it
 
 Arguments = dict[str, Any]
 
 
 class Lens(Protocol):
-    """What a module's forward sees differently: attributes of the view, and arguments filled in or `TAKEN` away."""
+    """From a module and its call's arguments to (attributes of the view, arguments to set or, if `TAKEN`, to remove).
+
+    A lens may have three more methods:
+
+        bound(module): the lens for one module, once its patterns of names are resolved.
+        over(present): joins it with a lens of the same kind that the module has; without it that one is replaced.
+        finish(output, arguments): changes the output of the forward.
+    """
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]: ...
 
 
 class View:
-    """Stands in for a module, as `self` of its forward or in the view of its parent.
+    """Proxy of a module with some attributes replaced: the `self` of its forward, or a child in its parent's view.
 
-    `attributes` come first; everything else is the module's, writes included. Methods of its class run on the view, so
-    that what a forward calls sees the view as well. Called, a view does what the module does, hooks included.
+    All other attributes are read from the module, and writes go to it. Methods of the module's class are bound to the
+    view, so that they see the replaced attributes too. Calling a view runs the forward, with the module's hooks.
     """
 
     def __init__(self, module: Any, attributes: dict[str, Any]):
@@ -59,12 +58,12 @@ class View:
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__["_module"]
         method = getattr(type(module), name, None)
-        own = getattr(module, name)
+        value = getattr(module, name)
         # the first condition because torch.compile says of a bound method that it is the function
-        static = not isinstance(own, MethodType) and own is method
+        static = not isinstance(value, MethodType) and value is method
         if isinstance(method, FunctionType) and not static and method is not getattr(nn.Module, name, None):
             return method.__get__(self)
-        return own
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
@@ -76,7 +75,7 @@ class View:
 
 
 class ListView:
-    """A view of an `nn.ModuleList`, to stand in the view of its parent: some elements are others."""
+    """Proxy of an `nn.ModuleList` with some elements replaced, for the view of its parent."""
 
     def __init__(self, module: nn.ModuleList, attributes: dict[str, Any]):
         self.elements = [attributes.get(name, child) for name, child in module._modules.items()]
@@ -92,7 +91,7 @@ class ListView:
 
 
 class StandIn:
-    """Stands in the view of a module for a child: `call` is called in its place, other attributes are the child's."""
+    """Proxy of a child module, for the view of its parent: calling it runs `call`; its attributes are the child's."""
 
     def __init__(self, module: Any, call: Callable[..., Any]):
         self.module, self.call = module, call
@@ -105,7 +104,12 @@ class StandIn:
 
 
 def views(module: nn.Module, tree: dict[str, Any]) -> dict[str, Any]:
-    """Attributes of a module's view: what stands in a child of a child is seen through a view of the child."""
+    """Turns replacements of (nested) children into attributes of a module's view; children with some become views.
+
+    Args:
+        module: the module that the view is of.
+        tree: replacement, or dictionary of replacements inside the child, by the child's name; `put` builds it.
+    """
     attributes = {}
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -117,7 +121,7 @@ def views(module: nn.Module, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def put(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Put what stands in at a path into a tree of the modules between, as `views` takes it."""
+    """Add a replacement at a dotted path to the nested dictionaries that `views` takes."""
     *parents, last = path.split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})
@@ -126,7 +130,7 @@ def put(tree: dict[str, Any], path: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Lenses:
-    """Several lenses on one module, of which no two replace the same attribute."""
+    """Several lenses on one module, merged; no two of them may replace the same attribute."""
 
     lenses: tuple[Lens, ...]
 
@@ -134,9 +138,9 @@ class Lenses:
         attributes: dict[str, Any] = {}
         filled: Arguments = {}
         for lens in self.lenses:
-            more, given = lens(module, arguments)
-            attributes.update(more)
-            filled.update(given)
+            more_attributes, more_filled = lens(module, arguments)
+            attributes.update(more_attributes)
+            filled.update(more_filled)
         return attributes, filled
 
 
@@ -147,22 +151,23 @@ def lens_of(module: nn.Module, kind: type) -> Any:
 
 
 def with_lens(module: nn.Module, lens: Lens) -> Lens:
-    """What the module's lens is once this one is added; one of the same kind gives way to it, or is joined to it."""
+    """The module's lens with this one added; it joins (`over`) or else replaces one of the same kind."""
     present = module.__dict__.get(LENS)
     same = lens_of(module, type(lens))
     if same is not None and hasattr(lens, "over"):
         lens = lens.over(same)
-    kept = tuple(o for o in getattr(present, "lenses", (present,)) if o is not None and type(o) is not type(lens))
-    return Lenses((*kept, lens)) if kept else lens
+    lenses = getattr(present, "lenses", (present,))
+    others = tuple(one for one in lenses if one is not None and type(one) is not type(lens))
+    return Lenses((*others, lens)) if others else lens
 
 
 def once_per_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Cache a function from a host class to the class made of it: one host, one generated class."""
+    """Cache a function that generates a class from a host class, so that each host has one generated class."""
     return functools.cache(make)
 
 
 def centred(output: Any, axis: int) -> Any:
-    """output - mean(output) over an axis, at least in float32; of a tuple the first, its hidden states."""
+    """output - mean(output) over an axis, in float32 or wider; of a tuple only the first element is centred."""
     if isinstance(output, tuple):
         return (centred(output[0], axis), *output[1:])
     assert isinstance(output, Tensor)
@@ -171,23 +176,25 @@ def centred(output: Any, axis: int) -> Any:
 
 
 def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable[..., Any]:
-    """The host's forward, run on a view wherever the instance has a lens; its output centred or scaled where set.
+    """A forward that runs the host's on a view if the instance has a lens, and centres or scales the output if set.
 
-    The view has the name of the host, or of the class `named` that is made of it.
+    Args:
+        host: the class whose forward is run.
+        named: the class whose name and module the view takes; by default `host`.
     """
-    like = named or host
-    # transformers finds a model's recorders by the text of its class, so the view keeps its name
-    like_host = {"__module__": like.__module__, "__qualname__": like.__qualname__, "forward": host.forward}
-    view = type(like.__name__, (View,), like_host)
+    named = named or host
+    # transformers finds a model's output recorders by its class's name, so the view has the same one
+    body = {"__module__": named.__module__, "__qualname__": named.__qualname__, "forward": host.forward}
+    view = type(named.__name__, (View,), body)
     host_forward = host.forward
     signature = inspect.signature(host_forward)
     names = tuple(signature.parameters)[1:]
-    # handed to a function that counts their parameters, which torch.compile can't do for a method of a view
+    # apply_chunking_to_forward counts their parameters, which torch.compile can't do for methods of a view
     chunked = [name for name in dir(host) if name.endswith("_chunk") and _is_method(host, name)]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = self._module.__dict__ if isinstance(self, View) else self.__dict__
-        lens = own.get(LENS)
+        state = self._module.__dict__ if isinstance(self, View) else self.__dict__
+        lens = state.get(LENS)
         if lens is None:
             output = host_forward(self, *args, **kwargs)
         else:
@@ -197,16 +204,16 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
             for name in chunked:
                 object.__setattr__(stand_in, name, functools.partial(getattr(host, name), stand_in))
             if filled:
-                given = {**arguments, **filled}
-                output = host_forward(stand_in, **{name: value for name, value in given.items() if value is not TAKEN})
+                passed = {**arguments, **filled}
+                output = host_forward(stand_in, **{name: value for name, value in passed.items() if value is not TAKEN})
             else:
                 output = host_forward(stand_in, *args, **kwargs)
             if hasattr(lens, "finish"):
                 output = lens.finish(output, arguments)
-        axis = own.get(CENTRED)
+        axis = state.get(CENTRED)
         if axis is not None:
             return centred(output, axis)
-        if own.get(SCALED) is not None:
+        if state.get(SCALED) is not None:
             return output * getattr(self, SCALE).to(output.dtype)
         return output
 
@@ -221,7 +228,7 @@ def _is_method(host: type, name: str) -> bool:
 
 @once_per_class
 def lensed_class(host: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of `host` whose forward is the host's on a view, as the module's lens makes it, or centred."""
+    """The generated subclass of a module class whose forward applies the instance's lens, centring and scale."""
     body = {
         "forward": lensed_forward(host),
         "__module__": host.__module__,
@@ -230,7 +237,7 @@ def lensed_class(host: type[nn.Module]) -> type[nn.Module]:
         "__reduce_ex__": _reduce,
         "hfpatch_host": host,
     }
-    if host is nn.Embedding:  # PEFT multiplies by it what its LoRA adds to the matrix
+    if host is nn.Embedding:  # PEFT multiplies the output of its LoRA by it
         body["embed_scale"] = property(lambda self: getattr(self, SCALE))
     return type(host.__name__, (host,), body)
 
@@ -245,12 +252,12 @@ def _rebuild(host: type[nn.Module]) -> nn.Module:
 
 
 def host_class(cls: type) -> type:
-    """The class behind one that hfpatch generated (here or in checkpoint/classes.py), or the class itself."""
+    """The host class of a class that hfpatch generated (here or in checkpoint/classes.py); else the class itself."""
     return getattr(cls, "hfpatch_host", cls)
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """`model.named_modules()`, in its order, in less time: opening a checkpoint asks for it a dozen times."""
+    """The same as `list(model.named_modules())`, but faster: opening a checkpoint needs it a dozen times."""
     found: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
     waiting = [("", model)]

@@ -1,4 +1,4 @@
-"""Norm modules: RMSNorm, LayerNorm, DynamicTanh, DynamicErf, with the Parameters of the norm that they replace."""
+"""Norm modules that replace a model's norms and keep their Parameters: LayerNorm, RMSNorm, DynamicTanh, DynamicErf."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .errors import UnsupportedError
 
 @dataclass(frozen=True)
 class NormFacts:
-    """A norm module: y = h * (offset + gain) + shift with h the normalised input.
+    """Description of a norm module: y = h * (offset + gain) + shift, h the normalised input.
 
     Attributes:
         kind: "layer" for h = (x - mean) / sqrt(var + eps), "rms" for h = x / sqrt(mean(x^2) + eps), "prms" where that
-            mean is over some channels, otherwise the registered name of the hfpatch scheme that is in place.
+            mean is over some of the channels, otherwise the registered name of the hfpatch scheme.
         shape: the normalised trailing shape, usually `(d,)`; `()` for a norm of the last axis that works at any size.
         eps: added inside the root; None means the machine epsilon of the input's dtype.
         channels_first: whether the normalised axis is 1 (images) rather than the last.
         offset: 1.0 where the stored gain is an offset from one, else 0.0.
-        gain, shift: attribute names of the Parameters, None where there is none.
+        gain, shift: attribute names of the Parameters, None for an absent one.
     """
 
     kind: str
@@ -36,16 +36,16 @@ class NormFacts:
     shift: str | None = None
 
     def parameters_of(self, module: nn.Module) -> tuple[nn.Parameter | None, nn.Parameter | None]:
-        """Gain and shift of a module that these facts describe, None where it has none."""
+        """The gain and shift Parameters of a module that these facts describe; None for an absent one."""
         gain, shift = (getattr(module, name) if name else None for name in (self.gain, self.shift))
         return gain, shift
 
 
-OWN = "own"  # stands for the name that a norm has for its gain or shift
+OWN = "own"  # default of `replacing`: take the gain or shift under the replaced norm's usual name
 
 
 def parameter_names(norm: nn.Module | None) -> tuple[str | None, str | None]:
-    """The names of a norm's gain and shift as far as they are usual; "weight" and "bias" where there is no norm."""
+    """Names of a norm's gain and shift: those of an `AffineNorm`, else "weight" and "bias"; None for an absent one."""
     if norm is None:
         return "weight", "bias"
     if isinstance(norm, AffineNorm):
@@ -59,9 +59,9 @@ RENAMED = ("gamma", "beta")  # in a module called LayerNorm transformers loads t
 
 
 class AffineNorm(nn.Module):
-    """A module that stands where a norm stood and keeps its Parameters, dtype, device, eps and axis.
+    """Base class of the norm modules: replaces a norm and keeps its Parameters, dtype, device, eps and axis.
 
-    Subclasses give `normalise(h)`, on float32 (or float64) input with the channels last, and the names under which
+    Subclasses define `normalise(h)`, for float32 (or float64) input with the channels last, and the names under which
     gain and shift are stored. Input and output are `(..., d)`, or `(B, d, ...)` where the replaced norm was
     channels-first; half precision is widened inside and narrowed at the end.
 
@@ -84,7 +84,7 @@ class AffineNorm(nn.Module):
         like: a tensor whose dtype and device new Parameters take; always given, by its name.
     """
 
-    kind: ClassVar[str] = ""  # the registered name of the scheme that puts it
+    kind: ClassVar[str] = ""  # registered name of its norm scheme
     names: ClassVar[tuple[str, str]] = ("weight", "bias")
     scalars: ClassVar[tuple[str, ...]] = ()  # learned scalars (one value each) that a repair searches: see `trials`
 
@@ -102,9 +102,9 @@ class AffineNorm(nn.Module):
             shift=None if shift is None else shift_name,
         )
         self.normalized_shape, self.eps = facts.shape, facts.eps
-        fit = all(one is None or one.shape == facts.shape for one in (gain, shift))
+        same_shape = all(one is None or one.shape == facts.shape for one in (gain, shift))
         special = facts.channels_first or facts.offset or facts.eps is None or not facts.shape
-        self.fused_eps = facts.eps if fit and not special else None  # where torch's function takes all of them as it is
+        self.fused_eps = facts.eps if same_shape and not special else None  # None: torch's fused function doesn't apply
 
     @classmethod
     def replacing(
@@ -121,30 +121,29 @@ class AffineNorm(nn.Module):
         kind: str | None = None,
         **options: Any,
     ) -> AffineNorm:
-        """The norm in the place of another, whose Parameters it takes; in the place of none it starts with fresh ones.
+        """Builds the norm from the one that it replaces, with its Parameters; without one, with new Parameters.
 
         Args:
-            old, parent: what stands there, and the module around it.
+            old, parent: the replaced norm (None for none), and the module that holds it.
             eps, channels_first, offset: as in `NormFacts`.
-            shape: likewise; by default that of the gain.
-            gain, shift: names of the other norm's Parameters (by default those that it has under the usual names), None
-                for none.
-            kind: the registered name of the scheme, where that isn't the class's usual one.
-            options: of the class itself.
+            shape: as in `NormFacts`; by default the gain's shape.
+            gain, shift: names of the replaced norm's Parameters, None for none; by default its usual names.
+            kind: registered name of the scheme; by default the class's.
+            options: further arguments of the class's constructor.
         """
         names = [own if name == OWN else name for name, own in zip((gain, shift), parameter_names(old), strict=True)]
-        near = [*(old.parameters(recurse=False) if old is not None else ()), *parent.parameters()]
-        like: Tensor = near[0] if near else torch.zeros(())
-        taken: list[Any] = [None if name is None else getattr(old, name, None) for name in names]
+        nearby = [*(old.parameters(recurse=False) if old is not None else ()), *parent.parameters()]
+        like: Tensor = nearby[0] if nearby else torch.zeros(())
+        parameters: list[Any] = [None if name is None else getattr(old, name, None) for name in names]
         if old is None:
             size = torch.full(shape or (), 0.0, dtype=like.dtype, device=like.device)
-            taken = [None if name is None else nn.Parameter(size.clone()) for name in names]
+            parameters = [None if name is None else nn.Parameter(size.clone()) for name in names]
         if shape is None:
-            shape = next(tuple(one.shape) for one in taken if one is not None)
+            shape = next(tuple(one.shape) for one in parameters if one is not None)
         facts = NormFacts(cls.kind, shape, eps, channels_first, offset)
-        gain_taken, shift_taken = taken
-        like = next((one for one in taken if one is not None), like)
-        new = cls(facts, gain_taken, shift_taken, **options, like=like)
+        gain_parameter, shift_parameter = parameters
+        like = next((one for one in parameters if one is not None), like)
+        new = cls(facts, gain_parameter, shift_parameter, **options, like=like)
         new.facts = replace(new.facts, kind=kind or cls.kind)
         if old is None:
             with torch.no_grad():
@@ -162,7 +161,7 @@ class AffineNorm(nn.Module):
         super().register_parameter(name, param)
 
     def new_scalar(self, value: float, like: Tensor) -> nn.Parameter:
-        """A learned scalar (1,) with the dtype and device of `like`, frozen where the kept Parameters are."""
+        """A learned scalar (1,) with the dtype and device of `like`; frozen if the norm's own Parameters are."""
         return self._learned((1,), value, like)
 
     def new_vector(self, value: float, like: Tensor) -> nn.Parameter:
@@ -170,19 +169,20 @@ class AffineNorm(nn.Module):
         return self._learned(self.facts.shape, value, like)
 
     def _learned(self, shape: tuple[int, ...], value: float, like: Tensor) -> nn.Parameter:
-        kept = next(self.parameters(), None)
+        own = next(self.parameters(), None)
         tensor = torch.full(shape, value, dtype=like.dtype, device=like.device)
-        return nn.Parameter(tensor, requires_grad=kept is None or kept.requires_grad)
+        return nn.Parameter(tensor, requires_grad=own is None or own.requires_grad)
 
     def trials(self, spread: float) -> list[dict[str, float]]:
-        """Values of the scalars that a calibration tries, given the root mean square of the norm's input."""
+        """Values of `scalars` that a repair tries first, given the root mean square of the norm's input (`spread`)."""
         return []
 
     def finer(self, best: dict[str, float]) -> list[dict[str, float]]:
-        """Values around the best ones, tried next."""
+        """Values around the best of the first trials, which a repair tries next."""
         return []
 
     def normalise(self, h: Tensor, *more: Any) -> Tensor:
+        """The input normalised, before gain and shift."""
         raise NotImplementedError(f"{type(self).__name__} must define normalise(h).")
 
     def normalised_shape(self, h: Tensor) -> torch.Size:
@@ -190,14 +190,14 @@ class AffineNorm(nn.Module):
         return h.shape[-max(1, len(self.normalized_shape)) :]
 
     def eps_for(self, h: Tensor) -> float:
-        """eps, or where there is none the smallest step of h's dtype, as in torch's RMSNorm."""
+        """eps; if that is None the machine epsilon of h's dtype, as in torch's RMSNorm."""
         return torch.finfo(h.dtype).eps if self.eps is None else self.eps
 
     def forward(self, hidden_states: Tensor, *more: Any) -> Tensor:
-        """The norm of hidden states; `more` is what `normalise` takes besides.
+        """normalise(x) * gain + shift; `more` are further arguments of `normalise`.
 
-        Where the input is wider than parameters of half precision the output has their dtype, as T5's norms do: some
-        hosts keep a few layers in float32, and what reads a norm is in the model's dtype.
+        With half-precision Parameters the output has their dtype even if the input is float32, as in T5's norms: some
+        models keep a few layers in float32, but the layers after a norm are in the model's dtype.
         """
         gain, shift, facts = getattr(self, self.names[0]), getattr(self, self.names[1]), self.facts
         # LayerNorm's output is contiguous whatever its input is, and some hosts take a `view` of it
@@ -234,7 +234,7 @@ class AffineNorm(nn.Module):
 
 
 def affine(h: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
-    """h * gain + shift, as far as there are both."""
+    """h * gain + shift; either may be None."""
     if gain is not None and shift is not None:
         return torch.addcmul(shift, h, gain)  # one pass over h instead of two
     if gain is not None:
@@ -266,7 +266,7 @@ class LayerNorm(AffineNorm):
 class RMSNorm(AffineNorm):
     """y = x / sqrt(mean(x^2) + eps) * gain + shift over the last axis, eps inside the root.
 
-    Unlike most RMSNorm classes it keeps a shift where the replaced LayerNorm had one. Arguments as in `AffineNorm`.
+    Unlike most RMSNorm classes it keeps the shift of a replaced LayerNorm. Arguments as in `AffineNorm`.
     """
 
     kind = "rms"
@@ -311,15 +311,15 @@ class PartialRMSNorm(AffineNorm):
         return f"{super().extra_repr()}, fraction={self.fraction}"
 
 
-_SLOPES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0)  # alpha times the input's rms
+_SLOPES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0)  # trials: alpha times the input's rms
 _FACTORS = (0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3, 1.5)
 
 
 class DynamicTanh(AffineNorm):
     """y = gain * tanh(alpha x) + shift, alpha a learned scalar; gain and shift are the paper's gamma and beta.
 
-    They are called neither weight and bias, out of which a plain reload would silently make a LayerNorm, nor gamma and
-    beta, which transformers renames while loading (`LayerNorm.gamma` becomes `LayerNorm.weight`, for old checkpoints).
+    Gain and shift aren't stored as weight and bias: the unpatched model would load them silently as a LayerNorm's. Nor
+    as gamma and beta: transformers renames those while loading (`LayerNorm.gamma` to `LayerNorm.weight`).
 
     Args:
         alpha: the starting value of alpha.

@@ -14,13 +14,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 ORIGINAL = "original_max_position_embeddings"
 
 
-ADAPTIVE = ("dynamic", "longrope")  # scaling types whose frequencies go by the input's length
+ADAPTIVE = ("dynamic", "longrope")  # scaling types whose frequencies depend on the input's length
 
 
 class RotaryEmbedding(nn.Module):
-    """The rotation of queries and keys by angles m * theta^(-2i/d), m the position and i the pair of channels.
+    """Rotation of queries and keys by angles m * theta^(-2i/d), m the position and i the pair of channels.
 
-    With several axes the pairs are split evenly among them, the first part turning by the first coordinate.
+    With several axes (rows and columns of an image) the pairs are split evenly among them: the first part is rotated by
+    the first coordinate.
 
     Frequencies live in a non-persistent float32 buffer, so a state dict has no key for them and half precision doesn't
     touch them.
@@ -28,14 +29,14 @@ class RotaryEmbedding(nn.Module):
     Args:
         head_dim: channels per head.
         theta: base of the frequencies.
-        partial: fraction of the channels that is turned.
-        pairing: "half" turns channel i with i + d/2, "interleaved" 2i with 2i + 1.
-        axes: coordinates of a position.
+        partial: fraction of the channels that is rotated.
+        pairing: "half" pairs channel i with i + d/2, "interleaved" 2i with 2i + 1.
+        axes: number of coordinates of a position.
         scaling: transformers' `rope_parameters` without theta, None for none.
-        length: positions that the scaling rules start from.
+        length: the original maximum length, from which the scaling rules start.
 
     Raises:
-        ValueError: they leave no pair of channels to turn, or there is no such pairing.
+        ValueError: no pair of channels is left to rotate, or an argument is out of its range.
     """
 
     inv_freq: Tensor
@@ -67,12 +68,12 @@ class RotaryEmbedding(nn.Module):
         return frequencies
 
     def _scaled_frequencies(self, length: int | None = None) -> tuple[Tensor, float]:
-        own = self.head_dim, self.theta, self.partial, self.axes, self.scaling, self.length
+        settings = self.head_dim, self.theta, self.partial, self.axes, self.scaling, self.length
         with torch.device("cpu"):  # whatever the default device is while a model loads
-            return frequencies_of(*own, of_input=length)
+            return frequencies_of(*settings, of_input=length)
 
     def reset(self) -> None:
-        """Fill the buffer again, on the device where it is; loading and moving a model need it."""
+        """Compute the buffer again, on its device; needed after a model was loaded or moved."""
         self.inv_freq = self._frequencies().to(self.inv_freq.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
@@ -83,8 +84,8 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, cos) and (-sin, sin), each (B or 1, T, 1, rotary_dim) in float32, of positions (B or 1, T).
 
-        With several axes positions are (B or 1, T, axes). Where neighbours are paired cos and sin alone, each (B or 1,
-        T, 1, rotary_dim / 2).
+        With several axes positions are (B or 1, T, axes). With pairing="interleaved" the result is cos and sin alone,
+        each (B or 1, T, 1, rotary_dim / 2).
         """
         angles = positions[..., None].float() * self.frequencies_for(positions)
         angles = (angles if self.axes == 1 else angles.flatten(-2)).unsqueeze(-2)
@@ -92,45 +93,50 @@ class RotaryEmbedding(nn.Module):
         if self.halves and not compiled:
             angles = torch.cat((-angles, angles), dim=-1)
         cos, sin = angles.cos(), angles.sin()
-        if compiled:  # inductor puts what is joined in memory; else every head would compute it anew
+        if compiled:  # inductor stores a concatenation; else every head would compute cos and sin again
             parts = (cos, cos, -sin, sin) if self.halves else (cos, sin)
             cos, sin = torch.cat(parts, dim=-1).chunk(2, dim=-1)
         scaling = self.attention_scaling
         return (cos, sin) if scaling == 1 else (cos * scaling, sin * scaling)
 
     def frequencies_for(self, positions: Tensor) -> Tensor:
-        """The frequencies with which these positions are turned, on their device."""
+        """The frequencies for these positions, on their device."""
         return self.inv_freq.to(positions.device)
 
     def rotate(self, x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
-        """x (B, T, H, head_dim) with its first rotary_dim channels turned: (x1 cos - x2 sin, x2 cos + x1 sin)."""
+        """x (B, T, H, head_dim) with its first rotary_dim channels rotated: (x1 cos - x2 sin, x2 cos + x1 sin).
+
+        Args:
+            x: queries or keys.
+            phases: what `forward` returned for their positions.
+        """
         cos, sin = phases
         if cos.dtype != x.dtype:
             cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         rotary_dim, width = self.rotary_dim, x.shape[-1]
-        # split and unbind, since each slice's backward would fill a tensor of its own with zeros
-        turned, *rest = (x,) if rotary_dim == width else x.split((rotary_dim, width - rotary_dim), dim=-1)
-        if self.halves and is_dynamo_compiling():  # nothing but products and a sum, which fuse with what is around them
-            halves, cos, sin = (part.unflatten(-1, (2, -1)) for part in (turned, cos, sin))
-            turned = (halves * cos + halves.flip(-2) * sin).flatten(-2)
-        elif self.halves:  # in rows twice as long as x1 and x2 the products take half the time
-            # addcmul_ would save a call, but rounds once where transformers' rotations, equal to the bit, round twice
-            turned = (turned * cos).add_(turned.roll(rotary_dim // 2, -1) * sin)
+        # split and unbind rather than slices, whose backward would allocate a tensor of zeros each
+        rotated, *rest = (x,) if rotary_dim == width else x.split((rotary_dim, width - rotary_dim), dim=-1)
+        if self.halves and is_dynamo_compiling():  # elementwise only, to fuse with what surrounds it
+            halves, cos, sin = (part.unflatten(-1, (2, -1)) for part in (rotated, cos, sin))
+            rotated = (halves * cos + halves.flip(-2) * sin).flatten(-2)
+        elif self.halves:  # products over full rows instead of x1 and x2 apart take half the time
+            # no addcmul_: it rounds once, and transformers' rotations, which this equals bit for bit, round twice
+            rotated = (rotated * cos).add_(rotated.roll(rotary_dim // 2, -1) * sin)
         else:
-            x1, x2 = turned.unflatten(-1, (-1, 2)).unbind(-1)
-            turned = torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
-        return torch.cat((turned, *rest), dim=-1) if rest else turned
+            x1, x2 = rotated.unflatten(-1, (-1, 2)).unbind(-1)
+            rotated = torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
+        return torch.cat((rotated, *rest), dim=-1) if rest else rotated
 
     def extra_repr(self) -> str:
         return described(self.head_dim, self.theta, self.partial, self.pairing, self.axes, self.scaling)
 
 
 class AdaptiveRotaryEmbedding(RotaryEmbedding):
-    """A rotation whose frequencies go by the length L of the input: its largest position and one.
+    """A rotation whose frequencies depend on the input's length L, its largest position plus one.
 
     "dynamic" (NTK-aware) replaces theta by theta * (s L / L0 - (s - 1))^(d / (d - 2)) where L exceeds the original
     length L0, with the factor s; "longrope" (Ding et al. 2024, arXiv:2402.13753) divides frequencies by `short_factor`
-    up to L0 and by `long_factor` beyond it. Both are transformers' rules; but nothing is remembered of earlier inputs.
+    up to L0 and by `long_factor` beyond it. Both are transformers' rules, except that earlier inputs have no effect.
     """
 
     long_freq: Tensor
@@ -161,7 +167,7 @@ class AdaptiveRotaryEmbedding(RotaryEmbedding):
 
 
 def rotary_dim(head_dim: int, partial: float, axes: int) -> int:
-    """How many channels of a head are turned; with several axes as many as split evenly into pairs for each."""
+    """Number of channels of a head that are rotated; with several axes a multiple of 2 * axes."""
     channels = int(head_dim * partial + 1e-6)
     return channels if axes == 1 else channels - channels % (2 * axes)
 
@@ -179,11 +185,11 @@ def frequencies_of(
 
     Args:
         head_dim, theta, partial, axes, scaling, length: as in `RotaryEmbedding`.
-        of_input: length of the input, for rules that go by it.
+        of_input: length of the input, for scaling rules that depend on it.
     """
-    turned = rotary_dim(head_dim, partial, axes)
+    rotated = rotary_dim(head_dim, partial, axes)
     if scaling is None or scaling["rope_type"] == "default":
-        dim = turned // axes
+        dim = rotated // axes
         exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(dtype=torch.float) / dim
         return 1.0 / theta**exponents, 1.0
     config = PreTrainedConfig()
@@ -194,7 +200,7 @@ def frequencies_of(
         ORIGINAL: length,
         **scaling,
         "rope_theta": theta,
-        "partial_rotary_factor": (turned + 0.5) / head_dim,  # is truncated there
+        "partial_rotary_factor": (rotated + 0.5) / head_dim,  # + 0.5 since transformers truncates the product
     }
     frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, None, seq_len=of_input)
     return frequencies.float(), float(factor)
@@ -203,9 +209,9 @@ def frequencies_of(
 def described(
     head_dim: int, theta: float, partial: float, pairing: str, axes: int, scaling: dict[str, Any] | None
 ) -> str:
-    """A rotation in a line, for plans and reprs."""
-    turned = rotary_dim(head_dim, partial, axes)
-    dims = "" if turned == head_dim else f", {turned} of {head_dim} channels"
+    """One-line description of a rotation, for plans and reprs."""
+    rotated = rotary_dim(head_dim, partial, axes)
+    dims = "" if rotated == head_dim else f", {rotated} of {head_dim} channels"
     dims += "" if axes == 1 else f", {axes} axes"
     kind = scaling["rope_type"] if scaling else "default"
     return f"RoPE(theta={theta:g}{dims}, {pairing}{'' if kind == 'default' else f', {kind}'})"

@@ -1,4 +1,4 @@
-"""Norm schemes: LayerNorm, RMSNorm, DyT, Derf, DeepNorm, BatchNorm, their options and what they keep of a norm."""
+"""Norm schemes (LayerNorm, RMSNorm, DyT, Derf, DeepNorm, BatchNorm): options, module, and what each one preserves."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from ..runtime.norms import (
 
 @dataclass(frozen=True)
 class Norm(Scheme):
-    """A norm scheme: a frozen dataclass, whose fields are its options, those of its module among them.
+    """Base class of the norm schemes: frozen dataclasses whose fields are the options, those of the module among them.
 
     Attributes:
-        component: the class of the module that takes a norm's place, assigned without an annotation. Its constructor's
+        component: the class of the module that replaces a norm, assigned without an annotation. Its constructor's
             further arguments are fields of the scheme of the same names: numbers, words, or tuples of them.
-        label: what plans call the module; by default the component's name.
+        label: the module's name in plans; by default the component's name.
     """
 
     registry: ClassVar = NORMS
@@ -54,22 +54,22 @@ class Norm(Scheme):
         return self.component
 
     def module_options(self) -> dict[str, Any]:
-        """Arguments of that class besides what every norm has: the scheme's fields of the same names."""
-        taken = inspect.signature(self.module_class()).parameters
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name in taken}
+        """Constructor arguments that only that class has: the scheme's fields of the same names."""
+        accepted = inspect.signature(self.module_class()).parameters
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name in accepted}
 
     def kept(self, facts: NormFacts) -> NormFacts:
-        """The facts of a norm as far as the module takes them over."""
+        """A replaced norm's facts without what the new module drops (the shift, say)."""
         return facts
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
-        """The call of the component that makes the module.
+        """The module as the value of an edit: its component and the arguments for `AffineNorm.replacing`.
 
         Args:
-            facts: what the replaced norm computes.
-            old: that norm; None for a norm where none was.
+            facts: what the replaced norm computes, or what a new norm is to compute.
+            old: the replaced norm; None for a norm that is added.
         """
-        facts, own = self.kept(facts), parameter_names(old)
+        facts, default_names = self.kept(facts), parameter_names(old)
         arguments: dict[str, Any] = {"eps": facts.eps}
         sizes = [getattr(old, name).shape for name in (facts.gain, facts.shift) if name] if old is not None else []
         if not sizes or tuple(sizes[0]) != facts.shape:
@@ -78,8 +78,8 @@ class Norm(Scheme):
             arguments["channels_first"] = True
         if facts.offset:
             arguments["offset"] = facts.offset
-        for argument, usual in zip(("gain", "shift"), own, strict=True):
-            if getattr(facts, argument) != usual:
+        for argument, default in zip(("gain", "shift"), default_names, strict=True):
+            if getattr(facts, argument) != default:
                 arguments[argument] = getattr(facts, argument)
         kind = self.module_class().kind
         if kind not in (self.name, "prms"):
@@ -106,7 +106,7 @@ class Norm(Scheme):
 
     @property
     def centring(self) -> str | None:
-        """How the stream is made zero-mean where that makes the swap exact: "fold", "parametrize"; None: not at all."""
+        """How the residual stream is made zero-mean for exact swaps: "fold", "parametrize", or None for not at all."""
         return None
 
     def loss(self, facts: NormFacts) -> str | None:
@@ -120,7 +120,7 @@ NORMS.base = Norm
 @NORMS.register("layer")
 @dataclass(frozen=True)
 class Layer(Norm):
-    """Layer normalisation itself: the control of an ablation, or with `bias=False` LayerNorm without its shift.
+    """Layer normalisation: a control in ablations, or with `bias=False` LayerNorm without its shift.
 
     (x - mean) / sqrt(var + eps) * gain [+ shift], Ba et al. 2016, arXiv:1607.06450.
 
@@ -156,17 +156,17 @@ class RMS(Norm):
     """Root mean square normalisation: LayerNorm without the subtraction of the mean.
 
     x / sqrt(mean(x^2) + eps) * gain + shift, Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4. Gain, shift and eps are
-    the replaced norm's. It is the same function wherever the input's mean over the channels is zero, so everything that
-    writes to the residual stream is centred first, wherever that leaves the model's outputs as they are. Hidden states
-    that the model records (`output_hidden_states=True`) lose their mean.
+    the replaced norm's. The function stays the same wherever the input's mean over the channels is zero. So everything
+    that writes to the residual stream is centred first, if that doesn't change the model's outputs. Hidden states that
+    the model records (`output_hidden_states=True`) lose their mean.
 
     Args:
-        mode: "fold" subtracts the mean from the weights: an RMSNorm model, whose training takes another course than the
-            LayerNorm model's. "parametrize" leaves the weights and centres each branch's output in every forward, so
-            that training follows the LayerNorm model's trajectory.
-        fold_bias: move the shift into the linear layers that read the norm, where nothing else does.
-        fraction: below 1 the root mean square is estimated on the first ceil(fraction * d) channels alone: pRMSNorm,
-            0.0625 in the paper's section 4.2. Another function whatever the input's mean, so nothing is centred.
+        mode: "fold" subtracts the mean from the weights once; training then differs from the LayerNorm model's.
+            "parametrize" keeps the weights and centres each branch's output in every forward, so that training follows
+            the LayerNorm model's trajectory.
+        fold_bias: move the shift into the linear layers that read the norm, if only such layers read it.
+        fraction: below 1 the root mean square is estimated on the first ceil(fraction * d) channels: pRMSNorm, 0.0625
+            in the paper's section 4.2. This is never the same function, so nothing is centred.
 
     Raises:
         OptionError: no such mode; `fold_bias` is no bool, or is True with "parametrize"; `fraction` isn't in
@@ -220,9 +220,9 @@ class DyT(Norm):
     the replaced norm's own Parameters.
 
     Args:
-        alpha: starting value of the learned scalar; the paper's default outside LLMs is 0.5. "llm" is the paper's way
-            to train a language model from scratch, with `init="reset"` only (contrib/dyt_llm.py): starting values by
-            the stream's width and the norm's place, and token embeddings with a learned scale.
+        alpha: starting value of the learned scalar; the paper's default outside LLMs is 0.5. "llm" is the paper's
+            recipe for training a language model from scratch (contrib/dyt_llm.py), for `init="reset"` only: starting
+            values that depend on the stream's width and the norm's place, and token embeddings with a learned scale.
 
     Raises:
         OptionError: alpha is neither a positive finite number nor "llm".
@@ -274,7 +274,12 @@ class Derf(Norm):
 
 @dataclass(frozen=True)
 class Depth:
-    """Sublayers (residual branches) of the stack that a branch is in, and of the decoder that reads it, if one does."""
+    """Numbers of residual branches that DeepNorm's a and b depend on.
+
+    Attributes:
+        sublayers: branches of the stack.
+        decoder_sublayers: for an encoder, branches of the decoder that reads it; else 0.
+    """
 
     sublayers: int
     decoder_sublayers: int = 0
@@ -292,9 +297,9 @@ class DeepNorm(Norm):
         encoder-decoder: encoder  .81(N^4 M)^(1/16)   .87(N^4 M)^(-1/16)
                          decoder  (3M)^(1/4)          (12M)^(-1/4)
 
-    a weighs the stream in every forward. b scales weights once, with `init="reset"`: those of feed-forward networks
-    (gates and experts included, routers not), of values and of outputs of attentions, their biases start at zero;
-    queries and keys stay as the model has them. The paper draws them by Xavier's rule with gain b (1 for queries and
+    a multiplies the stream in every forward. b scales weights once, with `init="reset"`: those of feed-forward networks
+    (gates and experts included, routers not) and of attention values and outputs, whose biases start at zero; queries
+    and keys stay as they are. The paper draws them by Xavier's rule with gain b (1 for queries and
     keys); here the model's own initial values are multiplied by b, so `init="reset"` is for models just built.
 
     Post-norm models are changed by LN_eps(a x + f(x)) = LN_(eps/a^2)(x + f(x)/a): a gain on the branch and a smaller
@@ -324,7 +329,7 @@ class DeepNorm(Norm):
             raise OptionError(f"DeepNorm: preserve must be True or False, not {self.preserve!r}.")
 
     def gains(self, depth: Depth) -> tuple[float, float]:
-        """(a, b) of a stack; layers may be any number of branches, so depths are counted in those."""
+        """(a, b) of a stack; depths are counted in branches, since not all layers have the same number of them."""
         if depth.decoder_sublayers:
             n, m = depth.sublayers / 2, depth.decoder_sublayers / 3
             alpha, beta = 0.81 * (n**4 * m) ** (1 / 16), 0.87 * (n**4 * m) ** (-1 / 16)
@@ -346,8 +351,8 @@ class BatchNorm(Norm):
     """Batch normalisation per channel, over all positions of the batch that aren't padding.
 
     (x - mean_c) / sqrt(var_c + eps) * gain + shift, Ioffe & Szegedy 2015, arXiv:1502.03167. For encoders: in a causal
-    stack the statistics of a batch would tell a position of later ones, so such stacks keep their norms, and a causal
-    model is refused. Padding is known from the attention mask of the block around a norm; in models that take a mask,
+    stack batch statistics would leak later positions into earlier ones, so such stacks keep their norms, and a causal
+    model is refused. Padding is read from the attention mask of the block around a norm; in models that take a mask,
     norms outside of any block stay. The running averages start at mean 0 and variance 1: before training, eval mode
     passes x * gain + shift on.
 

@@ -1,9 +1,10 @@
-"""Where a model's residual branches begin and end, found by running it rather than from a list of architectures.
+"""Finds a model's residual branches and their placement by running its blocks, not from a list of architectures.
 
-A block's stream x meets its branches at *points*: the inputs of its norms, and its output. With the outputs of all
-matrices held fixed, nothing is left between them but sums, dropouts and layer scales. A module whose output, moved by
-a constant delta, then moves a point by exactly that delta (or by delta times one constant per channel) is an addend of
-the stream there: the end of a branch. One that doesn't is inside a branch, or outside of the stream.
+A block's stream x is observed at *points*: the inputs of its norms, and its output. A module is *held* if its output is
+replaced by that of the undisturbed run. With all modules that have a matrix held, only sums, dropouts and layer scales
+are left between x and the points. Now a vector delta, one number a channel, is added to one module's output. If a point
+then changes by exactly delta (or by delta times one constant per channel), this output is an addend of the stream
+there: the module ends a branch. Otherwise it is inside a branch, or outside of the stream.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from ..runtime.edits import pattern_of
 from .blocks import INPUT, OUTPUT, Block, Call, is_stream, stream_blocks
 
-_TOLERANCE = 1e-5  # relative; some families compute their norms in float32 whatever the input
+_TOLERANCE = 1e-5  # relative; not smaller since some models compute their norms in float32 even on float64 input
 
 
 @dataclass(frozen=True)
@@ -28,24 +29,23 @@ class Branch:
 
     Attributes:
         block: name of the repeated block in the model. All other names are relative to it.
-        norm: the norm that reads the stream for it (pre, sandwich), or that reads the sum (post), or that reads the
-            branch's own output (olmo2: x + norm(f(x))); "" where there is none.
-        outer: of a sandwich, x + outer(f(norm(x))), the second norm; else "".
-        outlet: the outermost module whose output, or the first of whose outputs, is added to the stream.
-        writer: the innermost last one: a dropout where that is a module, else the projection.
-        call: which call of outlet and writer in one forward of the block: a dropout may serve two branches.
-        projection: the module with a matrix whose output is written.
-        readers: of a `post` branch, the outermost modules that read the stream for it; () where some can't be told.
+        norm: the norm of the branch's input (pre, sandwich), of the sum (post), or of the branch's output (olmo2:
+            x + norm(f(x))); "" for none.
+        outer: the second norm of a sandwich, x + outer(f(norm(x))); else "".
+        outlet: the outermost module whose output, or the first of its outputs, is added to the stream.
+        writer: the innermost and last such module: a dropout module if there is one, else the projection.
+        call: index of the call of outlet and writer in one forward of the block: two branches may share a dropout.
+        projection: the last module with a matrix before the sum.
+        readers: of a `post` branch, the outermost modules that read the stream for it; () if they can't be identified.
         placement: "pre", "post", "parallel" (several branches read and write the same points of the stream),
             "sandwich", "olmo2", or "other".
-        altered: whether what the outlet returns is multiplied, or its positions moved, on its way to the stream.
-        dropout: attribute of the outlet's parent with the rate of a dropout that is a function and comes after the
-            outlet; "" where there is none, "?" where one was seen whose rate isn't found.
-        mixes: whether it lets one position see another, as attention does and a feed-forward network doesn't.
-        cross: whether it reads another stack's output besides its own stream, as cross-attention does.
+        altered: whether the outlet's output is multiplied, or its positions are permuted, before it is added.
+        dropout: attribute of the outlet's parent that holds the rate of a functional dropout (F.dropout) after the
+            outlet; "" for no such dropout, "?" if there is one and its rate isn't found.
+        mixes: whether positions depend on one another, as in attention and unlike in a feed-forward network.
+        cross: whether it also reads the output of another stack, as cross-attention does.
         shared: whether the block runs several times in one forward of the model.
-        weights: (module, part) of what DeepNorm scales in a model that starts afresh, where that was looked for
-            (deepnorm_weights.py).
+        weights: (module, part) of the weights that DeepNorm scales with init="reset"; filled by deepnorm_weights.py.
     """
 
     block: str
@@ -78,13 +78,19 @@ def find_branches(model: nn.Module, inputs: dict[str, Any]) -> list[Branch]:
         inputs: keyword arguments of its forward.
 
     Returns:
-        One entry a branch; none for models (or parts of models) without residual branches around norms.
+        One entry per branch; models (or parts of models) without residual branches around norms have none.
     """
     return [branch for block in stream_blocks(model, inputs) for branch in _branches_of(block)]
 
 
 class _Moves(NamedTuple):
-    """By how many deltas, one number a channel, outputs, points and inputs moved; None for any other movement."""
+    """Changes that adding delta to one output causes, divided by delta: one factor per channel.
+
+    None means that the change isn't the same multiple of delta at all positions; what doesn't change isn't listed.
+
+    Attributes:
+        outputs, points, inputs: as in `Run`.
+    """
 
     outputs: dict[Call, Tensor | None]
     points: dict[Call, Tensor | None]
@@ -92,6 +98,7 @@ class _Moves(NamedTuple):
 
 
 def _branches_of(block: Block) -> list[Branch]:
+    """The branches of one block; none if it has no norms, or delta on its input reaches no point as a multiple."""
     if not block.norms or not block.fits(block.base.points[OUTPUT]):
         return []
     finder = _Finder(block)
@@ -101,12 +108,12 @@ def _branches_of(block: Block) -> list[Branch]:
 
 
 class _Finder:
-    """Follows the stream from point to point.
+    """Finds the branches of one block, following its stream from point to point.
 
     Attributes:
-        moves: what each module whose output is as wide as the stream moves; filled once the stream is known.
-        stream: what the stream itself moves, from the last point on where it was a norm's output.
-        carried: calls whose output is the stream itself, sums inside included.
+        moves: the effect of delta on each call whose output has the stream's shape; filled by `branches`.
+        stream: the effect of delta on the stream itself: on the block's input, or, after a post-norm, on its output.
+        carried: calls whose output is the stream itself, already summed, rather than an addend.
     """
 
     def __init__(self, block: Block):
@@ -122,11 +129,11 @@ class _Finder:
         sources = [call for call, output in self.block.base.outputs.items() if self.block.fits(output)]
         self.moves = {call: self._moved_by(call) for call in sources}
         found: list[Branch] = []
-        readers: list[Call] = []  # norms that read the stream and don't become it
-        inner: dict[Call, list[Call]] = {}  # norm -> what it reads, where that isn't the stream
-        written: set[Call] = set()
+        readers: list[Call] = []  # pre-norms so far: norms that read the stream and whose output isn't the stream
+        inner: dict[Call, list[Call]] = {}  # norm inside a branch -> the calls whose outputs it reads
+        written: set[Call] = set()  # calls assigned to a point already
         for point in self.points:
-            entering = [c for c in self._entering(point) if c not in written]
+            entering = [c for c in self._addends_first_at(point) if c not in written]
             written |= set(entering)
             if self.stream.points.get(point) is None:
                 inner[point] = entering
@@ -147,19 +154,16 @@ class _Finder:
     # What moves what
 
     def _moved_by(self, source: Call) -> _Moves:
-        """How all moves when `source` does by delta, all matrices but those around it being held.
+        """The effect of adding delta to the output of `source`, with the matrices held that don't contain it."""
+        seen = self.block.run({source: self.delta}, self._held_around(source))
+        return _Moves(*(self._relative_changes(new, old) for new, old in zip(seen, self.block.base, strict=True)))
 
-        For each the movement in units of delta, one number a channel; None where it is anything else but no movement.
-        What doesn't move isn't listed.
-        """
-        seen = self.block.run({source: self.delta}, self._around(source))
-        return _Moves(*(self._compared(new, old) for new, old in zip(seen, self.block.base, strict=True)))
-
-    def _around(self, source: Call) -> set[Call]:
-        """The calls of all modules with a matrix but those that hold the source."""
+    def _held_around(self, source: Call) -> set[Call]:
+        """The calls of all modules with a matrix, except for those that contain the source."""
         return {c for c in self.rank if c[0] in self.block.matrices and not source[0].startswith(f"{c[0]}.")}
 
-    def _compared(self, new: dict[Call, Tensor], old: dict[Call, Tensor]) -> dict[Call, Tensor | None]:
+    def _relative_changes(self, new: dict[Call, Tensor], old: dict[Call, Tensor]) -> dict[Call, Tensor | None]:
+        """The differences of two runs divided by delta, as in `_Moves`."""
         moved: dict[Call, Tensor | None] = {}
         for call, tensor in new.items():
             if call not in old or tensor.shape != old[call].shape or not self.block.fits(tensor):
@@ -172,21 +176,21 @@ class _Finder:
         return moved
 
     def _first_moved(self, call: Call) -> Call | None:
-        """The first point that a call's output moves."""
+        """The first point that changes with a call's output."""
         return next((point for point in self.points if point in self.moves[call].points), None)
 
-    def _entering(self, point: Call) -> list[Call]:
-        """Calls whose output meets the stream (or an inner norm) at this point first, as they end."""
+    def _addends_first_at(self, point: Call) -> list[Call]:
+        """Calls whose output is an addend at this point and at no earlier one, in the order in which they end."""
         calls = [c for c, moved in self.moves.items() if self._first_moved(c) == point and _is_addend(moved, point)]
         return sorted(calls, key=self.rank.__getitem__)
 
     def _becomes_the_stream(self, norm: Call) -> bool:
-        """Whether the norm's output is the stream that the next point sees."""
+        """Whether the norm is a post-norm: its output is the stream from there on."""
         first = self._first_moved(norm) if norm in self.moves else None
         return first is not None and _is_addend(self.moves[norm], first) and self.stream.points.get(first) is None
 
     def _chains(self, calls: list[Call]) -> list[list[Call]]:
-        """Calls that move one another belong to one branch, experts that one module adds too; as they end."""
+        """Groups calls into branches, each in the order of ends: calls that change one another's output go together."""
         chains: list[list[Call]] = []
         for call in calls:
             moving = [chain for chain in chains if any(call in self.moves[earlier].outputs for earlier in chain)]
@@ -195,16 +199,25 @@ class _Finder:
         return [sorted(chain, key=self.rank.__getitem__) for chain in chains]
 
     def _parallel(self, chain: list[Call], chains: list[list[Call]]) -> bool:
-        """Whether another branch that meets the stream at the same point neither sees this one's output nor is seen."""
+        """Whether another branch is added at the same point, and neither depends on the other's output."""
         others = [other for other in chains if other is not chain]
-        sees = self.block.depends
-        return any(not sees(chain[-1], o[-1]) and not sees(o[-1], chain[-1]) for o in others)
+        depends = self.block.depends
+        return any(not depends(chain[-1], o[-1]) and not depends(o[-1], chain[-1]) for o in others)
 
     # One branch
 
     def _branch(
         self, point: Call, chain: list[Call], becomes: bool, parallel: bool, readers: list[Call], inner: dict
     ) -> Branch:
+        """The branch whose last calls are `chain`.
+
+        Args:
+            point: where it is added to the stream.
+            chain: the calls that return what is added, in the order in which they end.
+            becomes: whether the point is a post-norm.
+            parallel: whether another branch is parallel to it.
+            readers, inner: as in `branches`.
+        """
         inside, matrices = self.block.inside, self.block.matrices
         last = [c for c in chain if not inside[c[0]]._modules or c[0] in matrices]
         writer = last[-1] if last else chain[-1]
@@ -234,7 +247,7 @@ class _Finder:
             projection=projection,
             readers=self._readers(writer, outlet, norm, held) if post else (),
             placement=placement,
-            altered=not self._arrives(outlet, point),
+            altered=not self._is_unaltered(outlet, point),
             dropout=self._functional_dropout(outlet, point),
             mixes=self._mixes(writer, held),
             cross=self._reads_another_stack(writer, held),
@@ -242,17 +255,17 @@ class _Finder:
         )
 
     def _writes(self, call: Call) -> bool:
-        """Whether a call's output is an addend of the stream, or of what an inner norm reads."""
+        """Whether a call's output is an addend at any point."""
         return any(factor is not None for factor in self.moves[call].points.values())
 
-    def _arrives(self, outlet: Call, point: Call) -> bool:
-        """Whether the stream moves at each position by what the outlet moves there."""
+    def _is_unaltered(self, outlet: Call, point: Call) -> bool:
+        """Whether noise added to the outlet's output arrives at the point unchanged, position by position."""
         noise = self.block.noise(self.block.base.outputs[outlet], 4)
-        by = self.block.run({outlet: noise}, self._around(outlet)).points[point] - self.points[point]
+        by = self.block.run({outlet: noise}, self._held_around(outlet)).points[point] - self.points[point]
         return bool((by - noise.reshape(by.shape)).abs().max() <= _TOLERANCE * noise.abs().max())
 
     def _readers(self, writer: Call, outlet: Call, norm: str, held: set[Call]) -> tuple[str, ...]:
-        """Modules that are given the stream itself and on whose output the branch depends, and which hold no sum."""
+        """The outermost modules that are called with the stream and change the branch; see `Branch.readers`."""
         found: list[Call] = []
         for call in self.rank:
             factor = self.stream.inputs.get(call)
@@ -269,12 +282,12 @@ class _Finder:
         return tuple(call[0] for call in readers)
 
     def _reads_elsewhere(self, outlet: Call, held: set[Call]) -> bool:
-        """Whether the stream still moves the branch when these outputs are held."""
+        """Whether the branch still depends on the stream when these outputs are held."""
         source = next((call for call, moves in self.moves.items() if moves is self.stream), INPUT)
         return self.block.differs(outlet, self.block.run({source: self.delta}, held))
 
     def _mixes(self, writer: Call, held: set[Call]) -> bool:
-        """Whether the first position's change of the stream reaches other positions of the branch."""
+        """Whether a change of the stream at the first position changes the branch at other positions."""
         by_position = len(self.block.x), -1, self.block.width
         moved = torch.zeros_like(self.block.x, memory_format=torch.contiguous_format).view(by_position)
         moved[:, 0] = self.delta
@@ -283,6 +296,7 @@ class _Finder:
         return bool(by[:, 1:].abs().max() > 1e-9) if by.shape[1] > 1 else False
 
     def _reads_another_stack(self, writer: Call, held: set[Call]) -> bool:
+        """Whether the branch depends on an argument that is another stack's output."""
         for key in self.block.foreign:
             value: Any = self.block.arguments.get(key)
             if key != self.block.stream and is_stream(value) and value.dim() == self.block.x.dim():
@@ -292,30 +306,31 @@ class _Finder:
         return False
 
     def _functional_dropout(self, outlet: Call, point: Call) -> str:
-        """The attribute with the rate of a dropout between outlet and stream that isn't a module."""
+        """The attribute with the rate of a functional dropout between outlet and stream; see `Branch.dropout`."""
         parent = self.block.module.get_submodule(outlet[0].rpartition(".")[0])
         rates = {key: v for key, v in vars(parent).items() if "drop" in key and type(v) in (int, float) and 0 <= v < 1}
 
-        def clean(**changed: float) -> bool:
+        def is_undisturbed(**changed: float) -> bool:  # with these rates, and the parent in training mode
             vars(parent).update(changed)
             return _is_addend(self._moved_by(outlet), point)
 
         with _training(parent, rates):
-            if clean() and clean(**dict.fromkeys(rates, 0.5)):
+            if is_undisturbed() and is_undisturbed(**dict.fromkeys(rates, 0.5)):
                 return ""
-            none = dict.fromkeys(rates, 0.0)
-            if not clean(**none):
+            no_dropout = dict.fromkeys(rates, 0.0)
+            if not is_undisturbed(**no_dropout):
                 return "?"
-            return next((key for key in rates if not clean(**{**none, key: 0.5})), "")
+            return next((key for key in rates if not is_undisturbed(**{**no_dropout, key: 0.5})), "")
 
 
 def _is_addend(moves: _Moves, point: Call) -> bool:
+    """Whether the point changes by a constant multiple of delta in each channel."""
     return moves.points.get(point) is not None
 
 
 @contextmanager
 def _training(module: nn.Module, attributes: dict[str, Any]) -> Iterator[None]:
-    """This module alone in training mode, its attributes restored afterwards, the random stream too."""
+    """Sets this module alone to training mode; mode, attributes and random state are restored afterwards."""
     mode = module.training
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

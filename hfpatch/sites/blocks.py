@@ -1,5 +1,7 @@
-"""A model's repeated blocks, run one by one with some of their modules' outputs moved or held: the one way in which the
-rest of this folder asks what a block does.
+"""Runs a model's repeated blocks one by one, with some of their modules' outputs changed or held fixed.
+
+All measurements of this folder are made with `Block.run`. An output is *moved* if a tensor is added to it, and *held*
+if it is replaced by that of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from ..runtime.edits import pattern_of
 from ..runtime.errors import PatchError, UnsupportedError
 from .norms import describe
 
-Call = tuple[str, int]  # a module's name in its block, and which of its calls in one forward of the block
-INPUT: Call = ("", -1)
-OUTPUT: Call = ("", 0)
+Call = tuple[str, int]  # (a module's name in its block, index among its calls in one forward of the block)
+INPUT: Call = ("", -1)  # stands for the stream that the block is called with
+OUTPUT: Call = ("", 0)  # stands for what the block returns
 
 
 class Run(NamedTuple):
-    """What one run of a block showed, by call, in the order in which calls end.
+    """Tensors recorded in one run of a block, by call, in the order in which the calls end.
 
     Attributes:
-        outputs: what each module inside returned: a tensor, or the first of several.
-        points: the inputs of its norms, and last the block's output.
+        outputs: the output of each module in the block, the first one if it returns several.
+        points: the inputs of the block's norms, and under `OUTPUT` the block's output.
         inputs: the first tensor among each module's arguments.
     """
 
@@ -38,18 +40,19 @@ class Run(NamedTuple):
 
 
 class Block:
-    """One block with the arguments of a real call, to be run again with some outputs changed.
+    """One block of a model with the arguments of a recorded call, to be run again with some outputs changed.
 
     Args:
         name, module: the block.
-        args, kwargs: of its first call.
+        args, kwargs: arguments of its first call in the model's forward.
         calls: how often one forward of the model runs it.
-        foreign: names of its arguments that are outputs of modules which ran after the blocks of another stack.
+        foreign: names of its arguments that come from another stack, as an encoder's output in a decoder.
 
     Attributes:
-        stream, x, width: the argument that is the residual stream ("" where none is), its value and channels.
-        inside: the modules in it, by name; norms and matrices: names of those that are norms, or hold a matrix.
-        given_twice: names of those that take the same tensor in two arguments, once it has run.
+        stream, x, width: name of the argument that is the residual stream ("" for none), its value, its channels.
+        inside: the modules in the block, by name.
+        norms, matrices: names of those that are norms, and of those that hold a matrix.
+        given_twice: names of those that were called with the same tensor in two arguments; filled by `run`.
     """
 
     def __init__(self, name: str, module: nn.Module, args: tuple, kwargs: dict, calls: int, foreign: tuple[str, ...]):
@@ -67,10 +70,12 @@ class Block:
 
     @property
     def x(self) -> Tensor:
+        """The residual stream that the block is called with, (B, T, d) or (B, rows, columns, d)."""
         return self.arguments[self.stream]
 
     @property
     def width(self) -> int:
+        """The number of channels of the stream."""
         return self.x.shape[-1]
 
     @cached_property
@@ -80,7 +85,7 @@ class Block:
 
     @cached_property
     def rank(self) -> dict[Call, int]:
-        """The order in which calls end."""
+        """Index of each call in the order in which calls end."""
         return {call: i for i, call in enumerate(self.base.outputs)}
 
     def run(
@@ -89,16 +94,16 @@ class Block:
         held: Collection[Call] = (),
         arguments: Mapping[str, Any] | None = None,
     ) -> Run:
-        """Run it once more.
+        """Run the block once, with changes.
 
         Args:
-            moved: what is added to calls' undisturbed outputs; for `INPUT`, to the stream that it reads.
-            held: calls whose outputs are the undisturbed ones.
-            arguments: other values of its arguments.
+            moved: tensors to add to the undisturbed outputs of these calls, or for `INPUT` to the stream.
+            held: calls whose outputs are replaced by those of the undisturbed run.
+            arguments: other values for the block's arguments.
         """
         undisturbed = self.base.outputs if moved or held else {}
         moved, seen = dict(moved or {}), Run({}, {}, {})
-        values = {key: v.clone() if isinstance(v, Tensor) else _unfilled(v) for key, v in self.arguments.items()}
+        values = {key: v.clone() if isinstance(v, Tensor) else _copied_cache(v) for key, v in self.arguments.items()}
         values.update(arguments or {})
         if INPUT in moved:
             values[self.stream] = values[self.stream] + moved.pop(INPUT)
@@ -114,7 +119,7 @@ class Block:
                     return None
                 call = child, count.get(child, 0)
                 count[child] = call[1] + 1
-                self._see_inputs(call, [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)], seen)
+                self._record_inputs(call, [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)], seen)
                 known, new = undisturbed.get(call), None
                 if known is not None and call in moved:
                     new = known + moved[call]
@@ -139,7 +144,8 @@ class Block:
         seen.points[OUTPUT] = result[0] if isinstance(result, tuple | list) else result
         return seen
 
-    def _see_inputs(self, call: Call, tensors: list[Tensor], seen: Run) -> None:
+    def _record_inputs(self, call: Call, tensors: list[Tensor], seen: Run) -> None:
+        """Record the tensors that a call is given."""
         if tensors:
             x = tensors[0]
             if x.is_floating_point() and any(v is x for v in tensors[1:]):
@@ -149,7 +155,7 @@ class Block:
                 seen.points[call] = seen.inputs[call]
 
     def _positional(self, values: dict[str, Any]) -> list[Any]:
-        """The stream goes first by position, as callers pass it (checkpointed layers insist)."""
+        """Takes out of `values` what is passed by position: the stream, as gradient checkpointing requires."""
         leading: list[Any] = []
         for name in self.parameters:
             if name not in values or (self.rest == () and name != self.parameters[0] and leading):
@@ -158,16 +164,16 @@ class Block:
         return leading
 
     def noise(self, like: Tensor, seed: int) -> Tensor:
-        """Random numbers of a tensor's shape, and about its size."""
+        """Gaussian noise of a tensor's shape and standard deviation."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device) * like.std()
 
     def differs(self, call: Call, run: Run) -> bool:
-        """Whether a call's output isn't what it was undisturbed."""
+        """Whether a call's output in this run differs from that of the undisturbed run."""
         return not torch.allclose(run.outputs[call], self.base.outputs[call], rtol=1e-6, atol=1e-9)
 
     def depends(self, call: Call, source: Call, held: Collection[Call] = ()) -> bool:
-        """Whether a call's output moves with another's when only some are held."""
+        """Whether noise on the output of `source` changes a call's output while the calls in `held` are held."""
         return self.differs(call, self.run({source: self.noise(self.base.outputs[source], 1)}, held))
 
     def fits(self, tensor: Tensor) -> bool:
@@ -177,10 +183,14 @@ class Block:
 
 @contextmanager
 def measuring(model: nn.Module, consequence: str) -> Iterator[None]:
-    """Around what runs the blocks of a small model one by one.
+    """Turns errors of measurements on single blocks into an UnsupportedError about the model.
+
+    Args:
+        model: the model that the error names.
+        consequence: what can't be done for it therefore, for the error's text.
 
     Raises:
-        UnsupportedError: one can't run by itself, with the arguments of a call in the model; what follows for `model`.
+        UnsupportedError: anything but a PatchError was raised inside, as when a block doesn't run by itself.
     """
     try:
         yield
@@ -199,25 +209,24 @@ def is_stream(value: Any) -> bool:
 
 
 def stream_blocks(model: nn.Module, inputs: Mapping[str, Any]) -> list[Block]:
-    """The blocks that hold norms and read a stream, of lists inside of lists the innermost; as `observe_blocks`."""
+    """The blocks that hold norms and read a stream; of nested module lists, the innermost elements."""
     return [block for block in observe_blocks(model, inputs, list(_block_names(model))) if block.stream]
 
 
 def observe_blocks(
     model: nn.Module, inputs: Mapping[str, Any], names: Collection[str], foreign: bool = True
 ) -> list[Block]:
-    """Blocks of a model in the order of their first calls, each with the arguments of that call.
+    """Blocks of a model in the order of their first calls, each with its recorded arguments.
 
     Args:
         model, inputs: as in `find_branches`.
-        names: of the blocks; those that the forward doesn't reach are left out.
-        foreign: find arguments that come from another stack, for which all activations are kept meanwhile.
+        names: names of the blocks; the result lacks those that the forward doesn't reach.
+        foreign: also find arguments that come from another stack; all activations stay in memory meanwhile.
     """
     seen: dict[str, tuple[tuple, dict, tuple[str, ...]]] = {}
     calls: dict[str, int] = {}
-    outputs: list[
-        tuple[Tensor, int]
-    ] = []  # kept alive, so that no other tensor gets their ids; how many blocks had run
+    # (output, number of blocks that had run); the tensors are kept alive, so that no other one gets their ids
+    outputs: list[tuple[Tensor, int]] = []
     modules = dict(model.named_modules())
 
     def before(name: str) -> Callable[..., None]:
@@ -225,11 +234,11 @@ def observe_blocks(
             calls[name] = calls.get(name, 0) + 1
             if name not in seen:
                 others = [i for i, earlier in enumerate(seen) if pattern_of(earlier) != pattern_of(name)]
-                of_others = {id(tensor) for tensor, ran in outputs if others and ran > others[0]}
+                of_other_stacks = {id(tensor) for tensor, ran in outputs if others and ran > others[0]}
                 parameters = list(inspect.signature(type(module).forward).parameters)[1:]
                 named = {**dict(zip(parameters, args, strict=False)), **kwargs}
-                own = tuple(map(_unfilled, args)), {key: _unfilled(value) for key, value in kwargs.items()}
-                seen[name] = *own, tuple(key for key, value in named.items() if id(value) in of_others)
+                copies = tuple(map(_copied_cache, args)), {key: _copied_cache(value) for key, value in kwargs.items()}
+                seen[name] = *copies, tuple(key for key, value in named.items() if id(value) in of_other_stacks)
 
         return hook
 
@@ -248,16 +257,19 @@ def observe_blocks(
     finally:
         for handle in handles:
             handle.remove()
-    return [Block(name, modules[name], args, kwargs, calls[name], own) for name, (args, kwargs, own) in seen.items()]
+    return [
+        Block(name, modules[name], args, kwargs, calls[name], of_others)
+        for name, (args, kwargs, of_others) in seen.items()
+    ]
 
 
-def _unfilled(value: Any) -> Any:
-    """A copy of a cache, which every run of a block fills; anything else as it is."""
+def _copied_cache(value: Any) -> Any:
+    """A copy of a key-value cache, since every run of a block fills it; any other value unchanged."""
     return copy.deepcopy(value) if hasattr(value, "get_seq_length") else value
 
 
 def _block_names(model: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Elements of module lists that hold norms; where an element holds such a list itself, that one's elements."""
+    """Names of the elements of module lists that hold norms; of nested lists, the innermost elements."""
     for name, child in model.named_children():
         path = f"{prefix}{name}"
         if isinstance(child, nn.ModuleList | nn.Sequential):
@@ -272,5 +284,5 @@ def _block_names(model: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def has_matrix(module: nn.Module) -> bool:
-    """Whether a module itself, its children aside, holds a Parameter of two dimensions or more."""
+    """Whether a module itself, not its children, holds a Parameter of two dimensions or more."""
     return any(p is not None and p.dim() > 1 and p.shape[-1] > 1 for p in module._parameters.values())

@@ -1,4 +1,4 @@
-"""From a norm scheme and a model to the list of norms that change and those that stay, each with its reason."""
+"""Planner of norm schemes: which norms of a model are replaced and which are kept, each with its reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,13 @@ _FEATURES = re.compile(r"feature_(extractor|projection|encoder)|^cmvn$")
 
 @dataclass
 class _Site:
-    """One norm module and every place where it stands."""
+    """One norm module with its names and parents; a shared module has several.
+
+    Attributes:
+        module: the norm, or a module that looks like one.
+        facts: what it computes; None if that isn't gain * normalised input + shift.
+        names, parents: one of each per place that holds it.
+    """
 
     module: nn.Module
     facts: NormFacts | None
@@ -41,12 +47,12 @@ class _Site:
 
 @dataclass
 class _Swap:
-    """How one norm is replaced.
+    """How one norm that the request covers is replaced, or why it can't be.
 
     Attributes:
-        loss: what isn't preserved, None where the function stays the same.
-        stays: why it is kept after all, since that is more than was allowed.
-        note: for the plan.
+        loss: what isn't preserved; None for an exact swap.
+        stays: why the norm is kept: its swap isn't exact, and init="exact" allows no other.
+        note: shown in the plan.
     """
 
     loss: str | None
@@ -57,7 +63,7 @@ class _Swap:
 def plan_norm_request(
     model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
 ) -> Planned:
-    """The same function wherever the scheme and the request allow it; a plain swap elsewhere."""
+    """The planner of most norm schemes: exact swaps where scheme and `init` allow it, else gain and shift copied."""
     conversion = Conversion.of_request(model, part, example_inputs, inexact)
     changes = plan_norms(model, part, conversion)
     return Planned(part if conversion is None else conversion.recorded(), changes, conversion)
@@ -69,16 +75,16 @@ def plan_norms(model: nn.Module, part: Part, conversion: Conversion | None = Non
     Args:
         model: any module tree.
         part: a norm scheme with its globs.
-        conversion: of a request that keeps the function where it can. None for a plain swap.
+        conversion: finds which norms can be swapped exactly, and what to centre for that; None copies gain and shift.
 
     Raises:
         NothingToPatchError: the model has no norm.
-        UnsupportedError: `init="exact"` where no swap is.
-        WrappedModelError: a norm carries a forward of its own, put there by another library.
+        UnsupportedError: `init="exact"`, and no swap is exact.
+        WrappedModelError: another library has replaced a norm's forward on the instance.
     """
     scheme = part.scheme
     assert isinstance(scheme, Norm)
-    sites = _find(model)
+    sites = _find_sites(model)
     if not any(site.facts for site in sites):
         raise NothingToPatchError(
             f"{type(model).__name__} has no LayerNorm-like module, so norm={scheme.name!r} has nothing to replace."
@@ -86,18 +92,18 @@ def plan_norms(model: nn.Module, part: Part, conversion: Conversion | None = Non
     reasons = _reasons_to_keep(sites, scheme, part, Names.of(model))
     changing = [site for site in sites if reasons[id(site)] is None]
     if conversion is None:
-        swaps = {id(site): _plain(site, scheme, part) for site in changing}
+        swaps = {id(site): _copying_swap(site, scheme, part) for site in changing}
     else:
-        swaps = _converted(changing, scheme, conversion)
+        swaps = _converted_swaps(changing, scheme, conversion)
     changes = [_change(model, site, part, reasons[id(site)], swaps.get(id(site))) for site in sites]
     return changes if conversion is None else changes + conversion.changes()
 
 
-def _plain(site: _Site, scheme: Norm, part: Part) -> _Swap:
-    """A swap with gain and shift copied.
+def _copying_swap(site: _Site, scheme: Norm, part: Part) -> _Swap:
+    """A swap that copies gain and shift and changes nothing else.
 
     Raises:
-        UnsupportedError: it isn't exact, and init="exact" allows nothing else.
+        UnsupportedError: it isn't exact, and `init="exact"` requires it.
     """
     assert site.facts is not None
     loss = scheme.loss(site.facts) if part.init != "reset" else "parameters start afresh"
@@ -112,37 +118,39 @@ def _not_exact(site: _Site, scheme: Norm, loss: str | None) -> UnsupportedError:
     )
 
 
-def _converted(sites: list[_Site], scheme: Norm, conversion: Conversion) -> dict[int, _Swap]:
-    """How norms are replaced where the function is to stay the same: exactly where that is possible.
+def _converted_swaps(sites: list[_Site], scheme: Norm, conversion: Conversion) -> dict[int, _Swap]:
+    """The swap of each site, by its id: exact where the conversion finds that possible.
 
     Raises:
-        UnsupportedError: none is exact, and init="exact" allows nothing else.
+        UnsupportedError: none is exact, and `init="exact"` requires it.
     """
     if any(site.facts is not None and site.facts.kind == "layer" for site in sites):
         conversion.find()
-    swaps = {id(site): _convert(site, scheme, conversion) for site in sites}
+    swaps = {id(site): _converted_swap(site, scheme, conversion) for site in sites}
     if sites and all(swap.stays for swap in swaps.values()):
         raise _not_exact(sites[0], scheme, swaps[id(sites[0])].loss)
     return swaps
 
 
-def _convert(site: _Site, scheme: Norm, conversion: Conversion) -> _Swap:
+def _converted_swap(site: _Site, scheme: Norm, conversion: Conversion) -> _Swap:
+    """The swap of one norm; its name is added to the conversion's exact or approximate norms."""
     name = site.names[0]
     assert site.facts is not None
-    why = conversion.why_not_exact(site.names) if site.facts.kind == "layer" else None
-    loss = scheme.loss(site.facts) if site.facts.kind != "layer" or why else None
+    obstacle = conversion.why_not_exact(site.names) if site.facts.kind == "layer" else None
+    loss = scheme.loss(site.facts) if site.facts.kind != "layer" or obstacle else None
     if loss is None:
         conversion.exact.append(name)
         return _Swap(None)
     if conversion.part.init == "exact":
-        return _Swap(f"{loss} ({why})" if why else loss, stays=f"not exact: {why or loss}")
+        return _Swap(f"{loss} ({obstacle})" if obstacle else loss, stays=f"not exact: {obstacle or loss}")
     conversion.approximate.append(name)
     if conversion.compensates(name):
         loss = "the mean of the norm's input is removed in its constant part only"
-    return _Swap(f"{loss} ({why})" if why else loss)
+    return _Swap(f"{loss} ({obstacle})" if obstacle else loss)
 
 
-def _find(model: nn.Module) -> list[_Site]:
+def _find_sites(model: nn.Module) -> list[_Site]:
+    """All norms of a model, and modules that look like norms but compute something else."""
     sites: dict[int, _Site | None] = {}
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -162,13 +170,13 @@ def _find(model: nn.Module) -> list[_Site]:
 
 
 def _reasons_to_keep(sites: list[_Site], scheme: Norm, part: Part, names: Names) -> dict[int, str | None]:
-    """By the id of each norm's site why it stays, None where it changes.
+    """Why each norm is kept, by the id of its site; None if it is to be replaced.
 
-    Norms that aren't the residual stream's stay, unless a glob in `only` means them: one that matches no other norm to
-    replace.
+    Norms that aren't on the residual stream (of queries and keys, feature extractors, heads) are kept, unless a glob in
+    `only` matches no other replaceable norms than such.
     """
-    own = {id(site): _reason_of_its_own(site, scheme) for site in sites}
-    special = {tuple(site.names): _special(site, names) for site in sites}
+    own = {id(site): _unconditional_reason(site, scheme) for site in sites}
+    special = {tuple(site.names): _reason_outside_stream(site, names) for site in sites}
     changeable = {tuple(site.names): bool(special[tuple(site.names)]) for site in sites if own[id(site)] is None}
     for meant in names.meant(part.only, changeable):
         special[meant] = None
@@ -178,8 +186,8 @@ def _reasons_to_keep(sites: list[_Site], scheme: Norm, part: Part, names: Names)
     }
 
 
-def _reason_of_its_own(site: _Site, scheme: Norm) -> str | None:
-    """Why a norm stays whatever the globs say."""
+def _unconditional_reason(site: _Site, scheme: Norm) -> str | None:
+    """Why a norm is kept whatever the globs say; None if nothing forbids its replacement."""
     if "parametrizations" in site.module._modules:
         return "parametrized: take its parametrizations off first"
     if site.facts is None:
@@ -189,8 +197,8 @@ def _reason_of_its_own(site: _Site, scheme: Norm) -> str | None:
     return scheme.reason_to_keep(site.facts)
 
 
-def _special(site: _Site, names: Names) -> str | None:
-    """Why a norm isn't one of the residual stream's; such norms change only when `only` names them."""
+def _reason_outside_stream(site: _Site, names: Names) -> str | None:
+    """Why a norm isn't on the residual stream, so that it changes only if `only` names it; None if it is."""
     parts = site.names[0].split(".")
     if any(_QUERY_KEY.match(piece) for piece in parts):
         return "norm of queries or keys: name it in only= to change it"
@@ -205,6 +213,7 @@ def _special(site: _Site, names: Names) -> str | None:
 
 
 def _change(model: nn.Module, site: _Site, part: Part, reason: str | None, swap: _Swap | None) -> Change:
+    """The plan's row of a norm, with the edit that replaces it; `reason` says why one without a swap is kept."""
     facts, scheme, name = site.facts, part.scheme, site.names[0]
     row = Row("norm", "keep", name, norm_text(site.module, facts), aliases=tuple(site.names[1:]), reason=reason)
     if swap is None or swap.stays is not None:
@@ -216,12 +225,12 @@ def _change(model: nn.Module, site: _Site, part: Part, reason: str | None, swap:
     row.action, row.becomes, row.loss = "replace", scheme.label + size_of(facts), swap.loss
     shared = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
     row.reason = "; ".join(filter(None, (shared, swap.note))) or None
-    put = Edit.of(name, scheme.call(facts, site.module))
-    return Change(row, (put,), start_afresh(model, [name]) if part.init == "reset" else None)
+    edit = Edit.of(name, scheme.call(facts, site.module))
+    return Change(row, (edit,), start_afresh(model, [name]) if part.init == "reset" else None)
 
 
 def size_of(facts: NormFacts | None) -> str:
-    """As plans print it."""
+    """A norm's shape as plans print it: "(768)"."""
     return f"({', '.join(map(str, facts.shape))})" if facts else ""
 
 
@@ -231,9 +240,9 @@ def norm_text(module: nn.Module, facts: NormFacts | None) -> str:
 
 
 def start_afresh(model: nn.Module, names: Iterable[str]) -> Callable[[Transaction], None]:
-    """New Parameters at a scheme's starting values, for norms that are in place then.
+    """A function that gives norms new Parameters at their scheme's starting values, to be run after the swap.
 
-    They are new since the replaced norm's own must stay as they were.
+    They are new objects, since the replaced norm's own Parameters must stay as they were.
     """
 
     def values(changes: Transaction) -> None:

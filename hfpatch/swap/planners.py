@@ -1,4 +1,4 @@
-"""Planners: what turns a request for a scheme into the list of changes in one model. A scheme names its own."""
+"""Planners: functions from one requested scheme and a model to a list of changes; each scheme names its planner."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .config_diff import Derived
 
 @dataclass
 class Planned:
-    """What a request comes to in one model.
+    """Result of a planner: what one requested scheme changes in one model.
 
     Attributes:
-        part: the request as the record will have it.
-        changes: every row with the change behind it; none where the model is patched this way already.
-        conversion: of norms that are to be the same function: what `patch_model` must check.
-        lengths: (config, attribute, value) where max_positions or image_size says another one.
-        derived: what the model's class makes of those.
+        part: the request as the patch record will hold it.
+        changes: one per module: its table row, edits and new values; empty if the model is patched this way already.
+        conversion: the swap to norms that compute the same function, which `patch_model` checks; None without one.
+        lengths: (config, attribute, new value) where the request sets max_positions or image_size.
+        derived: attributes and buffers that the model's class computes from those config values.
     """
 
     part: Part
@@ -36,16 +36,16 @@ class Planned:
 
 
 class Planner(Protocol):
-    """Plans a request; the model isn't changed.
+    """Signature of a planner: plans one requested scheme; the model isn't changed.
 
     Args:
         model: any module tree.
-        part: the scheme with its globs.
-        example_inputs: keyword arguments of one forward, where they can't be made.
-        inexact: why norms that were to be the same function aren't, once that was tried.
+        part: the scheme with its globs and `init`.
+        example_inputs: keyword arguments of one forward; None generates them.
+        inexact: why an exact norm conversion failed its check, when planning is repeated after that; else None.
 
     Raises:
-        PatchError: one of its children, for all that can be foreseen.
+        PatchError: one of its subclasses, for any error that can be foreseen.
     """
 
     def __call__(
@@ -54,5 +54,5 @@ class Planner(Protocol):
 
 
 def planner_of(scheme: Scheme) -> Planner:
-    """The planner that a scheme names; it is imported when it is first needed."""
+    """The planner that a scheme names ("module:function"), imported on first use."""
     return pkgutil.resolve_name(scheme.planner)
