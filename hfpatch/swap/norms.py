@@ -57,7 +57,6 @@ class _Swap:
 
     loss: str | None
     stays: str | None = None
-    note: str | None = None
 
 
 def plan_norm_request(
@@ -224,7 +223,7 @@ def _change(model: nn.Module, site: _Site, part: Part, reason: str | None, swap:
     assert isinstance(scheme, Norm)
     row.action, row.becomes, row.loss = "replace", scheme.label + size_of(facts), swap.loss
     shared = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
-    row.reason = "; ".join(filter(None, (shared, swap.note))) or None
+    row.reason = shared
     edit = Edit.of(name, scheme.call(facts, site.module))
     return Change(row, (edit,), start_afresh(model, [name]) if part.init == "reset" else None)
 
