@@ -52,7 +52,6 @@ class _Swap:
     Attributes:
         loss: what isn't preserved; None for an exact swap.
         stays: why the norm is kept: its swap isn't exact, and init="exact" allows no other.
-        note: shown in the plan.
     """
 
     loss: str | None
@@ -222,8 +221,7 @@ def _change(model: nn.Module, site: _Site, part: Part, reason: str | None, swap:
     assert facts is not None
     assert isinstance(scheme, Norm)
     row.action, row.becomes, row.loss = "replace", scheme.label + size_of(facts), swap.loss
-    shared = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
-    row.reason = shared
+    row.reason = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
     edit = Edit.of(name, scheme.call(facts, site.module))
     return Change(row, (edit,), start_afresh(model, [name]) if part.init == "reset" else None)
 
