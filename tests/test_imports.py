@@ -185,6 +185,23 @@ def test_there_is_no_cycle(at_import_time: bool) -> None:
         visit(module, ())
 
 
+def longest_chain(edges: dict[str, set[str]]) -> int:
+    """How many modules stand in the longest row in which each imports the next."""
+
+    @cache
+    def length(module: str) -> int:
+        below = {one for one in edges.get(module, ()) if one != module and not module.startswith(f"{one}.")}
+        return 1 + max(map(length, below), default=0)
+
+    return max(map(length, edges))
+
+
+@pytest.mark.parametrize("at_import_time", [True, False], ids=["at import", "in functions too"])
+def test_the_longest_chain_of_imports(at_import_time: bool) -> None:
+    assert longest_chain(graph(at_import_time)) <= 14
+    assert longest_chain({"a": {"b"}, "b": {"c", "d"}, "c": {"d"}, "d": set()}) == 4  # control
+
+
 def test_the_reader_sees_what_it_should() -> None:
     """Control: a statement of each form, and where it would point."""
     tree = ast.parse(

@@ -16,8 +16,8 @@ from ..runtime.record import KEY
 from ..runtime.rotary import ORIGINAL
 from ..schemes.request import Record
 from ..swap.config_diff import Setting
-from ..swap.config_lengths import takes_any_length
 from ..swap.image_tables import IMAGE_SIZE
+from ..swap.tables import takes_any_length
 from .classes import registered_config_class
 
 

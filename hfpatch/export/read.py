@@ -15,8 +15,7 @@ from ..runtime.attention import BIAS, ROTARY
 from ..runtime.constants import ConstantPositions
 from ..runtime.errors import UnsupportedError
 from ..runtime.gated import GatedActivation
-from ..runtime.joins import Gains, Joins
-from ..runtime.lens import CENTRED, lens_of
+from ..runtime.lens import CENTRED
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import ALiBi
 from ..schemes.rope import RoPE
@@ -24,7 +23,7 @@ from ..sites.pairing import pairing_of
 from ..sites.rotations import find_rotations
 from .anatomy import Affine, Anatomy, Parts, changed, split_qkv
 from .layouts import SETTINGS, Layout
-from .weights import Weights, body_of, found, sections
+from .weights import Weights, body_of, found, gains_of, sections
 
 _GRID = torch.linspace(-12.0, 12.0, 2_001, dtype=torch.float64, device="cpu")
 _SCALES = ("embed_scale", "scalar_embed_scale")  # attributes of an embedding: a factor on its output
@@ -71,28 +70,6 @@ def read(model: Any, layout: Layout, auto: str) -> Anatomy:
         facts={"activation": _activation(stack[0], layout), "length": setting(config, "length", 2048), **dropouts},
         settings={name: value for name, value in settings.items() if value is not None or name in _IDS},
     )
-
-
-def gains_of(model: nn.Module) -> dict[str, float]:
-    """The linear layers at the end of residual branches whose output is multiplied in every forward, and by how much.
-
-    Raises:
-        UnsupportedError: a branch meets its stream in a way of its own, or what is multiplied is no linear layer.
-    """
-    gains: dict[str, float] = {}
-    modules: dict[str, Any] = dict(model.named_modules())
-    for name, module in modules.items():
-        if lens_of(module, Joins) is not None:
-            raise UnsupportedError(f"{name}: its norms stand elsewhere than in the class that it was patched from")
-        lens = lens_of(module, Gains)
-        for child, _, gain in () if lens is None else lens.gains:
-            path = f"{name}.{child}".strip(".")
-            if isinstance(modules[path], nn.Dropout):  # behind the linear layer
-                path = f"{path.rpartition('.')[0]}.dense"
-            if getattr(modules.get(path), "weight", None) is None:
-                raise UnsupportedError(f"{path} is multiplied by {gain:g} in every forward")
-            gains[path] = gains.get(path, 1.0) * gain
-    return gains
 
 
 def setting(config: Any, fact: str, default: Any) -> Any:

@@ -25,8 +25,7 @@ from ..sites.pairing import pairing_of, reordered_rows, rotating_attentions
 from ..sites.records.biases import BIASES
 from ..sites.rotations import find_rotations
 from ..sites.stacks import find_stacks, max_positions
-from .read import gains_of
-from .weights import Weights
+from .weights import Weights, gains_of
 
 
 @torch.no_grad()

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from ..runtime.errors import UnsupportedError
 from ..runtime.gated import GatedLinear
+from ..runtime.joins import Gains, Joins
+from ..runtime.lens import lens_of
 from ..runtime.norms import NormFacts
 from ..sites.norms import describe
 from .anatomy import Affine, Norm, Parts
@@ -191,3 +193,25 @@ def found(root: Any, path: str) -> Any:
 def body_of(model: Any, layout: Layout) -> Any:
     """The module that holds the stack."""
     return model.base_model.get_submodule(layout.paths.get("body", ""))
+
+
+def gains_of(model: nn.Module) -> dict[str, float]:
+    """The linear layers at the end of residual branches whose output is multiplied in every forward, and by how much.
+
+    Raises:
+        UnsupportedError: a branch meets its stream in a way of its own, or what is multiplied is no linear layer.
+    """
+    gains: dict[str, float] = {}
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, module in modules.items():
+        if lens_of(module, Joins) is not None:
+            raise UnsupportedError(f"{name}: its norms stand elsewhere than in the class that it was patched from")
+        lens = lens_of(module, Gains)
+        for child, _, gain in () if lens is None else lens.gains:
+            path = f"{name}.{child}".strip(".")
+            if isinstance(modules[path], nn.Dropout):  # behind the linear layer
+                path = f"{path.rpartition('.')[0]}.dense"
+            if getattr(modules.get(path), "weight", None) is None:
+                raise UnsupportedError(f"{path} is multiplied by {gain:g} in every forward")
+            gains[path] = gains.get(path, 1.0) * gain
+    return gains

@@ -24,7 +24,6 @@ from .image_tables import IMAGE_SIZE, new_size
 from .native_rope import settings_of_rotations
 from .planners import Planned
 from .positions import affected_stacks, plan_positions
-from .tables import ends_somewhere
 
 LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
 
@@ -152,12 +151,6 @@ def _of_rotations(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
             config = reduce(getattr, rotation.path, model.config)
             configs[id(config)] = config
     return [(config, LENGTH) for config in configs.values()]
-
-
-def takes_any_length(model: nn.Module) -> bool:
-    """Whether no table is left that would end somewhere, in a model that has or had one."""
-    tables = [None if item.removed_rows() is not None else item.table() for item in find_stacks(model)]
-    return bool(tables) and not any(map(ends_somewhere, tables))
 
 
 def _recorded(model: nn.Module, option: str) -> set[int]:

@@ -19,7 +19,7 @@ from ..runtime.tables import ComputedPositions
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
 from ..schemes.request import Part
-from ..sites.stacks import REMOVED_ROWS, FoundStack, first_row, table_size
+from ..sites.stacks import REMOVED_ROWS, FoundStack, find_stacks, first_row, table_size
 from .attentions import refuse_exact
 from .image_tables import grid_table_change
 
@@ -248,3 +248,9 @@ def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:
 def ends_somewhere(table: Any) -> bool:
     """Whether a table, or what stands for one, holds rows for so many positions and no more."""
     return isinstance(table, Tensor | nn.Module) and not isinstance(table, ConstantPositions | ComputedPositions)
+
+
+def takes_any_length(model: nn.Module) -> bool:
+    """Whether no table is left that would end somewhere, in a model that has or had one."""
+    tables = [None if item.removed_rows() is not None else item.table() for item in find_stacks(model)]
+    return bool(tables) and not any(map(ends_somewhere, tables))
