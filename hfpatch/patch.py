@@ -20,7 +20,8 @@ from .errors import NotPreservedWarning, NotReversibleError, OptionError, Verifi
 from .plan import Plan, checked_request, make_plan
 from .repairs.attention_maps import require_fit
 from .repairs.calibration import tried_batches
-from .repairs.repair import repair, shadow
+from .repairs.reference import shadow
+from .repairs.repair import repair
 from .repairs.report import RepairReport
 from .repairs.sample import sample_batches
 from .runtime.gated import GatedLinear

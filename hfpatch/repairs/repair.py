@@ -17,9 +17,7 @@ Every step is evaluated on held-out sequences and undone if it doesn't help ther
 
 from __future__ import annotations
 
-import copy
 import tempfile
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,10 +29,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.progress import ProgressBar
 from ..core.transaction import Transaction
-from ..errors import OptionError, WrappedModelError
 from ..measure.blocks import listed_modules
-from ..measure.copies import copy_with
-from ..measure.quiet_forward import device_of, give_back_memory, is_library_hook, quiet
+from ..measure.quiet_forward import give_back_memory, quiet
 from ..runtime.norms import AffineNorm
 from ..schemes.request import Record
 from ..sites.norms import describe
@@ -45,6 +41,7 @@ from .distance import output_distance
 from .least_squares import Fit, fit_ridge
 from .linear_roles import BlockRoles, Roles
 from .norm_fit import fit_norm
+from .reference import require_weights
 from .report import FittedValues, RepairReport, Step
 from .sample import sample_batches
 
@@ -86,7 +83,7 @@ def repair(
         WrappedModelError: the patched model itself is offloaded, but its weights must be written to.
     """
     require_fit(fit)
-    _require_weights(model, reference)
+    require_weights(model, reference)
     edits = Transaction() if edits is None else edits
     mark = len(edits)
     is_self = isinstance(calibration, str) and calibration == "self"
@@ -107,38 +104,6 @@ def repair(
             edits.undo(mark)
             raise
     return repairer.report
-
-
-def _require_weights(model: PreTrainedModel, reference: PreTrainedModel) -> None:
-    """Refuse models on the meta device; only the reference may be offloaded.
-
-    Raises:
-        WrappedModelError: a Parameter of the patched model is on the meta device.
-        OptionError: the reference holds no weights.
-    """
-    missing = next((name for name, p in model.named_parameters() if p.is_meta), None)
-    if missing:
-        raise WrappedModelError(
-            f"{missing} of the patched {type(model).__name__} is on the meta device (offloaded, or never loaded), and "
-            "a repair writes to weights. Load the patched model whole; only the reference may be offloaded."
-        )
-    if device_of(reference).type == "meta":
-        raise OptionError(f"the reference {type(reference).__name__} is on the meta device: it holds no weights.")
-
-
-def shadow(model: PreTrainedModel, writes: bool = False) -> PreTrainedModel:
-    """A copy of a model that computes the same even after the model is patched: the reference of a repair.
-
-    It shares the memory of all Parameters and buffers, except with `writes`, for a patch that writes to them in place.
-    """
-    memo: dict[int, Any] = {id(value): None for name, value in vars(model).items() if name.startswith("_hfpatch_")}
-    for module in model.modules():
-        for name, hooks in vars(module).items():
-            if name.endswith("_hooks") and isinstance(hooks, dict):  # a user's hook may hold what can't be copied
-                memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if is_library_hook(hook))
-    if writes:
-        return copy.deepcopy(model, memo)
-    return copy_with(model, lambda _, tensor: tensor.detach(), memo).requires_grad_(False)
 
 
 class _Repairer:

@@ -1,0 +1,45 @@
+"""The reference of a repair: the original, kept as a copy that shares its weights while the model is patched."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..errors import OptionError, WrappedModelError
+from ..measure.copies import copy_with
+from ..measure.quiet_forward import device_of, is_library_hook
+
+
+def shadow(model: PreTrainedModel, writes: bool = False) -> PreTrainedModel:
+    """A copy of a model that computes the same even after the model is patched: the reference of a repair.
+
+    It shares the memory of all Parameters and buffers, except with `writes`, for a patch that writes to them in place.
+    """
+    memo: dict[int, Any] = {id(value): None for name, value in vars(model).items() if name.startswith("_hfpatch_")}
+    for module in model.modules():
+        for name, hooks in vars(module).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):  # a user's hook may hold what can't be copied
+                memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if is_library_hook(hook))
+    if writes:
+        return copy.deepcopy(model, memo)
+    return copy_with(model, lambda _, tensor: tensor.detach(), memo).requires_grad_(False)
+
+
+def require_weights(model: PreTrainedModel, reference: PreTrainedModel) -> None:
+    """Refuse models on the meta device; only the reference may be offloaded.
+
+    Raises:
+        WrappedModelError: a Parameter of the patched model is on the meta device.
+        OptionError: the reference holds no weights.
+    """
+    missing = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if missing:
+        raise WrappedModelError(
+            f"{missing} of the patched {type(model).__name__} is on the meta device (offloaded, or never loaded), and "
+            "a repair writes to weights. Load the patched model whole; only the reference may be offloaded."
+        )
+    if device_of(reference).type == "meta":
+        raise OptionError(f"the reference {type(reference).__name__} is on the meta device: it holds no weights.")
