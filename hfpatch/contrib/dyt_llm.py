@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..errors import OptionError
+from ..measure.inputs import input_embedding
 from ..measure.quiet_forward import quiet
 from ..measure.twin import twin
 from ..runtime.edits import SCALE_SLOT, Edit, pattern_of
@@ -139,7 +140,7 @@ def _patterns(name: str) -> tuple[str, str]:
 def _require_language_model(model: nn.Module, request: str) -> None:
     config: Any = model.config
     text = config.get_text_config()
-    embedding = _input_embedding(model)
+    embedding = input_embedding(model)
     if text is not config or embedding is None or not isinstance(getattr(text, "hidden_size", None), int):
         raise UnsupportedError(
             f"{type(model).__name__} isn't a language model alone (token embedding, width), which {request} is for. "
@@ -149,17 +150,9 @@ def _require_language_model(model: nn.Module, request: str) -> None:
         raise UnsupportedError(f"{type(model).__name__}: its token embedding is quantized, so it can't be scaled.")
 
 
-def _input_embedding(model: Any) -> nn.Embedding | None:
-    try:
-        embedding = model.get_input_embeddings()
-    except (NotImplementedError, AttributeError):  # how models without one say so
-        return None
-    return embedding if isinstance(embedding, nn.Embedding) else None
-
-
 def _called_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, nn.Embedding]:
     """The modules with the input embedding's matrix that a forward runs; an encoder-decoder may have two."""
-    source = _input_embedding(model)
+    source = input_embedding(model)
     assert source is not None
     called: dict[str, nn.Embedding] = {}
     with quiet(model):  # in which hooks last no longer
@@ -226,7 +219,7 @@ def _scales(model: nn.Module, unscaled: set[str]) -> Iterator[Change]:
         if isinstance(module, nn.Embedding) and any(pattern_of(form) in unscaled for form in names.forms(name))
     ]
     fresh = [(name, module) for name, module in found if SCALED not in vars(module)]
-    source = None if fresh else _input_embedding(model)
+    source = None if fresh else input_embedding(model)
     for name, module in model.named_modules():
         if source is not None and module is source:
             scaled = f"has its {SCALE} already" if SCALED in vars(module) else "the model multiplies its output itself"

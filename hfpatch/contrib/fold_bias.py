@@ -22,6 +22,7 @@ from ..measure.outputs import outputs_of
 from ..measure.quiet_forward import fitting, quiet
 from ..runtime.edits import Edit
 from ..runtime.errors import UnsupportedError
+from ..runtime.norms import NormFacts
 from ..schemes.norms import Norm
 from ..schemes.request import Part
 from ..sites.norms import describe
@@ -60,32 +61,26 @@ def plan_moved_shifts(
     if conversion.plain:
         return planned
     norms = [change for change in planned.changes if change.row.kind == "norm" and change.changes]
-    shifted = [change for change in norms if _shift_of(model, change) is not None]
-    readers = _readers_of(model, [change.row.module for change in shifted], conversion) if shifted else {}
-    for change in shifted:
+    described = [(change, describe(model.get_submodule(change.row.module))) for change in norms]
+    shifted = [(change, facts) for change, facts in described if facts is not None and facts.shift]
+    readers = _readers_of(model, [change.row.module for change, _ in shifted], conversion) if shifted else {}
+    for change, facts in shifted:
         found = readers[change.row.module]
         if isinstance(found, str):
             note = f"keeps its shift: {found}"
         else:
             note = f"its shift moves into {len(found)} linear layer{'s' if len(found) > 1 else ''}"
             conversion.moved_shifts.append(change.row.module)
-            _move(model, part, change, found)
+            _move(model, part, change, facts, found)
         change.row.reason = "; ".join(filter(None, (change.row.reason, note)))
     return planned
 
 
-def _shift_of(model: nn.Module, change: Change) -> nn.Parameter | None:
-    norm = model.get_submodule(change.row.module)
-    facts = describe(norm)
-    return facts.parameters_of(norm)[1] if facts is not None else None
-
-
-def _move(model: nn.Module, part: Part, change: Change, readers: Readers) -> None:
+def _move(model: nn.Module, part: Part, change: Change, facts: NormFacts, readers: Readers) -> None:
     """Let a change put in a norm without a shift, and add that shift to what reads the norm."""
-    norm, shift = model.get_submodule(change.row.module), _shift_of(model, change)
-    facts = describe(norm)
+    norm = model.get_submodule(change.row.module)
+    _, shift = facts.parameters_of(norm)
     assert isinstance(part.scheme, Norm)
-    assert facts is not None
     assert shift is not None
     change.edits = (Edit.of(change.row.module, part.scheme.call(replace(facts, shift=None), norm)),)
 

@@ -196,3 +196,12 @@ _BY_NAME: dict[str, Callable[[Inputs], Tensor]] = {
     "input_features": _spectrogram,
     "input_values": _sound,
 }
+
+
+def input_embedding(model: Any) -> nn.Embedding | None:
+    """A model's table of tokens; None where it has none, as models of images and sound."""
+    try:
+        embedding = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):  # how models without one say so
+        return None
+    return embedding if isinstance(embedding, nn.Embedding) else None

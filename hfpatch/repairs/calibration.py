@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import OptionError
 from ..measure.batches import as_inputs
+from ..measure.inputs import input_embedding
 from ..measure.quiet_forward import fitting, quiet
 
 HELD_OUT = 8  # one of every so many sequences is held out, for judging
@@ -179,11 +180,8 @@ def _require_two(counts: list[int]) -> None:
 
 def _require_known_tokens(ids: Any, index: int, model: PreTrainedModel) -> None:
     """Refuse tokens that the model's embedding has no row for."""
-    try:
-        table = model.get_input_embeddings()
-    except (NotImplementedError, AttributeError):  # no model of text
-        return
-    if not isinstance(table, nn.Embedding) or not isinstance(ids, Tensor) or ids.is_floating_point():
+    table = input_embedding(model)
+    if table is None or not isinstance(ids, Tensor) or ids.is_floating_point():
         return
     least, most = int(ids.min()), int(ids.max())
     if least < 0 or most >= table.num_embeddings:

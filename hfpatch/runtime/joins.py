@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import UnsupportedError
-from .lens import Arguments, StandIn, put, views
+from .lens import Arguments, StandIn, checkpointed_once, put, views
 
 _FORMS = ("pre", "post", "olmo2", "sandwich", "deepnorm", "host")
 
@@ -49,7 +49,7 @@ class Gains:
         tree: dict[str, Any] = {}
         for child, by_call in by_child.items():
             put(tree, child, _scaled(module.get_submodule(child), by_call))
-        return {**_checkpointed_once(module), **views(module, tree)}, {}
+        return {**checkpointed_once(module), **views(module, tree)}, {}
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Joins:
                 put(tree, name, readers[name])
         for name, by_call in outlets.items():
             put(tree, name, _outlet(readers.get(name, module.get_submodule(name)), by_call))
-        return {**_checkpointed_once(module), **views(module, tree)}, {}
+        return {**checkpointed_once(module), **views(module, tree)}, {}
 
 
 class _Branch:
@@ -195,8 +195,3 @@ def _by_call(module: nn.Module | StandIn, changes: dict[int, Callable[[Tensor], 
         return type(output)((first, *output[1:])) if several else first
 
     return StandIn(module, call)
-
-
-def _checkpointed_once(module: nn.Module) -> dict[str, bool]:
-    """A layer that is checkpointed runs its forward twice as it is; its view must not be checkpointed once more."""
-    return {"gradient_checkpointing": False} if hasattr(module, "gradient_checkpointing") else {}

@@ -128,6 +128,11 @@ def put(tree: dict[str, Any], path: str, value: Any) -> None:
     tree[last] = value
 
 
+def checkpointed_once(module: nn.Module) -> dict[str, bool]:
+    """A layer that is checkpointed runs its forward twice as it is; its view must not be checkpointed once more."""
+    return {"gradient_checkpointing": False} if hasattr(module, "gradient_checkpointing") else {}
+
+
 @dataclass(frozen=True)
 class Lenses:
     """Several lenses on one module, merged; no two of them may replace the same attribute."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PositionError
-from .lens import Arguments, StandIn, put, views
+from .lens import Arguments, StandIn, checkpointed_once, put, views
 
 MASK = "attention_mask"  # the argument's name, in blocks and models
 
@@ -35,9 +35,7 @@ class Padded:
         if keep is not None:
             for name in self.norms:
                 put(tree, name, _with_padding(module.get_submodule(name), keep))
-        if hasattr(module, "gradient_checkpointing"):
-            tree["gradient_checkpointing"] = False  # as in joins.py
-        return views(module, tree), {}
+        return {**checkpointed_once(module), **views(module, tree)}, {}
 
 
 def _with_padding(norm: nn.Module, keep: Tensor) -> StandIn:

@@ -131,7 +131,7 @@ def _require_build(name: str, module: nn.Module, stack: Stack) -> None:
 
 
 def _handing_down(item: FoundStack, grid: Grid) -> list[Edit]:
-    """The stack's owner makes the phases for all of its attentions."""
+    """Lenses by which the stack's owner hands positions down to all of its attentions."""
     paths = tuple(path.removeprefix(f"{item.name}.") for path in item.attentions)
     ways = relays(item.owner, paths) if item.stack.relayed else {}
     patterns = {path: tuple(dict.fromkeys(map(pattern_of, children))) for path, children in ways.items()}

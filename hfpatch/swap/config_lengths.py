@@ -132,13 +132,7 @@ def image_sizes(model: nn.Module, part: Part) -> list[Setting]:
 
 def _of_biases(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
     """The configs of stacks with relative biases that a part changes, and the attributes with their length."""
-    names = Names.of(model)
-    return [
-        (item.owner.config, item.stack.config_length)
-        for item in find_stacks(model, BIASES)
-        if not any(names.matches(glob, [item.table_name]) for glob in part.keep)
-        and not all(names.reason_to_keep([name], part.only, part.keep) for name in item.attentions)
-    ]
+    return [(item.owner.config, item.stack.config_length) for item in affected_stacks(model, part, BIASES)]
 
 
 def _of_rotations(model: nn.Module, part: Part) -> list[tuple[Any, str]]:

@@ -56,12 +56,12 @@ def plan_positions(model: nn.Module, part: Part, example_inputs: Mapping[str, An
     return changes + staying + [Change(Row("position", "keep", name, "positions", reason=why)) for name, why in refused]
 
 
-def affected_stacks(model: nn.Module, part: Part) -> list[FoundStack]:
-    """The stacks whose tables a part would change, were they there."""
+def affected_stacks(model: nn.Module, part: Part, records: Mapping[str, Stack] | None = None) -> list[FoundStack]:
+    """The stacks whose tables or biases a part would change, were they there; `records` as in `find_stacks`."""
     names = Names.of(model)
     return [
         item
-        for item in find_stacks(model)
+        for item in find_stacks(model, records)
         if not any(names.matches(glob, [item.table_name]) for glob in part.keep)
         and not all(reason_to_keep(name, part, names) for name in item.attentions)
     ]
