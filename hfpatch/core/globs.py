@@ -1,4 +1,4 @@
-"""Which modules a request names: globs over module names, the same for the bare model and for every head."""
+"""Globs of only= and keep= over module names, which match with or without the base model's prefix."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Names:
         return cls(prefix, bool(prefix) and prefix in model._modules, headed)
 
     def forms(self, name: str) -> tuple[str, ...]:
-        """A name as it is, and as it is with or without the prefix."""
+        """A name unchanged, and with the base model's prefix added or removed."""
         if not self.prefix:
             return (name,)
         return (name, name.removeprefix(f"{self.prefix}.") if self.has_prefix else f"{self.prefix}.{name}")
@@ -76,12 +76,14 @@ class Names:
             return "not in only"
         return None
 
-    def meant(self, only: Sequence[str], special: Mapping[tuple[str, ...], bool]) -> set[tuple[str, ...]]:
-        """Of modules that stay unless `only` names them, those that a glob means, since it matches no others.
+    def matched_special(self, only: Sequence[str], special: Mapping[tuple[str, ...], bool]) -> set[tuple[str, ...]]:
+        """Special modules, which are kept unless `only` names them, that a glob of `only` selects.
+
+        A glob selects them if it matches special modules alone: `*` selects none.
 
         Args:
             only: globs.
-            special: by the names of each module that could change, whether it is one of those.
+            special: for the names of each module that could change, whether it is special.
         """
         found: set[tuple[str, ...]] = set()
         for glob in only:
@@ -91,7 +93,7 @@ class Names:
         return found
 
     def matches(self, glob: str, names: Iterable[str]) -> bool:
-        """Whether a glob matches a module of these names; `*` stands for any characters, dots too."""
+        """Whether a glob matches a module that has any of these names; `*` matches any characters, dots too."""
         return any(fnmatch.fnmatchcase(form, glob) for name in names for form in self.forms(name))
 
 

@@ -18,8 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.edits import pattern_of
-from .blocks import INPUT, OUTPUT, Block, Call, is_stream, stream_blocks
+from .blocks import INPUT, OUTPUT, Block, CallKey, is_stream, stream_blocks
 
+# (a norm precedes the branch, a norm ends it, a norm follows the sum) -> placement; "other" for the rest
+_PLACEMENTS = {
+    (True, False, False): "pre",
+    (False, False, True): "post",
+    (False, True, False): "olmo2",
+    (True, True, False): "sandwich",
+}
 _TOLERANCE = 1e-5  # relative; not smaller since some models compute their norms in float32 even on float64 input
 
 
@@ -92,23 +99,23 @@ class _Moves(NamedTuple):
         outputs, points, inputs: as in `Run`.
     """
 
-    outputs: dict[Call, Tensor | None]
-    points: dict[Call, Tensor | None]
-    inputs: dict[Call, Tensor | None]
+    outputs: dict[CallKey, Tensor | None]
+    points: dict[CallKey, Tensor | None]
+    inputs: dict[CallKey, Tensor | None]
 
 
 def _branches_of(block: Block) -> list[Branch]:
     """The branches of one block; none if it has no norms, or delta on its input reaches no point as a multiple."""
     if not block.norms or not block.fits(block.base.points[OUTPUT]):
         return []
-    finder = _Finder(block)
+    finder = _BranchFinder(block)
     if all(factor is None for factor in finder.stream.points.values()):
         return []
     return finder.branches()
 
 
-class _Finder:
-    """Finds the branches of one block, following its stream from point to point.
+class _BranchFinder:
+    """Finds the residual branches of one block by following its stream from point to point.
 
     Attributes:
         moves: the effect of delta on each call whose output has the stream's shape; filled by `branches`.
@@ -121,29 +128,30 @@ class _Finder:
         spread = block.x.std()
         noise = torch.randn(block.width, generator=torch.Generator().manual_seed(0), dtype=block.x.dtype)
         self.delta = noise.to(block.x.device) * spread + spread
-        self.moves: dict[Call, _Moves] = {}
+        self.moves: dict[CallKey, _Moves] = {}
         self.stream = self._moved_by(INPUT)
         self.carried = set(self.stream.outputs)
 
     def branches(self) -> list[Branch]:
+        """The branches, in the order in which they are added to the stream."""
         sources = [call for call, output in self.block.base.outputs.items() if self.block.fits(output)]
         self.moves = {call: self._moved_by(call) for call in sources}
         found: list[Branch] = []
-        readers: list[Call] = []  # pre-norms so far: norms that read the stream and whose output isn't the stream
-        inner: dict[Call, list[Call]] = {}  # norm inside a branch -> the calls whose outputs it reads
-        written: set[Call] = set()  # calls assigned to a point already
+        readers: list[CallKey] = []  # pre-norms so far: norms that read the stream and whose output isn't the stream
+        inner: dict[CallKey, list[CallKey]] = {}  # norm inside a branch -> the calls whose outputs it reads
+        written: set[CallKey] = set()  # calls assigned to a point already
         for point in self.points:
             entering = [c for c in self._addends_first_at(point) if c not in written]
             written |= set(entering)
             if self.stream.points.get(point) is None:
                 inner[point] = entering
                 continue
-            becomes = point != OUTPUT and self._becomes_the_stream(point)
+            is_post_norm = point != OUTPUT and self._is_post_norm(point)
             chains = self._chains([c for c in entering if c not in self.carried])
-            found += [
-                self._branch(point, chain, becomes, self._parallel(chain, chains), readers, inner) for chain in chains
-            ]
-            if becomes:
+            for chain in chains:
+                is_parallel = self._is_parallel(chain, chains)
+                found.append(self._branch(point, chain, is_post_norm, is_parallel, readers, inner))
+            if is_post_norm:
                 self.stream = self.moves[point]
                 self.carried |= set(self.stream.outputs) | {point}
                 readers = []
@@ -153,18 +161,18 @@ class _Finder:
 
     # What moves what
 
-    def _moved_by(self, source: Call) -> _Moves:
+    def _moved_by(self, source: CallKey) -> _Moves:
         """The effect of adding delta to the output of `source`, with the matrices held that don't contain it."""
         seen = self.block.run({source: self.delta}, self._held_around(source))
         return _Moves(*(self._relative_changes(new, old) for new, old in zip(seen, self.block.base, strict=True)))
 
-    def _held_around(self, source: Call) -> set[Call]:
+    def _held_around(self, source: CallKey) -> set[CallKey]:
         """The calls of all modules with a matrix, except for those that contain the source."""
         return {c for c in self.rank if c[0] in self.block.matrices and not source[0].startswith(f"{c[0]}.")}
 
-    def _relative_changes(self, new: dict[Call, Tensor], old: dict[Call, Tensor]) -> dict[Call, Tensor | None]:
+    def _relative_changes(self, new: dict[CallKey, Tensor], old: dict[CallKey, Tensor]) -> dict[CallKey, Tensor | None]:
         """The differences of two runs divided by delta, as in `_Moves`."""
-        moved: dict[Call, Tensor | None] = {}
+        moved: dict[CallKey, Tensor | None] = {}
         for call, tensor in new.items():
             if call not in old or tensor.shape != old[call].shape or not self.block.fits(tensor):
                 continue
@@ -175,30 +183,30 @@ class _Finder:
                 moved[call] = factor if constant else None
         return moved
 
-    def _first_moved(self, call: Call) -> Call | None:
+    def _first_moved(self, call: CallKey) -> CallKey | None:
         """The first point that changes with a call's output."""
         return next((point for point in self.points if point in self.moves[call].points), None)
 
-    def _addends_first_at(self, point: Call) -> list[Call]:
+    def _addends_first_at(self, point: CallKey) -> list[CallKey]:
         """Calls whose output is an addend at this point and at no earlier one, in the order in which they end."""
         calls = [c for c, moved in self.moves.items() if self._first_moved(c) == point and _is_addend(moved, point)]
         return sorted(calls, key=self.rank.__getitem__)
 
-    def _becomes_the_stream(self, norm: Call) -> bool:
-        """Whether the norm is a post-norm: its output is the stream from there on."""
+    def _is_post_norm(self, norm: CallKey) -> bool:
+        """Whether a norm's output is the residual stream from there on."""
         first = self._first_moved(norm) if norm in self.moves else None
         return first is not None and _is_addend(self.moves[norm], first) and self.stream.points.get(first) is None
 
-    def _chains(self, calls: list[Call]) -> list[list[Call]]:
+    def _chains(self, calls: list[CallKey]) -> list[list[CallKey]]:
         """Groups calls into branches, each in the order of ends: calls that change one another's output go together."""
-        chains: list[list[Call]] = []
+        chains: list[list[CallKey]] = []
         for call in calls:
             moving = [chain for chain in chains if any(call in self.moves[earlier].outputs for earlier in chain)]
             chains = [chain for chain in chains if chain not in moving]
             chains.append([*(earlier for chain in moving for earlier in chain), call])
         return [sorted(chain, key=self.rank.__getitem__) for chain in chains]
 
-    def _parallel(self, chain: list[Call], chains: list[list[Call]]) -> bool:
+    def _is_parallel(self, chain: list[CallKey], chains: list[list[CallKey]]) -> bool:
         """Whether another branch is added at the same point, and neither depends on the other's output."""
         others = [other for other in chains if other is not chain]
         depends = self.block.depends
@@ -207,15 +215,21 @@ class _Finder:
     # One branch
 
     def _branch(
-        self, point: Call, chain: list[Call], becomes: bool, parallel: bool, readers: list[Call], inner: dict
+        self,
+        point: CallKey,
+        chain: list[CallKey],
+        is_post_norm: bool,
+        is_parallel: bool,
+        readers: list[CallKey],
+        inner: dict,
     ) -> Branch:
-        """The branch whose last calls are `chain`.
+        """The branch whose output is added to the stream at a point.
 
         Args:
-            point: where it is added to the stream.
-            chain: the calls that return what is added, in the order in which they end.
-            becomes: whether the point is a post-norm.
-            parallel: whether another branch is parallel to it.
+            point: the first point that contains the sum.
+            chain: the calls whose output is that addend, in the order in which they end.
+            is_post_norm: whether the point is a post-norm's input.
+            is_parallel: whether another branch is parallel to it.
             readers, inner: as in `branches`.
         """
         inside, matrices = self.block.inside, self.block.matrices
@@ -223,29 +237,24 @@ class _Finder:
         writer = last[-1] if last else chain[-1]
         outlets = [c for c in chain if c[0] == writer[0] or writer[0].startswith(f"{c[0]}.")]
         outlet = min(outlets, key=lambda call: call[0].count("."))
-        ended_by_norm = next((c for c in chain if c[0] in self.block.norms), None)
-        ending = [*chain, *(inner.get(ended_by_norm, ()) if ended_by_norm else ())]
+        last_norm = next((c for c in chain if c[0] in self.block.norms), None)
+        ending = [*chain, *(inner.get(last_norm, ()) if last_norm else ())]
         projection = next((c[0] for c in ending if c[0] in matrices), "")
         held = {c for c in self.moves if c[0] in matrices and c not in ending and self._writes(c)}
         before = [n for n in readers if self.rank[n] < self.rank[writer] and self.block.depends(writer, n, held)]
-        pre = before[-1][0] if before else ""
-        norm, outer, placement = pre, "", "pre" if pre else "other"
-        if ended_by_norm is not None:
-            norm, outer, placement = (pre, ended_by_norm[0], "sandwich") if pre else (ended_by_norm[0], "", "olmo2")
-        if becomes:
-            norm, outer, placement = point[0], "", "post" if not (pre or ended_by_norm) else "other"
-        if parallel:
-            placement = "parallel"
-        post = placement == "post"
+        pre, end = before[-1][0] if before else "", last_norm[0] if last_norm else ""
+        placement = _PLACEMENTS.get((bool(pre), bool(end), is_post_norm), "other")
+        placement = "parallel" if is_parallel else placement
+        norm = point[0] if is_post_norm else pre or end
         return Branch(
             block=self.block.name,
             norm=norm,
-            outer=outer,
+            outer=end if pre and not is_post_norm else "",
             outlet=outlet[0],
             writer=writer[0],
             call=outlet[1],
             projection=projection,
-            readers=self._readers(writer, outlet, norm, held) if post else (),
+            readers=self._readers(writer, outlet, norm, held) if placement == "post" else (),
             placement=placement,
             altered=not self._is_unaltered(outlet, point),
             dropout=self._functional_dropout(outlet, point),
@@ -254,19 +263,19 @@ class _Finder:
             shared=self.block.calls > 1,
         )
 
-    def _writes(self, call: Call) -> bool:
+    def _writes(self, call: CallKey) -> bool:
         """Whether a call's output is an addend at any point."""
         return any(factor is not None for factor in self.moves[call].points.values())
 
-    def _is_unaltered(self, outlet: Call, point: Call) -> bool:
+    def _is_unaltered(self, outlet: CallKey, point: CallKey) -> bool:
         """Whether noise added to the outlet's output arrives at the point unchanged, position by position."""
         noise = self.block.noise(self.block.base.outputs[outlet], 4)
         by = self.block.run({outlet: noise}, self._held_around(outlet)).points[point] - self.points[point]
         return bool((by - noise.reshape(by.shape)).abs().max() <= _TOLERANCE * noise.abs().max())
 
-    def _readers(self, writer: Call, outlet: Call, norm: str, held: set[Call]) -> tuple[str, ...]:
+    def _readers(self, writer: CallKey, outlet: CallKey, norm: str, held: set[CallKey]) -> tuple[str, ...]:
         """The outermost modules that are called with the stream and change the branch; see `Branch.readers`."""
-        found: list[Call] = []
+        found: list[CallKey] = []
         for call in self.rank:
             factor = self.stream.inputs.get(call)
             holds_norm = norm.startswith(f"{call[0]}.") or call[0] == norm
@@ -276,17 +285,17 @@ class _Finder:
                 found.append(call)
         outermost = [c for c in found if not any(c[0].startswith(f"{other[0]}.") for other in found)]
         readers = [c for c in outermost if c == outlet or self.block.depends(outlet, c, held)]
-        unclear = any(call[1] or call[0] in self.block.given_twice for call in readers)
+        unclear = any(call[1] or call[0] in self.block.passed_twice for call in readers)
         if unclear or self._reads_elsewhere(outlet, {*held, *readers}):
             return ()
         return tuple(call[0] for call in readers)
 
-    def _reads_elsewhere(self, outlet: Call, held: set[Call]) -> bool:
+    def _reads_elsewhere(self, outlet: CallKey, held: set[CallKey]) -> bool:
         """Whether the branch still depends on the stream when these outputs are held."""
         source = next((call for call, moves in self.moves.items() if moves is self.stream), INPUT)
         return self.block.differs(outlet, self.block.run({source: self.delta}, held))
 
-    def _mixes(self, writer: Call, held: set[Call]) -> bool:
+    def _mixes(self, writer: CallKey, held: set[CallKey]) -> bool:
         """Whether a change of the stream at the first position changes the branch at other positions."""
         by_position = len(self.block.x), -1, self.block.width
         moved = torch.zeros_like(self.block.x, memory_format=torch.contiguous_format).view(by_position)
@@ -295,7 +304,7 @@ class _Finder:
         by = (seen - self.block.base.outputs[writer]).reshape(by_position)
         return bool(by[:, 1:].abs().max() > 1e-9) if by.shape[1] > 1 else False
 
-    def _reads_another_stack(self, writer: Call, held: set[Call]) -> bool:
+    def _reads_another_stack(self, writer: CallKey, held: set[CallKey]) -> bool:
         """Whether the branch depends on an argument that is another stack's output."""
         for key in self.block.foreign:
             value: Any = self.block.arguments.get(key)
@@ -305,7 +314,7 @@ class _Finder:
                     return True
         return False
 
-    def _functional_dropout(self, outlet: Call, point: Call) -> str:
+    def _functional_dropout(self, outlet: CallKey, point: CallKey) -> str:
         """The attribute with the rate of a functional dropout between outlet and stream; see `Branch.dropout`."""
         parent = self.block.module.get_submodule(outlet[0].rpartition(".")[0])
         rates = {key: v for key, v in vars(parent).items() if "drop" in key and type(v) in (int, float) and 0 <= v < 1}
@@ -323,7 +332,7 @@ class _Finder:
             return next((key for key in rates if not is_undisturbed(**{**no_dropout, key: 0.5})), "")
 
 
-def _is_addend(moves: _Moves, point: Call) -> bool:
+def _is_addend(moves: _Moves, point: CallKey) -> bool:
     """Whether the point changes by a constant multiple of delta in each channel."""
     return moves.points.get(point) is not None
 

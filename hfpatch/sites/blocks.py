@@ -20,9 +20,9 @@ from ..runtime.edits import pattern_of
 from ..runtime.errors import PatchError, UnsupportedError
 from .norms import describe
 
-Call = tuple[str, int]  # (a module's name in its block, index among its calls in one forward of the block)
-INPUT: Call = ("", -1)  # stands for the stream that the block is called with
-OUTPUT: Call = ("", 0)  # stands for what the block returns
+CallKey = tuple[str, int]  # (a module's name in its block, index among its calls in one forward of the block)
+INPUT: CallKey = ("", -1)  # stands for the stream that the block is called with
+OUTPUT: CallKey = ("", 0)  # stands for what the block returns
 
 
 class Run(NamedTuple):
@@ -34,9 +34,9 @@ class Run(NamedTuple):
         inputs: the first tensor among each module's arguments.
     """
 
-    outputs: dict[Call, Tensor]
-    points: dict[Call, Tensor]
-    inputs: dict[Call, Tensor]
+    outputs: dict[CallKey, Tensor]
+    points: dict[CallKey, Tensor]
+    inputs: dict[CallKey, Tensor]
 
 
 class Block:
@@ -52,7 +52,7 @@ class Block:
         stream, x, width: name of the argument that is the residual stream ("" for none), its value, its channels.
         inside: the modules in the block, by name.
         norms, matrices: names of those that are norms, and of those that hold a matrix.
-        given_twice: names of those that were called with the same tensor in two arguments; filled by `run`.
+        passed_twice: names of those that were called with the same tensor in two arguments; filled by `run`.
     """
 
     def __init__(self, name: str, module: nn.Module, args: tuple, kwargs: dict, calls: int, foreign: tuple[str, ...]):
@@ -66,7 +66,7 @@ class Block:
         self.inside = {child: sub for child, sub in module.named_modules() if child}
         self.norms = {child for child, sub in self.inside.items() if describe(sub) is not None}
         self.matrices = {child for child, sub in self.inside.items() if has_matrix(sub)}
-        self.given_twice: set[str] = set()
+        self.passed_twice: set[str] = set()
 
     @property
     def x(self) -> Tensor:
@@ -84,14 +84,14 @@ class Block:
         return self.run()
 
     @cached_property
-    def rank(self) -> dict[Call, int]:
+    def rank(self) -> dict[CallKey, int]:
         """Index of each call in the order in which calls end."""
         return {call: i for i, call in enumerate(self.base.outputs)}
 
     def run(
         self,
-        moved: Mapping[Call, Tensor] | None = None,
-        held: Collection[Call] = (),
+        moved: Mapping[CallKey, Tensor] | None = None,
+        held: Collection[CallKey] = (),
         arguments: Mapping[str, Any] | None = None,
     ) -> Run:
         """Run the block once, with changes.
@@ -144,18 +144,18 @@ class Block:
         seen.points[OUTPUT] = result[0] if isinstance(result, tuple | list) else result
         return seen
 
-    def _record_inputs(self, call: Call, tensors: list[Tensor], seen: Run) -> None:
-        """Record the tensors that a call is given."""
+    def _record_inputs(self, call: CallKey, tensors: list[Tensor], seen: Run) -> None:
+        """Record the tensor arguments of a call."""
         if tensors:
             x = tensors[0]
             if x.is_floating_point() and any(v is x for v in tensors[1:]):
-                self.given_twice.add(call[0])
+                self.passed_twice.add(call[0])
             seen.inputs[call] = x.clone()
             if call[0] in self.norms:
                 seen.points[call] = seen.inputs[call]
 
     def _positional(self, values: dict[str, Any]) -> list[Any]:
-        """Takes out of `values` what is passed by position: the stream, as gradient checkpointing requires."""
+        """Pop from `values` what is passed by position: the stream, as gradient checkpointing requires."""
         leading: list[Any] = []
         for name in self.parameters:
             if name not in values or (self.rest == () and name != self.parameters[0] and leading):
@@ -168,11 +168,11 @@ class Block:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device) * like.std()
 
-    def differs(self, call: Call, run: Run) -> bool:
+    def differs(self, call: CallKey, run: Run) -> bool:
         """Whether a call's output in this run differs from that of the undisturbed run."""
         return not torch.allclose(run.outputs[call], self.base.outputs[call], rtol=1e-6, atol=1e-9)
 
-    def depends(self, call: Call, source: Call, held: Collection[Call] = ()) -> bool:
+    def depends(self, call: CallKey, source: CallKey, held: Collection[CallKey] = ()) -> bool:
         """Whether noise on the output of `source` changes a call's output while the calls in `held` are held."""
         return self.differs(call, self.run({source: self.noise(self.base.outputs[source], 1)}, held))
 

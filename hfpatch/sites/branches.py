@@ -1,4 +1,4 @@
-"""The residual branches of a model in hand, found on a small model of its class, and how they can be changed."""
+"""Residual branches of the user's model: finds them on a small model of its class and checks that they can change."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .anatomy import Branch, find_branches
 from .blocks import measuring
 from .deepnorm_weights import with_weights
 
-SECOND = "_after"  # of a sandwich's second norm, behind the first one's name
+SECOND_NORM_SUFFIX = "_after"  # a sandwich's second norm is called like the first one, with this
 _CONTAINERS = (nn.Sequential, nn.ModuleDict)
-_SAME = 1e-9  # relative, in float64; some hosts compute a part in float32
+_TOLERANCE = 1e-9  # relative, in float64; some hosts compute a part in float32
 
 
 @dataclass
 class Site:
-    """A branch of a stack in one block of the model in hand."""
+    """A residual branch in one block of the user's model."""
 
     branch: Branch
     block_name: str
@@ -48,20 +48,20 @@ class Site:
         return f"{self.block_name}.{self.branch.norm}"
 
     def join(self, form: str, alpha: float = 1.0) -> Edit:
-        """The edit that lets this branch meet the stream in one of the forms of runtime/joins.py."""
+        """The edit that adds this branch to the stream in one of the forms of runtime/joins.py."""
         own = self.branch
-        second = f"{own.norm}{SECOND}" if form == "sandwich" else ""
+        second = f"{own.norm}{SECOND_NORM_SUFFIX}" if form == "sandwich" else ""
         join = Join(form, own.norm, own.outlet, own.call, own.dropout, second, own.readers, alpha)
         return Edit.of(f"{self.block_name}.{LENS_SLOT}", Joins((join,)))
 
 
 @dataclass
-class Found:
-    """What was found on the small model.
+class StackBranches:
+    """Residual branches of each stack of a model, found on a small model of its class.
 
     Attributes:
-        branches: of each stack, whose pattern stands for the block's name.
-        depths: for each pattern of blocks, how deep its stack is in the model itself.
+        branches: one for all layers of a stack, with the pattern of the blocks' names in place of the name.
+        depths: pattern of blocks -> the depth of that stack in the user's model.
         small, inputs: the small model, which may be changed, and keyword arguments of its forward.
     """
 
@@ -71,18 +71,20 @@ class Found:
     inputs: dict[str, Any]
 
 
-def discover(model: nn.Module, request: str, example_inputs: Mapping[str, Any] | None, weights: bool = False) -> Found:
-    """The branches of a model.
+def discover(
+    model: nn.Module, request: str, example_inputs: Mapping[str, Any] | None, weights: bool = False
+) -> StackBranches:
+    """Find the residual branches of a model.
 
     Args:
         model: isn't changed; its weights aren't needed.
-        request: for messages.
-        example_inputs: keyword arguments of one forward, where they can't be made.
-        weights: find the weights that DeepNorm scales, too.
+        request: named in error messages.
+        example_inputs: keyword arguments of one forward; needed if they can't be generated.
+        weights: also find the weights that DeepNorm scales.
 
     Raises:
-        UnsupportedError: no small model can be made, branches were changed before, or layers of one stack differ.
-        NothingToPatchError: there is no branch.
+        UnsupportedError: no small model runs, an earlier patch changed the branches, or layers of a stack differ.
+        NothingToPatchError: the model has no residual branch with a norm.
     """
     require_untouched(model)
     small, inputs = twin(model, example_inputs)
@@ -95,7 +97,7 @@ def discover(model: nn.Module, request: str, example_inputs: Mapping[str, Any] |
         )
     branches = _merged(layers, request)
     _require_everywhere(small, branches, layers, request)
-    return Found(branches, _depths(model, branches, layers), small, inputs)
+    return StackBranches(branches, _depths(model, branches, layers), small, inputs)
 
 
 def require_untouched(model: nn.Module) -> None:
@@ -107,12 +109,13 @@ def require_untouched(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if any(lens_of(module, kind) for kind in (Gains, Joins, Padded)):
             raise UnsupportedError(
-                f"{name}: what its branches or norms see was changed by an earlier patch. Start from the original."
+                f"{name}: an earlier patch changed the inputs of its residual branches or norms. Start from the "
+                "original."
             )
 
 
 def _merged(layers: list[Branch], request: str) -> list[Branch]:
-    """One branch for the same branch of all layers, with the stack's pattern for the block's name."""
+    """Merge the same branch of all layers into one, with the pattern of the blocks' names in place of the name."""
     found: dict[tuple, Branch] = {}
     for branch in layers:
         key = branch.stack, branch.outlet, branch.call
@@ -120,8 +123,9 @@ def _merged(layers: list[Branch], request: str) -> list[Branch]:
         same = ("norm", "outer", "altered", "dropout", "placement", "readers")
         if any(getattr(known, name) != getattr(branch, name) for name in same):
             raise UnsupportedError(
-                f"{branch.block}: its {branch.outlet} meets the stream another way than in the layers before "
-                f"({branch.placement}, {known.placement}), so {request} can't change all of them alike."
+                f"{branch.block}: its {branch.outlet} is added to the residual stream in another way "
+                f"({branch.placement}) than in earlier layers ({known.placement}), so {request} can't change all "
+                "layers in the same way."
             )
         projection = known.projection if known.projection == branch.projection else ""
         weights = tuple(dict.fromkeys((*known.weights, *branch.weights)))
@@ -130,13 +134,13 @@ def _merged(layers: list[Branch], request: str) -> list[Branch]:
 
 
 def _require_everywhere(small: nn.Module, branches: list[Branch], layers: list[Branch], request: str) -> None:
-    """Refuse stacks in which only some layers meet the stream so (windows that some layers cut, say)."""
+    """Refuse stacks in which only some layers have these branches (as where some layers cut windows)."""
     found = {(branch.block, branch.outlet, branch.call) for branch in layers}
     for site in sites_of(small, branches):
         if (site.block_name, site.branch.outlet, site.branch.call) not in found:
             raise UnsupportedError(
-                f"{site.block_name}: its {site.branch.outlet} doesn't meet the stream as in other layers of its "
-                f"stack, so {request} can't change all of them alike."
+                f"{site.block_name}: its {site.branch.outlet} isn't added to the residual stream as in other layers "
+                f"of its stack, so {request} can't change all layers in the same way."
             )
 
 
@@ -162,7 +166,7 @@ def _layers(model: nn.Module, stack: str) -> int:
 
 
 def sites_of(model: nn.Module, branches: list[Branch]) -> Iterator[Site]:
-    """Every place in the model where one of the branches is, in the order of its modules."""
+    """Every block of the model with one of the branches, in the order of its modules."""
     names = Names.of(model)
     for name, block in model.named_modules():
         patterns = {pattern_of(form) for form in names.forms(name)}
@@ -177,7 +181,7 @@ def sites_of(model: nn.Module, branches: list[Branch]) -> Iterator[Site]:
 
 
 def require_joinable(site: Site) -> None:
-    """Refuse branches between whose output and the stream more happens than a join can reproduce.
+    """Refuse branches whose output is changed before it is added to the stream, in ways that a join can't reproduce.
 
     Raises:
         UnsupportedError: something is multiplied, dropped or hidden on the way.
@@ -186,13 +190,13 @@ def require_joinable(site: Site) -> None:
     branch = site.branch
     if branch.altered:
         raise UnsupportedError(
-            f"{site.block_name}: what its {branch.outlet} returns is multiplied on its way to the stream, or its "
-            "positions are moved, so no norm can be put behind it."
+            f"{site.block_name}: the output of its {branch.outlet} is scaled, or its positions are permuted, before "
+            "it is added to the residual stream, so no norm can be put after it."
         )
     if branch.dropout == "?":
         raise UnsupportedError(
-            f"{site.block_name}: a dropout follows its {branch.outlet} whose rate isn't found, so no norm can be put "
-            "behind it."
+            f"{site.block_name}: its {branch.outlet} is followed by a dropout whose rate isn't found, so no norm can "
+            "be put after it."
         )
     for path in (branch.norm, branch.outlet, *branch.readers):
         parts = path.split(".")[:-1]
@@ -202,7 +206,7 @@ def require_joinable(site: Site) -> None:
 
 
 def require_own_forward(name: str, module: nn.Module) -> None:
-    """Refuse what can't be seen through.
+    """Refuse modules that no lens can be put on.
 
     Raises:
         UnsupportedError: a container.
@@ -210,14 +214,17 @@ def require_own_forward(name: str, module: nn.Module) -> None:
     """
     refuse_private_forward(name, module)
     if isinstance(module, _CONTAINERS):
-        raise UnsupportedError(f"{name} is a {module._get_name()} inside a branch, which can't be seen through.")
+        raise UnsupportedError(
+            f"{name} is a {module._get_name()} inside a residual branch, whose forward hfpatch can't run with "
+            "other modules in it."
+        )
 
 
-def require_transparent(found: Found, request: str) -> None:
-    """Refuse blocks that give something else, or fail, when they are seen through as what they are.
+def require_transparent(found: StackBranches, request: str) -> None:
+    """Refuse blocks whose outputs change when joins with the present placement are put on them.
 
     Raises:
-        UnsupportedError: on the small model, which is changed.
+        UnsupportedError: they change, or fail, on the small model (which is changed).
     """
     sites = list(sites_of(found.small, found.branches))
     for site in sites:
@@ -227,14 +234,14 @@ def require_transparent(found: Found, request: str) -> None:
         try:
             apply(condensed([site.join(site.branch.placement) for site in sites], found.small), found.small)
             after = outputs_of(found.small, found.inputs)
-            same = max_error(before, after) <= _SAME
+            same = max_error(before, after) <= _TOLERANCE
         except Exception as error:
             raise UnsupportedError(
-                f"{type(found.small).__name__}: the forward of its {type(sites[0].block).__name__} can't run on a view "
-                f"({type(error).__name__}: {error}), so {request} can't change its branches."
+                f"{type(found.small).__name__}: the forward of its {type(sites[0].block).__name__} fails on a "
+                f"stand-in for the module ({type(error).__name__}: {error}), so {request} can't change its branches."
             ) from error
     if not same:
         raise UnsupportedError(
-            f"{type(found.small).__name__}: its blocks don't compute the sums that were found in them, so {request} "
-            "can't change them. Please report this model."
+            f"{type(found.small).__name__}: its blocks give other outputs when run with the branches that were found "
+            f"in them, so {request} can't change them. Please report this model."
         )

@@ -1,4 +1,4 @@
-"""Which weights DeepNorm scales in a model that starts afresh: feed-forward networks, values and outputs of attentions.
+"""Finds the weights that DeepNorm scales at the start: feed-forward networks, values and outputs of attentions.
 
 An attention's output is linear in its values and in its output projection's output, and not in queries and keys: so
 the outputs of a fused projection in which it is linear are the values.
@@ -16,7 +16,7 @@ from ..runtime.attention import NUMBER_OF_HEADS
 from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from .anatomy import Branch
-from .blocks import Block, Call, stream_blocks
+from .blocks import Block, CallKey, stream_blocks
 
 _TOLERANCE = 1e-7  # of linearity in float64
 
@@ -39,16 +39,16 @@ def with_weights(model: nn.Module, inputs: dict[str, Any], branches: list[Branch
     found = []
     for branch in branches:
         others = [other for other in branches if other.block == branch.block and other is not branch]
-        found.append(replace(branch, weights=_Finder(blocks[branch.block], branch, others).weights(known)))
+        found.append(replace(branch, weights=_ScaledWeights(blocks[branch.block], branch, others).weights(known)))
     return found
 
 
-class _Finder:
+class _ScaledWeights:
     """The matrices that one branch's output depends on, the other branches' outputs being held."""
 
     def __init__(self, block: Block, branch: Branch, others: list[Branch]):
         self.block, self.is_attention = block, branch.mixes or branch.cross
-        self.outlet: Call = branch.outlet, branch.call
+        self.outlet: CallKey = branch.outlet, branch.call
         self.held = {(other.writer, other.call) for other in others}
         elsewhere = {other.projection for other in others}
         before = [call for call, rank in block.rank.items() if rank <= block.rank[self.outlet]]
@@ -78,20 +78,21 @@ class _Finder:
                 holder = self.block.inside[".".join(path[:depth])]
                 if isinstance(holder, nn.ModuleDict):
                     raise UnsupportedError(
-                        f"{self.block.name}.{name} is one of several experts under names that can't be told from "
-                        "others, so init='reset' can't scale them all. Use init='copy' and scale them yourself."
+                        f"{self.block.name}.{name} is one of several experts in an nn.ModuleDict, whose names don't "
+                        "follow a pattern, so init='reset' can't scale them all. Use init='copy' and scale them "
+                        "yourself."
                     )
                 if isinstance(holder, nn.ModuleList):
                     numbers.add(len(holder))
         return numbers
 
-    def _values(self, call: Call) -> str:
-        """Where the values lie among the outputs of an attention's projection; "" where there are none."""
+    def _values(self, call: CallKey) -> str:
+        """Position of the values among the outputs of an attention's projection; "" if there are none."""
         width = self.block.base.outputs[call].shape[-1]
         if self._is_linear(call, slice(None)):
             return "all"
         where, projection = f"{self.block.name}.{call[0]}", self.block.inside[call[0]]
-        heads = _said_heads(self.block.module, projection) or width
+        heads = _declared_heads(self.block.module, projection) or width
         size = width // (6 * heads) if width % (6 * heads) == 0 else 1
         linear = [self._is_linear(call, slice(start, start + size)) for start in range(0, width, size)]
         if all(linear):
@@ -107,7 +108,7 @@ class _Finder:
             "scale the values alone. Use init='copy' and scale them yourself."
         )
 
-    def _is_linear(self, call: Call, channels: slice) -> bool:
+    def _is_linear(self, call: CallKey, channels: slice) -> bool:
         """Whether the branch is linear in some of a module's outputs."""
         output = self.block.base.outputs[call]
         noise = torch.zeros_like(output)
@@ -115,8 +116,8 @@ class _Finder:
         once, twice = self._moved_by(call, noise), self._moved_by(call, 2 * noise)
         return bool((twice - 2 * once).abs().max() <= _TOLERANCE * twice.abs().max())
 
-    def _moved_by(self, call: Call, change: Tensor) -> Tensor:
-        """What the branch moves by when a module's output is changed."""
+    def _moved_by(self, call: CallKey, change: Tensor) -> Tensor:
+        """Change of the branch's output when a module's output is changed."""
         seen = self.block.run({call: change}, self.held)
         return seen.outputs[self.outlet] - self.block.base.outputs[self.outlet]
 
@@ -127,7 +128,7 @@ def _outputs_of(module: nn.Module) -> int | None:
     return matrices[0].shape[0] if len(matrices) == 1 else None
 
 
-def _said_heads(block: nn.Module, projection: nn.Module) -> int | None:
+def _declared_heads(block: nn.Module, projection: nn.Module) -> int | None:
     for parent in block.modules():
         if any(child is projection for child in parent.children()):
             for key in NUMBER_OF_HEADS:
@@ -143,7 +144,7 @@ def heads_of(block: nn.Module, projection: nn.Module, where: str) -> int:
     Raises:
         UnsupportedError: it doesn't say.
     """
-    heads = _said_heads(block, projection)
+    heads = _declared_heads(block, projection)
     if heads is None:
         raise UnsupportedError(f"{where}: its attention doesn't say how many heads it has.")
     return heads

@@ -1,4 +1,4 @@
-"""Which tensor goes where in a module with an MLP, by runs of a copy on the meta device, without memory or values.
+"""Traces the projections and the activation of an MLP by running a copy of its module on the meta device.
 
 A projection and an activation belong together if the activation takes what the projection returned, itself and not
 something computed from it.
@@ -42,8 +42,8 @@ def is_activation(function: Activation) -> bool:
 
 
 @contextmanager
-def same_everywhere() -> Iterator[None]:
-    """Default dtype and device whatever those are in which a model is being loaded; no random stream is touched."""
+def on_meta_in_float32() -> Iterator[None]:
+    """Context with default device meta and dtype float32, whatever is set while a model loads; random state is kept."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -54,8 +54,8 @@ def same_everywhere() -> Iterator[None]:
 
 
 @dataclass
-class Reading:
-    """What a run shows: the projection before the activation, the one after it, and what speaks against a change."""
+class MLPParts:
+    """Result of a run: the projections before and after an activation, and why the MLP can't be changed, if so."""
 
     first: nn.Module
     last: nn.Module | None = None
@@ -64,14 +64,14 @@ class Reading:
 
 @dataclass
 class Flow:
-    """What was seen in one run: calls of projections and of one activation, with what went in and came out."""
+    """Record of one run: inputs and outputs of the projections and of one activation."""
 
     projections: list[tuple[nn.Module, Tensor, Tensor]] = field(default_factory=list)
     activations: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     whole: bool = False  # the run came to its end
     paired: bool = False  # the activation took a pair
 
-    def read(self) -> Reading | None:
+    def read(self) -> MLPParts | None:
         """None if the activation isn't an MLP's."""
         if len(self.activations) != 1:
             return None
@@ -85,18 +85,18 @@ class Flow:
             return None
         for module, entering, _ in self.projections:
             if _same_memory(entering, act_output) and projection_sizes(module) == (d_ff, d):
-                return Reading(first, module)
+                return MLPParts(first, module)
         siblings = [m for m, entering, _ in self.projections if entering is x and m is not first]
         if any(projection_sizes(m) == (d, d_ff) for m in siblings):
-            return Reading(first, reason="is gated already") if self._returns(d_ff, d) else None
-        return Reading(first)
+            return MLPParts(first, reason="is gated already") if self._returns(d_ff, d) else None
+        return MLPParts(first)
 
-    def _read_fused(self, act_input: Tensor) -> Reading | None:
+    def _read_fused(self, act_input: Tensor) -> MLPParts | None:
         for module, _, output in self.projections:
             d, width = projection_sizes(module)
             half = width // 2
             if _same_memory(output, act_input) and act_input.shape[-1] == half and self._returns(half, d):
-                return Reading(module, reason="is gated already")
+                return MLPParts(module, reason="is gated already")
         return None
 
     def _returns(self, d_ff: int, d: int) -> bool:
@@ -139,7 +139,7 @@ def _run(
     pair: nn.Module | None,
 ) -> Flow:
     originals: dict[int, nn.Module] = {}
-    twin = _twin(root, originals)
+    twin = _meta_copy(root, originals)
     flow = Flow()
 
     def see(module: nn.Module, args: tuple, output: Any) -> Any:
@@ -162,7 +162,7 @@ def _run(
             module.register_forward_hook(see)
         if originals[id(module)] is owner:
             if attribute in module._modules:
-                module._modules[attribute] = _Called(see_activation(module._modules[attribute]))
+                module._modules[attribute] = _FunctionModule(see_activation(module._modules[attribute]))
             else:
                 module.__dict__[attribute] = see_activation(module.__dict__[attribute])
             if stubs:
@@ -176,7 +176,7 @@ def _run(
     return flow
 
 
-class _Called(nn.Module):
+class _FunctionModule(nn.Module):
     """A function as a module."""
 
     def __init__(self, function: Activation):
@@ -188,7 +188,7 @@ class _Called(nn.Module):
 
 
 class _Stub(nn.Module):
-    """Returns its input, with as many Nones after it as whoever calls it unpacks."""
+    """Stand-in for a module: returns its input, followed by as many Nones as the caller unpacks."""
 
     def __init__(self, returns: int, flow: Flow):
         super().__init__()
@@ -197,7 +197,7 @@ class _Stub(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         if any(_same_memory(output, x) for _, _, output in self.flow.projections):
-            raise RuntimeError("this stands between a projection and what takes its output")
+            raise RuntimeError("this module reads a projection's output, so it can't be stubbed")
         return x if self.returns == 1 else (x, *(None,) * (self.returns - 1))
 
 
@@ -210,12 +210,12 @@ def _stub(root: nn.Module, owner: nn.Module, returns: int, flow: Flow) -> None:
             root._modules[name] = _Stub(returns, flow)
 
 
-def _twin(module: nn.Module, originals: dict[int, nn.Module]) -> nn.Module:
+def _meta_copy(module: nn.Module, originals: dict[int, nn.Module]) -> nn.Module:
     """A copy on the meta device in float32 and eval mode, without hooks."""
     twin = bare_copy(module)
     originals[id(twin)] = module
     state = twin.__dict__
-    state["_modules"] = {k: None if m is None else _twin(m, originals) for k, m in module._modules.items()}
+    state["_modules"] = {k: None if m is None else _meta_copy(m, originals) for k, m in module._modules.items()}
     state["_parameters"] = {
         k: None if p is None else nn.Parameter(_meta(p), False) for k, p in module._parameters.items()
     }

@@ -1,4 +1,4 @@
-"""Where a model's MLPs are, found by running their modules rather than by names.
+"""Finds a model's MLPs by running their modules rather than by names.
 
 An MLP is a linear projection d -> d_ff, an activation that takes its output and nothing else, and a projection d_ff ->
 d that takes the activation's. Hosts hold the three in one module (GPT-2, ViT), in a whole layer (OPT, BART) or in two
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..runtime.gated import GatedActivation, GatedLinear, projection_sizes
 from ..schemes.mlps import Activation
-from .mlp_flow import Reading, is_activation, is_projection, runs, same_everywhere
+from .mlp_flow import MLPParts, is_activation, is_projection, on_meta_in_float32, runs
 
 _MIXTURE = re.compile(r"(Experts?|MoE|Moe|SparseMLP)(Layer|Block|FeedForward)?$")  # names of classes
 _FUNCTIONS = ("torch", "transformers.activations")
@@ -62,7 +62,7 @@ def find_mlps(model: nn.Module) -> list[MLPSite]:
     names = {id(module): name for name, module in modules.items()}
     shared = _shared(model)
     found: dict[str, MLPSite] = {}
-    with same_everywhere():
+    with on_meta_in_float32():
         for name, module in modules.items():
             if isinstance(module, GatedLinear):
                 sizes, kind = projection_sizes(module.gate), module.kind
@@ -128,9 +128,9 @@ def _site(name: str, attribute: str, modules: dict[str, nn.Module], names: dict[
             flow = run(None)
             reading = flow.read()
             if reading is not None and reading.reason is None and not run(reading.first).paired:
-                reading.reason = "something else happens between its projection and its activation"
+                reading.reason = "its activation doesn't read its projection's output directly"
             if reading is not None and (reading.last is not None or reading.reason):
-                return _found(reading, name, attribute, modules, names)
+                return _mlp_site(reading, name, attribute, modules, names)
             if reading is not None:
                 first = reading.first
             if flow.whole:
@@ -140,13 +140,13 @@ def _site(name: str, attribute: str, modules: dict[str, nn.Module], names: dict[
     back = [m for m in around.modules() if is_projection(m) and projection_sizes(m) == projection_sizes(first)[::-1]]
     if len(back) != 1 or back[0] is first:  # nothing else there could take what the activation gives
         return None
-    site = _found(Reading(first, back[0]), name, attribute, modules, names)
+    site = _mlp_site(MLPParts(first, back[0]), name, attribute, modules, names)
     site.direct = False
     return site
 
 
-def _found(
-    reading: Reading, name: str, attribute: str, modules: dict[str, nn.Module], names: dict[int, str]
+def _mlp_site(
+    reading: MLPParts, name: str, attribute: str, modules: dict[str, nn.Module], names: dict[int, str]
 ) -> MLPSite:
     act = getattr(modules[name], attribute)
     last = None if reading.last is None else names[id(reading.last)]

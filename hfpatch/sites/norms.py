@@ -1,4 +1,4 @@
-"""What a norm module computes, found by running it rather than by its name.
+"""Finds what a norm module computes (kind, eps, gain, shift) by running it rather than by its name.
 
 transformers holds some thirty LayerNorm classes: subclasses of `nn.LayerNorm` with another gain (Nemotron's 1 + w),
 modules without parameters (OLMo), per-head gains (Cohere), channels-first ones (ConvNeXt). Each is read by feeding a
@@ -36,7 +36,7 @@ def describe(module: nn.Module) -> NormFacts | None:
         kind = "layer" if type(module) is nn.LayerNorm else "rms"
         gain, shift = (name if getattr(module, name, None) is not None else None for name in ("weight", "bias"))
         return NormFacts(kind, tuple(module.normalized_shape), module.eps, gain=gain, shift=shift)
-    if not _worth_probing(module):
+    if not _may_be_norm(module):
         return None
     with torch.device("cpu"):  # whatever the default device is while a model loads
         return _probe(module)
@@ -47,8 +47,8 @@ def looks_like_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.LayerNorm) or "layernorm" in type(module).__name__.lower().replace("_", "")
 
 
-def _worth_probing(module: nn.Module) -> bool:
-    if isinstance(module, _NOT_NORMS) or _takes_more(type(module)):  # type: ignore[arg-type]
+def _may_be_norm(module: nn.Module) -> bool:
+    if isinstance(module, _NOT_NORMS) or _takes_two_arguments(type(module)):  # type: ignore[arg-type]
         return False
     if any(one is not None for one in (*module._modules.values(), *module._buffers.values())):
         return False
@@ -62,8 +62,8 @@ def _worth_probing(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _takes_more(module: type[nn.Module]) -> bool:
-    """Whether a class's forward takes a second argument, as gated norms do: what that does isn't a norm's business."""
+def _takes_two_arguments(module: type[nn.Module]) -> bool:
+    """Whether a class's forward takes a second argument, as gated norms do; such modules aren't plain norms."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     taken = inspect.signature(module.forward).parameters.values()
     return sum(parameter.kind in kinds for parameter in taken) > 2  # the first is self
@@ -208,7 +208,7 @@ def _read_eps(small: tuple[Tensor, Tensor], kind: str, gain: Tensor, shift: Tens
 
 
 def _stated_eps(module: nn.Module, measured: float | None) -> float | None:
-    """The attribute that states what was measured (to float32 accuracy), else the measurement."""
+    """The module's eps attribute if it agrees with the measured value, else the measured value."""
     if measured is None:
         return None
     for name in _EPS_NAMES:

@@ -1,8 +1,8 @@
-"""Two orders of a head's channels: RoPE turns channels i and i + d/2 together ("half"), or 2i and 2i + 1
-("interleaved"). Reordering the rows of the query and key projections goes from one to the other.
+"""RoPE's channel pairings: finds which one a model uses, and the reordering of q and k that converts between them.
 
-On a model that rotates by itself, in its own pairing, a lens puts the channels of queries and keys back into the host's
-order before the host turns them: scores are sums over channels, whatever their order.
+RoPE rotates channels i and i + d/2 of a head together ("half"), or 2i and 2i + 1 ("interleaved"). Reordering the rows
+of the query and key projections converts one into the other. In a model that has RoPE itself, a lens instead reorders
+the channels of queries and keys for the host's rotation: scores are sums over channels, whatever their order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..runtime.attention import HostOrder
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class, lens_of
 from ..runtime.qk_layouts import Fused, Projections
-from .rotations import Rotation
+from .rotations import NativeRotation
 
 _SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("to_q", "to_k"), ("linear_q", "linear_k"))
 
@@ -55,8 +55,8 @@ def reordered_rows(layout: Any, module: nn.Module, head_dim: int, places: Tensor
     """
     if getattr(layout, "beside_keys", None):
         raise UnsupportedError(
-            f"{module._get_name()}: its queries meet more than keys ({layout.beside_keys}), so the order "
-            "of their channels stays."
+            f"{module._get_name()}: its queries are also multiplied with {layout.beside_keys}, so their "
+            "channels can't be reordered."
         )
     rows = {}
     for name, turn in layout.turns(module, head_dim, lambda x: x[..., places]).items():
@@ -79,7 +79,7 @@ def output_channels(projection: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Rotating:
-    """An attention that rotates by itself.
+    """An attention of a model that has RoPE itself.
 
     Attributes:
         module: the attention.
@@ -150,17 +150,24 @@ class Pairing:
     rotary_dim: int
 
 
-def pairing_of(rotation: Rotation) -> Pairing:
-    """The pairing of one of a model's own rotations, seen from what the host's code does with a head's channel 0."""
-    host, rotary_dim = _host_pairing(rotation)
+def pairing_of(rotation: NativeRotation, settings: dict[str, Any] | None = None) -> Pairing:
+    """The pairing of one of a model's own rotations, measured by rotating a vector with 1 in channel 0.
+
+    Args:
+        rotation: one of the model's own.
+        settings: those that it is going to have, which may rotate another share of each head; None: its own.
+    """
+    host, rotary_dim = _host_pairing(rotation, rotation.settings)
+    if settings is not None and settings != rotation.settings:
+        rotary_dim = _host_pairing(rotation, settings)[1] or rotary_dim
     known = rotating_attentions(rotation.module, rotation.holder).values()
     lens = next((one.lens for one in known if one is not None and one.lens is not None), None)
     return Pairing(host, host if lens is None else lens.pairing, rotary_dim)
 
 
-def _host_pairing(rotation: Rotation) -> tuple[str | None, int]:
+def _host_pairing(rotation: NativeRotation, settings: dict[str, Any]) -> tuple[str | None, int]:
     try:
-        phases = rotation.phases(rotation.rebuilt(rotation.settings))
+        phases = rotation.phases(rotation.rebuilt(settings))
     except Exception:  # its module is built or called in another way
         return None, 0
     if isinstance(phases, Tensor) and phases.is_complex():
@@ -177,7 +184,7 @@ def _host_pairing(rotation: Rotation) -> tuple[str | None, int]:
     return None, 0
 
 
-def _rotated_by_host(rotation: Rotation, q: Tensor, phases: Any) -> list[Tensor]:
+def _rotated_by_host(rotation: NativeRotation, q: Tensor, phases: Any) -> list[Tensor]:
     """q (1, 1, 2, channels) turned by each function that the host's file has for that, by transformers' names."""
     found = []
     for name, function in vars(sys.modules[host_class(type(rotation.module)).__module__]).items():
@@ -191,28 +198,30 @@ def _rotated_by_host(rotation: Rotation, q: Tensor, phases: Any) -> list[Tensor]
     return found
 
 
-def reordering(rotation: Rotation, pairing: Pairing, to: str | None) -> list[tuple[str, HostOrder | None]]:
+def reordering(rotation: NativeRotation, pairing: Pairing, to: str | None) -> list[tuple[str, HostOrder | None]]:
     """The attentions whose lens changes with the pairing, and that lens; None where the host's own order comes back.
 
     Args:
-        rotation, pairing: one of the model's own, and its pairing.
+        rotation, pairing: one of the model's own, and its pairing with the settings that it is going to have.
         to: the pairing that its projections' rows are to be read in; None leaves it.
 
     Raises:
         UnsupportedError: the host's pairing, or where queries and keys come from, isn't known.
     """
-    if to is None or to == pairing.present:
+    attentions = rotating_attentions(rotation.module, rotation.holder)
+    to = to or pairing.present
+    if to is None or (to == pairing.present and not any(one is not None and one.lens for one in attentions.values())):
         return []
-    attentions, where = rotating_attentions(rotation.module, rotation.holder), f"{rotation.name}: pairing={to!r}"
+    where = f"{rotation.name}: pairing={to!r}"
     if pairing.host is None:
         raise UnsupportedError(
-            f"{where} isn't served, since it isn't clear which channels the model's own code turns together."
+            f"{where} isn't supported, since it isn't known which channels the model's own code rotates together."
         )
     unknown = [name for name, one in attentions.items() if one is None]
     if unknown or not attentions:
         raise UnsupportedError(
-            f"{where} isn't served, since hfpatch doesn't know where the queries and keys of "
-            f"{unknown[0] if unknown else 'its attentions'} come from. It turns {pairing.host} pairs."
+            f"{where} isn't supported, since it isn't known which projections the queries and keys of "
+            f"{unknown[0] if unknown else 'its attentions'} come from. Its pairing is {pairing.host!r}."
         )
     found: list[tuple[str, HostOrder | None]] = []
     holder = rotation.module_name.rpartition(".")[0]
@@ -220,8 +229,10 @@ def reordering(rotation: Rotation, pairing: Pairing, to: str | None) -> list[tup
         assert one is not None
         if pairing.rotary_dim > one.head_dim:
             raise UnsupportedError(
-                f"{where} isn't served: {name} has heads of {one.head_dim} channels, {pairing.rotary_dim} are turned."
+                f"{where} isn't supported: {name} has heads of {one.head_dim} channels, but {pairing.rotary_dim} are "
+                "rotated."
             )
-        lens = HostOrder(to, one.last, one.head_dim, pairing.rotary_dim)
-        found.append((f"{holder}.{name}".strip("."), None if to == pairing.host else lens))
+        lens = None if to == pairing.host else HostOrder(to, one.last, one.head_dim, pairing.rotary_dim)
+        if lens != one.lens:
+            found.append((f"{holder}.{name}".strip("."), lens))
     return found

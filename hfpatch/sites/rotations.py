@@ -1,4 +1,4 @@
-"""Rotary modules of models that rotate queries and keys by themselves: where they are, and their settings.
+"""Finds the rotary modules of models that have RoPE themselves (Llama), and their settings.
 
 transformers' rotary modules follow one convention: a module holds its config, reads `config.rope_parameters` and keeps
 frequencies (`inv_freq`, or one buffer for each type of layer) from which its forward makes cos and sin.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..runtime.constants import SETTINGS_AT, Unrotated, with_settings
+from ..runtime.host_rotary import ROPE_SETTINGS_PATH, Unrotated, with_settings
 from ..runtime.lens import host_class, lens_of, named_modules
 
 Path = tuple[str, ...]
@@ -23,7 +23,7 @@ Settings = dict[str, Any]  # transformers' `rope_parameters`
 
 
 @dataclass
-class Rotation:
+class NativeRotation:
     """The frequencies of one rotary module, or those that it has for one type of layer.
 
     Attributes:
@@ -91,13 +91,13 @@ class Rotation:
         return with_settings(self.module, settings, self.layer_type)
 
     def phases(self, module: nn.Module) -> Any:
-        """What a rotary module of its class returns for positions 0 and 1: cos and sin, or complex numbers."""
+        """Output of a rotary module for positions 0 and 1: (cos, sin), or complex numbers."""
         positions = torch.arange(2)[None]
         extra = {} if self.layer_type is None else {"layer_type": self.layer_type}
         return module(torch.zeros(1, 2, 1), positions, **extra)
 
 
-def find_rotations(model: nn.Module) -> list[Rotation]:
+def find_rotations(model: nn.Module) -> list[NativeRotation]:
     """Every rotation of the model that follows transformers' convention."""
     found, paths = [], config_paths(getattr(model, "config", None))
     for holder_name, holder in named_modules(model):
@@ -107,17 +107,17 @@ def find_rotations(model: nn.Module) -> list[Rotation]:
             theta: Any = getattr(config, "rope_theta", None)
             if module is None or (not isinstance(parameters, dict) and not isinstance(theta, int | float)):
                 continue
-            path = module.__dict__.get(SETTINGS_AT, paths.get(id(config)))
+            path = module.__dict__.get(ROPE_SETTINGS_PATH, paths.get(id(config)))
             name = f"{holder_name}.{attribute}".strip(".")
             if "inv_freq" in module._buffers:
-                found.append(Rotation(name, holder, attribute, None, path))
+                found.append(NativeRotation(name, holder, attribute, None, path))
             for kind in parameters if isinstance(parameters, dict) else ():
                 if f"{kind}_inv_freq" in module._buffers and isinstance(parameters[kind], dict):
-                    found.append(Rotation(f"{name}.{kind}", holder, attribute, kind, path))
+                    found.append(NativeRotation(f"{name}.{kind}", holder, attribute, kind, path))
     return found
 
 
-def rotations_of(model: nn.Module, module: nn.Module) -> list[Rotation]:
+def rotations_of(model: nn.Module, module: nn.Module) -> list[NativeRotation]:
     """All rotations of one rotary module."""
     return [rotation for rotation in find_rotations(model) if rotation.module is module]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from ..core.registry import ARCHITECTURES, by_class
 from ..runtime.constants import ConstantPositions, NoPositions, rows_of
-from ..runtime.edits import Call
+from ..runtime.edits import Call, modules_at
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import named_modules
 from .records.record import Stack
@@ -145,13 +144,9 @@ def names_of(stack: Stack) -> tuple[str, ...]:
 
 
 def matching(owner: nn.Module, glob: str) -> dict[str, nn.Module]:
-    """The owner's modules at a glob, by their paths."""
-    globs = glob.split(" | ")
-    return {
-        name: module
-        for name, module in named_modules(owner)
-        if any(fnmatch.fnmatchcase(name, one) and name.count(".") == one.count(".") for one in globs)
-    }
+    """The owner's modules at a glob, by their paths, in the order of the model's modules."""
+    found = {name: chain[-1] for one in glob.split(" | ") for name, chain in modules_at(owner, one)}
+    return {name: module for name, module in named_modules(owner) if name in found} if " | " in glob else found
 
 
 def max_positions(item: FoundStack) -> int:

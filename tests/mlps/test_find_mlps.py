@@ -147,7 +147,7 @@ def test_what_is_gated_already(host: type[Host]) -> None:
 
 def test_what_no_pair_can_pass() -> None:
     (site,) = sites(Dropped())
-    assert site.reason == "something else happens between its projection and its activation"
+    assert site.reason == "its activation doesn't read its projection's output directly"
 
 
 @pytest.mark.parametrize("host", [Between, Convolved, Twice, Bypassed, Reused, Function, Projector])
@@ -255,7 +255,7 @@ def test_experts_that_are_modules_are_kept_with_the_reason() -> None:
 
 
 def test_models_without_mlps() -> None:
-    with pytest.raises(NothingToPatchError, match="has no MLP that can be seen through"):
+    with pytest.raises(NothingToPatchError, match="has no MLP of a form that hfpatch finds"):
         plan_patch(zoo.tiny("resnet")[0], mlp="swiglu")
 
 
@@ -303,7 +303,7 @@ def test_an_activation_that_is_no_number_somewhere() -> None:
 
     model = tiny("gpt2")
     model.h[1].mlp.act = Root()
-    with pytest.raises(UnsupportedError, match=r"h\.1\.mlp\.c_fc: .* whose activation Root is nowhere near"):
+    with pytest.raises(UnsupportedError, match=r"h\.1\.mlp\.c_fc: .* whose activation Root is too far from"):
         plan_patch(model, mlp="swiglu")
 
 

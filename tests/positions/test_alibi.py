@@ -328,7 +328,7 @@ class Hearing(Deaf):
     [
         (Deaf, "doesn't add its mask to its scores"),
         (OneHead, "reads a mask of one head for all"),
-        (Boolean, "takes its mask for yes and no"),
+        (Boolean, "reads its mask as boolean"),
         (TwoDimensional, "couldn't be tried with a mask of its own for every head"),
         (Hearing, None),
     ],

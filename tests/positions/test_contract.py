@@ -15,17 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from daily import todays
 from peft import LoraConfig, get_peft_model
+from sampled import sampled
 from transformers import AutoModelForCausalLM
 
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import NORMS, POSITIONS
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
+from hfpatch.runtime import qk_layouts
 from hfpatch.runtime.attention import ROTARY, AttentionLens
 from hfpatch.runtime.errors import CheckpointError
-from hfpatch.runtime.qk_layouts import Fused, Projections, Rotated
+from hfpatch.runtime.qk_layouts import Fused, Projections, with_turned_output
 from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.positions import Position
 
@@ -109,9 +110,9 @@ def _rotates_queries_only(self: Any, module: Any, arguments: Any, head_dim: int,
             width = y.shape[-1] // 3
             return torch.cat((rotate(y[..., :width].unflatten(-1, (-1, head_dim))).flatten(-2), y[..., width:]), -1)
 
-        return {self.name: Rotated(getattr(module, self.name), turn)}
+        return {self.name: with_turned_output(getattr(module, self.name), turn)}
     query = getattr(module, self.query)
-    return {self.query: Rotated(query, lambda y: rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2))}
+    return {self.query: with_turned_output(query, lambda y: rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2))}
 
 
 @every_family
@@ -311,7 +312,7 @@ def test_compiles_without_graph_breaks_for_all(name: str, request_: dict) -> Non
     compiles_without_graph_breaks(name, request_)
 
 
-@pytest.mark.parametrize(("name", "request_"), todays(COMPILED, 25), ids=case_id)
+@pytest.mark.parametrize(("name", "request_"), sampled(COMPILED, 25), ids=case_id)
 def test_compiles_without_graph_breaks(name: str, request_: dict) -> None:
     compiles_without_graph_breaks(name, request_)
 
@@ -374,8 +375,6 @@ def test_lora_on_queries_and_keys_merges_exactly(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_control_lora(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Rotated.__init__
-
     class BelowTheAdapter:
         """A rotation that sits on the Linear itself, as a forward hook would, so that LoRA's part isn't rotated."""
 
@@ -388,7 +387,10 @@ def test_control_lora(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             base = self.layer.base_layer(x)
             return self.turn(base) + (self.layer(x) - base)
 
-    monkeypatch.setattr(Rotated, "__init__", lambda self, p, turn: real(self, BelowTheAdapter(p, turn), lambda y: y))
+    def below(projection: Any, turn: Any) -> Any:
+        return with_turned_output(BelowTheAdapter(projection, turn), lambda y: y)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(qk_layouts, "with_turned_output", below)
     assert merged_difference(name) > 1e-2
 
 

@@ -15,6 +15,7 @@ from transformers import CompileConfig
 
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.runtime.attention import AttentionLens
+from hfpatch.runtime.handing_down import HandedDown
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checks import RECORDED, difference, generated, generator, patched
@@ -178,5 +179,6 @@ def test_control_a_rotation_that_forgets_the_cache(name: str, monkeypatch: pytes
     monkeypatch.setattr(
         AttentionLens, "__call__", lambda self, m, a: real(self, m, {**a, "position_ids": None, self.cache: None})
     )
+    monkeypatch.setattr(HandedDown, "__call__", lambda *_: ({}, {}))
     model, given = made(name)
     assert difference(generated(model, given), generated(model, given, use_cache=False)) > 1e-2

@@ -20,7 +20,9 @@ from hfpatch.plan import plan_patch
 from hfpatch.runtime.attention import ROTARY
 from hfpatch.runtime.errors import PositionError, UnsupportedError
 from hfpatch.runtime.grid import Grid
-from hfpatch.runtime.qk_layouts import Projections, Rotated
+from hfpatch.runtime.handing_down import HandedDown
+from hfpatch.runtime.lens import LENS
+from hfpatch.runtime.qk_layouts import Projections, with_turned_output
 from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.positions import Position
 from hfpatch.schemes.rope import RoPE
@@ -206,7 +208,7 @@ def test_control_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
     def rotates_queries_only(self: Any, module: Any, *rest: Any) -> dict:
         *_, head_dim, rotate = rest
         query = getattr(module, self.query)
-        return {self.query: Rotated(query, lambda y: rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2))}
+        return {self.query: with_turned_output(query, lambda y: rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2))}
 
     monkeypatch.setattr(Projections, "rotated", rotates_queries_only)
     model, given = patched("ijepa"), image(*WIDE)
@@ -351,7 +353,7 @@ def test_one_tower_of_two() -> None:
 
 def test_an_encoder_called_past_its_owner_is_refused() -> None:
     model = patched("vit")
-    with pytest.raises(PositionError, match="wasn't told where"):
+    with pytest.raises(PositionError, match="got no positions of its tokens"):
         model.layers[0](torch.zeros(1, 5, 64))
 
 
@@ -481,6 +483,18 @@ def test_control_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None
     assert plain
     with pytest.raises(RuntimeError):  # shapes of the two sizes don't fit when the first is run again
         gradients(model, True)
+
+
+@pytest.mark.parametrize("model_type", ["dpt", "yolos"])
+@pytest.mark.parametrize("request_", [{"norm": "deepnorm"}, {"placement": "olmo2"}], ids=["deepnorm", "olmo2"])
+def test_beside_norms_that_stand_elsewhere(model_type: str, request_: dict[str, str]) -> None:
+    """Lenses of norms and of positions are on the same layers, and each replaces what is in the same attention."""
+    model, given = patched(model_type, LINE, **request_), image(*WIDE)
+    handed = states(model, given)
+    assert difference(handed, states(patched(model_type, LINE), given)) > 1e-3
+    assert isinstance(model.__dict__.pop(LENS), HandedDown)  # attentions then count their tokens
+    assert torch.equal(handed, states(model, given))
+    assert difference(states(patched(model_type, GRID, **request_), given), handed) > 1e-3
 
 
 TAKEN_BACK = [("idefics3_vision", GRID), ("sam_vision_model", GRID), ("wav2vec2", LINE), ("videomae", RoPE(axes=3))]

@@ -150,7 +150,7 @@ def test_of_a_composite_the_tower_alone(tmp_path: Path) -> None:
     expected = zoo.tiny("clip")[0](**given, interpolate_pos_encoding=True)
     plan = plan_patch(model, pos=Learned(image_size=NEW))
     kept = next(row for row in plan.rows if row.module == "text_model.embeddings.position_embedding")
-    assert (kept.action, kept.reason) == ("keep", "image_size is of images")
+    assert (kept.action, kept.reason) == ("keep", "image_size is for tables of image patches")
     patched(model, pos=Learned(image_size=NEW))
     seen = model(**given)
     assert torch.equal(seen.text_embeds, expected.text_embeds)
@@ -252,9 +252,9 @@ def test_what_a_plan_says() -> None:
 
 @pytest.mark.parametrize("options", ["", ":image_size=16", ":image_size=18", ":max_positions=16"])
 def test_nothing_to_do(options: str) -> None:
-    with pytest.raises(NothingToPatchError, match=r"image_size says for which images|holds 4 x 4 patches already"):
+    with pytest.raises(NothingToPatchError, match=r"pass image_size= to resize it|holds 4 x 4 patches already"):
         patched(make("vit"), pos=f"learned{options}")
-    with pytest.raises(NothingToPatchError, match="image_size is of images"):
+    with pytest.raises(NothingToPatchError, match="image_size is for tables of image patches"):
         patched(make("gpt2"), pos="learned:image_size=24")
 
 
@@ -279,8 +279,8 @@ def test_sizes_are_checked(size: Any) -> None:
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("sam_vision_model", r"rel_pos_h is made for image_size=96 as well \(and 1 more\)"),
-        ("vitdet", r"its host makes \(1, 17, 64\) of that"),
+        ("sam_vision_model", r"rel_pos_h \(and 1 more\): the shape also depends on image_size=96"),
+        ("vitdet", r"its class builds it with shape \(1, 17, 64\) for"),
         ("audio-spectrogram-transformer", "can't be told from ASTConfig"),
         ("siglip2_vision_model", "can't be told from Siglip2VisionConfig"),
         ("timesformer", "isn't the only one"),
@@ -297,7 +297,7 @@ def test_refused_with_the_reason_before_anything_changes(model_type: str, messag
 
 
 def test_a_host_of_square_images_says_so() -> None:
-    with pytest.raises(UnsupportedError, match=r"CLIPVisionModel can't be built for image_size=\(96, 160\)"):
+    with pytest.raises(UnsupportedError, match=r"CLIPVisionModel can't be built with image_size=\(96, 160\)"):
         patched(zoo.tiny("clip_vision_model")[0], pos=Learned(image_size=(96, 160)))
     with pytest.raises(UnsupportedError, match="an image of 8 x 8 pixels has no patch"):
         patched(zoo.tiny("clip_vision_model")[0], pos=Learned(image_size=8))

@@ -207,7 +207,7 @@ def test_a_tokenizer_is_told(tmp_path: Path) -> None:
 
 def test_a_tokenizer_without_a_length_to_be_told_is_refused() -> None:
     told, model = tokenizer(model_max_length=32), make("gpt2")
-    with pytest.raises(OptionError, match=r"pos= must say it: pos='rope:max_positions=8192'"):
+    with pytest.raises(OptionError, match=r"pos= must set one: pos='rope:max_positions=8192'"):
         patched(model, pos="rope", tokenizer=told)
     with pytest.raises(OptionError, match="takes a tokenizer or a processor"):
         patched(model, pos="rope:max_positions=64", tokenizer="gpt2")
@@ -239,7 +239,7 @@ def test_the_factor_follows_from_the_lengths(kind: str, tmp_path: Path) -> None:
 
 def test_stacks_of_different_lengths_can_t_share_a_scale() -> None:
     scheme = {"scaling": {"rope_type": "yarn"}, "max_positions": 64}
-    with pytest.raises(OptionError, match=r"this model has \[16, 32\].*one stack at a time"):
+    with pytest.raises(OptionError, match=r"this model has several: \[16, 32\].*one stack at a time"):
         plan_patch(make("whisper"), pos=RoPE(**scheme))
     decoder = patched(make("whisper"), pos=RoPE(**scheme), only="*decoder*")
     assert Record.of(decoder.config).pos[0].scheme.scaling["factor"] == 2.0
@@ -440,7 +440,7 @@ def test_the_command_line_tells_model_and_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pos", "message"),
     [
-        ("learned", "max_positions says how many"),
+        ("learned", "needs max_positions"),
         ("rope:max_positions=0", "max_positions must be a positive integer, not 0"),
         ("alibi:max_bias=-1", "max_bias must be a number"),
         ("sinusoidal:layout=halves", "layout must be one of interleaved, half, tensor2tensor"),

@@ -21,8 +21,8 @@ from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.rope import RoPE
-from hfpatch.sites.pairing import pairing_of
-from hfpatch.sites.rotations import SETTINGS_AT, find_rotations
+from hfpatch.sites.pairing import pairing_of, reordered_rows, rotating_attentions
+from hfpatch.sites.rotations import ROPE_SETTINGS_PATH, find_rotations
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import zoo
@@ -122,7 +122,7 @@ def test_unchanged_settings_keep_every_bit(model_type: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", NotPreservedWarning)
         patch_model(model, pos="rope", only=names)
-    assert any(SETTINGS_AT in module.__dict__ for module in model.modules()), "nothing was rebuilt"
+    assert any(ROPE_SETTINGS_PATH in module.__dict__ for module in model.modules()), "nothing was rebuilt"
     assert equal(run(model, given), before)
 
 
@@ -441,6 +441,37 @@ def test_scaling_and_partial_through_a_checkpoint(tmp_path: Path) -> None:
     before = run(model, given)
     model.save_pretrained(tmp_path)
     assert equal(run(AutoModel.from_pretrained(tmp_path).eval(), given), before)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "stablelm", "phi"])
+def test_a_share_and_a_pairing_mean_one_thing_in_every_order(model_type: str, tmp_path: Path) -> None:
+    """A share of each head in adjacent pairs, in one request or two: one function, and the one that is opened again.
+
+    By hand: the model that turns that share in its own pairing, whose projections have their rows in its order.
+    """
+    model, given = zoo.tiny(model_type)
+    rotation = find_rotations(model)[0]
+    assert pairing_of(rotation).host == "half"
+    partial = 0.25 if rotation.settings["partial_rotary_factor"] == 0.5 else 0.5
+    share, pairing = RoPE(partial=partial), RoPE(pairing="interleaved")
+    expected = copy.deepcopy(model)
+    patched(expected, pos=share)
+    for attention in rotating_attentions(find_rotations(expected)[0].module, expected).values():
+        dim, head_dim = int(attention.head_dim * partial), attention.head_dim
+        places = torch.tensor([*range(0, dim, 2), *range(1, dim, 2), *range(dim, head_dim)])
+        for name, rows in reordered_rows(attention.layout, attention.module, head_dim, places).items():
+            for parameter in getattr(attention.module, name).parameters():
+                parameter.data = parameter.data[rows]
+    wanted = run(expected, given)
+    requests = [RoPE(partial=partial, pairing="interleaved")], [share, pairing], [pairing, share]
+    for i, parts in enumerate(requests):
+        model, given = zoo.tiny(model_type)
+        for pos in parts:
+            patched(model, pos=pos)
+        found = run(model, given)
+        assert difference(found, wanted) < 1e-5
+        model.save_pretrained(tmp_path / str(i))
+        assert equal(run(AutoModel.from_pretrained(tmp_path / str(i)).eval(), given), found)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "phi", "gemma3_text", "deepseek_v3"])

@@ -1,19 +1,21 @@
 """Every architecture record on a tiny model of its family: what a new record has to pass, without a test of its own.
 
 test_contract.py goes deeper, on nine families; proof.py says what is measured here. Shift and active are measured on
-every class that owns a table; the rest on a sample of them that moves on day by day (sweeps/positions.py does all).
+every class that owns a table; the rest on a fixed sample of them (sweeps/positions.py does all).
 """
 
 from __future__ import annotations
 
 import proof
 import pytest
-from daily import todays
 from proof import DIFFERENT, EXACT, HOMES, SAME, STACKS
+from sampled import sampled
 from torch import nn
 
+from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.qk_layouts import Projections
 from hfpatch.sites import stacks
+from hfpatch.sites.records.record import Stack
 
 OWNERS = proof.here()
 SAMPLE = 10
@@ -31,7 +33,7 @@ def test_only_differences_of_positions_count(owner: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "owner", todays([owner for owner in OWNERS if not STACKS[owner].causal and owner not in proof.ORDERED], SAMPLE)
+    "owner", sampled([owner for owner in OWNERS if not STACKS[owner].causal and owner not in proof.ORDERED], SAMPLE)
 )
 def test_without_positions_an_encoder_is_blind_to_order(owner: str) -> None:
     """Nothing else tells it where a token stands: no second table, no relative bias was left in."""
@@ -42,13 +44,13 @@ def test_without_positions_an_encoder_is_blind_to_order(owner: str) -> None:
     assert proof.blind(owner, "rope") >= DIFFERENT
 
 
-@pytest.mark.parametrize("owner", todays(OWNERS, SAMPLE))
+@pytest.mark.parametrize("owner", sampled(OWNERS, SAMPLE))
 def test_text_of_four_times_the_old_length(owner: str) -> None:
     if proof.longer(owner) is None:
         pytest.skip("the stack has no text")
 
 
-@pytest.mark.parametrize("model_type", todays(sorted({HOMES[owner] for owner in OWNERS}), SAMPLE))
+@pytest.mark.parametrize("model_type", sampled(sorted({HOMES[owner] for owner in OWNERS}), SAMPLE))
 def test_saved_and_loaded(model_type: str) -> None:
     assert proof.saved(model_type) == 0
 
@@ -56,7 +58,7 @@ def test_saved_and_loaded(model_type: str) -> None:
 GENERATING = [name for name in sorted({HOMES[owner] for owner in OWNERS}) if proof.decodes(name)]
 
 
-@pytest.mark.parametrize("model_type", todays(GENERATING, SAMPLE))
+@pytest.mark.parametrize("model_type", sampled(GENERATING, SAMPLE))
 def test_decoding_with_a_cache_equals_decoding_without(model_type: str) -> None:
     change = proof.cached(model_type)
     assert change is not None
@@ -78,3 +80,9 @@ def test_a_class_as_older_versions_of_transformers_built_it(path: str, names: tu
     assert stack.projections == Projections(*names)
     assert stack.owner == "Dinov2Model"
     assert stack.grid == STACKS["Dinov2Model"].grid
+
+
+def test_a_star_is_one_number() -> None:
+    with pytest.raises(PatchError, match="one number"):
+        Stack("MyModel", "positions", "layers.*.*attention", None)
+    Stack("MyModel", "positions", "layers.*.attention | layers.*.temporal_attention", None)

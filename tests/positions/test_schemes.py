@@ -1,6 +1,6 @@
 """Position schemes on every recorded class: each is served, which is measured, or refused by the plan with its reason.
 
-All classes take about a minute a scheme (pytest -m sweep); by default a sample of them that moves on day by day.
+All classes take about a minute a scheme (pytest -m sweep); by default a fixed sample of them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from daily import todays
 from rope_proof import difference, floating_tensors
+from sampled import sampled
 from torch import Tensor, nn
 
 from hfpatch.errors import NotPreservedWarning
@@ -34,18 +34,18 @@ REASONS = (
     "takes no mask",
     "adds its mask",
     "add its mask",
-    "takes its mask for yes and no",
+    "reads its mask as boolean",
     "couldn't be tried with a mask",
     "reads a mask of one head",
     "holds a grid of patches",
     "is no nn.Embedding",
     "isn't the only one",
-    "is read by its host in a way of its own",
-    "max_positions can't be told to its config",
+    "is read by the model in a way that hfpatch can't follow",
+    "max_positions can't be written to its config",
     "none of its configs says how many positions there are",
     "its positions are relative biases",
     "and this patch doesn't resize it",
-    "and its host makes",
+    "but its class builds it with shape",
     "its rows are computed",
     "reads a copy of its config",
 )
@@ -132,7 +132,7 @@ def learned(model_type: str) -> bool:
 SCHEMES: dict[str, Callable[[str], bool]] = {"alibi": alibi, "sinusoidal": sinusoidal, "learned": learned}
 
 
-@pytest.mark.parametrize("model_type", todays(TYPES, SAMPLE))
+@pytest.mark.parametrize("model_type", sampled(TYPES, SAMPLE))
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_served_or_refused_with_its_reason(scheme: str, model_type: str) -> None:
     SCHEMES[scheme](model_type)

@@ -31,6 +31,7 @@ AST = Stack(
     Q_K_PROJ,
     cache=None,
     grid=Grid("embeddings.patch_embeddings.projection", before=(2,), argument="input_values", transposed=True),
+    hands_on=True,
 )
 PATCHTST = replace(
     ENCODER,

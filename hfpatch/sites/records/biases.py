@@ -11,18 +11,17 @@ from .record import Q_K_PROJ, QUERY_KEY, ZERO_ROWS, Stack, owned
 _ABSOLUTE = "adds a table of absolute positions besides its biases, for which hfpatch has no record"
 
 
-def _t5(attention: str) -> Stack:
+def _t5(*attentions: str) -> Stack:
     """T5's buckets: the first layer makes the biases, or zeros where it is set so, and hands them to the others."""
+    tables = " | ".join(f"{attention}.relative_attention_bias" for attention in attentions)
+    flags = " | ".join(f"{attention}.has_relative_attention_bias" for attention in attentions)
     return Stack(
         "",
         "relative_attention_bias",
-        attention,
+        " | ".join(attentions),
         Projections("q", "k"),
-        removal=(
-            (f"{attention}.relative_attention_bias", ZERO_ROWS),
-            (f"{attention}.has_relative_attention_bias", False),
-        ),
-        present=f"{attention}.relative_attention_bias",
+        removal=((tables, ZERO_ROWS), (flags, False)),
+        present=tables,
         config_length="n_positions",
         head_dim="key_value_proj_dim",
     )
@@ -132,7 +131,7 @@ BIASES = owned(
         "DebertaModel": DEBERTA,
         "DebertaV2Model": _deberta("encoder", *_NEWER),
         "FalconModel": FALCON,
-        "LongT5Stack": _t5("block.*.layer.0.*SelfAttention"),
+        "LongT5Stack": _t5(*(f"block.*.layer.0.{kind}SelfAttention" for kind in ("", "Local", "TransientGlobal"))),
         "MPNetModel": MPNET,
         "MT5Stack": T5,
         "MptModel": MPT,
@@ -151,7 +150,7 @@ _WINDOWS = "it attends inside windows, for whose few patches a rotation by place
 _PAGE = "its biases tell places on the page as well as distances"
 
 # Class of a module -> why the biases of a model that contains one stay.
-STAYS: dict[str, str] = {
+KEPT_BIASES: dict[str, str] = {
     "WavLMAttention": "it hands its projections' weights to torch in one call, where q and k can't be turned",
     "LongT5TransientGlobalAttention": "the same projection makes the keys of tokens and of whole blocks",
     "CpmAntSegmentPositionEmbedding": "its biases tell segments apart as well as distances",
@@ -160,7 +159,7 @@ STAYS: dict[str, str] = {
     "RelativePositionBiasAggregated": _PAGE,
 }
 # Name of a child, Parameter or buffer -> the same, where no record names the class.
-STAYING_PARTS: dict[str, str] = {
+KEPT_BIAS_PARTS: dict[str, str] = {
     **dict.fromkeys(("pos_bias_u", "bias_u", "linear_pos", "relative_k_proj", "r_w_bias", "r_r_bias"), _PROJECTED),
     **dict.fromkeys(("rel_pos_h", "rel_pos_emb", "emb_rel_k", "distance_embedding", "rel_logits_proj"), _DISTANCES),
     **dict.fromkeys(("relative_position_bias_table", "continuous_position_bias_mlp"), _WINDOWS),

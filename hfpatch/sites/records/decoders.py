@@ -8,10 +8,11 @@ from ...runtime.qk_layouts import Fused, Projections
 from .record import MEAN_BY_TOKEN, Q_K_PROJ, Stack, family
 
 DECODER = Stack("", "embed_positions", "layers.*.self_attn", Q_K_PROJ, causal=True)
-OPT = replace(DECODER, reserved_rows=2)
-POS_EMB = replace(DECODER, table="pos_emb")
-KOSMOS_2_5 = replace(OPT, removal=(("embed_positions", MEAN_BY_TOKEN),))
-GPT2 = Stack("", "wpe", "h.*.attn", Fused("c_attn"), causal=True)
+XGLM = replace(DECODER, reserved_rows=2)
+OPT = replace(XGLM, hands_on=True)
+POS_EMB = replace(DECODER, table="pos_emb", hands_on=True)
+KOSMOS_2_5 = replace(XGLM, removal=(("embed_positions", MEAN_BY_TOKEN),))
+GPT2 = Stack("", "wpe", "h.*.attn", Fused("c_attn"), causal=True, hands_on=True)
 BARK_FINE = Stack(
     "", "position_embeds_layer", "layers.*.attn", Fused("att_proj"), cache=None, config_length="block_size"
 )
@@ -20,7 +21,8 @@ CLVP = replace(
     DECODER,
     table="position_embeds_layer",
     attention="layers.*.attn",
-    position_ids=None,  # generate() gives one for all of the prompt
+    hands_on=True,
+    position_ids=False,  # generate() gives one that counts no tokens of the prompt
 )
 CTRL = Stack(
     "",
@@ -42,10 +44,18 @@ GPT_NEO = Stack(
     window=Window("bias", local="attention_type", size="window_size"),
     causal=True,
 )
-GPT_BIGCODE = replace(GPT2, projections=Fused("c_attn", by_head=True, shared="multi_query"), cache="layer_past")
-IMAGE_GPT = replace(GPT2, cache="layer_past", window=Window("bias"))
+GPT_BIGCODE = replace(
+    GPT2, projections=Fused("c_attn", by_head=True, shared="multi_query"), cache="layer_past", hands_on=False
+)
+IMAGE_GPT = replace(GPT2, cache="layer_past", window=Window("bias"), hands_on=False)
 OPENAI_GPT = replace(
-    GPT2, table="positions_embed", head_dim="split_size / n_head", cache=None, states="x", window=Window("bias")
+    GPT2,
+    table="positions_embed",
+    head_dim="split_size / n_head",
+    cache=None,
+    states="x",
+    window=Window("bias"),
+    hands_on=False,
 )
 
 FAMILIES = (
@@ -57,7 +67,7 @@ FAMILIES = (
     family("ctrl", {"CTRLModel": CTRL}, "Salesforce/ctrl"),
     family(
         "decision_transformer",
-        {"DecisionTransformerGPT2Model": GPT2},
+        {"DecisionTransformerGPT2Model": GPT2},  # position_ids stay with it: they are zeros for every token
         "edbeeching/decision-transformer-gym-hopper-medium",
     ),
     family("gpt2", {"GPT2Model": GPT2}, "openai-community/gpt2"),
@@ -65,11 +75,11 @@ FAMILIES = (
     family("gpt_neo", {"GPTNeoModel": GPT_NEO}, "EleutherAI/gpt-neo-125m"),
     family("imagegpt", {"ImageGPTModel": IMAGE_GPT}, "openai/imagegpt-small"),
     family("kosmos_2_5_text_model", {"Kosmos2_5TextTransformer": KOSMOS_2_5}, "microsoft/kosmos-2.5"),
-    family("kosmos_2_text_model", {"Kosmos2TextTransformer": OPT}, "microsoft/kosmos-2-patch14-224"),
+    family("kosmos_2_text_model", {"Kosmos2TextTransformer": XGLM}, "microsoft/kosmos-2-patch14-224"),
     family("musicgen_decoder", {"MusicgenDecoder": DECODER}, "facebook/musicgen-small"),
     family("musicgen_melody_decoder", {"MusicgenMelodyDecoder": DECODER}, "facebook/musicgen-melody"),
     family("openai-gpt", {"OpenAIGPTModel": OPENAI_GPT}, "openai-community/openai-gpt"),
     family("opt", {"OPTDecoder": OPT}, "facebook/opt-125m"),
-    family("trocr", {"TrOCRDecoder": OPT}, "microsoft/trocr-base-handwritten"),
-    family("xglm", {"XGLMModel": OPT}, "facebook/xglm-564M"),
+    family("trocr", {"TrOCRDecoder": XGLM}, "microsoft/trocr-base-handwritten"),
+    family("xglm", {"XGLMModel": XGLM}, "facebook/xglm-564M"),
 )

@@ -19,12 +19,15 @@ BERT = Stack(
     QUERY_KEY,
     head_dim="attention_head_size",
     removal=IDS_AND_TYPES,
+    hands_on=True,
 )
+KEEPING = replace(BERT, hands_on=False)  # its encoder isn't told position_ids
 ROBERTA = replace(BERT, reserved_rows=2)  # it counts positions from the padding index on
 BERT_GENERATION = replace(BERT, removal=IDS)
-ENCODER = replace(BERT, cache=None, removal=IDS)  # never decodes
+ENCODER = replace(KEEPING, cache=None, removal=IDS)  # never decodes
 COUNTING = replace(ENCODER, reserved_rows=2)
-QFORMER = replace(ENCODER, attention="encoder.layer.*.attention.attention")
+QFORMER = replace(ENCODER, attention="encoder.layer.*.attention.attention", other_tokens="before")  # queries
+GIT = replace(KEEPING, removal=IDS, causal=True, other_tokens="before")  # an image's patches
 XLM = Stack(  # causal where its config says so, and with a cache of its own name
     "",
     "position_embeddings",
@@ -36,19 +39,22 @@ XLM = Stack(  # causal where its config says so, and with a cache of its own nam
     removal=(("@lens", FilledArguments("position_ids")),),
 )
 BIG_BIRD = replace(
-    BERT,
+    KEEPING,
     removal=TYPES_OUTSIDE,
     requires=(("attention_type", "original_full", None),),  # else it exchanges attentions while it runs
 )
 CANINE = replace(
     ENCODER,
     table="char_embeddings.char_position_embeddings",
-    attention="*.layer.*.attention.self",  # of characters, of molecules, and of characters again
+    attention=" | ".join(
+        f"{encoder}.layer.*.attention.self" for encoder in ("initial_char_encoder", "encoder", "final_char_encoder")
+    ),
     states="from_tensor",
     removal=(("char_embeddings.@lens", FilledArguments("position_ids")),),
 )
 LAYOUTLMV3 = replace(
     COUNTING,
+    other_tokens="after",
     removal=(
         ("pos_embed", MEAN_ROW),  # of an image's patches, which follow the text
         ("encoder.has_relative_attention_bias", False),
@@ -58,7 +64,13 @@ LAYOUTLMV3 = replace(
     ),
     in_attention=(("@lens", FixedArguments((("rel_pos", 0),))),),
 )
-LONGFORMER = replace(COUNTING, projections=WindowProjections("query", "key", time=0), head_dim="head_dim", removal=())
+LONGFORMER = replace(
+    COUNTING,
+    projections=WindowProjections("query", "key", time=0),
+    head_dim="head_dim",
+    removal=(),
+    other_tokens="after",  # it pads its input to whole windows
+)
 LXMERT = replace(
     ENCODER,
     attention="encoder.layer.*.attention.self | encoder.x_layers.*.lang_self_att.self",  # of text alone
@@ -85,7 +97,7 @@ DEBERTA = replace(ENCODER, projections=Fused("in_proj", by_head=True, query_bias
 DEBERTA_V2 = replace(ENCODER, projections=Projections("query_proj", "key_proj"))
 DISTILBERT = replace(ENCODER, attention="transformer.layer.*.attention", projections=Projections("q_lin", "k_lin"))
 ALBERT = replace(BERT, attention="encoder.albert_layer_groups.*.albert_layers.*.attention", cache=None)
-BROS = replace(BERT, projections=Projections("query", "key", beside_keys="bbox_pos_emb"), cache=None)
+BROS = replace(KEEPING, projections=Projections("query", "key", beside_keys="bbox_pos_emb"), cache=None)
 LILT = replace(COUNTING, removal=(("layout_embeddings.box_position_embeddings", MEAN_ROW), *IDS))
 
 FAMILIES = (
@@ -106,7 +118,7 @@ FAMILIES = (
     family("ernie", {"ErnieModel": BERT}, "nghuyong/ernie-3.0-base-zh"),
     family("esm", {"EsmModel": COUNTING}, "facebook/esm-1b"),
     family("flaubert", {"FlaubertModel": XLM}, "flaubert/flaubert_base_uncased"),
-    family("git", {"GitModel": replace(BERT_GENERATION, causal=True)}, "microsoft/git-base"),
+    family("git", {"GitModel": GIT}, "microsoft/git-base"),
     family("instructblip_qformer", {"InstructBlipQFormerModel": QFORMER}, "Salesforce/instructblip-flan-t5-xl"),
     family(
         "instructblipvideo_qformer", {"InstructBlipVideoQFormerModel": QFORMER}, "Salesforce/instructblip-vicuna-7b"
@@ -118,19 +130,21 @@ FAMILIES = (
     family("luke", {"LukeModel": LUKE}, "studio-ousia/luke-base"),
     family("lxmert", {"LxmertModel": LXMERT}, "unc-nlp/lxmert-base-uncased"),
     family("markuplm", {"MarkupLMModel": replace(ENCODER, reserved_rows=1)}, "microsoft/markuplm-base"),
-    family("megatron-bert", {"MegatronBertModel": BERT}, "nvidia/megatron-bert-cased-345m"),
+    family("megatron-bert", {"MegatronBertModel": KEEPING}, "nvidia/megatron-bert-cased-345m"),
     family("mobilebert", {"MobileBertModel": replace(ENCODER, states="query_tensor")}, "google/mobilebert-uncased"),
     family("mpnet", {"MPNetModel": MPNET}, "microsoft/mpnet-base"),
     family("nystromformer", {"NystromformerModel": NYSTROMFORMER}, "uw-madison/nystromformer-512"),
-    family("rembert", {"RemBertModel": BERT}, "google/rembert"),
+    family("rembert", {"RemBertModel": KEEPING}, "google/rembert"),
     family("roberta", {"RobertaModel": ROBERTA}, "FacebookAI/roberta-base"),
     family("roberta-prelayernorm", {"RobertaPreLayerNormModel": ROBERTA}, "andreasmadsen/efficient_mlm_m0.40"),
     family("roc_bert", {"RoCBertModel": BERT}, "weiweishi/roc-bert-base-zh"),
-    family("splinter", {"SplinterModel": BERT}, "tau/splinter-base"),
+    family("splinter", {"SplinterModel": KEEPING}, "tau/splinter-base"),
     family("squeezebert", {"SqueezeBertModel": SQUEEZEBERT}, "squeezebert/squeezebert-uncased"),
     family("tapas", {"TapasModel": ENCODER}, "google/tapas-base-finetuned-sqa"),
     family("tvp", {"TvpModel": TVP}, "Intel/tvp-base"),
-    family("visual_bert", {"VisualBertModel": ENCODER}, "uclanlp/visualbert-vqa-coco-pre"),
+    family(
+        "visual_bert", {"VisualBertModel": replace(ENCODER, other_tokens="after")}, "uclanlp/visualbert-vqa-coco-pre"
+    ),
     family("xlm", {"XLMModel": XLM}, "FacebookAI/xlm-mlm-en-2048"),
     family("xlm-roberta", {"XLMRobertaModel": ROBERTA}, "FacebookAI/xlm-roberta-base"),
     family("xlm-roberta-xl", {"XLMRobertaXLModel": ROBERTA}, "facebook/xlm-roberta-xl"),

@@ -15,12 +15,14 @@ and every composite model that contains one of its stacks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...runtime.attention import Window
 from ...runtime.edits import LENS_SLOT, Call
+from ...runtime.errors import PatchError
 from ...runtime.grid import Grid
 from ...runtime.length_lenses import LengthLimit
 from ...runtime.qk_layouts import Projections
@@ -39,8 +41,8 @@ class Stack:
     """One class that owns positions, the self-attentions that they reach, and the edits that take them out.
 
     Positions are a table that is added to the stream; in records of biases.py they are biases on attention scores, in
-    those of rotating.py rotations by the attentions' own tables. Paths are relative to the owner. In globs `*` stands
-    for anything between two dots, and several are joined by " | ".
+    those of rotating.py rotations by the attentions' own tables. Paths are relative to the owner. Globs are
+    those of edits: `*` stands for one number, and several are joined by " | ".
 
     Attributes:
         owner: class name of the owner, "" in a build; of a class that isn't transformers' own with its file:
@@ -63,9 +65,10 @@ class Stack:
             as in "/ num_heads" the number of heads alone.
         cache: name of the attention's cache argument, None for stacks that never decode.
         layer_index: attribute of the attention that holds its index in the cache.
-        position_ids: name of the attention's argument with the tokens' positions, None where it isn't to be relied on.
-            Where the host doesn't hand it on to its attentions, tokens are counted, and what the caller of the model
-            gives as `position_ids` has no effect.
+        hands_on: whether the host hands its `position_ids` on to the attentions by itself; of a grid, keyword
+            arguments that it doesn't know. Else hfpatch hands positions on.
+        other_tokens: where tokens are that `position_ids` leave out, "before" those or "after"; None where all count.
+        position_ids: whether `position_ids` of the shape (1,) are the position of one token, as others are.
         window: the attention's square causal mask buffer of the old maximum length, None where it has none.
         lengths: attributes of the owner, or of modules around it, that hold the old maximum length as a limit.
         causal: whether a token attends to earlier ones alone, so that order shows without positions.
@@ -75,9 +78,10 @@ class Stack:
         time: axis of the tokens in them: 0 for (T, B, d), 2 for (B, d, T).
         rotary_dim: attribute of the attention with the channels that it turns by itself; None for whole heads.
         grid: where the patches of an image or video stand among the tokens; None for text and sound.
-        relayed: whether hosts between owner and attentions drop keyword arguments that they don't know, so that
-            positions on a grid are handed on by hfpatch.
         older: (field, value) of this record that differ where an older version of transformers built the class.
+
+    Raises:
+        PatchError: a `*` in a glob stands for part of a name.
     """
 
     owner: str
@@ -92,7 +96,9 @@ class Stack:
     head_dim: str = "head_dim"
     cache: str | None = "past_key_values"
     layer_index: str = "layer_idx"
-    position_ids: str | None = "position_ids"
+    hands_on: bool = False
+    other_tokens: str | None = None
+    position_ids: bool = True
     window: Window | None = None
     lengths: tuple[str, ...] = ()
     causal: bool = False
@@ -102,8 +108,15 @@ class Stack:
     time: int = 1
     rotary_dim: str | None = None
     grid: Grid | None = None
-    relayed: bool = False
     older: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        for glob in (self.attention, self.present or "", *(place for place, _ in self.removal)):
+            if any("*" in piece and piece != "*" for piece in re.split(r"\.| \| ", glob)):
+                raise PatchError(
+                    f"the record of {self.owner or 'a stack'} has the glob {glob!r}: `*` stands for one number, not "
+                    "for part of a name. Write each name, joined by ' | '."
+                )
 
     @property
     def others(self) -> tuple[str, ...]:

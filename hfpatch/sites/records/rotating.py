@@ -1,5 +1,6 @@
-"""Records of families whose attentions rotate by tables of their own, outside transformers' rotary modules: queries and
-keys turn by sines, theta 10,000, in interleaved pairs.
+"""Records of families whose attentions rotate by sine tables of their own (GPT-J, CodeGen, RoFormer).
+
+They don't use transformers' rotary modules; theta is 10,000 and pairs are interleaved.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from ...runtime.length_lenses import ExpandedRows, FilledArguments, MeanOfBuffer
-from .encoders import BERT, IDS
+from .encoders import IDS, KEEPING
 from .record import Q_K_PROJ, Stack, family
 
-TOWER = replace(BERT, cache=None)
+TOWER = replace(KEEPING, cache=None)
 COUNTING = replace(TOWER, reserved_rows=2)  # RoBERTa's kind counts positions from the padding index on
 CLIP = Stack(
     "",
@@ -25,15 +25,22 @@ AIMV2 = replace(SIGLIP, attention="encoder.layers.*.attention")
 ALTCLIP = replace(COUNTING, attention="encoder.layers.*.attention.self")
 FLAVA = replace(TOWER, attention="encoder.layer.*.attention.attention")
 VIDEOPRISM = replace(
-    SIGLIP, attention="layers.*.attention", removal=(("embeddings.@lens", MeanOfBuffer("position_embedding")),)
+    SIGLIP,
+    attention="layers.*.attention",
+    removal=(("embeddings.@lens", MeanOfBuffer("position_embedding")),),
+    other_tokens="after",  # its class token
 )
 
 FAMILIES = (
     family("aimv2_text_model", {"Aimv2TextModel": AIMV2}, "apple/aimv2-large-patch14-224-lit"),
     family("align_text_model", {"AlignTextModel": TOWER}, "kakaobrain/align-base"),
     family("altclip_text_model", {"AltRobertaModel": ALTCLIP}, "BAAI/AltCLIP"),
-    family("blip_text_model", {"BlipTextModel": replace(BERT, removal=IDS)}, "Salesforce/blip-vqa-base"),
-    family("bridgetower_text_model", {"BridgeTowerTextModel": COUNTING}, "BridgeTower/bridgetower-base"),
+    family("blip_text_model", {"BlipTextModel": replace(KEEPING, removal=IDS)}, "Salesforce/blip-vqa-base"),
+    family(
+        "bridgetower_text_model",
+        {"BridgeTowerTextModel": replace(COUNTING, hands_on=True)},
+        "BridgeTower/bridgetower-base",
+    ),
     family("chinese_clip_text_model", {"ChineseCLIPTextModel": TOWER}, "OFA-Sys/chinese-clip-vit-base-patch16"),
     family("clap_text_model", {"ClapTextModel": COUNTING}, "laion/clap-htsat-fused"),
     family("clip_text_model", {"CLIPTextModel": CLIP}, "openai/clip-vit-base-patch32"),

@@ -20,6 +20,7 @@ VIT = Stack(
     cache=None,
     removal=(("embeddings.@lens", AnyImageSize(flag=True)),),
     grid=Grid(_PROJECTION),
+    hands_on=True,
 )
 QIANFAN = replace(VIT, removal=(("embeddings.@lens", AnyImageSize()),))
 DEIT = replace(VIT, grid=Grid(_PROJECTION, before=(2,)))
@@ -46,7 +47,7 @@ FLAVA = replace(
     attention="encoder.layer.*.attention.attention",
     projections=QUERY_KEY,
     head_dim="attention_head_size",
-    relayed=True,
+    hands_on=False,
 )
 DPT = replace(
     FLAVA,
@@ -58,7 +59,7 @@ VITPOSE = replace(
     FLAVA,
     removal=(("embeddings.@lens", AnyImageSize(rows=2)), _PATCHES),
     grid=Grid(_PROJECTION, before=()),
-    relayed=False,
+    hands_on=True,
 )
 _MID = ("interpolation.mid_position_embeddings", "mid_position_embeddings")  # the second in transformers 5.17
 YOLOS = replace(
@@ -72,7 +73,7 @@ YOLOS = replace(
 )
 TIMESFORMER = replace(
     VIT,
-    attention="encoder.layer.*.*attention.attention",
+    attention="encoder.layer.*.attention.attention | encoder.layer.*.temporal_attention.attention",
     projections=Fused("qkv"),
     head_dim="/ num_heads",
     removal=(
@@ -91,7 +92,7 @@ DINOV2 = replace(
         ("attention", FLAVA.attention),
         ("projections", FLAVA.projections),
         ("head_dim", FLAVA.head_dim),
-        ("relayed", True),
+        ("hands_on", False),
     ),
 )
 _REGISTERS = Grid(_PROJECTION, before=(1, "num_register_tokens"))
@@ -115,12 +116,13 @@ CLIP = Stack(
     cache=None,
     removal=(("embeddings.@lens", AnyImageSize("position_embedding", flag=True)),),
     grid=Grid("embeddings.patch_embedding"),
+    hands_on=True,
 )
 BLIP = replace(CLIP, projections=Fused("qkv"))
 SIGLIP = replace(CLIP, grid=Grid("embeddings.patch_embedding", before=(0,)))  # no class token
-GRANITE = replace(SIGLIP, relayed=True)
+GRANITE = replace(SIGLIP, hands_on=False)
 IDEFICS2 = replace(SIGLIP, removal=())  # any size by itself
-IDEFICS3 = replace(IDEFICS2, relayed=True)
+IDEFICS3 = replace(IDEFICS2, hands_on=False)
 OVIS2 = replace(IDEFICS2, attention="encoder.layers.*.attention")
 AIMV2 = replace(OVIS2, grid=Grid("embeddings.patch_embed", before=(0,)))
 SIGLIP2 = replace(
@@ -177,9 +179,8 @@ PIX2STRUCT = Stack(
     head_dim="key_value_proj_dim",
     removal=(("embeddings.column_embedder", MEAN_ROW),),
     grid=Grid("", before=(), argument="flattened_patches"),
-    relayed=True,
 )
-KOSMOS_2_5 = replace(PIX2STRUCT, head_dim="head_dim", relayed=False)
+KOSMOS_2_5 = replace(PIX2STRUCT, head_dim="head_dim", hands_on=True)
 MGP_STR = Stack(
     "",
     "embeddings.pos_embed",
@@ -189,7 +190,6 @@ MGP_STR = Stack(
     head_dim="/ num_heads",
     removal=(("embeddings.@lens", AnyImageSize("pos_embed")),),
     grid=Grid("embeddings.proj"),
-    relayed=True,
 )
 TILES = CountedLength("pixel_values", ("patch_embedding",), ("num_patches",), more=1, never_multiple_of=8)
 MLLAMA = Stack(  # what tells tiles apart, by the image's aspect ratio, stays
@@ -247,7 +247,7 @@ FAMILIES = (
     family(
         "instructblipvideo_vision_model", {"InstructBlipVideoVisionModel": BLIP}, "Salesforce/instructblip-flan-t5-xl"
     ),
-    family("internvl_vision", {"InternVLVisionModel": replace(DINOV2, relayed=True)}, "OpenGVLab/InternVL3-1B-hf"),
+    family("internvl_vision", {"InternVLVisionModel": replace(DINOV2, hands_on=False)}, "OpenGVLab/InternVL3-1B-hf"),
     family("janus_vision_model", {"JanusVisionModel": SIGLIP}, "deepseek-community/Janus-Pro-1B"),
     family("kosmos_2_5_vision_model", {"Kosmos2_5VisionModel": KOSMOS_2_5}, "microsoft/kosmos-2.5"),
     family("kosmos_2_vision_model", {"Kosmos2VisionTransformer": CLIP}, "microsoft/kosmos-2-patch14-224"),

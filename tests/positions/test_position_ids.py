@@ -1,0 +1,227 @@
+"""`position_ids` given to a model whose queries and keys are rotated: they reach every attention, in every family."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModel
+
+from hfpatch.runtime.attention import POSITION_IDS
+from hfpatch.runtime.errors import PositionError
+from hfpatch.runtime.handing_down import HandedDown
+from hfpatch.runtime.lens import LENS
+from hfpatch.runtime.rotary import RotaryEmbedding
+from hfpatch.sites.records import decoders, encoders, text_towers
+from hfpatch.sites.records.biases import BIASES
+from hfpatch.sites.stacks import FoundStack, find_stacks
+
+sys.path.insert(0, str(Path(__file__).parent))
+from checks import difference, patched, tokens, zoo
+
+# one of each way to the attentions: the host's own; layers in lists of layers; the owner's own list; tokens before or
+# behind those that have position_ids; windows; a decoder; biases for a table
+OF_EACH_WAY = ["bert", "gpt2", "gpt_neo", "distilbert", "openai-gpt", "ctrl", "xlm", "mpnet", "gpt_bigcode", "xglm"]
+OF_EACH_WAY += ["longformer", "git", "visual_bert", "whisper", "squeezebert", "deberta-v2", "clip_text_model"]
+REFUSED = ("big_bird",)  # built with other attentions
+ANCHORED = ("git",)  # to an image before the text, which position_ids don't move
+LENGTHS_DIFFER = ("canine",)  # attentions of molecules of characters
+
+
+def _takes_ids(model: Any) -> str | None:
+    names = inspect.signature(model.forward).parameters
+    return next((name for name in (POSITION_IDS, "decoder_position_ids") if name in names), None)
+
+
+def _stack(model: Any) -> FoundStack:
+    """The stack whose owner takes position_ids."""
+    found = [*find_stacks(model), *find_stacks(model, BIASES)]
+    return next(item for item in found if POSITION_IDS in inspect.signature(item.owner.forward).parameters)
+
+
+class Case:
+    """A family with rotated queries and keys: hidden states of the stack that takes `position_ids`."""
+
+    def __init__(self, model_type: str, **request: Any):
+        self.model, self.given = zoo.tiny(model_type)
+        name = _takes_ids(self.model)
+        assert name is not None
+        self.name: str = name
+        self.tokens: Tensor = self.given[name.replace("position", "input")]
+        patched(self.model, pos="rope", **request)
+        self.stack = _stack(self.model)
+
+    def states(self, positions: Tensor | None = None, model: Any = None) -> Tensor:
+        """Hidden states (B, T, d); positions are (T,)."""
+        seen: list[Any] = []
+        hook = self.stack.owner.register_forward_hook(lambda _, args, output: seen.append(output))
+        given = dict(self.given)
+        if positions is not None:
+            given[self.name] = positions.expand(len(self.tokens), -1).contiguous()
+        try:
+            with torch.no_grad():
+                (self.model if model is None else model)(**given)
+        finally:
+            hook.remove()
+        return seen[-1][0] if isinstance(seen[-1], tuple) else seen[-1].last_hidden_state
+
+    @property
+    def counted(self) -> Tensor:
+        return torch.arange(self.tokens.shape[1])
+
+    @contextmanager
+    def rotated_by(self, positions: Tensor) -> Iterator[None]:
+        """Every rotation of the stack sees these positions (T,), and in front or behind them the tokens without."""
+
+        def instead(_: Any, args: tuple[Tensor]) -> tuple[Tensor]:
+            others = args[0].shape[1] - len(positions)
+            before, after = torch.arange(-others, 0), positions[-1] + 1 + torch.arange(others)
+            first = self.stack.stack.other_tokens == "before"
+            return (torch.cat((before, positions) if first else (positions, after))[None],)
+
+        rotations = [
+            module
+            for attention in self.stack.attentions.values()
+            for module in attention.modules()
+            if isinstance(module, RotaryEmbedding)
+        ]
+        assert rotations
+        hooks = [rotation.register_forward_pre_hook(instead) for rotation in rotations]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _check(model_type: str) -> None:
+    case = Case(model_type)
+    counted, plain = case.counted, case.states()
+    exact = difference(case.states(counted), plain)
+    assert exact <= 1e-4 if model_type in ANCHORED else exact == 0
+    if model_type not in ANCHORED:
+        assert difference(case.states(counted + 7), plain) <= 1e-3
+    half = len(counted) // 2
+    for positions in (counted * 2, torch.cat((counted[:half], counted[: len(counted) - half]))):
+        moved = case.states(positions)
+        assert difference(moved, plain) > 1e-3, "position_ids have no effect"
+        with case.rotated_by(positions):
+            assert difference(moved, case.states()) <= 1e-5
+
+
+@pytest.mark.parametrize("model_type", OF_EACH_WAY)
+def test_they_are_the_positions_of_every_attention(model_type: str) -> None:
+    _check(model_type)
+
+
+TEXT = sorted(record.model_type for file in (decoders, encoders, text_towers) for record in file.FAMILIES)
+OTHERS = [name for name in TEXT if name in zoo.model_types() and name not in {*OF_EACH_WAY, *LENGTHS_DIFFER, *REFUSED}]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_in_every_family(model_type: str) -> None:
+    try:
+        model, _ = zoo.tiny(model_type)
+    except zoo.Unbuildable as error:
+        pytest.skip(error.reason)
+    if _takes_ids(model) is None:
+        pytest.skip("takes no position_ids")
+    _check(model_type)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neo", "distilbert"])
+def test_control_without_the_lens_they_have_no_effect(model_type: str) -> None:
+    case = Case(model_type)
+    assert isinstance(case.stack.owner.__dict__.pop(LENS), HandedDown)
+    with pytest.raises(AssertionError, match="no effect"):
+        assert difference(case.states(case.counted * 2), case.states()) > 1e-3, "position_ids have no effect"
+
+
+def test_refused_where_attentions_see_another_number_of_tokens() -> None:
+    case = Case("canine")
+    with pytest.raises(PositionError, match="was given 3 tokens and 12 positions"):
+        case.states(case.counted)
+    with pytest.raises(PositionError, match="per token"):
+        Case("distilbert").states(torch.arange(5))
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neo", "distilbert", "mpnet", "ctrl"])
+@pytest.mark.parametrize(
+    "request_", [{"norm": "deepnorm"}, {"placement": "olmo2"}, {"norm": "batch"}], ids=["deepnorm", "olmo2", "batch"]
+)
+def test_beside_norms_that_stand_elsewhere(model_type: str, request_: dict[str, str]) -> None:
+    """Lenses of norms and of positions are on the same layers, and each replaces what is in the same attention."""
+    if request_.get("norm") == "batch" and model_type in ("gpt_neo", "ctrl"):
+        pytest.skip("batch statistics are refused in decoders")
+    case = Case(model_type, **request_)
+    positions = case.counted * 2
+    moved = case.states(positions)
+    assert difference(moved, case.states()) > 1e-3
+    with case.rotated_by(positions):
+        assert difference(moved, case.states()) <= 1e-5
+
+
+def test_packed_sequences_are_as_each_alone() -> None:
+    """In a row, told apart by position_ids: GPT-Neo's mask goes by them, and so do its rotations."""
+    case = Case("gpt_neo")
+    one, two = tokens(1, 5, seed=1), tokens(1, 7, seed=2)
+    packed = torch.cat((torch.arange(5), torch.arange(7)))[None]
+    with torch.no_grad():
+        both = case.model(torch.cat((one, two), 1), position_ids=packed, use_cache=False).last_hidden_state
+        alone = [case.model(text, use_cache=False).last_hidden_state for text in (one, two)]
+    assert difference(both, torch.cat(alone, 1)) <= 1e-4
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neo", "distilbert", "clip_text_model"])
+def test_compiles_without_graph_breaks(model_type: str) -> None:
+    torch._dynamo.reset()
+    case = Case(model_type)
+    compiled = torch.compile(case.model, fullgraph=True, backend="aot_eager")
+    for positions in (case.counted * 2, None):
+        assert difference(case.states(positions, compiled), case.states(positions)) <= 1e-5
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neo", "distilbert"])
+def test_gradient_checkpointing_changes_nothing(model_type: str) -> None:
+    case = Case(model_type)
+
+    def gradients(model: Any) -> dict[str, Tensor]:
+        """Of two forwards with other positions, before one backward."""
+        outputs = [
+            model(case.tokens, position_ids=positions[None]).last_hidden_state.square().mean()
+            for positions in (case.counted, case.counted * 2)
+        ]
+        sum(outputs).backward()  # type: ignore[union-attr]
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    plain, checkpointed = copy.deepcopy(case.model).train(), copy.deepcopy(case.model).train()
+    for model in (plain, checkpointed):
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+    expected, found = gradients(plain), gradients(checkpointed)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neo", "xlm", "longformer", "git"])
+def test_saved_and_opened(model_type: str, tmp_path: Path) -> None:
+    case = Case(model_type)
+    case.model.save_pretrained(tmp_path)
+    opened = AutoModel.from_pretrained(tmp_path).eval()
+    given = {**case.given, POSITION_IDS: (case.counted * 2).expand(len(case.tokens), -1)}
+    with torch.no_grad():
+        assert torch.equal(opened(**given)[0], case.model(**given)[0])
