@@ -117,7 +117,7 @@ def require_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Region:
-    """What a compiled module's call runs: its hooks as ever and its forward as compiled code, which is counted.
+    """Callable for a compiled module's call: runs its hooks uncompiled and its forward compiled, and counts calls.
 
     A block that is handed a cache, or inside which something is recorded, runs uncompiled.
     """
@@ -142,6 +142,8 @@ class Region:
             restore()  # at once: another thread may call the module
             self.calls += 1
             with _without_recording(self.inside):
+                if isinstance(forward, types.MethodType):  # torch 2.9 keeps a graph for every bound method
+                    return self.compiled(forward.__func__, forward.__self__, *args, **kwargs)
                 return self.compiled(forward, *args, **kwargs)
 
         own["forward"] = run
@@ -157,7 +159,7 @@ class Region:
 
 
 def _own_call(kind: type) -> Callable[..., Any]:
-    """Calls a forward, from a code object of its own: dynamo keeps graphs, and counts them, by these."""
+    """A function that calls a forward and has its own code object: dynamo keeps and counts graphs per code object."""
 
     def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)

@@ -1,1 +1,1 @@
-"""Rarely needed features: planners that schemes name, as those of other packages are, and functions of their own."""
+"""Rarely needed features: planners that schemes name by entry point, and functions of their own."""

@@ -34,23 +34,23 @@ def plan_batch_norms(
     request = f"norm={part.scheme.name!r}"
     if any(lens_of(module, Joins) for module in model.modules()):
         raise UnsupportedError(
-            f"{request} can't be told of padding where branches meet the stream in another way than the host's. "
-            "Start from the original."
+            f"{request}: an earlier patch changed how branches are added to the residual stream, so padding can't be "
+            "left out of the statistics. Start from the original checkpoint."
         )
     stacks = _stacks(model, request, example_inputs)
     if not any(stacks.values()):
         raise UnsupportedError(
-            f"{type(model).__name__}: none of its blocks lets a position see later ones, so it is causal (or not shown "
-            f"to be an encoder), and in training {request} would tell every position of those behind it."
+            f"{type(model).__name__}: no block lets a position attend to later ones, so the model seems to be causal, "
+            f"and batch statistics would leak later positions in training. {request} is for encoders."
         )
     changes = plan_norms(model, part)
     for change in changes:
         row = change.row
         names = (row.module, *row.aliases)
-        if change.changes and any(_serves(model, name, stacks) for name in names):
+        if change.changes and any(_may_see_batch(model, name, stacks) for name in names):
             change.edits += tuple(_padding(model, names))
         elif change.changes:
-            why = "a causal stack, or out of a padding mask's reach"
+            why = "its stack is causal, or gets no padding mask"
             kept = replace(row, action="keep", becomes=None, loss=None, reason=why)
             change.row, change.edits, change.values = kept, (), None
     return Planned(part, changes)
@@ -60,7 +60,7 @@ def _stacks(model: nn.Module, request: str, example_inputs: Mapping[str, Any] | 
     """By the pattern of each stack's blocks, whether a position there sees later ones."""
     small, inputs = twin(model, example_inputs)
     stacks: dict[str, bool] = {}
-    with measuring(model, f"whether it is causal can't be told, and {request} is for encoders"):
+    with measuring(model, f"it can't be shown to be an encoder, as {request} requires"):
         for block in stream_blocks(small, inputs):
             pattern = pattern_of(block.name)
             stacks[pattern] = _sees_later(block) or stacks.get(pattern, False)
@@ -68,18 +68,20 @@ def _stacks(model: nn.Module, request: str, example_inputs: Mapping[str, Any] | 
 
 
 def _sees_later(block: Block) -> bool:
-    """Whether an earlier position's output moves with the last one's input."""
+    """Whether an earlier position's output moves with the last one's input; False where the outputs are no numbers."""
     stream = block.arguments[block.stream]
     if stream.dim() == 4 or stream.shape[1] < 2:  # images have no order
         return stream.dim() == 4
     moved = stream.clone()
     moved[:, -1] += torch.randn(stream.shape[-1], generator=torch.Generator().manual_seed(0), dtype=stream.dtype)
     before, after = (run.points[OUTPUT] for run in (block.base, block.run(arguments={block.stream: moved})))
-    return before.shape == stream.shape and not torch.allclose(before[:, :-1], after[:, :-1], rtol=1e-9, atol=1e-12)
+    if before.shape != stream.shape or not (before.isfinite().all() and after.isfinite().all()):
+        return False
+    return not torch.allclose(before[:, :-1], after[:, :-1], rtol=1e-9, atol=1e-12)
 
 
-def _serves(model: nn.Module, name: str, stacks: dict[str, bool]) -> bool:
-    """Whether a norm may see the batch, and a mask can reach it where there is one."""
+def _may_see_batch(model: nn.Module, name: str, stacks: dict[str, bool]) -> bool:
+    """Whether a norm's stack isn't causal, and the attention mask (if the model has one) can be passed to it."""
     around = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)]
     stack = next((pattern_of(path) for path in around if pattern_of(path) in stacks), None)
     if stack is not None:
@@ -88,7 +90,7 @@ def _serves(model: nn.Module, name: str, stacks: dict[str, bool]) -> bool:
 
 
 def _masked_module(model: nn.Module, name: str) -> str | None:
-    """The innermost module around a norm that is given an attention mask, other than a model."""
+    """The innermost module around a norm whose forward takes an attention mask, below any model."""
     parts = name.split(".")
     for depth in range(len(parts) - 1, 0, -1):
         path = ".".join(parts[:depth])

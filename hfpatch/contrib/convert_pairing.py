@@ -1,4 +1,4 @@
-"""From one pairing of RoPE to the other, by reordering weights: the same function, bit for bit back."""
+"""convert_pairing: reorders q and k weights between RoPE's half and interleaved pairings; outputs stay the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..checkpoint.classes import patched_model_class
 from ..checkpoint.patched_config import give_patched_config
 from ..core.bare import require_bare
-from ..core.transaction import WAY_BACK, Transaction
+from ..core.transaction import UNDO_RECORD, Transaction
 from ..errors import NothingToPatchError, OptionError, VerificationError
 from ..exact.check import Reference
 from ..measure.inputs import example_inputs as made_inputs
@@ -62,7 +62,7 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
         raise OptionError(f"to must be one of {', '.join(PAIRINGS)}, not {to!r:.40}.")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
-    attentions, names = _found(model, to)
+    attentions, names = _attentions_to_reorder(model, to)
     part = Part(RoPE(pairing=to), only=names)
     changes = [change for change in plan_positions(model, part) if change.changes]
     given = made_inputs(model) if example_inputs is None else example_inputs
@@ -76,17 +76,18 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
         verdict = reference.check(model)
         if not verdict.holds:
             raise VerificationError(
-                f"{type(model).__name__} in the pairing {to!r} isn't the same function: outputs differ by "
-                f"{verdict.error:.1e} where rounding explains {verdict.tolerance:.1e}. It is as it was.",
+                f"{type(model).__name__}: with the pairing {to!r} its outputs differ by {verdict.error:.1e} (rounding "
+                f"explains {verdict.tolerance:.1e}), so the conversion was rolled back.",
                 str(verdict),
             )
-        give_patched_config(model, _recorded(Record.of(model.config), part).with_edits(found), edits)
+        record = _recorded(Record.of(model.config), replace(part, outcome=verdict.outcome))
+        give_patched_config(model, record.with_edits(found), edits)
         edits.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
     except BaseException:
         edits.undo()
         raise
-    if WAY_BACK in vars(model):
-        vars(model)[WAY_BACK].edits.then(edits)
+    if UNDO_RECORD in vars(model):
+        vars(model)[UNDO_RECORD].edits.then(edits)
     return model
 
 
@@ -102,7 +103,7 @@ def _recorded(record: Record, part: Part) -> Record:
     return record.plus("pos", part)
 
 
-def _found(model: nn.Module, to: str) -> tuple[list[tuple[tuple[str, Rotating], int]], tuple[str, ...]]:
+def _attentions_to_reorder(model: nn.Module, to: str) -> tuple[list[tuple[tuple[str, Rotating], int]], tuple[str, ...]]:
     """The attentions to be reordered (with their names, and how many channels are turned), and the names by which a
     request chooses them.
 
@@ -111,12 +112,12 @@ def _found(model: nn.Module, to: str) -> tuple[list[tuple[tuple[str, Rotating], 
     """
     found: dict[int, tuple[tuple[str, Rotating], int]] = {}
     names: list[str] = []
-    rotating = list(_rotating(model))
+    rotating = list(_rotations_in(model))
     for name, pairing, rotary_dim, attentions in rotating:
         if pairing is None:
             raise UnsupportedError(
-                f"{name}: hfpatch doesn't know which channels are turned together there, or where queries and keys "
-                "come from, so their pairing stays."
+                f"{name}: it isn't known which channels are rotated together there, or which projections its queries "
+                "and keys come from, so its pairing can't be converted."
             )
         if pairing != to:
             names.append(name)
@@ -128,7 +129,7 @@ def _found(model: nn.Module, to: str) -> tuple[list[tuple[tuple[str, Rotating], 
     return list(found.values()), tuple(names)
 
 
-def _rotating(model: nn.Module) -> Iterator[tuple[str, str | None, int, dict[str, Rotating]]]:
+def _rotations_in(model: nn.Module) -> Iterator[tuple[str, str | None, int, dict[str, Rotating]]]:
     """Each rotation: its name, its pairing (None where that, or an attention, isn't known), how many channels of a
     head it turns, and its attentions."""
     for name, module in model.named_modules():
@@ -174,6 +175,9 @@ def _reorder(edits: Transaction, where: str, one: Rotating, places: Tensor) -> N
         if parameter is None or parameter.numel() == 1:  # one number for all channels
             continue
         if parameter.numel() % one.head_dim:
-            raise UnsupportedError(f"{where}: {name} {tuple(parameter.shape)} is no gain of whole heads.")
+            raise UnsupportedError(
+                f"{where}: {name} {tuple(parameter.shape)} isn't one number for each channel of a head, so it can't "
+                "be reordered."
+            )
         heads = parameter.detach().reshape(-1, one.head_dim)
         edits.set_values(module, name, heads[:, places.to(heads.device)].reshape(parameter.shape))

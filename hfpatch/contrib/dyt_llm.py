@@ -29,10 +29,10 @@ from ..sites.norms import describe
 from ..swap.norms import plan_norms
 from ..swap.planners import Planned
 
-_SAME = 1e-6  # relative, in float64; some hosts compute a part in float32
+_TOLERANCE = 1e-6  # relative, in float64; some hosts compute a part in float32
 
 # (width of the stream, alpha0 of attentions' norms, of the others): LLaMA of the paper, up to 70B
-_LLM = ((1024, 1.0, 1.0), (2048, 1.0, 0.5), (4096, 0.8, 0.2), (5120, 0.6, 0.15), (8192, 0.2, 0.05))
+_ALPHA_BY_WIDTH = ((1024, 1.0, 1.0), (2048, 1.0, 0.5), (4096, 0.8, 0.2), (5120, 0.6, 0.15), (8192, 0.2, 0.05))
 
 
 def llm_alpha(width: int, attention: bool) -> float:
@@ -45,7 +45,7 @@ def llm_alpha(width: int, attention: bool) -> float:
         width: of the residual stream.
         attention: whether the norm is that of an attention's branch; feed-forward and last norms are not.
     """
-    known = [(row[0], row[1] if attention else row[2]) for row in _LLM]
+    known = [(row[0], row[1] if attention else row[2]) for row in _ALPHA_BY_WIDTH]
     width = min(max(width, known[0][0]), known[-1][0])
     (low, start), (high, end) = next(pair for pair in pairwise(known) if width <= pair[1][0])
     if width in (low, high):
@@ -72,8 +72,8 @@ def plan_dyt_llm(
     request = "norm='dyt' with alpha='llm'"
     if part.init != "reset":
         raise OptionError(
-            f"{request} is how training from scratch starts, so it takes init='reset'. For trained weights pass a "
-            "number as alpha, and calibration=, which fits alpha to the weights."
+            f"{request} is a start for training from scratch: pass init='reset'. For trained weights pass a number as "
+            "alpha, and calibration=, which fits alpha to the weights."
         )
     _require_language_model(model, request)
     require_untouched(model)
@@ -143,8 +143,8 @@ def _require_language_model(model: nn.Module, request: str) -> None:
     embedding = input_embedding(model)
     if text is not config or embedding is None or not isinstance(getattr(text, "hidden_size", None), int):
         raise UnsupportedError(
-            f"{type(model).__name__} isn't a language model alone (token embedding, width), which {request} is for. "
-            "Pass a number as alpha; the paper's is 0.5."
+            f"{type(model).__name__} isn't a plain language model (token embedding, hidden_size), as {request} "
+            "requires. Pass a number as alpha; the paper's is 0.5."
         )
     if not embedding.weight.is_floating_point():
         raise UnsupportedError(f"{type(model).__name__}: its token embedding is quantized, so it can't be scaled.")
@@ -164,7 +164,7 @@ def _called_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, nn
 
 
 def _factor(model: nn.Module, embedding: nn.Embedding, inputs: dict[str, Any]) -> float:
-    """By what the model itself multiplies a token's row before its first block; 1.0 where that can't be told.
+    """The factor by which the model multiplies token embeddings before its first block; 1.0 if it can't be measured.
 
     In the embedding, as Gemma 3 does, or behind it, as Gemma.
 
@@ -172,7 +172,7 @@ def _factor(model: nn.Module, embedding: nn.Embedding, inputs: dict[str, Any]) -
     """
     with torch.no_grad():
         factors = embedding(torch.arange(2)) / embedding.weight[:2]
-    if (factors[1] - 1.0).abs().max() > _SAME:  # row 0 may be padding, which some embeddings mask
+    if (factors[1] - 1.0).abs().max() > _TOLERANCE:  # row 0 may be padding, which some embeddings mask
         return float(factors[1].median())
     before = _streams(model, inputs)
     delta = torch.linspace(1.0, 2.0, embedding.weight.shape[-1], dtype=embedding.weight.dtype)
@@ -187,14 +187,14 @@ def _factor(model: nn.Module, embedding: nn.Embedding, inputs: dict[str, Any]) -
         if moved.shape[-1] == len(delta) and moved.abs().max() > 0:
             factors = (moved / delta).flatten()
             factor = factors.median()
-            if (factors - factor).abs().max() <= _SAME * factor.abs():
-                return 1.0 if abs(float(factor) - 1.0) <= _SAME else float(factor)
+            if (factors - factor).abs().max() <= _TOLERANCE * factor.abs():
+                return 1.0 if abs(float(factor) - 1.0) <= _TOLERANCE else float(factor)
             return 1.0
     return 1.0
 
 
 def _streams(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
-    """What each stack's first block reads, in the order of their first calls."""
+    """The input of each stack's first block, in the order of their first calls."""
     first: dict[str, Tensor] = {}
     for block in stream_blocks(model, inputs):
         first.setdefault(pattern_of(block.name), block.x.detach().clone())
@@ -228,5 +228,5 @@ def _scales(model: nn.Module, unscaled: set[str]) -> Iterator[Change]:
         refuse_private_forward(name, module)
         row = Row("stream", "replace", name, module._get_name(), f"{module._get_name()} x {SCALE}")
         row.reason = f"{SCALE} is learned and starts at sqrt({width}) = {width**0.5:.4g}"
-        row.loss = "parameters start afresh"
+        row.loss = "parameters are reinitialised"
         yield Change(row, (Edit.of(f"{name}.{SCALE_SLOT}", width**0.5),))

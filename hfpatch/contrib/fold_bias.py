@@ -30,11 +30,11 @@ from ..swap.norms import plan_norm_request
 from ..swap.planners import Planned
 
 # ways in which a tensor is handed on as the same channels
-_HANDED_ON = (
+_KEEPS_CHANNELS = (
     "view", "reshape", "contiguous", "to", "float", "clone", "detach", "expand", "dropout", "flatten", "unsqueeze",
     "squeeze", "type_as", "__getitem__",
 )  # fmt: skip
-_LOOKED_AT = (
+_READS_METADATA = (
     "__get__", "size", "dim", "stride", "is_contiguous", "is_floating_point", "numel", "data_ptr", "type", "__len__",
     "requires_grad_", "get_device", "element_size", "__set__",
 )  # fmt: skip
@@ -58,7 +58,7 @@ def plan_moved_shifts(
         raise OptionError(
             f"fold_bias writes to the layers that read a norm, which init={part.init!r} doesn't touch. Use init='auto'."
         )
-    if conversion.plain:
+    if conversion.failed_check:
         return planned
     norms = [change for change in planned.changes if change.row.kind == "norm" and change.changes]
     described = [(change, describe(model.get_submodule(change.row.module))) for change in norms]
@@ -118,7 +118,7 @@ def _readers_of(model: nn.Module, norms: list[str], conversion: Conversion) -> M
     try:
         found = find_readers(model, fitting(model, conversion.forward_inputs()), norms)
     except UnsupportedError as error:
-        found = dict.fromkeys(norms, f"{type(model).__name__} can't be followed: {error}")
+        found = dict.fromkeys(norms, f"{type(model).__name__} can't be traced: {error}")
     if all(isinstance(readers, str) for readers in found.values()):
         reasons = "; ".join(dict.fromkeys(map(str, found.values())))
         raise UnsupportedError(
@@ -176,7 +176,7 @@ class _Tracer(TorchFunctionMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         called = getattr(func, "__name__", str(func))
-        if called in _LOOKED_AT and not isinstance(output, Tensor):
+        if called in _READS_METADATA and not isinstance(output, Tensor):
             return output
         taken = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, Tensor)]
         linear = self._linear(called, taken)
@@ -188,7 +188,7 @@ class _Tracer(TorchFunctionMode):
                 if name is not None:
                     self.readers[name][id(linear[0])] = linear[:2]
             elif name is not None:
-                self._hand_on(name, called, output)
+                self._follow(name, called, output)
         return output
 
     def _linear(self, called: str, taken: list[Tensor]) -> tuple[nn.Module, int, set[int]] | None:
@@ -199,12 +199,12 @@ class _Tracer(TorchFunctionMode):
             return None
         return owner, axis, {id(value) for value in owner._parameters.values()}
 
-    def _hand_on(self, name: str, called: str, output: Any) -> None:
+    def _follow(self, name: str, called: str, output: Any) -> None:
         given = next(tensor for owner, tensor in self.marked.values() if owner == name)
         same = isinstance(output, Tensor) and output.shape[-1:] == given.shape[-1:]
-        if called in _HANDED_ON and same:
+        if called in _KEEPS_CHANNELS and same:
             self.marked[id(output)] = (name, output)
-        elif called not in _LOOKED_AT:
+        elif called not in _READS_METADATA:
             self.reasons.setdefault(name, f"{called} reads its output too")
 
     def returned(self, path: str, value: Tensor) -> None:

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 from .components import OWN as _OWN  # noqa: F401  # the import registers them as components
-from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SCALE_SLOT, Call, Edit, matcher, pattern_of, value_text
+from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SCALE_SLOT, Call, Edit, children_at, modules_at, pattern_of, value_text
 from .errors import CheckpointError, PatchError, first_line
 from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, with_lens
 
@@ -74,8 +74,6 @@ def apply(edits: Iterable[Edit], model: nn.Module, changes: Any = None, fresh: b
 def _apply(edit: Edit, tree: Tree, changes: Any) -> int:
     """Carry out one edit; returns the number of places that were assigned."""
     model, value = tree.model, edit.value
-    if tree.outdated:
-        tree.walk()
     if isinstance(value, Call) and edit.at[0].endswith(LENS_SLOT):
         value = value.make()  # one lens for all places: torch.compile then guards it once
     done: dict[Any, Any] = {}
@@ -103,45 +101,18 @@ def _apply(edit: Edit, tree: Tree, changes: Any) -> int:
 
 
 class Tree:
-    """Index of a model's modules by their names inside the base model, and of the parents that hold each of them.
+    """Finds the places that edits name in a model: by names inside the base model, or patterns of such names.
 
     Args:
         model: a transformers model.
         fresh: skip inner models that were built patched.
-
-    Attributes:
-        modules: the modules by name; a shared module under each of its names.
-        standing: id of a module -> (parent, child name) of every place that holds it.
-        built: names of the modules in inner models that were built patched; empty unless `fresh`.
-        outdated: whether modules were replaced, added or removed since the last `walk`.
     """
 
     def __init__(self, model: nn.Module, fresh: bool = False):
         self.model, self.fresh = model, fresh
         base = getattr(model, "base_model_prefix", "")
         self.base = base if base and base in model._modules else ""
-        self.walk()
-
-    def walk(self) -> None:
-        """Build the index; to be called again once it is `outdated`."""
-        self.outdated = False
-        self.modules: dict[str, nn.Module] = {}
-        self.standing: dict[int, list[tuple[nn.Module, str]]] = {}
-        self.built: set[str] = set()
-        above: tuple[str, ...] = ()
-        for name, module in self.model.named_modules(remove_duplicate=False):
-            inside = self.inside(name)
-            self.modules[inside] = module
-            if self.fresh and name:
-                if f"{name}.".startswith(above or ("\n",)):
-                    self.built.add(inside)
-                elif hasattr(type(module), "hfpatch_model"):
-                    above = (*above, f"{name}.")
-                    self.built.add(inside)
-            for child, inner in module._modules.items():
-                places = self.standing.setdefault(id(inner), [])
-                if inner is not None and not any(parent is module and one == child for parent, one in places):
-                    places.append((module, child))
+        self._holders: dict[int, list[tuple[nn.Module, str]]] = {}  # id of a module -> the places that hold it
 
     def inside(self, name: str) -> str:
         """A module's name inside the base model: "" is the base model itself."""
@@ -151,19 +122,45 @@ class Tree:
             return name[len(self.base) + 1 :]
         return f"{HEAD}.{name}".rstrip(".")
 
+    def modules(self, pattern: str) -> Iterator[tuple[nn.Module, bool]]:
+        """(module, whether it is in an inner model that was built patched) of all that a pattern matches."""
+        first, _, rest = pattern.partition(".")
+        if first == HEAD and not self.base:
+            return
+        start, path = (self.model, rest) if first == HEAD else (self.model.get_submodule(self.base), pattern)
+        for _, way in modules_at(start, path):
+            inner = [one for one in way if one is not self.model]
+            yield way[-1], self.fresh and any(hasattr(type(one), "hfpatch_model") for one in inner)
+
     def places(self, patterns: Iterable[str]) -> Iterator[tuple[str, nn.Module | None, str]]:
-        """(pattern, module, assigned name) of every place that a pattern matches; the module is None if in `built`."""
+        """(pattern, module, assigned name) of every place that a pattern matches.
+
+        The module is None if it is in an inner model that was built patched.
+        """
         for pattern in patterns:
             above, _, leaf = pattern.rpartition(".")
-            if "*" not in above:
-                found = [(above, self.modules[above])] if above in self.modules else []
-            else:
-                matches = matcher(above)
-                found = [(name, module) for name, module in self.modules.items() if matches(name)]
-            for name, module in found:
-                for one in [child for child in module._modules if child.isdigit()] if leaf == "*" else [leaf]:
-                    if _has(module, one) or one.startswith("@") or name not in self.built:
-                        yield pattern, None if name in self.built else module, one
+            for module, built in self.modules(above):
+                for one in children_at(module, leaf):
+                    if _has(module, one) or one.startswith("@") or not built:
+                        yield pattern, None if built else module, one
+
+    def holders(self, owner: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
+        """(parent, child name) of every place that holds a child of `owner`: several where it is shared."""
+        held = id(owner._modules[name])
+        if (owner, name) not in self._holders.get(held, ()):
+            self._holders = {}
+            for parent in self.model.modules():
+                for child, inner in parent._modules.items():
+                    self._holders.setdefault(id(inner), []).append((parent, child))
+        return self._holders[held]
+
+    def replaced(self, old: nn.Module, new: nn.Module | None) -> None:
+        """Keep `holders` right after a module was replaced."""
+        places = self._holders.pop(id(old))
+        if old._modules or (new is not None and new._modules):  # children may have moved from one to the other
+            self._holders = {}
+        elif new is not None:
+            self._holders[id(new)] = places
 
 
 def _has(module: nn.Module, name: str) -> bool:
@@ -187,10 +184,10 @@ def _assign(owner: nn.Module, leaf: str, value: Any, tree: Tree, changes: Any, d
     if leaf in _SLOTS:
         _SLOTS[leaf](owner, value, changes, tree.model)
     elif old is not None:
-        new = _replace(old, owner, value, tree, changes)
+        new = _replace(old, owner, leaf, value, tree, changes)
         done[id(old)] = done[id(new)] = new
     elif isinstance(value, Call) and value.is_module():
-        _add(owner, leaf, value, tree, changes)
+        _add(owner, leaf, value, changes)
     elif leaf in owner._parameters:
         return _set_parameter(owner, leaf, value, changes)
     elif hasattr(owner, leaf) or leaf.startswith("_hfpatch"):  # else skipped: not every head has every place
@@ -200,21 +197,21 @@ def _assign(owner: nn.Module, leaf: str, value: Any, tree: Tree, changes: Any, d
     return True
 
 
-def _replace(old: nn.Module, owner: nn.Module, value: Any, tree: Tree, changes: Any) -> nn.Module | None:
+def _replace(old: nn.Module, owner: nn.Module, leaf: str, value: Any, tree: Tree, changes: Any) -> nn.Module | None:
     """Replace a module (None: remove it) in all its parents; its output centring is carried over to the new one."""
     new = value.make_module(old, owner) if isinstance(value, Call) else value
     if new is not None and CENTRED in vars(old):
         vars(new)[CENTRED] = vars(old)[CENTRED]
         new.__class__ = lensed_class(host_class(type(new)))
-    for parent, name in tree.standing[id(old)]:
+    for parent, name in tree.holders(owner, leaf):
         changes.set_module(parent, name, new)
         if new is None:
             changes.set_attribute(parent, name, None)
-    tree.outdated = True
+    tree.replaced(old, new)
     return new
 
 
-def _add(owner: nn.Module, leaf: str, value: Call, tree: Tree, changes: Any) -> None:
+def _add(owner: nn.Module, leaf: str, value: Call, changes: Any) -> None:
     """Add a child module, or replace a function that is a plain attribute by a module."""
     present = getattr(owner, leaf, None)
     new = value.make_module(present, owner)
@@ -222,7 +219,6 @@ def _add(owner: nn.Module, leaf: str, value: Call, tree: Tree, changes: Any) -> 
         changes.set_attribute(owner, leaf, new)
     else:
         changes.set_module(owner, leaf, new)
-    tree.outdated = True
 
 
 def _set_parameter(owner: nn.Module, leaf: str, value: Any, changes: Any) -> bool:
@@ -279,45 +275,44 @@ def condensed(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
         model: as it is before the edits are applied.
     """
     tree = Tree(model)
-    values: dict[str, Any] = {}
+    values: dict[tuple[str, str], Any] = {}  # by place, and by text where values of one place add up
     for edit in edits:
         (path,) = edit.at
         above, _, leaf = path.rpartition(".")
-        inside = f"{tree.inside(above)}.{leaf}".strip(".")
-        key = inside
-        if leaf == LENS_SLOT and edit.value is not None:  # lenses of different kinds, and joins, add up
-            key = f"{inside} {edit.value if hasattr(edit.value._component(), 'over') else edit.value.name}"
-        elif isinstance(edit.value, Call) and edit.value.is_module():  # each may be built from the one before it
-            key = f"{inside} {edit.value}"
+        place = f"{tree.inside(above)}.{leaf}".strip(".")
+        key = place, _distinct_text(leaf, edit.value)
         values.pop(key, None)  # a repeated place moves to the end
         values[key] = edit.value
     groups: dict[tuple[str, str], list[str]] = {}
-    for key, value in values.items():
-        path = key.partition(" ")[0]
-        groups.setdefault((pattern_of(path), value_text(value)), []).append(path)
+    for (place, _), value in values.items():
+        groups.setdefault((pattern_of(place), value_text(value)), []).append(place)
     merged: dict[tuple[str, str], list[str]] = {}
     by_text = {value_text(value): value for value in values.values()}
     for (pattern, text), paths in groups.items():
         leaf = pattern.rpartition(".")[2]
-        whole = len(paths) > 1 and set(_places_matching(tree, pattern)) <= {_identity(tree, path) for path in paths}
+        own = {identity for path in paths for identity in _identities(tree, path)}
+        whole = len(paths) > 1 and own.issuperset(_identities(tree, pattern))
         names = [pattern] if whole else paths
         kind = leaf if leaf.startswith("@") or not isinstance(by_text[text], Call) else ""
         merged.setdefault((text, kind), []).extend(names)
     return [Edit(tuple(names), by_text[text]) for (text, _), names in merged.items()]
 
 
-def _places_matching(tree: Tree, pattern: str) -> Iterator[Any]:
-    """Identities (`_identity`) of all places that a pattern matches in a model."""
-    above, _, leaf = pattern.rpartition(".")
-    matches = matcher(above)
-    for name, module in tree.modules.items():
-        if matches(name):
-            for one in [child for child in module._modules if child.isdigit()] if leaf == "*" else [leaf]:
-                yield _identity(tree, f"{name}.{one}".strip("."))
+def _distinct_text(leaf: str, value: Any) -> str:
+    """What tells apart the values that one place may get one after another; "" where a later one overwrites."""
+    if leaf == LENS_SLOT and value is not None:  # lenses of different kinds, and joins, add up
+        return str(value) if hasattr(value._component(), "over") else value.name
+    if isinstance(value, Call) and value.is_module():  # each may be built from the one before it
+        return str(value)
+    return ""
 
 
-def _identity(tree: Tree, path: str) -> Any:
-    """Identity of a place, equal for all its names: the id of the module there, or (id of its owner, leaf)."""
-    above, _, leaf = path.rpartition(".")
-    found = tree.modules.get(path)
-    return (id(tree.modules[above]), leaf) if found is None else id(found)
+def _identities(tree: Tree, pattern: str) -> Iterator[Any]:
+    """An identity of every place that a pattern matches: the id of the module there, or (id of its owner, leaf).
+
+    It is equal for all names of a place.
+    """
+    for _, owner, leaf in tree.places([pattern]):
+        assert owner is not None
+        found = owner._modules.get(leaf)
+        yield (id(owner), leaf) if found is None else id(found)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PositionError
-from .lens import TAKEN, Arguments
+from .lens import REMOVED_ARGUMENT, Arguments
 from .qk_layouts import Fused, Projections, channels_per_head, swap_token_axis
 
 ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an attention
@@ -29,29 +29,33 @@ TAKE_A_BIAS = ("eager", "sdpa")  # attention implementations that add a float ma
 NUMBER_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")  # attributes that say it
 
 
-GRID_POSITIONS = "grid_positions"  # keyword argument in which a stack's owner hands positions down, see grid.py
+POSITION_IDS = "position_ids"  # argument of an attention, or of the module that owns a stack
+
+
+POSITIONS = "handed_positions"  # argument, or attribute of an attention's view, with positions: see handing_down.py
 
 
 class Rotation:
-    """Turns x (B, T, H, head_dim), or as the tokens lie otherwise, by its tokens' phases.
+    """Turns x (B, T, H, head_dim), or as the tokens lie otherwise, by its tokens' positions.
 
     Args:
         rotary: the module that a scheme attached.
-        phases: what its forward makes of the tokens' positions.
+        positions: of the tokens, (B or 1, T) or (B or 1, T, axes).
         tokens: how they lie.
     """
 
-    def __init__(self, rotary: Any, phases: Any, tokens: _Tokens):
-        self.rotary, self.phases, self.tokens = rotary, phases, tokens
+    def __init__(self, rotary: Any, positions: Any, tokens: _Tokens):
+        self.rotary, self.positions, self.tokens = rotary, positions, tokens
+        self.phases = rotary(positions)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.tokens.in_batches:
             return self.rotary.rotate(x, self.phases)
         return self.tokens.as_given(self.rotary.rotate(self.tokens.in_line(x), self.phases))
 
-    def at(self, positions: Tensor) -> Rotation:
-        """The same at other positions (B or 1, T)."""
-        return Rotation(self.rotary, self.rotary(positions), self.tokens)
+    def of(self, slots: Tensor) -> Rotation:
+        """The same of some of the tokens alone, slots (B, n)."""
+        return Rotation(self.rotary, self.positions.expand(len(slots), -1).gather(1, slots), self.tokens)
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Window:
 
 
 class CausalMask:
-    """Answers `[:, :, rows, :columns]` like the square buffer that it stands for, at any length.
+    """Stand-in for a square causal mask buffer, for any length: answers `[:, :, rows, :columns]`.
 
     The rows are the queries' own slots, whatever is asked for: right for static caches too, where hosts that count
     rows from the end of the keys are not.
@@ -95,7 +99,9 @@ class CausalMask:
 
 def score_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of queries and keys that are made of hidden states of this dtype."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+    # the meta device has no autocast, and raises; torch.compile of torch 2.11 can't ask whether a device has one
+    enabled = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if enabled else dtype
 
 
 def attention_implementation(module: nn.Module) -> str:
@@ -117,13 +123,14 @@ class AttentionLens:
     """Queries and keys are rotated by their positions, if a scheme attached a rotation; scores get a bias, if it
     attached one; masks are made at any length.
 
-    Positions are the caller's `position_ids` where the host hands them on, else the slots in the cache: rotation is
-    relative, so both are right as long as one forward doesn't mix them. A bias counts in slots, since keys in the cache
-    have no other positions.
+    Positions are the caller's `position_ids`, else the slots in the cache: rotation is relative, so both are right as
+    long as calls that share a cache don't mix them. A bias counts in slots, since keys in the cache have no other
+    positions.
 
     Attributes:
         projections: how q and k leave the input.
-        head_dim, cache, layer_index, window, states, time, position_ids: as in `sites.records.record.Stack`.
+        head_dim, cache, layer_index, window, states, time, other_tokens, position_ids: as in
+            `sites.records.record.Stack`.
     """
 
     projections: Projections | Fused
@@ -133,7 +140,8 @@ class AttentionLens:
     window: Window | None
     states: str = "hidden_states"
     time: int = 1
-    position_ids: str | None = "position_ids"
+    other_tokens: str | None = None
+    position_ids: bool = True
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         states: Tensor = arguments[self.states]
@@ -141,7 +149,7 @@ class AttentionLens:
         rotary: Any = module._modules.get(ROTARY)
         bias = module._modules.get(BIAS)
         attributes: dict[str, Any] = {}
-        filled: Arguments = {GRID_POSITIONS: TAKEN} if GRID_POSITIONS in arguments else {}
+        filled: Arguments = {POSITIONS: REMOVED_ARGUMENT} if POSITIONS in arguments else {}
         positions = None if rotary is None else self._positions(module, rotary, tokens, arguments)
         if self.window is not None or bias is not None or (rotary is not None and positions is None):
             slots = self._slots(module, tokens, arguments)
@@ -151,7 +159,7 @@ class AttentionLens:
         if bias is not None:
             filled[MASK] = self._biased(module, bias, tokens, states.dtype, slots, arguments)
         if rotary is not None:
-            rotation = Rotation(rotary, rotary(positions), tokens)
+            rotation = Rotation(rotary, positions, tokens)
             head_dim = channels_per_head(module, self.head_dim, self.projections)
             attributes.update(self.projections.rotated(module, arguments, head_dim, rotation))
             if isinstance(self.projections, Projections):
@@ -165,30 +173,32 @@ class AttentionLens:
             PositionError: they are of another number of tokens; or of several axes, and nobody says them.
         """
         axes = getattr(rotary, "axes", 1)
-        positions = arguments.get(GRID_POSITIONS, {}).get(axes)
-        if positions is not None:
-            if positions.shape[1] != tokens.number:
-                raise PositionError(
-                    f"{type(module).__name__} was given {tokens.number} tokens, but the input has "
-                    f"{positions.shape[1]} positions: some were dropped or added on the way, and which isn't known "
-                    "here."
-                )
-            return positions
-        if axes == 2 and tokens.lie_on_a_grid:
+        handed = arguments.get(POSITIONS) or module.__dict__.get(POSITIONS) or ()
+        positions = dict(handed).get(axes)
+        if positions is None and axes == 2 and tokens.lie_on_a_grid:
             return tokens.places()
-        if axes > 1:
+        if positions is None and axes > 1:
             raise PositionError(
-                f"{type(module).__name__} wasn't told where on the {axes}-axis grid its tokens lie: it was called "
-                "by another way than its model's forward. Use axes=1 for that."
+                f"{module._get_name()} got no positions of its tokens on the {axes}-axis grid: call it through "
+                "its model's forward, or use axes=1."
             )
-        positions = None if self.position_ids is None else arguments.get(self.position_ids)
         if positions is None:
+            positions = arguments.get(POSITION_IDS)
+        if positions is None or (not self.position_ids and positions.shape == (1,)):
             return None
         positions = positions[None] if positions.dim() == 1 else positions
-        if positions.shape[-1] != tokens.number:
+        others = tokens.number - positions.shape[1]
+        if others > 0 and self.other_tokens == "before":
+            before = torch.arange(-others, 0, device=positions.device)
+            return torch.cat((before.expand(len(positions), -1), positions), dim=1)
+        if others > 0 and self.other_tokens == "after":
+            after = torch.arange(1, others + 1, device=positions.device)
+            return torch.cat((positions, positions[:, -1:] + after), dim=1)
+        if others:
             raise PositionError(
-                f"position_ids {tuple(positions.shape)} don't fit hidden states {tuple(tokens.shape)} (B, T, d); "
-                "pass one position per token of this call."
+                f"{module._get_name()} was given {tokens.number} tokens and {positions.shape[1]} positions: some "
+                "were dropped or added on the way, and which isn't known here. Pass one of position_ids per token of "
+                "this call, or none."
             )
         return positions
 
@@ -204,12 +214,12 @@ class AttentionLens:
         """The float mask (B or 1, H, T, S) that does what the host's own would, and adds the bias to the scores."""
         kind = attention_implementation(module)
         if kind not in TAKE_A_BIAS:
-            raise PositionError(no_bias(type(module).__name__, kind))
+            raise PositionError(no_bias(module._get_name(), kind))
         mask, cache = arguments.get(MASK), arguments.get(self.cache) if self.cache else None
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
             shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise PositionError(
-                f"{type(module).__name__} was given {MASK} {shape}; a bias on its scores needs (B, 1, T, S)."
+                f"{module._get_name()} was given {MASK} {shape}; a bias on its scores needs (B, 1, T, S)."
             )
         length, start = tokens.number, 0
         if cache is not None:
@@ -239,7 +249,7 @@ class AttentionLens:
         layer = getattr(module, self.layer_index, None)
         if layer is None:
             raise PositionError(
-                f"{type(module).__name__} was given a cache but has no {self.layer_index!r}, so its positions in the "
+                f"{module._get_name()} was given a cache but has no {self.layer_index!r}, so its positions in the "
                 "cache are unknown. Pass position_ids, or use_cache=False."
             )
         return slots + cache.get_seq_length(layer)
@@ -274,7 +284,7 @@ class _Tokens(NamedTuple):
         return x.flatten(1, -3) if len(self.shape) == 4 else x[None]
 
     def as_given(self, x: Tensor) -> Tensor:
-        """The way back."""
+        """Inverse of `in_line`."""
         return x.unflatten(1, self.shape[1:-1]) if len(self.shape) == 4 else x[0]
 
 

@@ -1,13 +1,15 @@
 """Patched classes: a host's config with a patch record in it, and a host's model that is patched when it is built.
 
 In memory they are called as the host's are and have its `model_type`, since PEFT, pipelines and tokenizers go by that.
-On disk the model type is "hfpatch" and the architecture "Hfpatch..." in front of the host's name: what goes by either
-(a process without hfpatch, a converter, a server's registry) finds nothing that it knows, rather than half a model.
+On disk the model type is a sentence that starts with "hfpatch" (in an export with code of its own just that) and the
+architecture "Hfpatch..." in front of the host's name: what goes by either (a process without hfpatch, a converter, a
+server's registry) finds nothing that it knows, rather than half a model.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,20 +17,24 @@ from torch import nn
 
 from .apply import apply
 from .attention import BIAS, ROTARY
-from .constants import SETTINGS_AT, refill
+from .errors import CheckpointError
 from .gated import initialise_fresh
 from .generation import without_old_length
+from .host_rotary import ROPE_SETTINGS_PATH, refill
 from .lens import SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
-from .record import FINGERPRINT, KEY, edits_of
+from .record import FINGERPRINT, KEY, MODEL_TYPE, edits_of
 from .refuse_host import guarded, released
 from .tables import ComputedPositions
 
+CODE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
 ARCHITECTURE = "Hfpatch"  # what stands before the host's name in a checkpoint's `architectures`
 
 
 class PatchedConfig:
     """First base of a patched config's class: how it is written and read."""
+
+    _auto_class = None  # the host's own code isn't saved along: it would open the checkpoint unpatched
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> Any:
@@ -41,8 +47,10 @@ class PatchedConfig:
         where = str(config_dict.get("_name_or_path") or "this checkpoint's config.json")
         settings: Any = released(config_dict, where)
         settings = {**settings, "model_type": cls.model_type}  # type: ignore[attr-defined]
-        if settings.get("architectures"):  # a config of no saved model has none
-            settings["architectures"] = [name.removeprefix(ARCHITECTURE) for name in settings["architectures"]]
+        if architectures := settings.get("architectures"):  # a config of no saved model has none
+            if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+                raise CheckpointError(f"{where}: its architectures are {architectures!r:.80}, not a list of names.")
+            settings["architectures"] = [name.removeprefix(ARCHITECTURE) for name in architectures]
         record = settings.get(KEY)
         if isinstance(record, dict):
             settings[KEY] = {name: value for name, value in record.items() if name != FINGERPRINT}
@@ -50,13 +58,14 @@ class PatchedConfig:
 
     def to_json_string(self, use_diff: bool = True) -> str:
         """The config on disk."""
-        stored = {**json.loads(super().to_json_string(use_diff=use_diff)), "model_type": KEY}  # type: ignore[misc]
+        stored = json.loads(super().to_json_string(use_diff=use_diff))  # type: ignore[misc]
         if stored.get("architectures"):
             stored["architectures"] = [
                 ARCHITECTURE + name.removeprefix(ARCHITECTURE) for name in stored["architectures"]
             ]
-        for auto, reference in stored.get("auto_map", {}).items():  # a pair, where a class has "Tokenizer" in its name
-            stored["auto_map"][auto] = reference if isinstance(reference, str) else reference[0]
+        if auto_map := _without_host_code(stored.pop("auto_map", {})):
+            stored["auto_map"] = auto_map
+        stored["model_type"] = KEY if "AutoConfig" in auto_map else MODEL_TYPE
         return json.dumps(guarded(self, stored), indent=2, sort_keys=True) + "\n"
 
 
@@ -68,6 +77,7 @@ class PatchedModel:
 
     hfpatch_model = True
     hfpatch_host: type
+    _auto_class = None  # see PatchedConfig
 
     def __init_subclass__(cls, lensed: bool = False, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -99,6 +109,27 @@ class PatchedModel:
         return cls.hfpatch_host._can_set_experts_implementation()  # type: ignore[attr-defined]
 
 
+def _without_host_code(auto_map: dict[str, Any]) -> dict[str, str]:
+    """An `auto_map` without the host's own classes, which would open the checkpoint unpatched."""
+    kept = {}
+    for auto, reference in auto_map.items():
+        own = own_code(reference)
+        if own is not None:
+            kept[auto] = own
+        elif auto != "AutoConfig" and not auto.startswith("AutoModel"):
+            kept[auto] = reference
+    return kept
+
+
+def own_code(reference: str | Sequence[str | None]) -> str | None:
+    """The class of an export's own code that an entry of `auto_map` names; None for other code.
+
+    The entry is a pair where the class has "Tokenizer" in its name.
+    """
+    named = [reference] if isinstance(reference, str) else reference
+    return next((one for one in named if one and one.rpartition("--")[2].startswith(f"{CODE}.")), None)
+
+
 def is_unlimited(model: Any) -> bool:
     """Whether the config's length is a number that a table of positions left behind."""
     return bool((getattr(model.config, KEY, None) or {}).get("any_length"))
@@ -119,13 +150,13 @@ def patch_built(model: Any) -> None:
 
 @torch.no_grad()
 def start_values(model: nn.Module) -> None:
-    """Values of what a patch put in and no checkpoint filled; transformers calls this after loading."""
+    """Initial values of what a patch added and no checkpoint filled; transformers calls this after loading."""
     for module in model.modules():
         made: list[Any] = [module._modules.get(name) for name in (ROTARY, BIAS)]
         for one in (*made, *([module] if isinstance(module, ComputedPositions) else [])):
             if hasattr(one, "reset"):
                 one.reset()
-        if SETTINGS_AT in vars(module):
+        if ROPE_SETTINGS_PATH in vars(module):
             refill(module)
         values = module.initial_values() if isinstance(module, AffineNorm) else {}
         if SCALED in vars(module):

@@ -4,10 +4,12 @@
 from .alibi import LinearBias
 from .attention import AttentionLens, HostOrder, Window
 from .batch_norm import MaskedBatchNorm
-from .constants import ConstantPositions, FixedArguments, HostRotary, MeanRow, NoPositions, Rows, Unrotated
+from .constants import ConstantPositions, FixedArguments, MeanRow, NoPositions, Rows
 from .edits import register_component
 from .gated import GatedActivation, GatedLinear, Projection
-from .grid import Grid, GridLens, Relay
+from .grid import Grid
+from .handing_down import HandedDown
+from .host_rotary import HostRotary, Unrotated
 from .joins import Gains, Join, Joins
 from .length_lenses import (
     AnyImageSize,
@@ -29,7 +31,7 @@ _MODULES = (
     *(ComputedPositions, GatedLinear, GatedActivation, Projection),
 )
 _LENSES = (
-    *(AttentionLens, HostOrder, FixedArguments, Unrotated, GridLens, Relay, Gains, Joins, Padded),
+    *(AttentionLens, HostOrder, FixedArguments, Unrotated, HandedDown, Gains, Joins, Padded),
     *(FilledArguments, RefusedArguments, ExpandedRows, MeanOfBuffer, CountedLength, AnyImageSize),
 )
 _PARTS = (

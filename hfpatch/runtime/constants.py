@@ -1,24 +1,20 @@
-"""Modules and lenses in the place of removed positions: a table's mean row, zero biases, no rotation."""
+"""Replacements for removed positions: a table's mean row as a constant, zeros, fixed arguments."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from .errors import PositionError
-from .lens import LENS, Arguments, host_class, lens_of, lensed_class
-from .rotary import ORIGINAL
+from .lens import Arguments
 
-SETTINGS_AT = "_hfpatch_rope_settings_at"  # of a rebuilt rotation: the path in the model's config of what it reads
-NO_ROW = "_hfpatch_no_row"  # of a module whose buffer of positions counts for nothing: training starts from zero
+ZERO_MEAN_ROW = "_hfpatch_no_row"  # of a module whose buffer of positions counts for nothing: training starts from zero
 
 
 class ConstantPositions(nn.Module):
-    """Stands where a table of positions stood and returns one row, whatever the positions.
+    """Replacement of a position table: returns one constant row for all positions.
 
     The row starts as the mean of the table's: what every position had in common isn't about position.
 
@@ -111,7 +107,7 @@ def mean_row(table: Tensor, first: int = 0) -> Tensor:
 
 
 def mean_rows(table: Tensor) -> Tensor:
-    """The mean of a table that its host adds as it is, with as many dimensions.
+    """Mean row of a table that its host adds directly (a Parameter or buffer), with the same number of dimensions.
 
     (rows, width) becomes (1, width), (tables, rows, width) and (tables, rows, columns, width) one row for each table.
     """
@@ -129,7 +125,7 @@ def rows_of(table: nn.Module | Tensor) -> Tensor:
 
 
 def MeanRow(table: Tensor, zero: bool = False) -> Tensor:  # noqa: N802  # a component, called like the others
-    """The mean row in the place of a table that its host adds as it is, or zeros: a Parameter for a Parameter."""
+    """Mean row, or zeros, that replaces a table which its host adds directly; a Parameter replaces a Parameter."""
     row = mean_rows(table)
     row = row.zero_() if zero else row
     return constant_of(table, row) if isinstance(table, nn.Parameter) else row
@@ -140,78 +136,9 @@ def Rows(table: Tensor, *shape: int) -> nn.Parameter:  # noqa: N802
     return nn.Parameter(table.detach().new_empty(shape), requires_grad=table.requires_grad)
 
 
-class HostRotary(nn.Module):
-    """Makes a host's rotary module again from other settings; never stands in a model itself."""
-
-    @classmethod
-    def replacing(
-        cls,
-        old: nn.Module | None,
-        parent: nn.Module,
-        settings: dict[str, Any],
-        at: tuple[str, ...] | None = (),
-        layer_type: str | None = None,
-        note: str = "",
-    ) -> nn.Module:
-        """Another instance of the host's class with these settings, in the same place, dtype and mode.
-
-        A type of layers that wasn't rotated is again; others stay as they are.
-
-        Args:
-            old, parent: the module, and what it stands in.
-            settings: transformers' `rope_parameters`.
-            at: the attributes of the model's config that lead to the part it reads; None where there is none.
-            layer_type: the type of layer that they are for, None for all layers.
-            note: what a report says of it.
-        """
-        assert old is not None
-        present = next(value for name, value in old._buffers.items() if name.endswith("inv_freq") and value is not None)
-        new = with_settings(old, settings, layer_type, "meta" if present.is_meta else "cpu")
-        if not present.is_meta:
-            new.to(present.device, present.dtype)
-        new.training = old.training
-        new._parameters.update(old._parameters)
-        for name, buffer in old._buffers.items():
-            if name in new._buffers and name not in old._non_persistent_buffers_set and not name.endswith("inv_freq"):
-                new._buffers[name] = buffer
-        vars(new)[SETTINGS_AT] = at
-        if note:
-            vars(new)["hfpatch_note"] = note
-        dropped = lens_of(old, Unrotated)
-        if dropped is not None and set(dropped.layer_types) != {layer_type}:  # other types of layers stay without
-            vars(new)[LENS] = Unrotated(tuple(one for one in dropped.layer_types if one != layer_type))
-            new.__class__ = lensed_class(host_class(type(new)))
-        return new
-
-
-def with_settings(
-    rotary: nn.Module, settings: dict[str, Any], layer_type: str | None, device: str = "cpu"
-) -> nn.Module:
-    """A host's rotary module with other settings, fresh."""
-    config: Any = copy.deepcopy(rotary.config)
-    for name, value in settings_in(config, settings, layer_type).items():
-        setattr(config, name, value)
-    with torch.device(device):
-        return host_class(type(rotary))(config)
-
-
-def settings_in(config: Any, settings: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
-    """The attributes of a config where transformers looks for a rotation's settings, and their values."""
-    settings = copy.deepcopy(settings)
-    if not isinstance(getattr(config, "rope_parameters", None), dict):  # it reads nothing but theta
-        found = {"rope_theta": settings["rope_theta"]}
-    elif layer_type is None:
-        found = {"rope_parameters": settings}
-    else:
-        found = {"rope_parameters": {**config.rope_parameters, layer_type: settings}}
-    if ORIGINAL in settings and getattr(config, ORIGINAL, None) is not None:
-        found[ORIGINAL] = settings[ORIGINAL]  # which transformers prefers to the settings' own
-    return found
-
-
 @dataclass(frozen=True)
 class FixedArguments:
-    """A lens on an attention that fixes some of its arguments; "zeros" are zeros like what it is handed, if any."""
+    """Lens on an attention that fixes some of its arguments; "zeros" replaces what is passed by zeros."""
 
     arguments: tuple[tuple[str, Any], ...]
     hfpatch_note: ClassVar[str] = "its own positions are hidden from it"
@@ -224,37 +151,3 @@ class FixedArguments:
             elif arguments.get(name) is not None:
                 filled[name] = torch.zeros_like(arguments[name])
         return {}, filled
-
-
-@dataclass(frozen=True)
-class Unrotated:
-    """A lens on a rotary module: it hands out the rotation by nothing, cos 1 and sin 0 (or the complex number 1).
-
-    Attributes:
-        layer_types: the types of layers for which it does; None is that of modules which don't tell them apart.
-    """
-
-    layer_types: tuple[str | None, ...]
-    hfpatch_note: ClassVar[str] = "queries and keys aren't rotated"
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        return {}, {}
-
-    def finish(self, output: Any, arguments: Arguments) -> Any:
-        if None not in self.layer_types and arguments.get("layer_type") not in self.layer_types:
-            return output
-        if isinstance(output, Tensor) and output.is_complex():
-            return torch.ones_like(output)
-        if isinstance(output, tuple) and len(output) == 2 and all(isinstance(part, Tensor) for part in output):
-            return torch.ones_like(output[0]), torch.zeros_like(output[1])
-        raise PositionError(f"a rotary module returned {type(output).__name__}, and no cos and sin.")
-
-
-def refill(module: nn.Module) -> None:
-    """Fill a rebuilt rotation's buffers again, where they are: loading leaves them empty."""
-    with torch.device("cpu"):
-        fresh = host_class(type(module))(module.config)
-    for name in module._non_persistent_buffers_set:
-        buffer, value = module._buffers.get(name), fresh._buffers.get(name)
-        if buffer is not None and value is not None:
-            module._buffers[name] = value.to(buffer.device if not buffer.is_meta else "cpu", buffer.dtype)

@@ -23,7 +23,6 @@ import ast
 import contextlib
 import inspect
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from importlib.metadata import entry_points
 from math import inf
@@ -43,7 +42,7 @@ COMPONENTS: dict[str, Any] = {}
 
 
 def register_component(component: Any) -> Any:
-    """Register a class or function, so that edits can call it by name; serves as a decorator.
+    """Register a class or function under its name, so that edits can call it; usable as a decorator.
 
     A module class may have a class method `replacing(old, parent, *args, **kwargs)`, which builds the module from the
     one that it replaces (`old`, None if there is none); other classes are built by their constructor. A function is
@@ -83,9 +82,22 @@ def pattern_of(name: str) -> str:
     return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
 
 
-def matcher(pattern: str) -> Callable[[str], Any]:
-    """A function that tells whether a name matches a pattern, in which `*` stands for one number."""
-    return re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+def modules_at(root: nn.Module, pattern: str) -> list[tuple[str, tuple[nn.Module, ...]]]:
+    """(name, modules from `root` down to it) of every module that a pattern matches; "" is `root` itself."""
+    found: list[tuple[str, tuple[nn.Module, ...]]] = [("", (root,))]
+    for piece in pattern.split(".") if pattern else ():
+        found = [
+            (f"{name}.{child}".lstrip("."), (*above, inner))
+            for name, above in found
+            for child in children_at(above[-1], piece)
+            if (inner := above[-1]._modules.get(child)) is not None
+        ]
+    return found
+
+
+def children_at(module: nn.Module, piece: str) -> list[str]:
+    """The names that one piece of a pattern stands for in a module: for `*` those of its children that are numbers."""
+    return [child for child in module._modules if child.isdigit()] if piece == "*" else [piece]
 
 
 @dataclass(frozen=True)
@@ -223,7 +235,7 @@ class Edit:
         """An edit of one place; the value is converted by `as_data`."""
         return cls((path.strip("."),), as_data(value))
 
-    def gives_way(self, later: Edit) -> bool:
+    def is_replaced_by(self, later: Edit) -> bool:
         """Whether a later edit overwrites this one completely, so that a record needn't keep it."""
         if not set(self.at) <= set(later.at):
             return False
@@ -252,7 +264,7 @@ class Edit:
         places, equals, value = text.partition(" = ")
         at = tuple(places.split(" | "))
         if not equals or not all(all(map(_NAME.fullmatch, place.split("."))) for place in at):
-            raise CheckpointError(f"{where}: {text!r:.80} isn't an edit: names, ' = ' and a value.")
+            raise CheckpointError(f"{where}: {text!r:.80} isn't an edit of the form 'names = value'.")
         leaves = {place.rpartition(".")[2] for place in at}
         if leaves & _RESERVED or (len(leaves) > 1 and leaves & {LENS_SLOT, CENTRE_SLOT, SCALE_SLOT}):
             raise CheckpointError(f"{where}: {text!r:.80} isn't an edit: {sorted(leaves)!r:.80} can't be assigned.")
@@ -272,7 +284,7 @@ def parse_edits(stored: Any, where: str = "the patch record") -> tuple[Edit, ...
         CheckpointError: it isn't a list of at most 10,000 edits.
     """
     if not isinstance(stored, list | tuple) or len(stored) > _MAX_EDITS:
-        raise CheckpointError(f"{where}: its edits are no list of at most {_MAX_EDITS}.")
+        raise CheckpointError(f"{where}: its edits aren't a list of at most {_MAX_EDITS} strings.")
     return tuple(Edit.parse(text, where) for text in stored)
 
 

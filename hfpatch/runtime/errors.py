@@ -1,4 +1,4 @@
-"""Everything that hfpatch raises or warns. Each message says what, where, and what to do next."""
+"""Exceptions that a patched model may raise. Each message says what, where, and what to do next."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class CheckpointError(PatchError):
 
 
 def first_line(error: BaseException) -> str:
-    """What it says, in one line: its type's name where it says nothing."""
+    """First line of an error's message; its type's name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

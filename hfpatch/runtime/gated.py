@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .edits import Call
+from .errors import CheckpointError
 
 FRESH = "_hfpatch_fresh"  # of a new projection whose values are torch's
 
@@ -47,8 +48,20 @@ class GatedLinear(nn.Module):
             width: hidden channels, with fresh projections; None keeps the projection as the gate.
             biases: with a width, whether gate and up have a bias.
             scale: without one, k of the start: W = k W1 (the same Parameters where k is 1), V = 0 with a bias of 1 / k.
+
+        Raises:
+            ValueError: the kind is no name, the width isn't positive, there aren't two biases with it, or the scale
+                isn't positive.
         """
         assert old is not None
+        if not isinstance(kind, str) or not kind.isidentifier():
+            raise ValueError(f"{kind!r:.40} is no name of an MLP scheme")
+        if width is not None and (type(width) is not int or width < 1 or tuple(map(type, biases)) != (bool, bool)):
+            raise ValueError(
+                f"a width of {width!r:.40} with biases {biases!r:.40}, not a positive integer and two bools"
+            )
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):
+            raise ValueError(f"a scale of {scale!r:.40}, not a positive number")
         if width is not None:
             d_in = projection_sizes(old)[0]
             return cls(kind, *(new_projection(old, d_in, width, bias) for bias in biases))
@@ -82,7 +95,7 @@ class GatedLinear(nn.Module):
 
 
 class GatedActivation(nn.Module):
-    """(gate, up) -> act(gate) * up, in place of an MLP's activation; what is no pair goes to the one that was there.
+    """(gate, up) -> act(gate) * up, in place of an MLP's activation; other inputs go to the original activation.
 
     Args:
         act: the activation of the gate.
@@ -125,12 +138,18 @@ def activation(name: str) -> nn.Module:
     """An activation of torch, or a registered component that is made without arguments.
 
     Raises:
-        CheckpointError: there is none of that name.
+        ValueError: there is none of that name. `apply` adds the edit.
     """
-    found = getattr(nn.modules.activation, name, None)
+    found = getattr(nn.modules.activation, name, None) if isinstance(name, str) else None
     if isinstance(found, type) and issubclass(found, nn.Module):
         return found()
-    return Call(name).make()
+    try:
+        made = Call(str(name)).make()
+    except CheckpointError as error:
+        raise ValueError(f"torch.nn has no activation {name!r:.80}, and {error}") from error
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"{name!r:.80} is no activation")
+    return made
 
 
 def new_projection(like: nn.Module, d_in: int, d_out: int, bias: bool) -> nn.Module:

@@ -1,24 +1,16 @@
-"""Positions of the patches of an image or video on their grid, found once a forward and handed down to attentions.
-
-A stack's owner sees the pixels, its attentions only a line of tokens. So a lens on the owner adds one keyword argument
-to its forward, which most hosts hand on to their attentions as they do all they don't know; where they don't, each
-module on the way calls the next one with it. The attention's lens takes it out again. No state is written anywhere: two
-forwards of different sizes may wait for one backward, and torch.compile sees plain arguments.
-"""
+"""Positions of the patches of an image or video on their grid."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .attention import GRID_POSITIONS, ROTARY
-from .edits import matcher
 from .errors import PositionError
-from .lens import TAKEN, Arguments, ListView, lens_of
+from .lens import Arguments
 
 
 @dataclass(frozen=True)
@@ -134,115 +126,3 @@ class Grid:
     def tokens(owner: Any, counts: tuple[int | str, ...]) -> int:
         """How many tokens `before` or `after` stands for."""
         return sum(count if isinstance(count, int) else getattr(owner.config, count) for count in counts)
-
-
-@dataclass(frozen=True)
-class GridLens:
-    """A lens on a stack's owner: finds the positions once for all attentions, and hands them down.
-
-    Attributes:
-        grid: where the positions come from.
-        attentions: paths of the stack's attentions from the owner.
-        children: paths of the owner's children to call with the positions; none where the host hands arguments on.
-    """
-
-    grid: Grid
-    attentions: tuple[str, ...]
-    children: tuple[str, ...] = ()
-    hfpatch_note: ClassVar[str] = "hands positions down"
-
-    def bound(self, owner: nn.Module) -> GridLens:
-        """The lens with the names that its patterns stand for in an owner; `*` is a number."""
-        return GridLens(self.grid, named(owner, self.attentions), named(owner, self.children))
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        filled = self.grid.filled(module, arguments)
-        arguments = {**arguments, **filled}
-        positions: dict[int, Tensor] = {}  # by the number of axes
-        for path in self.attentions:
-            rotary: Any = module.get_submodule(path)._modules.get(ROTARY)
-            axes = getattr(rotary, "axes", 1)
-            if rotary is not None and axes not in positions:
-                positions[axes] = self.grid.positions(module, arguments, axes)
-        if not positions:
-            return {}, {}
-        if self.children:
-            return handing_down(module, self.children, positions), filled
-        return {}, {**filled, GRID_POSITIONS: positions}
-
-
-@dataclass(frozen=True)
-class Relay:
-    """A lens on a module between owner and attentions whose host drops unknown arguments: it hands positions on.
-
-    Attributes:
-        children: paths of the children to call with the positions, "layers.0" in a list.
-    """
-
-    children: tuple[str, ...]
-    hfpatch_note: ClassVar[str] = "hands positions down"
-
-    def bound(self, owner: nn.Module) -> Relay:
-        """The lens with the names that its patterns stand for in an owner; `*` is a number."""
-        return Relay(named(owner, self.children))
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        positions = arguments.get(GRID_POSITIONS)
-        if positions is None:
-            return {}, {}
-        return handing_down(module, self.children, positions), {GRID_POSITIONS: TAKEN}
-
-
-class Handed:
-    """Stands in the view of a module for a child, which is called with the positions as a further argument."""
-
-    def __init__(self, child: nn.Module, positions: dict[int, Tensor]):
-        self.child, self.positions = child, positions
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.child(*args, **kwargs, **{GRID_POSITIONS: self.positions})
-
-    def __getattr__(self, name: str) -> Any:
-        child = self.__dict__["child"]
-        relay = lens_of(child, Relay)  # some hosts call grandchildren themselves
-        below = handing_down(child, relay.children, self.__dict__["positions"]) if relay is not None else {}
-        return below[name] if name in below else getattr(child, name)
-
-
-def handing_down(module: nn.Module, children: tuple[str, ...], positions: dict[int, Tensor]) -> dict[str, Any]:
-    """Attributes of the module's view in which these children are called with the positions."""
-    attributes: dict[str, Any] = {}
-    in_lists: dict[str, dict[str, Any]] = {}
-    for path in children:
-        name, _, place = path.partition(".")
-        child: Any = module.get_submodule(path)
-        if place:
-            in_lists.setdefault(name, {})[place] = Handed(child, positions)
-        else:
-            attributes[name] = Handed(child, positions)
-    for name, elements in in_lists.items():
-        attributes[name] = ListView(module.get_submodule(name), elements)  # type: ignore[arg-type]
-    return attributes
-
-
-def named(owner: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of an owner's modules that patterns stand for."""
-    found: list[str] = []
-    for pattern in patterns:
-        matches = matcher(pattern)
-        found += [name for name, _ in owner.named_modules() if matches(name)] if "*" in pattern else [pattern]
-    return tuple(found)
-
-
-def relays(owner: nn.Module, attentions: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """For each module on the ways from the owner to its attentions (by path): the children that come next."""
-    found: dict[str, dict[str, None]] = {}
-    for path in attentions:
-        names, here = path.split("."), ""
-        while names:
-            step = names.pop(0)
-            if isinstance(owner.get_submodule(f"{here}.{step}".strip(".")), nn.ModuleList | nn.Sequential):
-                step = f"{step}.{names.pop(0)}"
-            found.setdefault(here, {})[step] = None
-            here = f"{here}.{step}".strip(".")
-    return {path: tuple(children) for path, children in found.items()}

@@ -1,4 +1,4 @@
-"""How branches meet their stream: lenses on a block whose forward goes on adding, as it always did.
+"""Lenses on a block that change where a branch's norm stands: pre, post, olmo2, sandwich, DeepNorm.
 
 A host that computes x + f(norm(x)) computes x + g(r(x)) for any r in the place of its norm and any g in the place of
 its branch's last module; one that computes norm(x + f(x)) does once its norm hands on what it is given, and r is what
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import UnsupportedError
-from .lens import Arguments, StandIn, checkpointed_once, put, views
+from .lens import Arguments, StandIn, checkpointed_once, first_at, put, views
 
 _FORMS = ("pre", "post", "olmo2", "sandwich", "deepnorm", "host")
 
@@ -48,7 +48,7 @@ class Gains:
             by_child.setdefault(child, {})[call] = gain
         tree: dict[str, Any] = {}
         for child, by_call in by_child.items():
-            put(tree, child, _scaled(module.get_submodule(child), by_call))
+            put(tree, child, _scaled(first_at(module, child), by_call))
         return {**checkpointed_once(module), **views(module, tree)}, {}
 
 
@@ -123,12 +123,12 @@ class Joins:
                 put(tree, f"{path}.{join.dropout}".strip("."), 0.0)
             if join.form == "host":
                 continue
-            put(tree, join.norm, StandIn(module.get_submodule(join.norm), _passed if join.readers else branch.read))
+            put(tree, join.norm, StandIn(first_at(module, join.norm), _passed if join.readers else branch.read))
             for name in join.readers:
-                readers[name] = _reading(module.get_submodule(name), branch)
+                readers[name] = _reading(first_at(module, name), branch)
                 put(tree, name, readers[name])
         for name, by_call in outlets.items():
-            put(tree, name, _outlet(readers.get(name, module.get_submodule(name)), by_call))
+            put(tree, name, _outlet(readers.get(name) or first_at(module, name), by_call))
         return {**checkpointed_once(module), **views(module, tree)}, {}
 
 
@@ -139,7 +139,7 @@ class _Branch:
         self.join, self.block = join, block
         self.stream: Tensor | None = None
 
-    def read(self, hidden_states: Tensor) -> Tensor:
+    def read(self, norm: Any, hidden_states: Tensor) -> Tensor:
         """r, in the place of the norm that the branch reads through."""
         self.stream = hidden_states
         return self.join.read(self.block, hidden_states)
@@ -152,38 +152,38 @@ class _Branch:
         return self.join.meet(self.block, self.stream, f)
 
 
-def _passed(hidden_states: Tensor) -> Tensor:
+def _passed(norm: Any, hidden_states: Tensor) -> Tensor:
     """In the place of a norm of a sum: hands the sum on."""
     return hidden_states
 
 
-def _reading(module: nn.Module, branch: _Branch) -> StandIn:
+def _reading(module: Any, branch: _Branch) -> StandIn:
     """The first module of a branch, given r(x) for x."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         if args:
-            return module(branch.read(args[0]), *args[1:], **kwargs)
+            return module(branch.read(module, args[0]), *args[1:], **kwargs)
         name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
-        return module(**{**kwargs, name: branch.read(kwargs[name])})
+        return module(**{**kwargs, name: branch.read(module, kwargs[name])})
 
     return StandIn(module, call)
 
 
-def _outlet(module: nn.Module | StandIn, branches: dict[int, _Branch]) -> StandIn:
+def _outlet(module: Any, branches: dict[int, _Branch]) -> StandIn:
     """The last module of branches, by the number of its call: g in the place of its output f."""
     return _by_call(module, {call: branch.meet for call, branch in branches.items()})
 
 
-def _scaled(module: nn.Module, gains: dict[int, float]) -> StandIn:
+def _scaled(module: Any, gains: dict[int, float]) -> StandIn:
     """A module whose output is multiplied, by the number of its call."""
     return _by_call(module, {call: partial(torch.mul, other=gain) for call, gain in gains.items()})
 
 
-def _by_call(module: nn.Module | StandIn, changes: dict[int, Callable[[Tensor], Tensor]]) -> StandIn:
+def _by_call(module: Any, changes: dict[int, Callable[[Tensor], Tensor]]) -> StandIn:
     """A module whose output, or the first of whose outputs, is changed, by the number of its call in one forward."""
     calls = 0
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         change = changes.get(calls)
         calls += 1

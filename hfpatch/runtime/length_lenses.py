@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .constants import NO_ROW, ConstantPositions, mean_row
+from .constants import ZERO_MEAN_ROW, ConstantPositions, mean_row
 from .errors import PositionError
-from .lens import Arguments, View
+from .lens import Arguments, View, first_at
 from .tables import ComputedPositions, RowsByIndex
 
 MEAN_ROW, NOTHING = "its mean row", "nothing"  # what a plan and a report say of a removed table
@@ -139,7 +139,7 @@ class MeanOfBuffer(LengthLimit):
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         row = mean_row(getattr(module, self.table))
-        row = torch.zeros_like(row) if NO_ROW in module.__dict__ else row
+        row = torch.zeros_like(row) if ZERO_MEAN_ROW in module.__dict__ else row
 
         def row_at(_: Any) -> Tensor:
             return row.to(getattr(module, self.table))  # which some hosts cast before they index it
@@ -213,7 +213,7 @@ class AnyImageSize(LengthLimit):
         attributes: dict[str, Any] = {}
         if self.argument in arguments:
             attributes["image_size"] = tuple(arguments[self.argument].shape[-2:])
-        constant = _first_at(module, self.table.split(" | ")) if self.table is not None else None
+        constant = first_at(module, *self.table.split(" | ")) if self.table is not None else None
         if constant is not None:
             constant = constant if isinstance(constant, Tensor) else constant()
             if self.rows > 1 and self.table is not None:
@@ -224,14 +224,3 @@ class AnyImageSize(LengthLimit):
 
             attributes |= dict.fromkeys(self.resize, answer)
         return attributes, {"interpolate_pos_encoding": True} if self.flag else {}
-
-
-def _first_at(module: Any, paths: list[str]) -> Any:
-    """What stands at the first of several paths where anything does; loops, as torch.compile of 2.11 wants them."""
-    for path in paths:
-        found = module
-        for name in path.split("."):
-            found = getattr(found, name, None)
-        if found is not None:
-            return found
-    return None

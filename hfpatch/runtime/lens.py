@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, Protocol
@@ -23,13 +23,15 @@ LENS = "_hfpatch_lens"  # attribute of a module that holds its lens
 CENTRED = "_hfpatch_centred"  # attribute of a module: the axis over which the mean of its output is subtracted
 SCALED = "_hfpatch_scaled"  # attribute of an embedding: the starting value of the learned scalar on its output
 SCALE = "stream_scale"  # name of that scalar, a Parameter of shape (1,)
-TAKEN: Any = object()  # marks an argument that a lens removes: the host's forward isn't passed it
+REMOVED_ARGUMENT: Any = object()  # marks an argument that a lens removes: the host's forward isn't passed it
 
 Arguments = dict[str, Any]
 
 
 class Lens(Protocol):
-    """From a module and its call's arguments to (attributes of the view, arguments to set or, if `TAKEN`, to remove).
+    """From a module and its call's arguments to (attributes of the view, arguments to set).
+
+    An argument that is set to `REMOVED_ARGUMENT` isn't passed on.
 
     A lens may have three more methods:
 
@@ -62,7 +64,7 @@ class View:
         # the first condition because torch.compile says of a bound method that it is the function
         static = not isinstance(value, MethodType) and value is method
         if isinstance(method, FunctionType) and not static and method is not getattr(nn.Module, name, None):
-            return method.__get__(self)
+            return functools.partial(method, self)  # torch.compile of torch 2.11 can't trace making a bound method
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -71,14 +73,20 @@ class View:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._forward_hooks or self._forward_pre_hooks:
             return nn.Module._call_impl(self, *args, **kwargs)  # type: ignore[arg-type]
-        return self.forward(*args, **kwargs)
+        return type(self._module).forward(self, *args, **kwargs)  # self.forward is nothing that dynamo can trace
 
 
 class ListView:
-    """Proxy of an `nn.ModuleList` with some elements replaced, for the view of its parent."""
+    """Proxy of an `nn.ModuleList`, or of an `nn.Sequential`, with some elements replaced, for its parent's view."""
 
-    def __init__(self, module: nn.ModuleList, attributes: dict[str, Any]):
-        self.elements = [attributes.get(name, child) for name, child in module._modules.items()]
+    def __init__(self, module: Any, attributes: dict[str, Any]):
+        elements: Iterable[Any] = module.elements if isinstance(module, ListView) else module
+        self.elements: list[Any] = [attributes.get(str(index), element) for index, element in enumerate(elements)]
+
+    def __call__(self, states: Any) -> Any:
+        for element in self.elements:  # as nn.Sequential does
+            states = element(states)
+        return states
 
     def __getitem__(self, index: Any) -> Any:
         return self.elements[index]
@@ -89,35 +97,44 @@ class ListView:
     def __len__(self) -> int:
         return len(self.elements)
 
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["elements"][int(name)]  # by its name in a path
+
 
 class StandIn:
-    """Proxy of a child module, for the view of its parent: calling it runs `call`; its attributes are the child's."""
+    """Proxy of a child module, for the view of its parent: its attributes are the child's.
+
+    Args:
+        module: the child, or a proxy of it.
+        call: what runs when the proxy is called; it gets the child, then the arguments.
+    """
 
     def __init__(self, module: Any, call: Callable[..., Any]):
         self.module, self.call = module, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
+        return self.call(self.module, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["module"], name)
 
 
-def views(module: nn.Module, tree: dict[str, Any]) -> dict[str, Any]:
+def views(module: Any, tree: dict[str, Any]) -> dict[str, Any]:
     """Turns replacements of (nested) children into attributes of a module's view; children with some become views.
 
     Args:
-        module: the module that the view is of.
+        module: the module that the view is of, or a view of it that another lens has filled.
         tree: replacement, or dictionary of replacements inside the child, by the child's name; `put` builds it.
     """
-    attributes = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            child: Any = getattr(module, name)
-            view = ListView if isinstance(child, nn.ModuleList) else View
-            value = view(child, views(child, value))
-        attributes[name] = value
-    return attributes
+    return {name: _seen(getattr(module, name), value) if type(value) is dict else value for name, value in tree.items()}
+
+
+def _seen(child: Any, tree: dict[str, Any]) -> Any:
+    """The proxy of a child with replacements inside it."""
+    if isinstance(child, StandIn):
+        return StandIn(_seen(child.module, tree), child.call)
+    view = ListView if isinstance(child, nn.ModuleList | nn.Sequential | ListView) else View
+    return view(child, views(child, tree))
 
 
 def put(tree: dict[str, Any], path: str, value: Any) -> None:
@@ -128,6 +145,17 @@ def put(tree: dict[str, Any], path: str, value: Any) -> None:
     tree[last] = value
 
 
+def first_at(module: Any, *paths: str) -> Any:
+    """What is at the first of several paths from a module, or from a view of it, where anything is; else None."""
+    for path in paths:  # loops, as torch.compile of 2.11 wants them
+        found = module
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        if found is not None:
+            return found
+    return None
+
+
 def checkpointed_once(module: nn.Module) -> dict[str, bool]:
     """A layer that is checkpointed runs its forward twice as it is; its view must not be checkpointed once more."""
     return {"gradient_checkpointing": False} if hasattr(module, "gradient_checkpointing") else {}
@@ -135,7 +163,7 @@ def checkpointed_once(module: nn.Module) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class Lenses:
-    """Several lenses on one module, merged; no two of them may replace the same attribute."""
+    """Several lenses on one module: each sees it as those before it left it."""
 
     lenses: tuple[Lens, ...]
 
@@ -143,7 +171,8 @@ class Lenses:
         attributes: dict[str, Any] = {}
         filled: Arguments = {}
         for lens in self.lenses:
-            more_attributes, more_filled = lens(module, arguments)
+            seen: Any = View(module, attributes) if attributes else module
+            more_attributes, more_filled = lens(seen, arguments)
             attributes.update(more_attributes)
             filled.update(more_filled)
         return attributes, filled
@@ -203,14 +232,17 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
         if lens is None:
             output = host_forward(self, *args, **kwargs)
         else:
-            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            arguments = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
             attributes, filled = lens(self, arguments)
-            stand_in: Any = view(self, attributes)
-            for name in chunked:
-                object.__setattr__(stand_in, name, functools.partial(getattr(host, name), stand_in))
+            stand_in: Any = self
+            if attributes or isinstance(self, View):
+                stand_in = view(self, attributes)
+                for name in chunked:
+                    object.__setattr__(stand_in, name, functools.partial(getattr(host, name), stand_in))
             if filled:
-                passed = {**arguments, **filled}
-                output = host_forward(stand_in, **{name: value for name, value in passed.items() if value is not TAKEN})
+                merged = {**arguments, **filled}
+                passed = {name: value for name, value in merged.items() if value is not REMOVED_ARGUMENT}
+                output = host_forward(stand_in, **passed)
             else:
                 output = host_forward(stand_in, *args, **kwargs)
             if hasattr(lens, "finish"):

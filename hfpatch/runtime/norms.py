@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -132,14 +133,16 @@ class AffineNorm(nn.Module):
             options: further arguments of the class's constructor.
         """
         names = [own if name == OWN else name for name, own in zip((gain, shift), parameter_names(old), strict=True)]
-        nearby = [*(old.parameters(recurse=False) if old is not None else ()), *parent.parameters()]
-        like: Tensor = nearby[0] if nearby else torch.zeros(())
+        nearby = chain(old.parameters(recurse=False) if old is not None else (), parent.parameters())
+        like: Tensor = next(nearby, torch.zeros(()))
         parameters: list[Any] = [None if name is None else getattr(old, name, None) for name in names]
         if old is None:
             size = torch.full(shape or (), 0.0, dtype=like.dtype, device=like.device)
             parameters = [None if name is None else nn.Parameter(size.clone()) for name in names]
         if shape is None:
-            shape = next(tuple(one.shape) for one in parameters if one is not None)
+            shape = next((tuple(one.shape) for one in parameters if one is not None), None)
+        if shape is None:
+            raise ValueError("the norm that it replaces has no Parameters, whose shape it was to take.")
         facts = NormFacts(cls.kind, shape, eps, channels_first, offset)
         gain_parameter, shift_parameter = parameters
         like = next((one for one in parameters if one is not None), like)

@@ -1,4 +1,4 @@
-"""How a norm inside a block learns which positions are padding: a lens on what is given the attention mask."""
+"""Lens that passes the attention mask to norms inside a module, so that BatchNorm leaves padding out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .batch_norm import MaskedBatchNorm
 from .errors import PositionError
 from .lens import Arguments, StandIn, checkpointed_once, put, views
 
@@ -17,7 +18,7 @@ MASK = "attention_mask"  # the argument's name, in blocks and models
 
 @dataclass(frozen=True)
 class Padded:
-    """The lens on a module with an attention mask: norms inside it are told of padding.
+    """Lens on a module that takes an attention mask: passes the mask to norms inside it.
 
     Attributes:
         norms: paths of the norms, relative to the module.
@@ -34,14 +35,16 @@ class Padded:
         tree: dict[str, Any] = {}
         if keep is not None:
             for name in self.norms:
-                put(tree, name, _with_padding(module.get_submodule(name), keep))
+                norm = module.get_submodule(name)
+                if isinstance(norm, MaskedBatchNorm):  # a later patch may have put another norm there
+                    put(tree, name, _with_padding(norm, keep))
         return {**checkpointed_once(module), **views(module, tree)}, {}
 
 
 def _with_padding(norm: nn.Module, keep: Tensor) -> StandIn:
     """The norm, which is called with the mask as well."""
 
-    def call(hidden_states: Tensor) -> Tensor:
+    def call(norm: Any, hidden_states: Tensor) -> Tensor:
         if hidden_states.shape[:-1].numel() != keep.numel():
             raise PositionError(
                 f"hidden states {tuple(hidden_states.shape)} don't fit the attention mask's {tuple(keep.shape)} "
@@ -56,8 +59,8 @@ def kept_positions(mask: Any) -> Tensor | None:
     """Which positions (B, T) aren't padding; None where nothing says.
 
     Args:
-        mask: (B, T) with 0 for padding, or (B, H, T, T) that is True (or, added to logits, about 0) where a query may
-            see a key: padding is what no query sees.
+        mask: (B, T) with 0 for padding, or (B, H, T, T) that is True, an integer other than 0, or (added to logits)
+            about 0 where a query may see a key: padding is what no query sees.
 
     Raises:
         PositionError: it is something else.
@@ -67,7 +70,7 @@ def kept_positions(mask: Any) -> Tensor | None:
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return mask != 0
     if isinstance(mask, Tensor) and mask.dim() == 4:
-        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        seen = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
         return seen.any(dim=1).any(dim=1)
     kind = f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
     raise PositionError(
@@ -76,5 +79,5 @@ def kept_positions(mask: Any) -> Tensor | None:
 
 
 def takes_mask(module: nn.Module) -> bool:
-    """Whether a module's forward is given an attention mask."""
+    """Whether a module's forward takes an attention mask."""
     return MASK in inspect.signature(type(module).forward).parameters

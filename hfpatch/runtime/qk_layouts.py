@@ -1,7 +1,7 @@
-"""Layouts of queries and keys: which output channels of an attention's projections are which head's.
+"""Layouts of q and k: which output channels of an attention's projections belong to which head.
 
-A layout turns the heads of queries and keys where they leave their projections, before anything reads them, and leaves
-all other channels as they are. What turns a head is handed in: a rotation by positions, or another order of channels.
+A layout applies a function to each head of queries and keys at the output of their projections (`turns` them) and
+leaves all other channels unchanged. The function is a rotation by positions, or a reordering of a head's channels.
 """
 
 from __future__ import annotations
@@ -14,27 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .lens import Arguments
+from .lens import Arguments, StandIn
 
 Rotate = Callable[[Tensor], Tensor]  # of x (B, T, H, head_dim)
-Turns = dict[str, Rotate]  # name of a projection -> what turns the heads of queries and keys in its output
+Turns = dict[str, Rotate]  # name of a projection -> function that turns the heads of q and k in its output
 
 
-class Rotated:
-    """A projection whose output is turned; its other attributes are the projection's."""
-
-    def __init__(self, projection: nn.Module, turn: Callable[[Tensor], Tensor]):
-        self.projection, self.turn = projection, turn
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.turn(self.projection(*args, **kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.projection, name)
-
-
-class Kept(NamedTuple):
-    """Of every so many heads, those from `start` up to `stop` stay as they are: values, or a query's gate."""
+class UnrotatedHeads(NamedTuple):
+    """Heads that aren't turned (values, or a query's gate): `start` to `stop - 1` of every group of `every` heads."""
 
     start: int
     stop: int
@@ -42,7 +29,7 @@ class Kept(NamedTuple):
 
 
 class Layout:
-    """What every layout has.
+    """Base of all layouts.
 
     Attributes:
         names: the projections that queries and keys come from.
@@ -52,8 +39,8 @@ class Layout:
     names: tuple[str, ...]
     time: int = 1
 
-    def kept(self, module: nn.Module, name: str, heads: int) -> Kept | None:
-        """Which of the heads in a projection's output are no queries and keys; None where all are."""
+    def unrotated_heads(self, module: nn.Module, name: str, heads: int) -> UnrotatedHeads | None:
+        """The heads in a projection's output that aren't queries or keys; None if all are."""
         return None
 
     def query_width(self, module: nn.Module) -> int:
@@ -62,13 +49,13 @@ class Layout:
         return getattr(projection, "nf", projection.weight.shape[0])  # transformers' Conv1D is transposed
 
     def turns(self, module: nn.Module, head_dim: int, rotate: Rotate) -> Turns:
-        """For each projection: its output with the heads of queries and keys turned."""
+        """For each projection the function that turns the heads of q and k in its output."""
         return {name: self._turn(module, name, head_dim, rotate) for name in self.names}
 
     def _turn(self, module: nn.Module, name: str, head_dim: int, rotate: Rotate) -> Rotate:
         def turn(y: Tensor) -> Tensor:
             y = swap_token_axis(y, self.time)
-            y = _turned(y, head_dim, self.kept(module, name, y.shape[-1] // head_dim), rotate)
+            y = _turned(y, head_dim, self.unrotated_heads(module, name, y.shape[-1] // head_dim), rotate)
             return swap_token_axis(y, self.time).contiguous()
 
         return turn
@@ -76,7 +63,7 @@ class Layout:
     def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Any) -> dict[str, Any]:
         """Attributes of the attention's view: projections whose output is turned."""
         turns = self.turns(module, head_dim, rotate)
-        return {name: Rotated(getattr(module, name), turn) for name, turn in turns.items()}
+        return {name: with_turned_output(getattr(module, name), turn) for name, turn in turns.items()}
 
 
 @dataclass(frozen=True)
@@ -101,11 +88,11 @@ class Projections(Layout):
     def names(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.query, self.key
 
-    def kept(self, module: nn.Module, name: str, heads: int) -> Kept | None:
-        return Kept(1, 2, every=2) if self.gated and name == self.query else None
+    def unrotated_heads(self, module: nn.Module, name: str, heads: int) -> UnrotatedHeads | None:
+        return UnrotatedHeads(1, 2, every=2) if self.gated and name == self.query else None
 
     def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
-        """Arguments of the attention that turn as well."""
+        """Arguments of the attention that are turned as well."""
         if self.beside_keys is None:
             return {}
         x = arguments[self.beside_keys]
@@ -136,9 +123,9 @@ class WindowProjections(Projections):
         def turn_queries(y: Tensor) -> Tensor:
             marks = arguments[self.marks].long()
             slots = marks.sort(dim=1, descending=True, stable=True).indices[:, : y.shape[0]]  # marked ones, in order
-            return self._turn(module, self.global_query, head_dim, rotate.at(slots))(y)
+            return self._turn(module, self.global_query, head_dim, rotate.of(slots))(y)
 
-        attributes[self.global_query] = Rotated(getattr(module, self.global_query), turn_queries)
+        attributes[self.global_query] = with_turned_output(getattr(module, self.global_query), turn_queries)
         return attributes
 
 
@@ -170,13 +157,13 @@ class Fused(Layout):
     def names(self) -> tuple[str, ...]:  # type: ignore[override]
         return (self.name,)
 
-    def kept(self, module: nn.Module, name: str, heads: int) -> Kept:
+    def unrotated_heads(self, module: nn.Module, name: str, heads: int) -> UnrotatedHeads:
         if self.slices is not None:
             each = heads // (3 * self.slices)
-            return Kept(each, 2 * each, every=3 * each)
+            return UnrotatedHeads(each, 2 * each, every=3 * each)
         if self.by_head and not (self.shared and getattr(module, self.shared)):
-            return Kept(2, 3, every=3)
-        return Kept(heads - self._value_heads(module, heads), heads, every=heads)
+            return UnrotatedHeads(2, 3, every=3)
+        return UnrotatedHeads(heads - self._value_heads(module, heads), heads, every=heads)
 
     def _value_heads(self, module: nn.Module, heads: int) -> int:
         if self.shared is not None and getattr(module, self.shared):
@@ -189,12 +176,12 @@ class Fused(Layout):
         return super().query_width(module) // 3
 
     def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
-        """As `Layout.rotated`; what the host does to the output before it splits it is done first."""
+        """As `Layout.rotated`; the output is first clipped and biased, as the host does before it splits it."""
         turn = self._turn(module, self.name, head_dim, rotate)
         bias = getattr(module, self.query_bias) if self.query_bias else None
         limit = getattr(module, self.clip) if self.clip else None
 
-        def as_the_host_would(y: Tensor) -> Tensor:
+        def clipped_biased_and_rotated(y: Tensor) -> Tensor:
             if limit:
                 y = y.clamp(-limit, limit)
             if bias is not None:
@@ -202,7 +189,8 @@ class Fused(Layout):
                 y = y + nn.functional.pad(bias.view(-1, 1, each), (0, 0, 0, 2)).flatten()
             return turn(y)
 
-        attributes: dict[str, Any] = {self.name: Rotated(getattr(module, self.name), as_the_host_would)}
+        turned = with_turned_output(getattr(module, self.name), clipped_biased_and_rotated)
+        attributes: dict[str, Any] = {self.name: turned}
         if self.query_bias:
             attributes[self.query_bias] = torch.zeros_like(bias)  # type: ignore[arg-type]
         if self.clip:
@@ -210,13 +198,22 @@ class Fused(Layout):
         return attributes
 
 
-def _turned(y: Tensor, head_dim: int, kept: Kept | None, rotate: Rotate) -> Tensor:
-    """y (..., heads * head_dim) with all heads turned but those that are kept."""
-    if kept is None:
+def with_turned_output(projection: nn.Module, turn: Callable[[Tensor], Tensor]) -> StandIn:
+    """Stand-in for a projection whose output is turned."""
+
+    def turned(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return turn(module(*args, **kwargs))
+
+    return StandIn(projection, turned)
+
+
+def _turned(y: Tensor, head_dim: int, unrotated: UnrotatedHeads | None, rotate: Rotate) -> Tensor:
+    """y (..., heads * head_dim) with all heads turned except `unrotated`."""
+    if unrotated is None:
         return rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2)
-    start, stop, every = kept
+    start, stop, every = unrotated
     once = y.shape[-1] == every * head_dim
-    if is_dynamo_compiling():  # what is chosen fuses with the rotation, where what is joined would be a copy
+    if is_dynamo_compiling():  # `where` fuses with the rotation; `cat` would be a copy
         x = y.unflatten(-1, (-1, head_dim))
         heads = torch.arange(x.shape[-2], device=y.device)[:, None]
         heads = heads if once else heads % every

@@ -8,7 +8,10 @@ from typing import Any
 from .edits import Edit, parse_edits
 from .errors import CheckpointError
 
-KEY = "hfpatch"  # of the config, in memory and on disk: the patch record; also the model_type on disk
+KEY = "hfpatch"  # of the config, in memory and on disk: the patch record; also the model_type that exports have on disk
+# model_type on disk of what needs hfpatch: transformers' error is of its own words but for this name
+MODEL_TYPE = "hfpatch__install_hfpatch_and_import_it_first"
+MODEL_TYPES = (MODEL_TYPE, KEY)
 VERSION = 2
 FINGERPRINT = "fingerprint"  # entry of the record on disk
 _REQUIRED = {"version", "base_model_type", "request", "edits"}

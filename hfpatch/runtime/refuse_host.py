@@ -1,4 +1,4 @@
-"""What makes a host's own class refuse a patched checkpoint, where it would open it unpatched.
+"""Makes the host's own class refuse a patched checkpoint, which it would otherwise open without the patch.
 
 `GPT2LMHeadModel.from_pretrained(folder)` asks no registry: it only warns that the file speaks of another model type.
 So one setting that only the host's config class reads, and that it requires to be a number, is a sentence on disk; the
@@ -49,7 +49,7 @@ def guarded(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, An
 
 
 def released(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The settings that `guarded` was given; those of older checkpoints, which aren't guarded, as they are.
+    """The settings that were passed to `guarded`; unguarded settings of older checkpoints unchanged.
 
     Raises:
         CheckpointError: what should be put back is malformed.
@@ -67,10 +67,17 @@ def released(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
         settings = _at(released, tuple(parents))
         if settings is not None and _is_sentence(settings.get(name)):
             settings[name] = value
-    lost = [name for name, value in released.items() if _is_sentence(value)]
-    if lost:
+    if lost := [name for name, value in _settings(released) if _is_sentence(value)]:
         raise CheckpointError(f"{where}: its patch record lacks the value of {lost[0]}, so it can't be opened.")
     return released
+
+
+def _settings(stored: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of a config and of its parts, with their dotted names."""
+    for name, value in stored.items():
+        yield f"{start}{name}", value
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{start}{name}.")
 
 
 def _is_sentence(value: Any) -> bool:
@@ -84,7 +91,7 @@ def _is_setting(item: tuple[Any, Any]) -> bool:
 
 
 def _at(settings: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any] | None:
-    """The settings of a part, None where there are none."""
+    """The settings of a part of the config; None if there are none."""
     for name in path:
         inner = settings.get(name)
         if not isinstance(inner, dict):

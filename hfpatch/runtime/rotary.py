@@ -69,8 +69,7 @@ class RotaryEmbedding(nn.Module):
 
     def _scaled_frequencies(self, length: int | None = None) -> tuple[Tensor, float]:
         settings = self.head_dim, self.theta, self.partial, self.axes, self.scaling, self.length
-        with torch.device("cpu"):  # whatever the default device is while a model loads
-            return frequencies_of(*settings, of_input=length)
+        return frequencies_of(*settings, of_input=length)
 
     def reset(self) -> None:
         """Compute the buffer again, on its device; needed after a model was loaded or moved."""
@@ -89,13 +88,9 @@ class RotaryEmbedding(nn.Module):
         """
         angles = positions[..., None].float() * self.frequencies_for(positions)
         angles = (angles if self.axes == 1 else angles.flatten(-2)).unsqueeze(-2)
-        compiled = torch.compiler.is_compiling()
-        if self.halves and not compiled:
-            angles = torch.cat((-angles, angles), dim=-1)
         cos, sin = angles.cos(), angles.sin()
-        if compiled:  # inductor stores a concatenation; else every head would compute cos and sin again
-            parts = (cos, cos, -sin, sin) if self.halves else (cos, sin)
-            cos, sin = torch.cat(parts, dim=-1).chunk(2, dim=-1)
+        parts = (cos, cos, -sin, sin) if self.halves else (cos, sin)
+        cos, sin = torch.cat(parts, dim=-1).chunk(2, dim=-1)  # inductor stores it; else each head would compute them
         scaling = self.attention_scaling
         return (cos, sin) if scaling == 1 else (cos * scaling, sin * scaling)
 
@@ -121,7 +116,7 @@ class RotaryEmbedding(nn.Module):
             rotated = (halves * cos + halves.flip(-2) * sin).flatten(-2)
         elif self.halves:  # products over full rows instead of x1 and x2 apart take half the time
             # no addcmul_: it rounds once, and transformers' rotations, which this equals bit for bit, round twice
-            rotated = (rotated * cos).add_(rotated.roll(rotary_dim // 2, -1) * sin)
+            rotated = (rotated * cos).add_(rotated.roll(rotary_dim // 2, -1).mul_(sin))
         else:
             x1, x2 = rotated.unflatten(-1, (-1, 2)).unbind(-1)
             rotated = torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
@@ -181,7 +176,9 @@ def frequencies_of(
     length: int,
     of_input: int | None = None,
 ) -> tuple[Tensor, float]:
-    """Frequencies of one axis (pairs / axes,) in float32 on the default device, and the factor on cos and sin.
+    """Frequencies of one axis (pairs / axes,) in float32 on the CPU, and the factor on cos and sin.
+
+    On the CPU whatever the default device is: it is the meta device while a model loads.
 
     Args:
         head_dim, theta, partial, axes, scaling, length: as in `RotaryEmbedding`.
@@ -190,7 +187,7 @@ def frequencies_of(
     rotated = rotary_dim(head_dim, partial, axes)
     if scaling is None or scaling["rope_type"] == "default":
         dim = rotated // axes
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(dtype=torch.float) / dim
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").to(dtype=torch.float) / dim
         return 1.0 / theta**exponents, 1.0
     config = PreTrainedConfig()
     config.hidden_size, config.num_attention_heads, config.head_dim = head_dim, 1, head_dim
@@ -202,7 +199,8 @@ def frequencies_of(
         "rope_theta": theta,
         "partial_rotary_factor": (rotated + 0.5) / head_dim,  # + 0.5 since transformers truncates the product
     }
-    frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, None, seq_len=of_input)
+    with torch.device("cpu"):
+        frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, None, seq_len=of_input)
     return frequencies.float(), float(factor)
 
 

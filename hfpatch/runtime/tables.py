@@ -1,4 +1,4 @@
-"""Tables of positions whose rows are computed by a rule; their host goes on counting positions."""
+"""Position tables whose rows are computed by a rule (sinusoidal); their host goes on counting positions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Sinusoids:
 
 
 class ComputedPositions(nn.Embedding):
-    """An embedding whose rows follow a scheme's rule, so that there is one for every position.
+    """Embedding whose rows are computed by a scheme's rule, for any number of positions.
 
     The rows of the old table's length lie in a non-persistent buffer called `weight`, for hosts that ask for its device
     or dtype; a forward computes its own. Rows before the first position (reserved ones, padding) are zeros.
@@ -64,7 +64,7 @@ class ComputedPositions(nn.Embedding):
 
     @property
     def hfpatch_note(self) -> str:
-        """What a report says of it."""
+        """Description of the table for reports."""
         return f"rows computed: {self.rule}"
 
     def reset(self) -> None:
@@ -93,7 +93,7 @@ class ComputedPositions(nn.Embedding):
 
 
 class RowsByIndex:
-    """Stands for a table that its host takes rows from by `table[index]`: a function of the index gives them."""
+    """Stand-in for a table that its host indexes as `table[index]`; a function of the index returns the rows."""
 
     def __init__(self, table: Tensor, rows: Callable[[Any], Tensor]):
         self.table, self.rows = table, rows

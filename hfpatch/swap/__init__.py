@@ -1,1 +1,1 @@
-"""From a scheme and the sites of a model to what changes."""
+"""Planners: from a scheme and the places found in a model to a list of changes."""

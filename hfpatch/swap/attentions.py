@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import transformers
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core.globs import Names
-from ..core.plan_table import SO_ALREADY, Change, Row, refuse_private_forward
+from ..core.plan_table import ALREADY_DONE, Change, Row, refuse_private_forward
 from ..errors import OptionError
-from ..runtime.attention import BIAS, ROTARY, AttentionLens
+from ..runtime.attention import BIAS, POSITION_IDS, ROTARY, AttentionLens
 from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
-from ..runtime.grid import Grid, GridLens, Relay, relays
+from ..runtime.handing_down import HandedDown
 from ..runtime.qk_layouts import channels_per_head
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import Position
@@ -24,9 +26,17 @@ from ..sites.records.refused import WITHOUT_GRID
 from ..sites.stacks import FoundStack, max_positions, names_of
 from .score_bias import bias_for, require_bias
 
+ALL_ATTENTIONS_KEPT = "its attentions are kept"
 
-def reason_to_keep(name: str, part: Part, names: Names) -> str | None:
-    """Why the globs leave an attention out, None where they don't."""
+
+def reasons_to_keep(item: FoundStack, part: Part, names: Names) -> tuple[dict[str, str | None], str | None]:
+    """Why the globs leave out each of a stack's attentions, and its table or biases; None where they don't."""
+    reasons = {name: _reason_to_keep(name, part, names) for name in item.attentions}
+    by_name = any(names.matches(glob, [item.table_name]) for glob in part.keep)
+    return reasons, ALL_ATTENTIONS_KEPT if all(reasons.values()) else "keep" if by_name else None
+
+
+def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
     reason = names.reason_to_keep([name], part.only, part.keep)
     return f"{reason}: sees no positions unless its table is kept" if reason == "not in only" else reason
 
@@ -78,7 +88,7 @@ def attention_change(
     new = scheme.rotation(head_dim, _scaled_from(item, scheme))
     same = isinstance(rotary, RotaryEmbedding) and new is not None and new.make().key == rotary.key
     if same and bias is None and scheme.max_positions is None:
-        row.reason = SO_ALREADY
+        row.reason = ALREADY_DONE
         return Change(row)
     new_bias = bias_for(name, module, scheme)
     # where a table stays, so does what else the attention knows of positions
@@ -103,8 +113,8 @@ def attention_change(
             found.append(Edit.of(f"{name}.{place}", value))
     if seen:
         found.append(Edit.of(f"{name}.{LENS_SLOT}", _lens(stack)))
-    if stack.grid is not None and stack.grid.handed_down and new is not None and not scheme.keeps_table:
-        found += _handing_down(item, stack.grid)
+    if new is not None and not scheme.keeps_table:
+        found += _handing_down(item)
     return Change(row, tuple(found))
 
 
@@ -115,6 +125,7 @@ def _lens(stack: Stack) -> AttentionLens:
         *(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window),
         states=stack.states,
         time=stack.time,
+        other_tokens=stack.other_tokens,
         position_ids=stack.position_ids,
     )
 
@@ -130,14 +141,40 @@ def _require_build(name: str, module: nn.Module, stack: Stack) -> None:
         )
 
 
-def _handing_down(item: FoundStack, grid: Grid) -> list[Edit]:
-    """Lenses by which the stack's owner hands positions down to all of its attentions."""
+def _handing_down(item: FoundStack) -> list[Edit]:
+    """Lenses by which positions come from a stack's owner to all of its attentions; none where it does that itself."""
+    stack = item.stack
+    grid = stack.grid if stack.grid is not None and stack.grid.handed_down else None
+    takes_ids = POSITION_IDS in inspect.signature(type(item.owner).forward).parameters
+    if grid is None and (stack.hands_on or not takes_ids):
+        return []
     paths = tuple(path.removeprefix(f"{item.name}.") for path in item.attentions)
-    ways = relays(item.owner, paths) if item.stack.relayed else {}
-    patterns = {path: tuple(dict.fromkeys(map(pattern_of, children))) for path, children in ways.items()}
-    found = [Edit.of(item.path(path, LENS_SLOT), Relay(children)) for path, children in patterns.items() if path]
-    owner = GridLens(grid, tuple(dict.fromkeys(map(pattern_of, paths))), patterns.get("", ()))
-    return [*found, Edit.of(item.path(LENS_SLOT), owner)]
+    found = {} if stack.hands_on else _next_on_the_way(item.owner, paths)
+    children = {path: tuple(dict.fromkeys(map(pattern_of, below))) for path, below in found.items()}
+    owner = children.pop("", ())
+    if grid is not None:
+        lens = HandedDown(owner, grid, tuple(dict.fromkeys(map(pattern_of, paths))))
+    else:
+        lens = HandedDown(owner)
+    layers = [Edit.of(item.path(path, LENS_SLOT), HandedDown(below)) for path, below in children.items()]
+    return [*layers, Edit.of(item.path(LENS_SLOT), lens)]
+
+
+def _next_on_the_way(owner: nn.Module, attentions: tuple[str, ...]) -> dict[str, list[str]]:
+    """The next modules to be told positions on the way from the owner ("") to its attentions, by paths.
+
+    Those are the attentions, and layers that may be checkpointed: they must be called, where others can be viewed.
+    """
+    found: dict[str, list[str]] = {}
+    for attention in attentions:
+        names = attention.split(".")
+        here = ""
+        for depth in range(1, len(names) + 1):
+            path = ".".join(names[:depth])
+            if path == attention or isinstance(owner.get_submodule(path), GradientCheckpointingLayer):
+                found.setdefault(here, []).append(path.removeprefix(f"{here}.") if here else path)
+                here = path
+    return found
 
 
 def _require_axes(item: FoundStack, scheme: Position, where: str) -> None:

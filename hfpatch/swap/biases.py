@@ -1,4 +1,4 @@
-"""Relative biases that go with a swap of positions, and those that stay."""
+"""Plans what a swap of positions does to relative position biases: removed, or kept with a reason."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..runtime.errors import UnsupportedError
 from ..runtime.lens import named_modules
 from ..schemes.positions import Position
 from ..schemes.request import Part
-from ..sites.records.biases import STAYING_PARTS, STAYS
+from ..sites.records.biases import KEPT_BIAS_PARTS, KEPT_BIASES
 from ..sites.stacks import FoundStack, require_settings
-from .attentions import attention_changes, reason_to_keep, refuse_exact
+from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, reasons_to_keep, refuse_exact
 from .tables import loses_order, removal
 
 
@@ -21,11 +21,8 @@ def bias_changes(model: nn.Module, item: FoundStack, covered: set[str], part: Pa
     """What happens to a stack's relative biases, and to those of its attentions that no table feeds as well."""
     scheme, name = part.scheme, item.table_name
     assert isinstance(scheme, Position)
-    reasons = {path: reason_to_keep(path, part, names) for path in item.attentions}
-    all_kept = all(reasons.values())
-    by_name = any(names.matches(glob, [name]) for glob in part.keep)
-    row = Row("position", "keep", name, "biases by distance")
-    row.reason = "its attentions are kept" if all_kept else "keep" if by_name else None
+    reasons, why = reasons_to_keep(item, part, names)
+    row = Row("position", "keep", name, "biases by distance", reason=why)
     if item.removed_rows() is not None:
         row.now, row.reason = "no biases", "removed already"
     change = Change(row)
@@ -33,18 +30,18 @@ def bias_changes(model: nn.Module, item: FoundStack, covered: set[str], part: Pa
     if scheme.keeps_table and not left:
         row.reason = row.reason or "stays beside the table"
         return [change]
-    if scheme.keeps_table and not all_kept:
+    if scheme.keeps_table and why != ALL_ATTENTIONS_KEPT:
         raise UnsupportedError(
             f"{name}: its positions are relative biases, and pos={scheme.name!r} needs a table of absolute ones."
         )
     if row.reason is None:
-        refuse_exact(name, part, "what these biases add can't be had from it")
+        refuse_exact(name, part, "it can't compute what these biases add")
         row.action, row.becomes, row.loss = "replace", "removed", "relative biases are removed"
         row.loss += loses_order(item, scheme)
         change.edits, _ = removal(model, item)
     if item.stack.projections is None or not left:
         return [change]
-    if not all_kept:
+    if why != ALL_ATTENTIONS_KEPT:
         require_settings(item)
     return [change, *attention_changes(item, left, part, reasons)]
 
@@ -64,10 +61,10 @@ def other_biases(model: nn.Module, found: list[FoundStack], biases: list[FoundSt
     changed = owned | {id(inner) for item in found for inner in item.owner.modules()}
     rows = []
     for name, module in named_modules(model):
-        reason = by_class(STAYS, module)
+        reason = by_class(KEPT_BIASES, module)
         if reason is None and id(module) not in owned:
             parts = (*module._modules, *module._parameters, *module._buffers)
-            reason = next((STAYING_PARTS[part] for part in parts if part in STAYING_PARTS), None)
+            reason = next((KEPT_BIAS_PARTS[part] for part in parts if part in KEPT_BIAS_PARTS), None)
         if reason is None or id(module) in switched:
             continue
         where = name or type(module).__name__

@@ -1,4 +1,4 @@
-"""From DeepNorm and a model to what changes: where its branches meet the stream, and how weights start."""
+"""Planner of DeepNorm: scaled residual sums, the norms after them, and the scale of initial weights."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _require_sequential(branch: Branch, scheme: DeepNorm) -> None:
         )
     if branch.placement not in ("pre", "post"):
         raise UnsupportedError(
-            f"{where}: its norms are placed as {branch.placement!r}; DeepNorm is made from x + f(norm(x)) or "
+            f"{where}: its norms are placed as {branch.placement!r}; DeepNorm replaces x + f(norm(x)) or "
             "norm(x + f(x)) only."
         )
     if branch.placement == "pre" and scheme.preserve:
@@ -114,7 +114,7 @@ def _change(
     row.action, row.becomes, row.reason = "replace", f"{scheme.label}{size_of(facts)}", f"a = {a}"
     row.loss = None if scheme.preserve else f"{norm}({a} x + f(x)) in place of {before}"
     if part.init == "reset":
-        row.loss = "parameters start afresh"
+        row.loss = "parameters are reinitialised"
     if row.loss and part.init == "exact":
         raise UnsupportedError(
             f"{name}: norm={scheme.name!r} isn't exact here: {row.loss}. Use init='auto' to accept that, or "
@@ -140,20 +140,22 @@ def _gain(site: Site, facts: NormFacts, scheme: DeepNorm, alpha: float) -> tuple
     where = f"{site.block_name}.{path}".strip(".")
     require_own_forward(where, parent)
     if facts.eps is None:
-        raise UnsupportedError(f"{site.norm_name}: its eps is the dtype's, which DeepNorm can't divide by a^2.")
+        raise UnsupportedError(
+            f"{site.norm_name}: its eps is None (that of the dtype), which DeepNorm can't divide by a^2."
+        )
     facts = facts if scheme.preserve else replace(facts, eps=facts.eps / alpha**2)
     lens = Gains(((child, site.branch.call, 1 / alpha),))
     return Edit.of(f"{where}.{LENS_SLOT}", lens), Edit.of(site.norm_name, scheme.call(facts, site.norm))
 
 
 def joins_kept(site: Site, sites: list[Site], reasons: dict[str, str | None]) -> list[Edit]:
-    """Branches of the same block that stay as they are, where a join takes their dropout's rate out of the host."""
+    """Edits for unchanged branches of the same block whose functional dropout a join must apply itself."""
     kept = [other for other in sites if other.block is site.block and reasons[other.norm_name] is not None]
     return [other.join("host") for other in kept if other.branch.dropout]
 
 
 def _weights(site: Site, part: Part, alpha: float, beta: float) -> list[Change]:
-    """What changes in weights: with preserve=True the projection times a, from scratch what the paper scales by b."""
+    """Changes of weights: with preserve=True projections times a; from scratch, initial values scaled by b."""
     branch, scheme = site.branch, part.scheme
     assert isinstance(scheme, DeepNorm)
     if scheme.preserve:
@@ -186,7 +188,7 @@ def _scale(site: Site, path: str, which: str, factor: float, bias: float) -> Cha
     part = "" if which == "all" else "values "
     row = Row("norm", "replace", f"{site.block_name}.{path}", module._get_name(), f"{part}x {factor:.4g}")
     if bias != factor:
-        row.reason, row.loss = "biases start at zero", "parameters start afresh"
+        row.reason, row.loss = "biases start at zero", "parameters are reinitialised"
     heads = heads_of(site.block, module, row.module) if which == "heads" else 1
 
     def values(edits: Transaction) -> None:
@@ -204,7 +206,7 @@ def _scale(site: Site, path: str, which: str, factor: float, bias: float) -> Cha
 
 
 def _factors(module: nn.Module, parameter: Tensor, which: str, heads: int, factor: float) -> Tensor:
-    """What a Parameter is multiplied by: one number, or one for each of the module's outputs."""
+    """Factor for a Parameter: one number, or one for each of the module's outputs."""
     one = torch.tensor(factor, dtype=torch.float64)
     if which == "all":
         return one

@@ -1,8 +1,7 @@
-"""What a host makes otherwise under other settings of its config: plain attributes, and buffers of another size.
+"""Applies changed config settings to a model: attributes and buffers that its class builds differently from them.
 
-The host's class is built twice without weights, from the config as it is and from one with the new settings, and what
-differs between the two is what has to change. So the model becomes the one that its config describes, and a checkpoint
-of it can be opened.
+The model's class is built twice on the meta device, from the present config and from one with the new settings. The
+attributes and buffers that differ are changed in the model, so that it matches its config and its checkpoint opens.
 """
 
 from __future__ import annotations
@@ -24,20 +23,21 @@ from ..runtime.errors import UnsupportedError, first_line
 from ..runtime.lens import host_class
 from ..sites.rotations import config_paths
 
-_UNSET = -12345  # what no buffer of indices or offsets holds throughout
+_ADVICE = "Leave max_positions or image_size out."
+_UNSET = -12345  # fills buffers, to see which ones `_init_weights` overwrites; no buffer of indices or offsets holds it
 _PLAIN = (int, float, str, bool, type(None))
 Setting = tuple[Any, str, Any]  # a config inside the model's, its attribute, the new value
 
 
 @dataclass
 class Derived:
-    """(module, name, value now, new value) of plain attributes, and (module, name, new value) of buffers."""
+    """Attributes as (module, name, present value, new value), and buffers as (module, name, new value)."""
 
     attributes: list[tuple[str, str, Any, Any]] = field(default_factory=list)
     buffers: list[tuple[str, str, Tensor]] = field(default_factory=list)
 
     def apply(self, model: nn.Module, edits: Transaction) -> None:
-        """Put them in, wherever the rest of the patch has left what was there."""
+        """Set them, except where another change of the patch has replaced the present value."""
         for path, name, now, value in self.attributes:
             module = model.get_submodule(path)
             if vars(module).get(name) == now:
@@ -50,15 +50,15 @@ class Derived:
 
 
 def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> Derived:
-    """What a model of this class has otherwise under other settings of its config.
+    """The attributes and buffers that a model of this class has under other settings of its config.
 
     Args:
         model: the outermost model.
         settings: what changes in its config.
-        edits: of the patch itself; what they replace, resize or hide is theirs.
+        edits: of the patch; what they replace, resize or hide is left out.
 
     Raises:
-        UnsupportedError: the class can't be built so, or other weights have another shape then.
+        UnsupportedError: the class can't be built with these settings, or they change the shape of other weights.
     """
     if not settings:
         return Derived()
@@ -80,7 +80,7 @@ def _text(settings: list[Setting]) -> str:
 
 
 def _places(edits: Iterable[Edit]) -> dict[str, tuple[int, ...] | None]:
-    """Names of what edits replace, resize or hide, with the shape that a resized table gets."""
+    """Names of the modules, Parameters and buffers that edits replace, resize or hide -> new shape, if resized."""
     found: dict[str, tuple[int, ...] | None] = {}
     for edit in edits:
         value, resizes = edit.value, isinstance(edit.value, Call) and edit.value.name == Rows.__name__
@@ -96,23 +96,23 @@ def _is_of_attention(value: Any) -> bool:
 
 
 def _replaced(name: str, places: Mapping[str, Any]) -> bool:
-    """Whether a module or Parameter, or one that it is in, is among these."""
+    """Whether a module or Parameter, or a module that contains it, is among `places`."""
     pieces = name.split(".")
     return any(".".join(pieces[: i + 1]) in places for i in range(len(pieces)))
 
 
 def host_with(model: Any, settings: list[Setting]) -> Any:
-    """A model of the host's class without weights, from the model's config with other settings.
+    """An unpatched model of the same class on the meta device, built from the model's config with other settings.
 
     Raises:
-        UnsupportedError: a config isn't part of the model's, or the class can't be built so.
+        UnsupportedError: a setting is of a config outside the model's, or the class can't be built with it.
     """
     config, paths = unpatched_config(model.config), config_paths(model.config)
     for owner, attribute, value in settings:
         if id(owner) not in paths:
             raise UnsupportedError(
-                f"{attribute}={value} can't be told to {type(model).__name__}: a part of it reads a copy of its config "
-                "that no checkpoint holds. Leave max_positions out."
+                f"{type(model).__name__}: {attribute}={value} can't be stored, since a part of the model reads a "
+                f"copy of its config that isn't saved with a checkpoint. {_ADVICE}"
             )
         setattr(reduce(getattr, paths[id(owner)], config), attribute, value)
     try:
@@ -120,36 +120,40 @@ def host_with(model: Any, settings: list[Setting]) -> Any:
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error):.120}"
         raise UnsupportedError(
-            f"{host_class(type(model)).__name__} can't be built for {_text(settings)} ({reason})."
+            f"{host_class(type(model)).__name__} can't be built with {_text(settings)} ({reason}). {_ADVICE}"
         ) from error
 
 
 def _require_same_weights(
     model: nn.Module, what: str, places: Mapping[str, tuple[int, ...] | None], before: nn.Module, after: nn.Module
 ) -> None:
-    """Refuse settings under which more than what the patch changes gets another shape."""
+    """Refuse settings that change the shape of Parameters which the patch doesn't resize."""
     old, new = ({name: tuple(value.shape) for name, value in host.named_parameters()} for host in (before, after))
     for name, shape in places.items():
         if shape is not None and new.get(name) != shape:
-            raise UnsupportedError(f"{name} would be {shape} for {what}, and its host makes {new.get(name)} of that.")
+            raise UnsupportedError(
+                f"{name}: the patch resizes it to {shape}, but its class builds it with shape {new.get(name)} for "
+                f"{what}, so a checkpoint couldn't be opened. {_ADVICE}"
+            )
     as_built = [name for name, value in model.named_parameters() if tuple(value.shape) == old.get(name)]
     others = [name for name in as_built if old[name] != new.get(name) and not _replaced(name, places)]
     if others:
         raise UnsupportedError(
-            f"{others[0]} is made for {what} as well"
-            + (f" (and {len(others) - 1} more)" if len(others) > 1 else "")
-            + ", and this patch doesn't resize it: the model couldn't be opened again."
+            f"{others[0]}{f' (and {len(others) - 1} more)' if len(others) > 1 else ''}: the shape also depends on "
+            f"{what}, and this patch doesn't resize it, so a checkpoint couldn't be opened. {_ADVICE}"
         )
 
 
 def _attributes(
     what: str, name: str, module: nn.Module, before: nn.Module, after: nn.Module
 ) -> Iterator[tuple[str, Any, Any]]:
-    """The plain attributes that differ: (name, value now, new value)."""
+    """The plain attributes that differ: (name, present value, new value)."""
     for attribute, value in vars(after).items():
         present = vars(before).get(attribute)
         if isinstance(value, Tensor) and isinstance(present, Tensor) and value.shape != present.shape:
-            raise UnsupportedError(f"{name}.{attribute} is made for {what} as well, and isn't resized.")
+            raise UnsupportedError(
+                f"{name}.{attribute}: its shape also depends on {what}, and it can't be resized. {_ADVICE}"
+            )
         if not _is_plain(value) or not _is_plain(present) or value == present:
             continue
         if vars(module).get(attribute) == present:
@@ -163,7 +167,7 @@ def _is_plain(value: Any) -> bool:
 def _buffers(
     what: str, name: str, module: nn.Module, before: nn.Module, after: Any, whole: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """The buffers whose shape differs, as the host's class fills them."""
+    """The buffers whose shape differs, as `_init_weights` of the model's class fills them."""
     changed = [
         buffer
         for buffer, present in module._buffers.items()
@@ -179,7 +183,10 @@ def _buffers(
     for buffer in changed:
         value = after._buffers[buffer]
         if bool((value == _UNSET).all()):
-            raise UnsupportedError(f"{name}.{buffer} is made for {what} as well, and what fills it isn't known.")
+            raise UnsupportedError(
+                f"{name}.{buffer}: its shape also depends on {what}, and {type(whole).__name__}._init_weights doesn't "
+                f"fill it. {_ADVICE}"
+            )
         yield buffer, value
 
 

@@ -1,4 +1,4 @@
-"""What a position patch changes in configs: how long inputs may be, images' sizes, settings of rotations."""
+"""Plans what a position swap changes in configs: maximum length, image size, RoPE settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTH = "max_position_embeddings"  # transformers' name, which configs with ano
 
 
 def settle_positions(model: nn.Module, part: Part, example_inputs: Any = None) -> Part:
-    """The part with the length that the model's tables have, where another is asked for.
+    """The request with the length of the model's tables as its original one, if it sets another.
 
     Raises:
         OptionError: frequencies are scaled from that length, and the stacks have different ones.
@@ -48,14 +48,14 @@ def settle_positions(model: nn.Module, part: Part, example_inputs: Any = None) -
         lengths -= {0}  # positions that are made without a table
     if len(lengths) > 1 and getattr(scheme, "scaling", None):
         raise OptionError(
-            f"pos={scheme.name!r} scales from the old length, and this model has {sorted(lengths)}. Patch one stack at "
-            "a time (only=), or give original_max_positions."
+            f"pos={scheme.name!r} scales from the old length, and this model has several: {sorted(lengths)}. Patch "
+            "one stack at a time (only=), or give original_max_positions."
         )
     return replace(part, scheme=scheme.for_lengths(lengths))
 
 
 def config_lengths(model: nn.Module, part: Part) -> list[Setting]:
-    """What a position scheme changes in configs: lengths, images' sizes, settings of the model's own rotations.
+    """Config changes of a position scheme: lengths, image sizes, settings of the model's own rotations.
 
     Raises:
         UnsupportedError: no config says how many positions there are.
@@ -90,7 +90,7 @@ def config_lengths(model: nn.Module, part: Part) -> list[Setting]:
 
 
 def _of_stack(model: nn.Module, item: FoundStack, length: int) -> Setting:
-    """The setting that tells a stack's config its new length; some count the rows that hold no position as well."""
+    """The setting of a stack's config for its new length; some configs also count rows that hold no position."""
     config, attribute = getattr(item.owner, "config", None), item.stack.config_length
     number = getattr(config, attribute, None)
     if isinstance(number, int) and not isinstance(item.table(), nn.Embedding | ConstantPositions):
@@ -100,14 +100,14 @@ def _of_stack(model: nn.Module, item: FoundStack, length: int) -> Setting:
     more = next((n for n in counted if isinstance(number, int) and number - n in positions), None)
     if more is None:
         raise UnsupportedError(
-            f"{item.table_name}: max_positions can't be told to its config, whose {attribute} is {number!r} where "
-            f"the table holds {max_positions(item)} positions. Leave max_positions out."
+            f"{item.table_name}: max_positions can't be written to its config, whose {attribute} is {number!r} "
+            f"although the table holds {max_positions(item)} positions. Leave max_positions out."
         )
     return config, attribute, length + more
 
 
 def _pinned(model: nn.Module, part: Part) -> list[Setting]:
-    """Settings of biases that stay and are as long as the tables unless they say otherwise: they say so now."""
+    """Settings that keep the length of biases which stay: by default it follows that of the tables."""
     scheme, owners = part.scheme, [item.owner for item in affected_stacks(model, part)]
     assert isinstance(scheme, Position)
     found: list[Setting] = []
@@ -122,7 +122,7 @@ def _pinned(model: nn.Module, part: Part) -> list[Setting]:
 
 
 def image_sizes(model: nn.Module, part: Part) -> list[Setting]:
-    """What a resized table on a grid of patches changes in its config."""
+    """Config changes for a resized table on a grid of patches."""
     scheme = part.scheme
     if not isinstance(scheme, Learned):
         return []
@@ -155,7 +155,7 @@ def _recorded(model: nn.Module, option: str) -> set[int]:
 def plan_position_request(
     model: Any, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
 ) -> Planned:
-    """The planner of positions: with what configs say of lengths, and what the model's class makes of that."""
+    """Planner of position schemes: changes of modules and of configs."""
     part = settle_positions(model, part)
     if Record.of(model.config).has("pos", part):
         return Planned(part, [])

@@ -61,7 +61,7 @@ def grid_table_change(item: FoundStack, part: Part, row: Row) -> Change:
     scheme = part.scheme
     assert isinstance(scheme, Learned)
     if scheme.image_size is None and scheme.max_positions is None and part.init != "reset":
-        row.reason = "image_size says for which images it is to hold"
+        row.reason = "pass image_size= to resize it"
         return Change(row)
     table, where, usual = item.table(), item.table_name, getattr(item.stack.grid, "interpolation", "bicubic")
     weight = _weight(table)

@@ -1,4 +1,4 @@
-"""From an MLP scheme and a model to the MLPs that become gated and those that stay, each with its reason."""
+"""Planner of MLP schemes: which MLPs become gated and which are kept, each with its reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import NothingToPatchError
 from ..runtime.edits import Call, Edit
 from ..runtime.errors import UnsupportedError
 from ..runtime.gated import FRESH, GatedActivation, GatedLinear, Projection, parameter_like
-from ..schemes.mlps import FARTHEST, MLP, Start
+from ..schemes.mlps import MAX_START_ERROR, MLP, Start
 from ..schemes.request import Part
 from ..sites.mlps import MLPSite, find_mlps, mixtures
 from .planners import Planned
@@ -25,7 +25,7 @@ from .planners import Planned
 def plan_mlp_request(
     model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
 ) -> Planned:
-    """What becomes of the model's MLPs: see `plan_mlps`."""
+    """Planner of MLP schemes; see `plan_mlps`."""
     return Planned(part, plan_mlps(model, part))
 
 
@@ -45,7 +45,7 @@ def plan_mlps(model: nn.Module, part: Part) -> list[Change]:
     scheme = part.scheme
     assert isinstance(scheme, MLP)
     names, sites = Names.of(model), find_mlps(model)
-    named = names.meant(part.only, {_names(site): names.in_head(site.name) for site in sites})
+    named = names.matched_special(part.only, {_names(site): names.in_head(site.name) for site in sites})
     changes = [_change(model, site, scheme, part, _reason_to_keep(site, part, names, named)) for site in sites]
     changes += [
         Change(Row("mlp", "keep", name, type(model.get_submodule(name)).__name__, reason="a mixture of routed experts"))
@@ -53,8 +53,8 @@ def plan_mlps(model: nn.Module, part: Part) -> list[Change]:
     ]
     if not changes:
         raise NothingToPatchError(
-            f"{type(model).__name__} has no MLP that can be seen through (a projection, an activation that its module "
-            f"holds, a projection back to the same width), so mlp={scheme.name!r} has nothing to replace."
+            f"{type(model).__name__} has no MLP of a form that hfpatch finds (a projection, an activation that is an "
+            f"attribute, a projection back to the same width), so mlp={scheme.name!r} has nothing to replace."
         )
     return changes
 
@@ -84,7 +84,7 @@ def _change(model: nn.Module, site: MLPSite, scheme: MLP, part: Part, reason: st
     row.action, row.becomes = "replace", f"{scheme.label}({d}, {scheme.width(d_ff)})"
     if part.init == "reset":
         _require_resizable(model, site, scheme)
-        row.loss = "parameters start afresh"
+        row.loss = "parameters are reinitialised"
         edits = _fresh_edits(site, scheme, first, last)
         return Change(row, edits, lambda changes: _start_afresh(changes, model, site, first, last))
     start = _require_start(site, scheme, part.init)
@@ -128,10 +128,10 @@ def _require_start(site: MLPSite, scheme: MLP, init: str) -> Start:
         )
     assert site.act is not None
     start = scheme.start(site.act)
-    if not start.error <= FARTHEST:  # it may be nan
+    if not start.error <= MAX_START_ERROR:  # it may be nan
         raise UnsupportedError(
             f"{site.name}: mlp={scheme.name!r} can't start as this MLP, whose activation "
-            f"{_activation_name(site)} is nowhere near the gate's (off by {start.error:.3g}). "
+            f"{_activation_name(site)} is too far from the gate's (by {start.error:.3g}). "
             f"{anew}, or keep={site.name!r}."
         )
     if init == "exact" and not start.exact:

@@ -1,8 +1,8 @@
-"""Models that rotate queries and keys by themselves: other settings for their RoPE, or no rotation.
+"""Planner for models that have RoPE themselves (Llama): other RoPE settings, or no rotation.
 
-Other settings are another instance of the host's own rotary class, from a config that says them: its arithmetic, its
-rule for growing inputs and its axes stay the host's, and unchanged settings give the same bits. What else the host
-makes otherwise of that config is `config_diff`'s part.
+Other settings are applied by building the model's own rotary class from a config that has them, so that its arithmetic,
+its rule for growing inputs and its axes stay, and unchanged settings give the same bits. `config_diff` finds what else
+of the model depends on these settings.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from ..core.transaction import Transaction
 from ..measure.outputs import max_error, outputs_of
 from ..measure.twin import twin
 from ..runtime.apply import apply
-from ..runtime.constants import HostRotary, Unrotated, settings_in
 from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError, first_line
+from ..runtime.host_rotary import HostRotary, Unrotated, settings_in
 from ..runtime.rotary import ORIGINAL
 from ..schemes.request import Part
 from ..schemes.rope import SCALING_OPTIONS, RoPE
 from ..sites.pairing import pairing_of, reordering
-from ..sites.rotations import Rotation, Settings, find_rotations, rotations_of
+from ..sites.rotations import NativeRotation, Settings, find_rotations, rotations_of
 from .config_diff import Setting, derive, host_with
 
-OWN_STAYS = "the model rotates by itself: only rope and nope change that"
+OWN_ROTATION_KEPT = "the model rotates by itself: only rope and nope change that"
 
 
 _PARTIAL = "partial_rotary_factor"
 
 
-_NAMED = ("rope_type", "rope_theta", _PARTIAL)  # settings that every rotation has
+_USUAL_SETTINGS = ("rope_type", "rope_theta", _PARTIAL)  # settings that every rotation has
 
 
-_EQUAL = 1e-9  # of outputs in float64
+_TOLERANCE = 1e-9  # of outputs in float64
 
 
 def plan_native(
     model: nn.Module, part: Part, names: Names, example_inputs: Mapping[str, Any] | None = None
 ) -> list[Change]:
-    """What a position scheme does to the model's own rotations; nothing is changed yet.
+    """Plan the changes of the model's own rotations for a position scheme; the model isn't changed.
 
     RoPE changes the settings that it names and keeps the others; NoPE drops the rotation. Other schemes leave it.
 
@@ -70,7 +70,7 @@ def plan_native(
 
 
 def settings_of_rotations(model: nn.Module, part: Part) -> list[Setting]:
-    """What a position scheme changes in the model's config: the settings of its own rotations."""
+    """Config changes of a position scheme: the settings of the model's own rotations."""
     names, scheme, copies = Names.of(model), part.scheme, dict[int, tuple[Any, Any]]()
     for rotation in find_rotations(model) if isinstance(scheme, RoPE) else ():
         if rotation.path is not None and not names.reason_to_keep([rotation.name], part.only, part.keep):
@@ -87,19 +87,19 @@ def settings_of_rotations(model: nn.Module, part: Part) -> list[Setting]:
     ]
 
 
-def _config_of(model: Any, rotation: Rotation) -> Any:
+def _config_of(model: Any, rotation: NativeRotation) -> Any:
     """The part of the model's config that says a rotation's settings."""
     return reduce(getattr, rotation.path or (), model.config)
 
 
-def _settings_in_config(model: nn.Module, rotation: Rotation, settings: Settings) -> list[Setting]:
+def _settings_in_config(model: nn.Module, rotation: NativeRotation, settings: Settings) -> list[Setting]:
     if rotation.path is None:
         return []
     config = _config_of(model, rotation)
     return [(config, *pair) for pair in settings_in(config, settings, rotation.layer_type).items()]
 
 
-def _change(model: nn.Module, rotation: Rotation, part: Part, names: Names, example_inputs: Any) -> Change:
+def _change(model: nn.Module, rotation: NativeRotation, part: Part, names: Names, example_inputs: Any) -> Change:
     now = f"{rotation.kind}, dropped" if rotation.dropped else rotation.kind
     row = Row("position", "keep", rotation.name, now)
     row.reason = names.reason_to_keep([rotation.name], part.only, part.keep)
@@ -112,21 +112,21 @@ def _change(model: nn.Module, rotation: Rotation, part: Part, names: Names, exam
             _require_served(model, rotation, _new_settings(rotation, scheme), example_inputs)
         return change
     if scheme.name != "nope":
-        row.reason = OWN_STAYS
+        row.reason = OWN_ROTATION_KEPT
         return Change(row)
     if rotation.dropped:
         row.reason = "dropped already"
         return Change(row)
     refuse_private_forward(rotation.name, rotation.module)
     row.action, row.becomes = "replace", "no rotation"
-    row.loss = "queries and keys are rotated no more: a causal mask alone still shows order"
+    row.loss = "queries and keys aren't rotated any more; only a causal mask shows the order of tokens"
     of_module = rotations_of(model, rotation.module)
     with_it = [one.layer_type for one in of_module if not names.reason_to_keep([one.name], part.only, part.keep)]
     layer_types = tuple(dict.fromkeys((*rotation.all_dropped, *with_it)))  # one lens says all that the module drops
     return Change(row, (Edit.of(f"{rotation.module_name}.{LENS_SLOT}", Unrotated(layer_types)),))
 
 
-def _settings_change(model: nn.Module, rotation: Rotation, part: Part, names: Names, row: Row) -> Change:
+def _settings_change(model: nn.Module, rotation: NativeRotation, part: Part, names: Names, row: Row) -> Change:
     scheme, old = part.scheme, rotation.settings
     assert isinstance(scheme, RoPE)
     if _has_axes(rotation) and (scheme.scaling is not None or scheme.pairing is not None):
@@ -137,30 +137,31 @@ def _settings_change(model: nn.Module, rotation: Rotation, part: Part, names: Na
     of_module = rotations_of(model, rotation.module)
     if scheme.pairing is not None and any(names.reason_to_keep([o.name], part.only, part.keep) for o in of_module):
         raise UnsupportedError(f"{rotation.name}: pairing= changes all types of layers at once, and some are kept.")
-    new, pairing = _new_settings(rotation, scheme), pairing_of(rotation)
+    new = _new_settings(rotation, scheme)
+    pairing = pairing_of(rotation, new)
     lenses = reordering(rotation, pairing, scheme.pairing)
     row.action, row.becomes = "replace", _described(new, scheme.pairing or pairing.present)
     if new == old and not rotation.dropped and not lenses:
         row.reason = "its own settings"
     else:
-        row.loss = "queries and keys are rotated otherwise than they were trained for"
+        row.loss = "queries and keys are rotated by other angles than they were trained for"
     note = f"rotates by {row.becomes}" if row.loss else ""
     found = [Edit.of(f"{name}.{LENS_SLOT}", lens) for name, lens in lenses]
     return Change(row, (_rotary_edit(rotation, new, note), *found))
 
 
-def _rotary_edit(rotation: Rotation, settings: Settings, note: str = "") -> Edit:
+def _rotary_edit(rotation: NativeRotation, settings: Settings, note: str = "") -> Edit:
     options: dict[str, Any] = {"at": rotation.path} if rotation.path != () else {}
     options |= {"layer_type": rotation.layer_type} if rotation.layer_type is not None else {}
     options |= {"note": note} if note else {}
     return Edit.of(rotation.module_name, Call.of(HostRotary, copy.deepcopy(settings), **options))
 
 
-def _has_axes(rotation: Rotation) -> bool:
+def _has_axes(rotation: NativeRotation) -> bool:
     return rotation.settings.get("rope_type") == "axial"
 
 
-def _new_settings(rotation: Rotation, scheme: RoPE) -> Settings:
+def _new_settings(rotation: NativeRotation, scheme: RoPE) -> Settings:
     """A rotation's settings with those that the scheme names, as transformers writes them."""
     old, config = rotation.settings, rotation.module.config
     new = dict(old)
@@ -194,7 +195,7 @@ def _described(settings: Settings, pairing: str | None) -> str:
 # --- whether the host's class takes other settings -------------------------------------------------------------------
 
 
-def _require_served(model: nn.Module, rotation: Rotation, new: Settings, example_inputs: Any) -> None:
+def _require_served(model: nn.Module, rotation: NativeRotation, new: Settings, example_inputs: Any) -> None:
     """Refuse settings that the host's class doesn't read, can't be made with, or that its attention can't apply.
 
     Raises:
@@ -230,7 +231,7 @@ def _require_served(model: nn.Module, rotation: Rotation, new: Settings, example
         _require_same_as_built(model, rotation, new, example_inputs, refusal)
 
 
-def _require_phases(rotation: Rotation, old: Settings, new: Settings) -> None:
+def _require_phases(rotation: NativeRotation, old: Settings, new: Settings) -> None:
     """Let the module's own error pass where it can't compute phases from new settings, and can from the old ones."""
     try:
         rotation.phases(rotation.rebuilt(old))
@@ -239,7 +240,7 @@ def _require_phases(rotation: Rotation, old: Settings, new: Settings) -> None:
     rotation.phases(rotation.rebuilt(new))
 
 
-def _reads(rotation: Rotation, setting: str, new: Settings) -> bool:
+def _reads(rotation: NativeRotation, setting: str, new: Settings) -> bool:
     """Whether the host's class makes other frequencies with another value of one setting alone."""
     old = rotation.settings
     one, other = (
@@ -250,7 +251,7 @@ def _reads(rotation: Rotation, setting: str, new: Settings) -> bool:
 
 @torch.no_grad()
 def _require_same_as_built(
-    model: nn.Module, rotation: Rotation, new: Settings, example_inputs: Any, refusal: str
+    model: nn.Module, rotation: NativeRotation, new: Settings, example_inputs: Any, refusal: str
 ) -> None:
     """Refuse settings unless a small model that is patched computes what one computes that is built with them.
 
@@ -266,7 +267,7 @@ def _require_same_as_built(
         if settings:
             patched.load_state_dict(built.state_dict(), strict=False)
             wanted, new = new, _named(built, own.name).settings
-            if any(new.get(name) != wanted[name] for name in _NAMED if name in wanted):
+            if any(new.get(name) != wanted[name] for name in _USUAL_SETTINGS if name in wanted):
                 raise UnsupportedError("a config of its class doesn't keep them")
             derived = derive(patched, _settings_in_config(patched, own, new), [_rotary_edit(own, new)])
             derived.apply(patched, Transaction())
@@ -277,11 +278,13 @@ def _require_same_as_built(
     except Exception as failure:
         kind = "" if isinstance(failure, UnsupportedError) else f"{type(failure).__name__}: "
         raise UnsupportedError(f"{refusal}: {kind}{first_line(failure):.300}") from failure
-    if error > _EQUAL:
+    if error > _TOLERANCE:
         raise UnsupportedError(f"{refusal}: a small model of its class computes something else (by {error:.1e}).")
 
 
-def _small_model(model: nn.Module, rotation: Rotation, example_inputs: Any) -> tuple[Any, Any, nn.Module, Rotation]:
+def _small_model(
+    model: nn.Module, rotation: NativeRotation, example_inputs: Any
+) -> tuple[Any, Any, nn.Module, NativeRotation]:
     """The innermost model around a rotary module of which a small one runs it: itself, the inputs that `twin` needs,
     the small one and its rotation.
 
@@ -310,5 +313,5 @@ def _small_model(model: nn.Module, rotation: Rotation, example_inputs: Any) -> t
     )
 
 
-def _named(model: nn.Module, name: str) -> Rotation:
+def _named(model: nn.Module, name: str) -> NativeRotation:
     return next(rotation for rotation in find_rotations(model) if rotation.name == name)

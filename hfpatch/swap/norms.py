@@ -104,7 +104,7 @@ def _copying_swap(site: _Site, scheme: Norm, part: Part) -> _Swap:
         UnsupportedError: it isn't exact, and `init="exact"` requires it.
     """
     assert site.facts is not None
-    loss = scheme.loss(site.facts) if part.init != "reset" else "parameters start afresh"
+    loss = scheme.loss(site.facts) if part.init != "reset" else "parameters are reinitialised"
     if loss and part.init == "exact" and scheme.centring is None:
         raise _not_exact(site, scheme, loss)
     return _Swap(loss)
@@ -143,7 +143,7 @@ def _converted_swap(site: _Site, scheme: Norm, conversion: Conversion) -> _Swap:
         return _Swap(f"{loss} ({obstacle})" if obstacle else loss, stays=f"not exact: {obstacle or loss}")
     conversion.approximate.append(name)
     if conversion.compensates(name):
-        loss = "the mean of the norm's input is removed in its constant part only"
+        loss = "only the constant part of the mean of the norm's input is removed"
     return _Swap(f"{loss} ({obstacle})" if obstacle else loss)
 
 
@@ -176,8 +176,8 @@ def _reasons_to_keep(sites: list[_Site], scheme: Norm, part: Part, names: Names)
     own = {id(site): _unconditional_reason(site, scheme) for site in sites}
     special = {tuple(site.names): _reason_outside_stream(site, names) for site in sites}
     changeable = {tuple(site.names): bool(special[tuple(site.names)]) for site in sites if own[id(site)] is None}
-    for meant in names.meant(part.only, changeable):
-        special[meant] = None
+    for selected in names.matched_special(part.only, changeable):
+        special[selected] = None
     return {
         id(site): own[id(site)] or names.reason_to_keep(site.names, part.only, part.keep) or special[tuple(site.names)]
         for site in sites
@@ -185,7 +185,7 @@ def _reasons_to_keep(sites: list[_Site], scheme: Norm, part: Part, names: Names)
 
 
 def _unconditional_reason(site: _Site, scheme: Norm) -> str | None:
-    """Why a norm is kept whatever the globs say; None if nothing forbids its replacement."""
+    """Why a norm is kept regardless of the globs; None if it may be replaced."""
     if "parametrizations" in site.module._modules:
         return "parametrized: take its parametrizations off first"
     if site.facts is None:

@@ -1,4 +1,4 @@
-"""Attentions that rotate by tables of their own: other settings, or no rotation."""
+"""Plans position swaps for attentions that rotate by sine tables of their own (GPT-J, CodeGen, RoFormer)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..schemes.rope import RoPE
 from ..sites.records.rotating import OWN_ROTATIONS
 from ..sites.stacks import FoundStack, find_stacks, require_settings
 from .attentions import attention_change, refuse_exact
-from .native_rope import OWN_STAYS
+from .native_rope import OWN_ROTATION_KEPT
 
 
 def find_own_rotations(model: nn.Module) -> list[FoundStack]:
@@ -26,14 +26,14 @@ def find_own_rotations(model: nn.Module) -> list[FoundStack]:
 
 
 def own_rotation(item: FoundStack, attention: nn.Module) -> RoPE:
-    """How one of their attentions turns by itself."""
+    """The RoPE settings that such an attention computes."""
     head_dim = getattr(attention, item.stack.head_dim)
     turned = getattr(attention, item.stack.rotary_dim) if item.stack.rotary_dim else None
     return RoPE(partial=(turned or head_dim) / head_dim, pairing="interleaved").resolved()
 
 
 def own_change(path: str, module: nn.Module, item: FoundStack, part: Part, names: Names) -> Change:
-    """What happens to an attention that rotates by a table of its own: other settings, or no rotation.
+    """Change of an attention that rotates by a sine table of its own: other settings, or no rotation.
 
     Raises:
         UnsupportedError: it turns more than queries and keys.
@@ -47,7 +47,7 @@ def own_change(path: str, module: nn.Module, item: FoundStack, part: Part, names
     now = f"{module._get_name()} with {present}" if present else module._get_name()
     reason = names.reason_to_keep([path], part.only, part.keep)
     if reason is None and not (isinstance(scheme, RoPE) or scheme.name == "nope"):
-        reason = OWN_STAYS
+        reason = OWN_ROTATION_KEPT
     if reason is None and scheme.name == "nope" and hidden and rotary is None:
         reason = "dropped already"
     if reason is not None:
@@ -62,7 +62,7 @@ def own_change(path: str, module: nn.Module, item: FoundStack, part: Part, names
     row.now = now
     if scheme.name == "nope":
         row.action, row.becomes, row.reason = "replace", "no rotation", None
-        row.loss = "queries and keys are rotated no more: a causal mask alone still shows order"
+        row.loss = "queries and keys aren't rotated any more; only a causal mask shows the order of tokens"
     if change.changes:
         refuse_exact(path, part, row.loss)
     return change

@@ -1,4 +1,4 @@
-"""From a placement of norms and a model to the list of branches that meet their stream another way."""
+"""Planner of norm placements: which residual branches get their norm in another place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from ..runtime.errors import UnsupportedError
 from ..schemes.placements import Placement
 from ..schemes.request import Part
 from ..sites.anatomy import Branch
-from ..sites.branches import SECOND, Found, Site, discover, require_joinable, require_transparent, sites_of
+from ..sites.branches import (
+    SECOND_NORM_SUFFIX,
+    Site,
+    StackBranches,
+    discover,
+    require_joinable,
+    require_transparent,
+    sites_of,
+)
 from ..sites.norms import describe
 from .branches import joins_kept, other_norms, reasons_to_keep
 from .norms import norm_text, start_afresh
@@ -37,8 +45,8 @@ def plan_placement(
     request = f"placement={scheme.name!r}"
     if part.init == "exact":
         raise UnsupportedError(
-            f"{request} is another function than the model's, whatever its weights, so init='exact' can't be "
-            "had. Use init='auto' to accept that, or 'reset' to train from scratch."
+            f"{request} computes another function than the model with any weights, so init='exact' is "
+            "impossible. Use init='auto' to accept that, or 'reset' to train from scratch."
         )
     found = discover(model, request, example_inputs)
     for branch in found.branches:
@@ -53,7 +61,7 @@ def plan_placement(
     return Planned(part, [*others, *(_change(model, site, part, reasons, sites) for site in sites)])
 
 
-def _require_strict(branch: Branch, found: Found) -> None:
+def _require_strict(branch: Branch, found: StackBranches) -> None:
     where = f"{branch.block}.{branch.outlet}"
     if branch.placement not in ("pre", "post"):
         raise UnsupportedError(
@@ -62,7 +70,7 @@ def _require_strict(branch: Branch, found: Found) -> None:
         )
     if branch.placement == "post" and not branch.readers:
         raise UnsupportedError(
-            f"{where}: which modules read the stream for this branch can't be told, so no norm can be put before it."
+            f"{where}: it isn't known which modules read the stream for this branch, so no norm can be put before it."
         )
     sharing = [one for one in found.branches if (one.stack, one.norm) == (branch.stack, branch.norm)]
     if len(sharing) > 1:
@@ -88,7 +96,7 @@ def _change(model: nn.Module, site: Site, part: Part, reasons: dict[str, str | N
     edits = [*joins_kept(site, sites, reasons), site.join(scheme.name)]
     same_kind: Any = NORMS[facts.kind]()
     if scheme.name == "sandwich":
-        edits.append(Edit.of(f"{name}{SECOND}", same_kind.call(facts, None)))
+        edits.append(Edit.of(f"{name}{SECOND_NORM_SUFFIX}", same_kind.call(facts, None)))
     if part.init != "reset":
         return Change(row, tuple(edits))
     edits.append(Edit.of(name, same_kind.call(facts, site.norm)))

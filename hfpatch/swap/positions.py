@@ -19,11 +19,11 @@ from ..sites.records.biases import BIASES
 from ..sites.records.record import Stack
 from ..sites.records.refused import REFUSED
 from ..sites.stacks import FoundStack, find_stacks, matching, names_of, require_settings
-from .attentions import attention_changes, reason_to_keep
+from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, reasons_to_keep
 from .biases import bias_changes, other_biases
 from .native_rope import plan_native
 from .own_rotations import find_own_rotations, own_change
-from .tables import ALL_KEPT, table_change
+from .tables import table_change
 
 _RELATIVE = re.compile(r"relative_(attention_)?(bias|position)|rel_pos|rel_embeddings|pos_bias|position_bias", re.I)
 
@@ -59,12 +59,7 @@ def plan_positions(model: nn.Module, part: Part, example_inputs: Mapping[str, An
 def affected_stacks(model: nn.Module, part: Part, records: Mapping[str, Stack] | None = None) -> list[FoundStack]:
     """The stacks whose tables or biases a part would change, were they there; `records` as in `find_stacks`."""
     names = Names.of(model)
-    return [
-        item
-        for item in find_stacks(model, records)
-        if not any(names.matches(glob, [item.table_name]) for glob in part.keep)
-        and not all(reason_to_keep(name, part, names) for name in item.attentions)
-    ]
+    return [item for item in find_stacks(model, records) if reasons_to_keep(item, part, names)[1] is None]
 
 
 def _refused(model: nn.Module) -> dict[str, str]:
@@ -78,11 +73,8 @@ def _refused(model: nn.Module) -> dict[str, str]:
 
 
 def _changes(model: nn.Module, item: FoundStack, part: Part, names: Names) -> list[Change]:
-    reasons = {name: reason_to_keep(name, part, names) for name in item.attentions}
-    kept_by_name = any(names.matches(glob, [item.table_name]) for glob in part.keep)
-    all_kept = all(reasons.values())
-    why = ALL_KEPT if all_kept else "keep" if kept_by_name else None
-    if not all_kept:
+    reasons, why = reasons_to_keep(item, part, names)
+    if why != ALL_ATTENTIONS_KEPT:
         require_settings(item)
     return [table_change(model, item, part, why), *attention_changes(item, item.attentions, part, reasons)]
 

@@ -87,15 +87,15 @@ def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str 
     first = torch.zeros(num_heads).index_fill(0, torch.tensor(0), 1.0)
 
     def run(states: Tensor, heads: Tensor) -> Tensor:
-        twin._modules[BIAS] = _OnlyItself(heads)
+        twin._modules[BIAS] = _SelfOnlyBias(heads)
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             output = twin(**{lens.states: states})
         return output[0] if isinstance(output, tuple) else output
 
-    return _what_it_does(run, states, lens.time, everywhere, first)
+    return _mask_handling(run, states, lens.time, everywhere, first)
 
 
-def _what_it_does(
+def _mask_handling(
     run: Callable[[Tensor, Tensor], Tensor], states: Tensor, time: int, everywhere: Tensor, first: Tensor
 ) -> str | None:
     """What an attention does with a mask that isn't what a bias needs."""
@@ -105,16 +105,16 @@ def _what_it_does(
     except Exception as error:  # whatever somebody else's forward raises about a mask that it doesn't expect
         reason = f"{type(error).__name__}: {first_line(error):.120}"
         return f"couldn't be tried with a mask of its own for every head ({reason})"
-    if not _same(alone, whole):
+    if not _is_equal(alone, whole):
         return "doesn't add its mask to its scores"
-    if _same(alone, slight):
-        return "takes its mask for yes and no"
-    if len(everywhere) > 1 and _same(alone, of_first):
+    if _is_equal(alone, slight):
+        return "reads its mask as boolean"
+    if len(everywhere) > 1 and _is_equal(alone, of_first):
         return "reads a mask of one head for all"
     return None
 
 
-class _OnlyItself(nn.Module):
+class _SelfOnlyBias(nn.Module):
     """A bias that leaves every token alone with itself, in heads whose number is one; slight where it is less."""
 
     def __init__(self, heads: Tensor):
@@ -125,7 +125,7 @@ class _OnlyItself(nn.Module):
         return _FAR * self.heads[:, None, None] * (queries[:, None, :, None] != keys)
 
 
-def _same(truth: Tensor, output: Tensor) -> bool:
+def _is_equal(truth: Tensor, output: Tensor) -> bool:
     return max_error({"states": truth}, {"states": output}) <= _SAME
 
 

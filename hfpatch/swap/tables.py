@@ -1,4 +1,4 @@
-"""What happens to a table of positions: it goes and leaves a constant, or it stays, by a rule or with other rows."""
+"""Plans what happens to a table of positions: removed (a constant stays), resized, or computed by a rule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.transaction import Transaction
-from ..runtime.constants import NO_ROW, ConstantPositions, MeanRow, Rows
+from ..runtime.constants import ZERO_MEAN_ROW, ConstantPositions, MeanRow, Rows
 from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError
 from ..runtime.length_lenses import MEAN_ROW, NOTHING
@@ -20,21 +20,19 @@ from ..schemes.learned import Learned
 from ..schemes.positions import Position
 from ..schemes.request import Part
 from ..sites.stacks import REMOVED_ROWS, FoundStack, find_stacks, first_row, table_size
-from .attentions import refuse_exact
+from .attentions import ALL_ATTENTIONS_KEPT, refuse_exact
 from .image_tables import grid_table_change
-
-ALL_KEPT = "its attentions are kept"
 
 
 def table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None) -> Change:
-    """What becomes of a stack's table; `why` is why it is kept, if it is.
+    """Plan the change of a stack's table; `why` is the reason to keep it, if any.
 
     Raises:
         UnsupportedError: init="exact", or the scheme needs a table of another kind.
     """
     table, scheme, gone = item.table(), part.scheme, item.removed_rows() is not None
     assert isinstance(scheme, Position)
-    if gone and (why == ALL_KEPT or not scheme.keeps_table):
+    if gone and (why == ALL_ATTENTIONS_KEPT or not scheme.keeps_table):
         return Change(Row("position", "keep", item.table_name, "a constant", reason="its table is removed already"))
     row = Row("position", "keep", item.table_name, _table_text(table, item.stack.computes or gone), reason=why)
     if why and not gone:
@@ -45,7 +43,7 @@ def table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None
         return grid_table_change(item, part, row)
     if scheme.keeps_table:
         return kept_table_change(model, item, part, row)
-    refuse_exact(item.table_name, part, "what this table adds can't be had from it")
+    refuse_exact(item.table_name, part, "it can't compute what this table adds")
     row.action, row.becomes = "replace", NOTHING if item.stack.computes else MEAN_ROW
     row.reason = "inputs of any length"
     row.loss = "absolute positions are removed" + loses_order(item, scheme)
@@ -67,9 +65,13 @@ def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
 
 
 def loses_order(item: FoundStack, scheme: Position) -> str:
-    """What a plan's note adds where a stack can't tell the order of its tokens without positions."""
+    """Note for the plan if a stack can't tell the order of its tokens without positions."""
     causal = item.stack.causal or getattr(item.owner, "is_decoder", False)
-    return "; without a causal mask the stack becomes blind to order" if scheme.name == "nope" and not causal else ""
+    return (
+        "; without a causal mask the stack can't tell the order of its tokens"
+        if scheme.name == "nope" and not causal
+        else ""
+    )
 
 
 def removal(model: nn.Module, item: FoundStack, fresh: bool = False) -> tuple[tuple[Edit, ...], list[str]]:
@@ -113,7 +115,7 @@ def _mean(
         first = {"first": item.stack.reserved_rows} if item.stack.reserved_rows else {}
         return [Edit.of(path, Call.of(ConstantPositions, **first, **dict(value.kwargs)))], [f"{path}.constant"]
     if attribute in holder._buffers:  # length_lenses.MeanOfBuffer hides it
-        return [Edit.of(item.path(above, NO_ROW), True)] if fresh else [], []
+        return [Edit.of(item.path(above, ZERO_MEAN_ROW), True)] if fresh else [], []
     if isinstance(table, nn.Parameter):
         return [Edit.of(path, Call.of(MeanRow))], [path]
     return [Edit.of(path, Call.of(MeanRow, zero=True) if fresh else Call.of(MeanRow))], []
@@ -144,7 +146,7 @@ def kept_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) 
             f"{item.table_name}: an earlier patch removed this table, and pos={scheme.name!r} needs it. Use "
             "unpatch_model (after a patch with reversible=True), or start from the original checkpoint."
         )
-    why = _why_not_kept(item, table)
+    why = _reason_not_to_resize(item, table)
     if why is not None:
         raise UnsupportedError(
             f"{item.table_name}: pos={scheme.name!r} needs a table with one row a position, and {row.now} {why}. "
@@ -157,7 +159,7 @@ def kept_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) 
             "original checkpoint."
         )
     if isinstance(scheme, Learned) and scheme.image_size is not None:
-        row.reason = "image_size is of images"
+        row.reason = "image_size is for tables of image patches"
         return Change(row)
     first = first_row(item)
     old, new = table.num_embeddings - first, scheme.max_positions
@@ -167,16 +169,18 @@ def kept_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) 
         row.reason = "inputs of any length" + (" (the table's own rule)" if same else "")
         row.loss = None if same else "learned positions are replaced"
     elif part.init == "reset":
-        row.loss = "its rows start afresh"
+        row.loss = "its rows are reinitialised"
     elif new in (None, old):
         row.action, row.becomes = "keep", None
-        row.reason = f"holds {old} positions already" if new else "max_positions says how many it is to hold"
+        row.reason = (
+            f"holds {old} positions already" if new else "needs max_positions, the number of rows to resize it to"
+        )
         return Change(row)
     else:
         row.loss = scheme.loss(old)
     if row.loss:
         refuse_exact(item.table_name, part, row.loss)
-    edits, values = _kept(item, scheme, first, fresh=part.init == "reset")
+    edits, values = _table_edits(item, scheme, first, fresh=part.init == "reset")
     longest = sys.maxsize if scheme.any_length else scheme.max_positions
     if longest is not None:
         limits = [(path, limit.with_table(item.stack.reserved_rows)) for path, limit in item.stack.limits]
@@ -185,7 +189,7 @@ def kept_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) 
     return Change(row, tuple(edits), values)
 
 
-def _kept(
+def _table_edits(
     item: FoundStack, scheme: Position, first: int, fresh: bool
 ) -> tuple[list[Edit], Callable[[Transaction], None] | None]:
     """Edits for a table that is computed or resized, and the rows of the latter."""
@@ -211,7 +215,7 @@ def _kept(
     return edits, values
 
 
-def _why_not_kept(item: FoundStack, table: Any) -> str | None:
+def _reason_not_to_resize(item: FoundStack, table: Any) -> str | None:
     """Why a table can't be computed or resized in its place, None where it can."""
     stack = item.stack
     if _is_grid(item, table):
@@ -221,7 +225,7 @@ def _why_not_kept(item: FoundStack, table: Any) -> str | None:
     if stack.others:
         return f"isn't the only one ({', '.join(stack.others)})"
     if any(limit.with_table(stack.reserved_rows) is None for _, limit in stack.limits):
-        return "is read by its host in a way of its own"
+        return "is read by the model in a way that hfpatch can't follow"
     return None
 
 
@@ -246,7 +250,7 @@ def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:
 
 
 def ends_somewhere(table: Any) -> bool:
-    """Whether a table, or what stands for one, holds rows for so many positions and no more."""
+    """Whether a table, or its replacement, has a limited number of rows."""
     return isinstance(table, Tensor | nn.Module) and not isinstance(table, ConstantPositions | ComputedPositions)
 
 

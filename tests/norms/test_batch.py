@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from tiny_models import B, T, changes, fingerprint, inputs, norms_of, patch, reload, tiny
 from torch import Tensor, nn
 
@@ -143,7 +144,7 @@ def test_masks() -> None:
     keep = torch.tensor([[True, True, False], [True, True, True]])
     square = keep[:, None, None, :].expand(2, 1, 3, 3)
     additive = torch.zeros(2, 1, 3, 3).masked_fill(~square, torch.finfo(torch.float32).min)
-    for mask in (keep.long(), square, additive, additive.masked_fill(~square, -torch.inf)):
+    for mask in (keep.long(), square, square.long(), additive, additive.masked_fill(~square, -torch.inf)):
         found = kept_positions(mask)
         assert found is not None
         assert torch.equal(found, keep)
@@ -163,6 +164,29 @@ def test_causal_models_are_refused(family: str, options: dict) -> None:
     with pytest.raises(UnsupportedError, match="causal"):
         patch_model(model, norm="batch")
     assert not changes(before, fingerprint(model))
+
+
+@pytest.mark.parametrize("placement", [None, "pre"])
+@pytest.mark.parametrize("family", ["deberta", "deberta-v2", "funnel", "yoso"])
+def test_masks_of_families_with_attentions_of_their_own(family: str, placement: str | None) -> None:
+    """DeBERTa hands its blocks masks (B, 1, T, T) of integers."""
+    model, given = zoo.tiny(family)
+    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    given["attention_mask"][0, -3:] = 0
+    patch(model, norm="batch", placement=placement)
+    for training in (True, False):
+        with torch.no_grad():
+            first = model.train(training)(**given)[0]
+        assert first.isfinite().all()
+
+
+def test_blocks_that_compute_no_numbers_are_no_encoders() -> None:
+    """ProphetNet's small float64 twin gives NaN everywhere, and its decoder is causal."""
+    model, given = zoo.tiny("prophetnet")
+    with pytest.raises(UnsupportedError, match="the model seems to be causal"):
+        patch_model(model, norm="batch")
+    with torch.no_grad():
+        assert model(**given)[0].isfinite().all()
 
 
 def test_decoders_of_encoder_decoders_keep_theirs() -> None:
@@ -237,9 +261,19 @@ def test_the_other_heads_open_it(tmp_path: Path) -> None:
     assert len(norms_of(again, MaskedBatchNorm)) == 4
 
 
+@pytest.mark.parametrize("norm", ["layer", "dyt"])
+def test_another_norm_in_its_place(norm: str) -> None:
+    """It takes no mask: the way for the mask stays, and leads nowhere."""
+    again, direct = make("bert"), make("bert")
+    given = padded(again)
+    patch(patch(again, norm="batch"), norm=norm)
+    patch(direct, norm=norm)
+    assert torch.equal(again(**given).last_hidden_state, direct(**given).last_hidden_state)
+
+
 def test_not_with_branches_that_were_joined() -> None:
     model = patch(tiny("bert"), placement="pre")
-    with pytest.raises(UnsupportedError, match="another way than the host's"):
+    with pytest.raises(UnsupportedError, match="changed how branches are added to the residual stream"):
         plan_patch(model, norm="batch")
     model = patch(tiny("bert"), norm="batch")
     with pytest.raises(UnsupportedError, match="earlier patch"):

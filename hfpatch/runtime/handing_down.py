@@ -1,0 +1,89 @@
+"""Positions handed down: from a stack's owner, given `position_ids` or pixels, to the attentions that rotate by them.
+
+Attentions see a line of tokens. So a lens on the owner adds one keyword argument to its forward, which some hosts hand
+on to their attentions as they do all they don't know. For other hosts the owner's forward runs on a view in which each
+attention has the positions as an attribute; a layer on the way that may be checkpointed is called with them, and shows
+its own attentions in the same way. No state is written anywhere: two forwards of different sizes may wait for one
+backward, and torch.compile sees plain arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from .attention import POSITION_IDS, POSITIONS, ROTARY
+from .edits import modules_at
+from .grid import Grid
+from .lens import REMOVED_ARGUMENT, Arguments, StandIn, checkpointed_once, first_at, lens_of, put, views
+
+Positions = tuple[tuple[int, Tensor], ...]  # number of axes and positions, for each number that a rotation has
+
+
+@dataclass(frozen=True)
+class HandedDown:
+    """A lens that hands positions down to attentions: on a stack's owner, and on its layers that may be checkpointed.
+
+    Attributes:
+        children: paths of the attentions, or of such layers that they are in; none where the host hands arguments on.
+        grid: where the patches of an image or video are; None for a line of tokens, whose positions are the owner's
+            `position_ids`, where it is given some.
+        attentions: paths of attentions that are on a grid, whose rotations say how many axes positions have.
+    """
+
+    children: tuple[str, ...] = ()
+    grid: Grid | None = None
+    attentions: tuple[str, ...] = ()
+    hfpatch_note: ClassVar[str] = "hands positions down"
+
+    def bound(self, module: nn.Module) -> HandedDown:
+        """The lens with the names that its patterns stand for in a module; `*` is a number."""
+        children, attentions = (
+            tuple(name for pattern in patterns for name in _names_at(module, pattern))
+            for patterns in (self.children, self.attentions)
+        )
+        return HandedDown(children, self.grid, attentions)
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        positions, filled = self._positions(module, arguments)
+        if not positions:
+            return {}, filled
+        if not self.children:
+            return {}, {**filled, POSITIONS: positions}
+        tree: dict[str, Any] = {}
+        for path in self.children:
+            child = first_at(module, path)
+            if lens_of(child, HandedDown) is None:
+                put(tree, f"{path}.{POSITIONS}", positions)
+            else:
+                put(tree, path, StandIn(child, partial(_called_with, positions)))
+        return {**checkpointed_once(module), **views(module, tree)}, filled
+
+    def _positions(self, module: nn.Module, arguments: Arguments) -> tuple[Positions, Arguments]:
+        """The positions, and arguments to set or remove."""
+        if POSITIONS in arguments:
+            return arguments[POSITIONS], {POSITIONS: REMOVED_ARGUMENT}
+        if self.grid is None:
+            position_ids = arguments.get(POSITION_IDS)
+            return (() if position_ids is None else ((1, position_ids),)), {}
+        filled = self.grid.filled(module, arguments)
+        arguments = {**arguments, **filled}
+        positions: dict[int, Tensor] = {}
+        for path in self.attentions:
+            rotary: Any = module.get_submodule(path)._modules.get(ROTARY)
+            axes = getattr(rotary, "axes", 1)
+            if rotary is not None and axes not in positions:
+                positions[axes] = self.grid.positions(module, arguments, axes)
+        return tuple(positions.items()), filled
+
+
+def _called_with(positions: Positions, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    return layer(*args, **kwargs, **{POSITIONS: positions})
+
+
+def _names_at(module: nn.Module, pattern: str) -> list[str]:
+    """The names that a pattern stands for; a name stands for itself, so that a wrong one is an error later."""
+    return [name for name, _ in modules_at(module, pattern)] if "*" in pattern else [pattern]
