@@ -1,7 +1,7 @@
-"""What makes a model's residual stream zero-mean, so that its LayerNorms may become RMSNorms.
+"""Centring: which Parameters and outputs are made zero-mean so that a model's LayerNorms may become RMSNorms.
 
-LN(x) = RMS(C x) * gain + shift with C = I - 11'/d the centring of the channels: where everything that writes to the
-stream is zero-mean over the channels, C x = x and the two norms are the same function.
+LN(x) = RMS(C x) * gain + shift with C = I - 11'/d the centring of the channels: if everything that writes to the
+residual stream is zero-mean over the channels, then C x = x and the two norms are the same function.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the Parameters that a pattern names: the one along which they write to the stream's channels.
+    """Parameters named by a pattern, and the axis of theirs that is the channels of the residual stream.
 
     Attributes:
         pattern: a parameter's name with `*` for every number between dots, such as "transformer.h.*.mlp.c_proj.weight".
-        axis: not negative.
+        axis: index of that axis, not negative.
     """
 
     pattern: str
@@ -24,24 +24,24 @@ class Axis:
 
 @dataclass(frozen=True)
 class Centring:
-    """Found on a small model of the same class (search.py), carried out on the real one (fold.py).
+    """Result of the search on a small model of the same class (search.py), applied to the user's model by fold.py.
 
-    Names have `*` for every number between dots, so that what was found on two layers holds for forty.
+    Names have `*` for every number between dots, so that they hold for any number of layers.
 
     Attributes:
-        folds: Parameters from which their mean over an axis is subtracted.
+        folds: Parameters from which their mean over the axis is subtracted.
         absorbs: (layer-scale Parameter, a writer's axis): scale * (W x + b) becomes 1 * (scale W x + scale b) first,
             for every writer listed with the scale; scale is filled with ones.
-        outputs: (module, axis): its output is centred in every forward instead, because its weight is used elsewhere
-            too (an embedding tied to the output head).
-        parametrized: (module, axis) of what is centred instead of all of the above by `mode="parametrize"`: the last
-            module of each branch (its dropout, where that is a module).
-        exact: norms whose input is zero-mean afterwards.
-        approximate: norm -> why its input isn't, in words for the plan.
-        compensated: norms that follow a norm in the stream (post-norm): their input's mean is, but for a small rest,
-            the mean of the earlier norm's shift, which the bias of the writer between them can take up.
+        outputs: (module, axis): its output is centred in every forward, because its weight is also used elsewhere (an
+            embedding tied to the output head).
+        parametrized: (module, axis) whose outputs `mode="parametrize"` centres in every forward, instead of all of the
+            above: the last module of each branch (its dropout, if that is a module).
+        exact: norms whose input is zero-mean after the centring.
+        approximate: norm -> why its input isn't, as text for the plan.
+        compensated: norms that follow a norm in the stream (post-norm): the mean of their input is mostly that of the
+            earlier norm's shift, which is subtracted from the bias of the writer between them (compensate.py).
         error: largest relative difference of the small model's outputs, original against converted, in float64.
-        refused: why nothing at all is exact, None where something is.
+        refused: why no norm is exact; None if some are.
     """
 
     folds: tuple[Axis, ...] = ()

@@ -1,4 +1,4 @@
-"""Whether a conversion held on the real model: its outputs, and the means at its norms, against rounding alone."""
+"""Checks an exact conversion on the user's model: outputs and means at the norms must agree up to rounding."""
 
 from __future__ import annotations
 
@@ -9,91 +9,111 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..measure.outputs import FACTOR, last_bit, max_error, noise_floor, outputs_of
+from ..measure.outputs import DRAWS, FACTOR, last_bit, max_error, outputs_of, shake
 from ..measure.quiet_forward import quiet
+from ..schemes.request import EXACT
 from ..sites.norms import describe
 
 
 @dataclass
 class Verdict:
-    """What was measured, and what rounding explains; both relative.
+    """Measured relative errors of a conversion, each with the tolerance that rounding justifies.
 
     Attributes:
-        error, tolerance: largest difference of an output, by the output's root mean square.
-        mean, mean_tolerance: largest |mean| at an exact norm's input, by its standard deviation plus the |mean| that
-            the original has there.
+        error, tolerance: largest difference of an output, divided by the output's root mean square.
+        mean, mean_tolerance: largest |mean| at an exact norm's input, divided by the input's standard deviation plus
+            the |mean| at that place in the original.
     """
 
     error: float
     tolerance: float
-    mean: float
-    mean_tolerance: float
+    mean: float = 0.0
+    mean_tolerance: float = 0.0
 
     @property
     def holds(self) -> bool:
-        """Whether rounding explains all of it."""
-        return self.error <= self.tolerance and self.mean <= self.mean_tolerance  # False where one is no number
+        """Whether both errors are within their tolerances."""
+        return self.error <= self.tolerance and self.mean <= self.mean_tolerance  # False if one is NaN
+
+    @property
+    def outcome(self) -> str:
+        """What should be exact, as the patch record says what it came to."""
+        words = f"outputs differ by {self.error:.1e}, rounding explains {self.tolerance:.1e}"
+        return f"{EXACT}: {words}" if self.holds else f"approximate: planned as exact, but {words}"
 
     def __str__(self) -> str:
         return (
-            f"outputs differ by {self.error:.1e} where rounding explains {self.tolerance:.1e}, means at the norms are "
-            f"{self.mean:.1e} where it explains {self.mean_tolerance:.1e}"
+            f"outputs differ by {self.error:.1e} (rounding explains {self.tolerance:.1e}), means of the norms' inputs "
+            f"are {self.mean:.1e} (rounding explains {self.mean_tolerance:.1e})"
         )
 
 
 @dataclass
-class _Run:
+class Run:
+    """One forward: its outputs, mean / standard deviation at the input of each norm, and these inputs' widths."""
+
     outputs: dict[str, Tensor]
     means: dict[str, Tensor]
     widths: set[int]
 
 
 class Reference:
-    """The original's outputs and its own noise floor, measured before anything changes.
+    """Outputs, means and noise floor of the original, measured before the conversion.
 
-    Ten times the `noise_floor` is what a conversion may differ by. The mean of d channels, each with an error in the
-    last bit (eps), is off by eps / sqrt(d), and what is centred in every forward by float32's last bit: ten times the
-    larger of the two is what a mean may be.
+    Noise in the last bit (eps) of every module's output (`shake`) moves the outputs and the means at the norms; a
+    conversion may change either by ten times as much. A mean may always be off by ten times eps / sqrt(d), the error of
+    a mean of d channels that each have an error in the last bit, and, since outputs may be centred in every forward, by
+    ten times float32's last bit.
 
     Args:
         model: the original.
         inputs: inputs for one forward.
         norms: names of the norms that will be exact.
+        original: the model's `run` on these inputs, if there was one.
     """
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], norms: list[str]):
+    def __init__(
+        self, model: nn.Module, inputs: Mapping[str, Any], norms: list[str], original: Run | None = None
+    ) -> None:
         self.inputs, self.norms = inputs, norms
         self.eps = last_bit(model)
-        self.original = _run(model, inputs, norms)
-        self.floor = noise_floor(model, inputs, self.original.outputs)
+        self.original = original or run(model, inputs, norms)
         width = min(self.original.widths, default=1)
-        self.mean_floor = max(self.eps / width**0.5, torch.finfo(torch.float32).eps)
+        self.floor, self.mean_floor = 0.0, max(self.eps / width**0.5, torch.finfo(torch.float32).eps)
+        for seed in range(DRAWS):
+            noisy = run(model, inputs, norms, self.eps, seed)
+            self.floor = max(self.floor, max_error(self.original.outputs, noisy.outputs))
+            moved = {name: mean - self.original.means[name] for name, mean in noisy.means.items()}
+            self.mean_floor = max(self.mean_floor, _largest_mean(self.original.means, moved))
 
     def check(self, model: nn.Module) -> Verdict:
-        """The converted model against the original."""
-        run = _run(model, self.inputs, self.norms)
+        """Compare the converted model with the original."""
+        now = run(model, self.inputs, self.norms)
         return Verdict(
-            max_error(self.original.outputs, run.outputs),
+            max_error(self.original.outputs, now.outputs),
             FACTOR * max(self.floor, self.eps),
-            _largest_mean(self.original.means, run.means),
+            _largest_mean(self.original.means, now.means),
             FACTOR * self.mean_floor,
         )
 
 
 def mean_ratios(model: nn.Module, inputs: Mapping[str, Any], norms: list[str]) -> dict[str, Tensor]:
-    """At each norm the mean of its input over the channels, by the standard deviation, for every position."""
-    return _run(model, inputs, norms).means
+    """For each norm, mean / standard deviation of its input over the channels, at every position."""
+    return run(model, inputs, norms).means
 
 
-def _run(model: nn.Module, inputs: Mapping[str, Any], norms: list[str]) -> _Run:
+def run(model: nn.Module, inputs: Mapping[str, Any], norms: list[str], noise: float = 0.0, seed: int = 0) -> Run:
+    """One forward; every module's output is multiplied by 1 + noise * u, u uniform in (-1, 1)."""
     found: dict[str, list[Tensor]] = {}
     widths: set[int] = set()
     with quiet(model):
+        if noise:
+            shake(model, noise, seed)
         for name in norms:
             norm = model.get_submodule(name)
             norm.register_forward_pre_hook(_watcher(norm, found.setdefault(name, []), widths), with_kwargs=True)
         outputs = outputs_of(model, inputs)
-    return _Run(outputs, {name: torch.cat(ratios) for name, ratios in found.items() if ratios}, widths)
+    return Run(outputs, {name: torch.cat(ratios) for name, ratios in found.items() if ratios}, widths)
 
 
 def _watcher(norm: nn.Module, found: list[Tensor], widths: set[int]) -> Any:
@@ -113,7 +133,7 @@ def _watcher(norm: nn.Module, found: list[Tensor], widths: set[int]) -> Any:
 
 
 def _largest_mean(original: dict[str, Tensor], converted: dict[str, Tensor]) -> float:
-    """Largest of |ratio| / (1 + |the original's ratio|) at the same place."""
+    """Largest |ratio| / (1 + |ratio in the original|) over all norms and positions."""
     if original.keys() != converted.keys() or any(original[n].shape != converted[n].shape for n in original):
         return float("inf")
     pairs = ((converted[name].abs(), original[name].abs()) for name in original)

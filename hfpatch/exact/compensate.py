@@ -1,4 +1,4 @@
-"""Post-norm: the nearest closed form where a norm's input can't be made zero-mean exactly.
+"""Post-norm models: subtracts the constant part of the mean at norms whose input can't be made zero-mean exactly.
 
 The input of a norm that follows a norm is x + f(x) with x = gain * h + shift the earlier norm's output. With every
 writer centred its mean over the channels is mean(gain * h) + mean(shift): the second part is a constant, and
@@ -45,13 +45,13 @@ def find_pairs(
     order: list[str] = []
     names = {id(model.get_submodule(name)): name for name in (*stream, *norms, *writers)}
 
-    def passed(module: nn.Module, args: Any, output: Any) -> None:
+    def record_order(module: nn.Module, args: Any, output: Any) -> None:
         order.append(names[id(module)])
 
     with quiet(model):
         for module in model.modules():
             if id(module) in names:
-                module.register_forward_hook(passed)
+                module.register_forward_hook(record_order)
         outputs_of(model, inputs)
     found = []
     earlier = None

@@ -1,4 +1,4 @@
-"""Carrying a Centring out: what writes to the residual stream becomes zero-mean over the channels, exactly undoable."""
+"""Applies a Centring: subtracts the mean over channels from the weights and biases that write to the stream."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class _Place:
         return self.module._parameters[self.attribute]  # type: ignore[return-value]
 
     def row(self, becomes: str) -> Row:
-        """The row of a plan that tells of it: its module where that is a leaf, else itself."""
+        """The plan's row for this Parameter: named after its module if that is a leaf, else after itself."""
         if self.module._modules or self.attribute not in ("weight", "bias"):
             return Row("stream", "replace", self.name, "Parameter", becomes)
         return Row("stream", "replace", self.name.rpartition(".")[0], self.module._get_name(), becomes)

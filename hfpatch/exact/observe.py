@@ -1,4 +1,4 @@
-"""One forward of a model in float64: what it returns, and what its norms and modules see on the way."""
+"""Runs a model once in float64 and records its outputs, its modules' outputs and the means at its norms' inputs."""
 
 from __future__ import annotations
 
@@ -18,47 +18,55 @@ SEED = 7  # of the constants that are added
 
 
 @dataclass
-class Seen:
-    """A call of a module: its place in the forward, and the tensor that it was given or returned."""
+class Observed:
+    """A recorded call of a module.
 
-    place: int
+    Attributes:
+        index: number of the call in the forward.
+        value: the output of a module, or the mean over channels of a norm's input.
+        rms: root mean square of a norm's input.
+    """
+
+    index: int
     value: Tensor
     rms: float = 0.0
 
 
 @dataclass
 class Forward:
-    """What one forward showed.
+    """Record of one forward, or of several in turn.
 
     Attributes:
-        outputs: name -> tensor, floats as float64.
-        means: norm -> the mean over the normalised channels of what each call was given.
-        returned: module -> what each call returned, for modules that return a tensor; empty unless watched.
-        called: modules that were called; empty unless watched.
+        outputs: the model's outputs, name -> tensor, floats as float64.
+        means: norm -> the mean of its input over the normalised channels, for each call.
+        returned: module -> its output in each call, for modules that return a tensor; empty unless `watch` was set.
+        called: modules that were called; empty unless `watch` was set.
+        calls: number of recorded calls.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    means: dict[str, list[Seen]] = field(default_factory=dict)
-    returned: dict[str, list[Seen]] = field(default_factory=dict)
+    means: dict[str, list[Observed]] = field(default_factory=dict)
+    returned: dict[str, list[Observed]] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     calls: int = 0
 
-    def place(self) -> int:
+    def next_index(self) -> int:
+        """Index of the next call."""
         self.calls += 1
         return self.calls
 
     def numbers(self) -> dict[str, Tensor]:
-        """The outputs and the means, by name."""
-        means = {f"{name} {one.place}": one.value for name, calls in self.means.items() for one in calls}
+        """All outputs and means, by name."""
+        means = {f"{name} {one.index}": one.value for name, calls in self.means.items() for one in calls}
         return {**self.outputs, **means}
 
     def extend(self, other: Forward, name: str) -> None:
-        """Add a later forward: its calls come later, its outputs go by names of their own where it has a name."""
-        for new in (seen for calls in (*other.means.values(), *other.returned.values()) for seen in calls):
-            new.place += self.calls
+        """Append a later forward; `name`, if any, is added to the names of its outputs."""
+        for call in (one for calls in (*other.means.values(), *other.returned.values()) for one in calls):
+            call.index += self.calls
         self.outputs |= {f"{key} ({name})" if name else key: value for key, value in other.outputs.items()}
-        for own, its in ((self.means, other.means), (self.returned, other.returned)):
-            for key, calls in its.items():
+        for own, others in ((self.means, other.means), (self.returned, other.returned)):
+            for key, calls in others.items():
                 own.setdefault(key, []).extend(calls)
         self.called |= other.called
         self.calls += other.calls
@@ -67,13 +75,13 @@ class Forward:
 def observe(
     model: nn.Module, inputs: Mapping[str, Any], norms: Mapping[str, NormFacts] | None = None, watch: bool = False
 ) -> Forward:
-    """Run the model once, in float64 and with random numbers of its own.
+    """Run the model once in float64, with the random generators' state restored afterwards.
 
     Args:
         model: in float64.
         inputs: keyword arguments of its forward.
-        norms: the norms whose inputs are looked at.
-        watch: keep what every module returned.
+        norms: norms whose inputs' means are recorded.
+        watch: record every module's output as well.
     """
     seen = Forward()
     with ExitStack() as hooks:
@@ -95,17 +103,17 @@ def _mean_of_input(seen: Forward, name: str, facts: NormFacts) -> Any:
         x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if x is not None and x.numel():
             rms = float(torch.linalg.vector_norm(x)) / x.numel() ** 0.5
-            seen.means.setdefault(name, []).append(Seen(seen.place(), x.mean(axes), rms))
+            seen.means.setdefault(name, []).append(Observed(seen.next_index(), x.mean(axes), rms))
 
     return hook
 
 
 def _returned(seen: Forward, name: str) -> Any:
     def hook(module: nn.Module, args: tuple, output: Any) -> None:
-        place = seen.place()
+        index = seen.next_index()
         seen.called.add(name)
         if isinstance(output, Tensor) and output.is_floating_point():
-            seen.returned.setdefault(name, []).append(Seen(place, output.clone()))
+            seen.returned.setdefault(name, []).append(Observed(index, output.clone()))
 
     return hook
 
@@ -115,8 +123,8 @@ def relative_error(original: Forward, other: Forward) -> float:
     return max(deviation.peak_error for deviation in deviations(original.outputs, other.outputs))
 
 
-def moved(original: Forward, other: Forward, least: float = 1e-6) -> dict[str, int]:
-    """Norms whose input's mean isn't what it was, and the place of the first call where."""
+def norms_with_changed_mean(original: Forward, other: Forward, least: float = 1e-6) -> dict[str, int]:
+    """Norms whose input's mean differs between two forwards -> index of the first call in which it does."""
     found = {}
     for name, calls in original.means.items():
         others = other.means.get(name, [])
@@ -125,14 +133,14 @@ def moved(original: Forward, other: Forward, least: float = 1e-6) -> dict[str, i
         for old, new in zip(calls, others, strict=True):
             same = old.value.shape == new.value.shape
             if same and float((old.value - new.value).abs().max()) > least * max(old.rms, 1e-12):
-                found[name] = new.place
+                found[name] = new.index
                 break
     return found
 
 
 @contextmanager
-def added(tensors: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Each tensor with the second of its pair added, inside; the same bits as before afterwards."""
+def constants_added(tensors: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Context in which the second tensor of each pair is added to the first; undone bit for bit afterwards."""
     before = [tensor.clone() for tensor, _ in tensors]
     with torch.no_grad():
         try:
@@ -145,19 +153,21 @@ def added(tensors: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 @contextmanager
-def added_to_outputs(modules: list[tuple[nn.Module, int]]) -> Iterator[list[Tensor]]:
-    """Random constants, one for all places along an axis, added to what the modules return; yields them, call by call.
+def added_to_outputs(
+    modules: list[tuple[nn.Module, int]], size: float = 1.0, seed: int = SEED
+) -> Iterator[list[Tensor]]:
+    """Context in which random values, constant along an axis, are added to modules' outputs; yields them call by call.
 
-    They are as large as the output's root mean square.
+    `size` is relative to the output's root mean square.
     """
-    generator, drawn = torch.Generator().manual_seed(SEED), []
+    generator, drawn = torch.Generator().manual_seed(seed), []
 
     def add(axis: int) -> Any:
         def hook(module: nn.Module, args: tuple, output: Any) -> Any:
             shape = list(output.shape)
             shape[axis] = 1
             constant = torch.randn(shape, generator=generator, dtype=torch.float64)
-            drawn.append(constant * max(float(output.square().mean().sqrt()), 1e-6))
+            drawn.append(constant * size * max(float(output.square().mean().sqrt()), 1e-6))
             return output + drawn[-1]
 
         return hook

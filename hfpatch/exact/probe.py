@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from ..runtime.edits import pattern_of
 from ..runtime.norms import NormFacts
 from .centring import Axis, Centring
 from .fold import along_axis, carry_out, same_layer
-from .observe import SEED, Forward, added, added_to_outputs, moved, observe, relative_error
+from .observe import SEED, Forward, added_to_outputs, constants_added, norms_with_changed_mean, observe, relative_error
 
 EXACT = 1e-9  # largest relative change of an output that counts as none
+_SIZES = (1.0, 0.1, 10.0, 1000.0)  # of shifts, relative to the root mean square of what they are added to
 _ZERO = 1e-9  # largest |mean|, relative to the root mean square, that counts as zero
 
 
@@ -35,7 +37,7 @@ class Writer:
 
 
 @dataclass
-class Answer:
+class Effect:
     """Effect of a shift: of constants added to a Parameter or to a module's output.
 
     Attributes:
@@ -63,8 +65,8 @@ class Probe:
         norms: its LayerNorms, by name.
 
     Attributes:
-        inputs: arguments of the forwards that every measurement runs; the key says what is special in each, "" nothing.
-        like: pattern -> names of the modules that it matches.
+        inputs: arguments of the forwards that every measurement runs, by the name of the added input ("" for none).
+        names_by_pattern: pattern -> names of the modules that it matches.
         parameters: pattern -> name -> Parameter, of floating-point Parameters.
         base: the unchanged forward.
         widths: numbers of channels that its norms normalise.
@@ -74,9 +76,9 @@ class Probe:
         self.model, self.norms = model, norms
         self.inputs: dict[str, Mapping[str, Any]] = {"": inputs}
         self.modules = dict(model.named_modules())
-        self.like: dict[str, list[str]] = {}
+        self.names_by_pattern: dict[str, list[str]] = {}
         for name in self.modules:
-            self.like.setdefault(pattern_of(name), []).append(name)
+            self.names_by_pattern.setdefault(pattern_of(name), []).append(name)
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point():
@@ -91,7 +93,7 @@ class Probe:
         self.base = self.forward(watch=True)
 
     def forward(self, watch: bool = False) -> Forward:
-        """Run the model as it is now, on all inputs; `watch` as in `observe`."""
+        """Run the model on all inputs; `watch` as in `observe`."""
         seen = Forward()
         for name, inputs in self.inputs.items():
             seen.extend(observe(self.model, inputs, self.norms, watch), name)
@@ -128,27 +130,40 @@ class Probe:
             after = self.forward()
         return set(after.means) - off_centre(after)
 
-    # --- shifted ------------------------------------------------------------------------------------------------------
+    # --- shifts ------------------------------------------------------------------------------------------------------
 
-    def ask(self, shift: AbstractContextManager[Any]) -> Answer:
-        """Run the model inside `shift`, a context that adds constants, and measure the effect."""
-        with shift:
-            after = self.forward()
-        return Answer(relative_error(self.base, after), moved(self.base, after), after)
+    def measure(self, shift: Callable[[float, int], AbstractContextManager[Any]]) -> Effect:
+        """Effect of shifts of several sizes, tried as long as none is seen in an output.
 
-    def shift(self, writer: Writer) -> AbstractContextManager[None]:
+        One size can stay unseen by chance: where an attention or a gate is saturated, or a choice doesn't tip over.
+
+        Args:
+            shift: from a size and a seed to a context that adds constants.
+        """
+        effect = Effect(0.0, {}, self.base)
+        for seed, size in enumerate(_SIZES, SEED):
+            with shift(size, seed):
+                after = self.forward()
+            error = relative_error(self.base, after) / max(1.0, size)
+            moved = {**effect.moved, **norms_with_changed_mean(self.base, after)}
+            effect = Effect(max(effect.error, error), moved, after)
+            if not effect.invisible:
+                break
+        return effect
+
+    def shift(self, writer: Writer, size: float, seed: int) -> AbstractContextManager[None]:
         """Context in which random values, constant along the writer's axis, are added to its Parameters."""
-        generator, changes = torch.Generator().manual_seed(SEED), []
+        generator, changes = torch.Generator().manual_seed(seed), []
         for name, parameter in self.parameters[writer.axis.pattern].items():
             shape = list(parameter.shape)
             shape[writer.axis.axis] = 1
             spread = max(float(parameter.square().mean().sqrt()), 1e-3)
-            change = torch.randn(shape, generator=generator, dtype=torch.float64) * spread
+            change = torch.randn(shape, generator=generator, dtype=torch.float64) * size * spread
             scale = self.scale_of(writer, name)
             if scale is not None:
                 change = change / along_axis(scale, parameter, writer.axis.axis)
             changes.append((parameter, change.expand_as(parameter)))
-        return added(changes)
+        return constants_added(changes)
 
     def scale_of(self, writer: Writer, name: str) -> Tensor | None:
         """The layer-scale in the same layer as one of the writer's Parameters."""
@@ -156,16 +171,18 @@ class Probe:
         return next((scale for other, scale in scales.items() if same_layer(other, name)), None)
 
     def centrable(self, pattern: str) -> dict[str, int]:
-        """Norms whose input changes if constants are added to the outputs of a pattern's modules, as `Answer.moved`.
+        """Norms whose input changes if constants are added to the outputs of a pattern's modules, as `Effect.moved`.
 
         {} if an output of the model changes too: then these modules can't be centred.
         """
         if pattern not in self._centrable:
-            names = [name for name in self.like[pattern] if name in self.base.returned]
+            names = [name for name in self.names_by_pattern[pattern] if name in self.base.returned]
             axes = {self.axis_of(name) for name in names}
             axis = axes.pop() if len(axes) == 1 else None
-            answer = self.ask(added_to_outputs([(self.modules[name], axis) for name in names])) if axis else None
-            self._centrable[pattern] = answer.moved if answer is not None and answer.invisible else {}
+            effect = None
+            if axis is not None:
+                effect = self.measure(partial(added_to_outputs, [(self.modules[name], axis) for name in names]))
+            self._centrable[pattern] = effect.moved if effect is not None and effect.invisible else {}
         return self._centrable[pattern]
 
     # --- what modules return ------------------------------------------------------------------------------------------
@@ -180,7 +197,7 @@ class Probe:
 
     def axis_of_pattern(self, pattern: str) -> int:
         """`axis_of` of the first module of a pattern that has one."""
-        return next(axis for name in self.like[pattern] if (axis := self.axis_of(name)) is not None)
+        return next(axis for name in self.names_by_pattern[pattern] if (axis := self.axis_of(name)) is not None)
 
     def is_layer_or_branch(self, name: str) -> bool:
         """Whether a module has no children, or at least no norm inside."""
@@ -196,14 +213,14 @@ class Probe:
         assert axis is not None
         with added_to_outputs([(self.modules[module], axis)]):
             after = self.forward(watch=True)
-        first = min(moved(self.base, after).values(), default=0)
+        first = min(norms_with_changed_mean(self.base, after).values(), default=0)
         found: dict[str, tuple[bool, int]] = {}  # sort keys: modules without children first, the last of them leading
         for name, calls in self.base.returned.items():
             axis, is_branch = self.axis_of(name), bool(self.modules[name]._modules)
             for old, new in zip(calls, after.returned.get(name, []), strict=False):
-                comparable = new.place < first and old.value.shape == new.value.shape
+                comparable = new.index < first and old.value.shape == new.value.shape
                 if axis is not None and comparable and is_constant(new.value - old.value, axis):
-                    found[name] = is_branch, new.place if is_branch else -new.place
+                    found[name] = is_branch, new.index if is_branch else -new.index
         patterns = (pattern_of(name) for name in sorted(found, key=found.__getitem__) if self.is_layer_or_branch(name))
         return next(filter(self.centrable, patterns), None)
 
@@ -217,7 +234,7 @@ class Probe:
             for one in calls:
                 mean = one.value.mean(axis).abs().max()
                 if mean > _ZERO * one.value.square().mean().sqrt():
-                    found.setdefault(pattern_of(name), (bool(self.modules[name]._modules), one.place))
+                    found.setdefault(pattern_of(name), (bool(self.modules[name]._modules), one.index))
         return sorted(found, key=found.__getitem__)
 
 

@@ -1,4 +1,4 @@
-"""A norm swap that keeps the function: what is centred, which norms become exact, and the check on the real model."""
+"""Exact norm swaps (LayerNorm to RMSNorm) of one request: search, changes, and the check on the model's outputs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from ..errors import OptionError, VerificationError
 from ..measure.copies import host_on_meta, unpatched_config
 from ..measure.float64 import host_errors
 from ..measure.inputs import example_inputs
-from ..measure.outputs import outputs_of
-from ..measure.quiet_forward import fitting, quiet
+from ..measure.quiet_forward import fitting
 from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from ..schemes.norms import Norm
 from ..schemes.request import Part, Record
 from .centring import Centring
-from .check import Reference
+from .check import Reference, Verdict, run
 from .compensate import compensate, find_pairs
 from .fold import plan_centring
 from .search import find_centring
@@ -29,15 +28,15 @@ from .search import find_centring
 
 @dataclass
 class Conversion:
-    """A request for norms that are the same function wherever the residual stream is zero-mean.
+    """Exact conversion of a model's norms to one that equals LayerNorm where the residual stream is zero-mean.
 
     Attributes:
-        model: to be converted.
-        part: the request; `recorded` turns it into what a checkpoint must know.
-        inputs: keyword arguments of one forward; made here where the user passes none.
-        centring: what was found; `refuse` replaces it where it can't be carried out.
-        plain: whether it was tried and wasn't exact, so that nothing but the norms may change now.
-        exact, approximate: names of the norms that are replaced so, filled by `plan_norms`.
+        model: the model to convert.
+        part: the request; `recorded` returns the form of it that the patch record stores.
+        inputs: keyword arguments of one forward; generated if the user passes none.
+        centring: result of the search; `refuse` replaces it by an empty one with a reason.
+        failed_check: whether an earlier attempt failed its check on the model; then only the norms themselves change.
+        exact, approximate: names of the norms that are replaced exactly, or approximately; filled by `plan_norms`.
         moved_shifts: norms whose shift moves into the layers that read them, filled by `contrib.fold_bias`.
     """
 
@@ -45,7 +44,7 @@ class Conversion:
     part: Part
     inputs: Mapping[str, Any] | None = None
     centring: Centring = field(default_factory=Centring)
-    plain: bool = False
+    failed_check: bool = False
     exact: list[str] = field(default_factory=list)
     approximate: list[str] = field(default_factory=list)
     moved_shifts: list[str] = field(default_factory=list)
@@ -56,11 +55,11 @@ class Conversion:
     def of_request(
         cls, model: PreTrainedModel, part: Part, inputs: Mapping[str, Any] | None, inexact: str | None = None
     ) -> Conversion | None:
-        """The conversion that a request stands for; None where it is a plain swap.
+        """The conversion for a request; None if the request asks for a swap of the norms alone.
 
         Args:
-            model, part, inputs: as above.
-            inexact: why it is a plain swap after all, having been tried.
+            model, part, inputs: as in the class.
+            inexact: how an earlier attempt at this conversion failed its check; None if there was none.
         """
         assert isinstance(part.scheme, Norm)
         if part.scheme.centring is None or part.init in ("copy", "reset"):
@@ -68,7 +67,7 @@ class Conversion:
         conversion = cls(model, part, inputs)
         if inexact is not None:
             conversion.refuse(inexact)
-            conversion._searched = conversion.plain = True
+            conversion._searched = conversion.failed_check = True
         return conversion
 
     @property
@@ -79,25 +78,25 @@ class Conversion:
 
     @property
     def on_meta(self) -> bool:
-        """Whether there are no weights yet."""
+        """Whether the model has no weights yet (meta device)."""
         return any(parameter.is_meta for parameter in self.model.parameters())
 
     @property
     def waits_for_weights(self) -> bool:
-        """Whether weights that nobody has loaded yet will have to be those of a patched model."""
+        """Whether the weights still to be loaded must be those of a model that was patched in the same way."""
         return self.on_meta and any(change.values for change in self.changes())
 
     @property
     def centres(self) -> bool:
-        """Whether the stream is centred at all."""
+        """Whether the residual stream is centred at all."""
         return bool(self.exact) or any(map(self.compensates, self.approximate))
 
     def compensates(self, name: str) -> bool:
-        """Whether a norm that isn't exact gets the nearest closed form, see `compensate.py`."""
+        """Whether the mean at the input of a norm that isn't exact is reduced by `compensate.py`."""
         return self.mode == "fold" and pattern_of(name) in self.centring.compensated
 
     def find(self) -> None:
-        """Find what centres the stream, once; what stands against it in the model is kept as the reason.
+        """Search once for what to centre; if the model can't be converted, `centring.refused` says why.
 
         Raises:
             WrappedModelError: a module to centre carries a forward of its own, put there by another library.
@@ -111,7 +110,7 @@ class Conversion:
             if not self.on_meta:
                 self.forward_inputs()
             if self.mode == "parametrize" and self.centring.exact and not self.centring.parametrized:
-                raise UnsupportedError("centring its branches in every forward isn't exact; mode='fold' is")
+                raise UnsupportedError("mode='parametrize' isn't exact for this model; mode='fold' is")
             if centred_already:
                 self.centring = replace(
                     self.centring, folds=(), absorbs=(), outputs=(), parametrized=(), compensated=()
@@ -121,25 +120,25 @@ class Conversion:
             self.refuse(str(error))
 
     def forward_inputs(self) -> Mapping[str, Any]:
-        """Keyword arguments of one forward.
+        """Keyword arguments of one forward: the user's, or generated ones.
 
         Raises:
-            UnsupportedError: the user passed none, and none can be made for such a model.
+            UnsupportedError: the user passed none, and none can be generated for such a model.
         """
         if self.inputs is None:
             self.inputs = example_inputs(self.model)
         return self.inputs
 
     def refuse(self, reason: str) -> None:
-        """Nothing is exact, for this reason."""
+        """Replace the search result by an empty one: no norm is exact, for this reason."""
         self.centring = Centring(refused=reason)
         self._changes = []
 
     def _centred_already(self) -> bool:
-        """Whether an earlier patch centred the stream.
+        """Whether an earlier patch centred the residual stream.
 
         Raises:
-            UnsupportedError: one put in norms that see the stream's mean.
+            UnsupportedError: an earlier patch put in norms whose output depends on the stream's mean.
         """
         centred = False
         for part in Record.of(self.model.config).norm:
@@ -148,12 +147,13 @@ class Conversion:
                 centred = True
             elif part.scheme.name != "layer":
                 raise UnsupportedError(
-                    f"an earlier patch put in norm={part.scheme.name!r}, init={part.init!r}, which sees the mean"
+                    f"an earlier patch put in norm={part.scheme.name!r}, init={part.init!r}, which depends on the "
+                    "mean of its input"
                 )
         return centred
 
     def _unpatched(self) -> PreTrainedModel:
-        """The model, or a model of its host's class without weights: what is there is found on LayerNorms."""
+        """The model, or its unpatched class on the meta device if an earlier patch replaced norms."""
         record = Record.of(self.model.config)
         if not (record.norm or record.placement):
             return self.model
@@ -161,46 +161,45 @@ class Conversion:
             return host_on_meta(self.model, unpatched_config(self.model.config))
 
     def why_not_exact(self, names: list[str]) -> str | None:
-        """Why a norm, under any of its names, isn't exact; None where it is."""
+        """Why a norm, given by all its names, isn't exact; None if it is."""
         patterns = [pattern_of(name) for name in names]
         if any(pattern in self.centring.exact for pattern in patterns):
             return None
         found = next((self.centring.approximate[p] for p in patterns if p in self.centring.approximate), None)
-        return found or self.centring.refused or "its input isn't found to be zero-mean"
+        return found or self.centring.refused or "the search found no centring that makes its input zero-mean"
 
     def changes(self) -> list[Change]:
-        """What is centred, where anything is."""
+        """The changes that centre the stream; none if no norm becomes exact or compensated."""
         return self._changes if self.centres else []
 
     def recorded(self) -> Part:
-        """The request as it is carried out."""
+        """The request as the patch record stores it: with init="copy" if nothing is centred."""
         return replace(self.part, init=self.part.init if self.centres else "copy")
 
-    # On the real model
+    # On the user's model
 
     def measure(self) -> Reference | None:
-        """The original's outputs and noise floor; None where nothing has to be checked, or can be (on meta).
+        """The original's outputs and noise floor; None if there is nothing to check, or no weights (meta device).
 
         Raises:
-            OptionError: the model doesn't run on the inputs, so nothing could be checked.
+            OptionError: the model doesn't run on the inputs, so the conversion couldn't be checked.
         """
         if self.on_meta or not (self.centres or self.moved_shifts):
             return None
         inputs = fitting(self.model, self.forward_inputs())
         try:
-            with quiet(self.model):
-                outputs_of(self.model, inputs)
+            original = run(self.model, inputs, self.exact)
         except Exception as error:
             message = (
-                f"{type(self.model).__name__}: it doesn't run on the inputs ({', '.join(inputs)}) that it must be "
-                f"checked on ({type(error).__name__}: {error!s:.200}). Pass example_inputs={{...}}, the keyword "
-                "arguments of one forward, or init='copy'."
+                f"{type(self.model).__name__}: its forward fails on the inputs ({', '.join(inputs)}) that the exact "
+                f"conversion is checked on ({type(error).__name__}: {error!s:.200}). Pass example_inputs={{...}}, the "
+                "keyword arguments of one forward, or init='copy' for a swap without this check."
             )
             raise OptionError(message) from error
-        return Reference(self.model, inputs, self.exact)
+        return Reference(self.model, inputs, self.exact, original)
 
-    def verify(self, reference: Reference) -> None:
-        """Measure the converted model against the original.
+    def verify(self, reference: Reference) -> Verdict:
+        """Compare the converted model's outputs with the original's.
 
         Raises:
             VerificationError: they differ by more than rounding explains.
@@ -208,13 +207,14 @@ class Conversion:
         verdict = reference.check(self.model)
         if not verdict.holds:
             raise VerificationError(
-                f"{type(self.model).__name__}: the conversion that should be exact isn't: {verdict}. Nothing was "
-                "changed. Use init='copy' for the nearest plain swap.",
-                f"checked on the model itself it isn't exact: {verdict}",
+                f"{type(self.model).__name__}: the exact conversion failed its check: {verdict}. The model was left "
+                "unchanged. Use init='copy' to swap the norms approximately.",
+                f"the exact conversion failed its check on this model: {verdict}",
             )
+        return verdict
 
     def compensate(self, changes: Transaction) -> None:
-        """Where a norm follows a norm: take the constant part of its input's mean away."""
+        """In post-norm models, subtract the constant part of the mean at each norm's input; see `compensate.py`."""
         norms = [name for name in self.approximate if self.compensates(name)]
         if not norms or self.on_meta:
             return

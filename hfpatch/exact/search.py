@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,18 +25,20 @@ from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from ..sites.norms import describe
 from .centring import Axis, Centring
-from .observe import added_to_outputs, moved, observe
-from .probe import EXACT, Answer, Probe, Writer, is_close, is_constant, off_centre
+from .observe import added_to_outputs, norms_with_changed_mean, observe
+from .probe import EXACT, Effect, Probe, Writer, is_close, is_constant, off_centre
 
 _POST_NORM = "post-norm: the output of another norm is part of its input"
+_SHARED_WRITERS = "the mean of its input isn't zero, and not only norms read the layers that write it"
 _MASKS = ("bool_masked_pos", "mask_time_indices")  # inputs that replace some of the tokens by a learned vector
 _OTHER_INPUTS = re.compile(r"pixel|image|video|audio|speech|visual|input_features|input_values|encoder_hidden_states")
-_FOUND: dict[tuple[Any, ...], tuple[dict[str, Tensor], Centring]] = {}  # cache: (forward's numbers, result)
+# cache of `search`: class, mode and names -> (numbers of the unchanged forward, result)
+_CACHE: dict[tuple[Any, ...], tuple[dict[str, Tensor], Centring]] = {}
 _Outputs = dict[tuple[str, int], dict[str, int]]  # (pattern of modules, axis) -> norms that centring them affects
 
 
 def find_centring(model: nn.Module, example_inputs: Mapping[str, Any] | None = None, mode: str = "fold") -> Centring:
-    """What to centre in a model so that its LayerNorms may become RMSNorms without changing what it computes.
+    """Find what to centre so that a model's LayerNorms may become RMSNorms without changing its outputs.
 
     LN(x) = RMS(C x) * gain + shift with C = I - 11'/d, so a norm whose input is zero-mean computes RMS(x) already. The
     centring is found and verified on a small model of the same class and settings (`twin`), in float64.
@@ -67,12 +70,12 @@ def search(model: nn.Module, inputs: Mapping[str, Any], mode: str = "fold") -> C
         return Centring(refused="it has no LayerNorm")
     with default_device(torch.device("cpu")):
         probe = Probe(model, inputs, norms)
-        key = type(model), mode, *probe.like, *probe.parameters
+        key = type(model), mode, *probe.names_by_pattern, *probe.parameters
         numbers = probe.base.numbers()
-        before, found = _FOUND.get(key, ({}, Centring()))
+        before, found = _CACHE.get(key, ({}, Centring()))
         if before.keys() != numbers.keys() or not all(torch.equal(before[name], numbers[name]) for name in numbers):
             found = _Search(probe).run(mode)
-            _FOUND[key] = numbers, found
+            _CACHE[key] = numbers, found
         return found
 
 
@@ -82,27 +85,27 @@ class _Search:
 
     Attributes:
         probe: measures on the small model.
-        raw: norm -> name of a model output that is the residual stream which the norm reads.
-        idle: patterns of Parameters that no output depends on with these inputs.
+        returned_streams: norm -> name of a model output that is the residual stream which the norm reads.
+        unused_parameters: patterns of Parameters that no output depends on with these inputs.
     """
 
     probe: Probe
-    raw: dict[str, str] = field(default_factory=dict)
-    idle: set[str] = field(default_factory=set)
+    returned_streams: dict[str, str] = field(default_factory=dict)
+    unused_parameters: set[str] = field(default_factory=set)
 
     def run(self, mode: str) -> Centring:
-        """Run all steps; returns what was found."""
+        """Run all steps and return the centring."""
         probe, norms = self.probe, list(self.probe.norms)
         writers = self.writers()
-        if self.idle and self.mask_inputs():
-            self.idle.clear()
+        if self.unused_parameters and self.add_mask_input():
+            self.unused_parameters.clear()
             writers = self.writers()
         if (unreached := self.unreached()) is not None:
             return Centring(approximate=dict.fromkeys(map(pattern_of, norms), unreached), refused=unreached)
         while writers and probe.error_of(_centring(writers)) > EXACT:  # one of them isn't a writer: drop the worst
             alone = {writer: probe.error_of(_centring([writer])) for writer in writers}
             del writers[max(alone, key=alone.__getitem__)]
-        outputs = self.worthwhile(writers, self.outputs(writers))
+        outputs = self.without_costly(writers, self.outputs(writers))
         exact = self.exact(_centring(writers, outputs))
         compensated = self.compensated(_centring(writers, outputs))
         useful = {norm for norm in norms if pattern_of(norm) in {*exact, *compensated}}
@@ -126,18 +129,18 @@ class _Search:
         rest = []
         for axis in self.candidates():
             writer = Writer(axis)
-            answer = self.probe.ask(self.probe.shift(writer))
-            if answer.invisible:
-                found[writer] = answer.moved
+            effect = self.probe.measure(partial(self.probe.shift, writer))
+            if effect.invisible:
+                found[writer] = effect.moved
                 continue
             rest.append(axis)
-            if answer.moved:
-                self.note_raw(answer)
-            elif answer.error == 0.0:
-                self.idle.add(axis.pattern)
+            if effect.moved:
+                self.note_returned_streams(effect)
+            elif effect.error == 0.0:
+                self.unused_parameters.add(axis.pattern)
         for writer in (Writer(axis, scale) for scale in self.scales() for axis in rest):
-            if self.fits(writer) and (answer := self.probe.ask(self.probe.shift(writer))).invisible:
-                found[writer] = answer.moved
+            if self.scale_fits(writer) and (effect := self.probe.measure(partial(self.probe.shift, writer))).invisible:
+                found[writer] = effect.moved
         return found
 
     def candidates(self) -> Iterator[Axis]:
@@ -159,7 +162,7 @@ class _Search:
             if name != "bias" and owner not in self.probe.norms and all(vectors):
                 yield pattern
 
-    def fits(self, writer: Writer) -> bool:
+    def scale_fits(self, writer: Writer) -> bool:
         """Whether a writer's layer-scale may belong to it: in the same layers, and of the same width."""
         assert writer.scale is not None
         shared = writer.scale.rpartition("*")[0]
@@ -168,25 +171,25 @@ class _Search:
         pairs = ((self.probe.scale_of(writer, n), p) for n, p in self.probe.parameters[writer.axis.pattern].items())
         return all(scale is not None and scale.numel() == p.shape[writer.axis.axis] for scale, p in pairs)
 
-    def note_raw(self, answer: Answer) -> None:
-        """Record in `raw` the outputs that a shift changed by constants along the channels: they are the stream."""
+    def note_returned_streams(self, effect: Effect) -> None:
+        """Record the outputs that a shift changed by constants along the channels: they are the residual stream."""
         for name, old in self.probe.base.outputs.items():
-            new = answer.after.outputs.get(name)
+            new = effect.after.outputs.get(name)
             if new is None or new.shape != old.shape or not old.is_floating_point() or old.dim() < 2:
                 continue
             if old.shape[-1] in self.probe.widths and is_constant(new - old, -1):
-                for norm in answer.moved:
-                    self.raw.setdefault(norm, name)
+                for norm in effect.moved:
+                    self.returned_streams.setdefault(norm, name)
 
-    # --- inputs that reach more ---------------------------------------------------------------------------------------
+    # --- inputs ---------------------------------------------------------------------------------------
 
-    def mask_inputs(self) -> bool:
+    def add_mask_input(self) -> bool:
         """Add a forward with a masked input, if the model takes a mask, so that its mask embedding is measured too."""
         probe, inputs = self.probe, self.probe.inputs[""]
         takes = inspect.signature(probe.model.forward).parameters
         batch = next((len(value) for value in inputs.values() if isinstance(value, Tensor)), 1)
         for name in (one for one in _MASKS if one in takes and one not in inputs):
-            for count in self.lengths():
+            for count in self.mask_lengths():
                 mask = torch.arange(batch * count).reshape(batch, count) % 3 == 0
                 try:
                     observe(probe.model, {**inputs, name: mask})
@@ -196,7 +199,7 @@ class _Search:
                 return True
         return False
 
-    def lengths(self) -> list[int]:
+    def mask_lengths(self) -> list[int]:
         """Possible lengths of the mask: the numbers of positions in the modules' outputs."""
         shapes = dict.fromkeys(tuple(one.value.shape) for calls in self.probe.base.returned.values() for one in calls)
         counts = [shape[2] * shape[3] for shape in shapes if len(shape) == 4]
@@ -212,14 +215,14 @@ class _Search:
             if name in probe.base.called or module._modules or name in probe.norms or not missing:
                 continue
             named = [pattern_of(f"{name}.{own}") for own, p in module.named_parameters() if p.dim() > 1]
-            if any(pattern in self.idle for pattern in named):
+            if any(pattern in self.unused_parameters for pattern in named):
                 return (
                     f"the example inputs leave out {', '.join(missing)}, so they don't reach {pattern_of(name)}, which "
                     "may write to the same stream. Pass example_inputs= with them"
                 )
         return None
 
-    # --- what is centred in every forward -----------------------------------------------------------------------------
+    # --- outputs centred in every forward -----------------------------------------------------------------------------
 
     def outputs(self, writers: Mapping[Writer, Any]) -> _Outputs:
         """Modules to centre in every forward, since folding these writers leaves their outputs off-centre.
@@ -238,18 +241,18 @@ class _Search:
             pattern = next((one for one in sources if probe.centrable(one).keys() & off), None)
             if pattern is None:
                 return found
-            first = next(name for name in probe.like[pattern] if name in probe.base.returned)
+            first = next(name for name in probe.names_by_pattern[pattern] if name in probe.base.returned)
             last = probe.last_carrier(first) or pattern
             tried |= {pattern, last}
             found[last, probe.axis_of_pattern(last)] = probe.centrable(last)
 
-    def worthwhile(self, writers: Mapping[Writer, Any], outputs: _Outputs) -> _Outputs:
-        """The outputs without those whose centrings cost as much as the LayerNorms that they would replace."""
+    def without_costly(self, writers: Mapping[Writer, Any], outputs: _Outputs) -> _Outputs:
+        """The outputs that are worth centring: each makes more norms exact than it adds centrings to a forward."""
         kept = dict(outputs)
         for one in outputs:
             fewer = {other: seen for other, seen in kept.items() if other != one}
             lost = self.probe.zero_mean(_centring(writers, kept)) - self.probe.zero_mean(_centring(writers, fewer))
-            if len(lost) <= sum(name in self.probe.base.returned for name in self.probe.like[one[0]]):
+            if len(lost) <= sum(name in self.probe.base.returned for name in self.probe.names_by_pattern[one[0]]):
                 kept = fewer
         return kept
 
@@ -285,7 +288,7 @@ class _Search:
                 axis = 1 if probe.norms[norm].channels_first else -1
                 with added_to_outputs([(probe.modules[norm], axis)]) as constants:
                     after = probe.forward()
-                places = moved(before, after)
+                places = norms_with_changed_mean(before, after)
                 for other in sorted(places, key=places.__getitem__):
                     change = after.means[other][0].value - before.means[other][0].value
                     constant = constants[0].squeeze(axis)  # a shared layer's later calls depend on its first
@@ -309,10 +312,12 @@ class _Search:
                 found[pattern] = "the example inputs don't reach it"
             elif pattern in compensated:
                 found[pattern] = _POST_NORM
-            elif name in self.raw:
-                found[pattern] = f"its input is returned as well, in {self.raw[name]}: centring would change that"
+            elif name in self.returned_streams:
+                found[pattern] = (
+                    f"its input is returned as well, in {self.returned_streams[name]}: centring would change that"
+                )
             else:
-                found.setdefault(pattern, "its input isn't zero-mean, and what writes to it isn't read by norms alone")
+                found.setdefault(pattern, _SHARED_WRITERS)
         return found
 
     def refusal(self, compensated: list[str]) -> str:

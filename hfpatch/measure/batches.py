@@ -1,4 +1,4 @@
-"""What users pass as inputs, checked and made into keyword arguments of one forward each."""
+"""Checks the batches of inputs that users pass, and makes each into keyword arguments of one forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANDOM = "random, from the config"
 
 
 def as_batches(batches: Any, model: PreTrainedModel) -> tuple[list[Batch], str]:
-    """The batches as dicts, and what they are in words.
+    """The batches as dicts, and a description of them for reports.
 
     Raises:
         OptionError: they are empty, or not inputs of the model.
@@ -34,7 +34,7 @@ def as_batches(batches: Any, model: PreTrainedModel) -> tuple[list[Batch], str]:
         raise OptionError(f"batches must be dicts of tensors, or tensors, not {type(batches).__name__}.")
     listed = [batches] if single else list(batches)
     if not listed:
-        raise OptionError("batches is empty; an iterator that was used up before is, too.")
+        raise OptionError("batches is empty. (An iterator can be read only once; pass a list.)")
     found: list[Batch] = [_completed(_checked(batch, number, model), model) for number, batch in enumerate(listed)]
     return found, f"{len(found)} batch{'es' if len(found) > 1 else ''} given"
 

@@ -1,4 +1,4 @@
-"""One forward of a small model, computed in float64 throughout."""
+"""Runs the forward of a small model in float64 throughout."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def _is_float(values: Any) -> bool:
 
 @contextmanager
 def host_errors() -> Iterator[None]:
-    """Whatever a model's own code raises, inside, is raised as an UnsupportedError that says it in one line."""
+    """Context that turns any error of a model's own code into an UnsupportedError with its message in one line."""
     try:
         yield
-    except (MemoryError, PatchError):
+    except (MemoryError, torch.OutOfMemoryError, PatchError):
         raise
     except Exception as error:
         lines = str(error).strip().splitlines()
@@ -62,7 +62,7 @@ def host_errors() -> Iterator[None]:
 
 
 def outputs_in_float64(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The outputs of one forward by name, floats as float64, with random numbers of its own.
+    """The outputs of one forward by name, floats as float64; the random state is restored afterwards.
 
     Args:
         model: in float64, on the CPU.

@@ -1,4 +1,4 @@
-"""Inputs that a model's forward takes, made from its signature and its configuration."""
+"""Generates inputs for a model's forward from its signature and its config."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_inputs(model: nn.Module, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs for one forward: what it requires, text where it takes text, and what `overrides` asks for.
+    """Inputs for one forward: required ones, text if it takes text, and those in `overrides`.
 
     Args:
         model: its forward's signature and its config are read.
@@ -140,7 +140,7 @@ class Inputs:
         return self.normal(BATCH, TOKENS, self.find("hidden_size", "d_model"))
 
     def images(self, *frames: int) -> Tensor:
-        """Pixels, of so many frames where a number is given."""
+        """Pixel values, with a frames axis if a number of frames is given."""
         size, channels = self.find("image_size", "img_size", default=IMAGE_SIZE), self.channels()
         if isinstance(size, dict):
             size = (size["height"], size["width"])

@@ -17,7 +17,7 @@ from .quiet_forward import quiet
 _CACHES = re.compile(r"(.*_)?(past_key_values|cache(_params)?|mems|attentions|hidden_states)|state")
 _PIECE = 2**22  # numbers that are compared at once: float64 copies of all logits would be large
 _INFINITE = 1e30  # masked logits are -inf in some models and the dtype's lowest number in others
-_DRAWS = 2  # of noise
+DRAWS = 2  # of noise, whose larger effect is the noise floor
 FACTOR = 10.0  # of a noise floor: what rounding may explain
 
 
@@ -196,19 +196,17 @@ def last_bit(model: nn.Module) -> float:
     return max(torch.finfo(dtype).eps for dtype in {torch.float32, *dtypes})
 
 
-def noise_floor(model: nn.Module, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor] | None = None) -> float:
+def noise_floor(model: nn.Module, inputs: Mapping[str, Any]) -> float:
     """How far noise in the last bit moves the outputs (`max_error`), the larger of two draws.
 
     Args:
         model, inputs: run in `quiet`, with the output of every module that has Parameters multiplied by 1 + eps * u, u
             uniform in (-1, 1) and eps the `last_bit`.
-        outputs: the model's own for these inputs, where they are known.
     """
-    if outputs is None:
-        with quiet(model):
-            outputs = outputs_of(model, inputs)
+    with quiet(model):
+        outputs = outputs_of(model, inputs)
     floor = 0.0
-    for seed in range(_DRAWS):
+    for seed in range(DRAWS):
         with quiet(model):
             shake(model, last_bit(model), seed)
             floor = max(floor, max_error(outputs, outputs_of(model, inputs)))

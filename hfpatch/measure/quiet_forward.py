@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -53,6 +54,21 @@ def quiet(model: nn.Module) -> Iterator[None]:
             module.training = training
         for module, call in compiled:
             module._compiled_call_impl = call
+
+
+@contextmanager
+def attention_computed_by(implementation: str, model: nn.Module) -> Iterator[None]:
+    """All attentions of a model computed by one implementation: "sdpa", or "eager", which can return its maps."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values()
+    before = [(config, config._attn_implementation_internal) for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = implementation
+        yield
+    finally:
+        for config, own in before:
+            config._attn_implementation_internal = own
 
 
 def give_back_memory() -> None:

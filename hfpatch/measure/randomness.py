@@ -1,4 +1,4 @@
-"""Random weights that a test of equality can rely on, drawn without touching anybody's generator."""
+"""Random weights for comparisons of models, drawn without changing the state of any random generator."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def randomise(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def _fresh(module: nn.Module, name: str, value: Tensor, noise: Tensor) -> Tensor | None:
-    """A new value for a parameter or buffer, None to keep what it has."""
+    """A random value for a Parameter or buffer; None to keep the present one."""
     constant = bool((value == value.flatten()[0]).all())
     if value.isnan().any():  # transformers left it uninitialised
         return 2 * SPREAD * noise

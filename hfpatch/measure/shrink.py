@@ -1,4 +1,4 @@
-"""A model's configuration made small, by the names of its attributes."""
+"""Shrinks a model's config (layers, widths, vocabulary) by the names of its attributes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def shrunk(
 
 
 def shallow(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration with few layers, each kind of them present, and all widths as they are."""
+    """The config with few layers, at least one of each kind, and unchanged widths."""
     small = copy.deepcopy(config)
     for part in parts_of(small):
         kinds = _kinds_of_layers(part)
@@ -154,7 +154,7 @@ def _small(name: str, value: Any, layers: int, ids: dict[int, int]) -> Any:
     if isinstance(value, bool | str | float):
         return value
     if re.fullmatch(r".*token_(id|index)s?|vocab_offset", name):
-        return _each(value, lambda one: ids.get(one, one))
+        return _map_ints(value, lambda one: ids.get(one, one))
     if name.endswith(("layer_types", "layers_block_type")):
         return _some_of_each(value, layers)
     if name == "attention_types":  # GPT-Neo: [[kinds, how often]]
@@ -162,15 +162,15 @@ def _small(name: str, value: Any, layers: int, ids: dict[int, int]) -> Any:
     if _counts_layers(name, value):
         return type(value)(dict.fromkeys(min(one, layers - 1) for one in value))
     if name in ("image_size", "pretrain_image_size"):
-        return _each(value, lambda one: min(one, IMAGE_SIZE))
+        return _map_ints(value, lambda one: min(one, IMAGE_SIZE))
     if name == "patch_size":
-        return _each(value, lambda one: PATCH_SIZE if one > 8 else one)
+        return _map_ints(value, lambda one: PATCH_SIZE if one > 8 else one)
     if name.endswith("heads") and not isinstance(value, int):
         return value
     size = _size_of(name)
     if size is None:
         return value
-    return _each(value, lambda one: min(one, max(layers, size) if re.fullmatch(DEPTH, name) else size))
+    return _map_ints(value, lambda one: min(one, max(layers, size) if re.fullmatch(DEPTH, name) else size))
 
 
 def _counts_layers(name: str, value: Any) -> bool:
@@ -184,12 +184,12 @@ def _size_of(name: str) -> int | None:
     return next((size for size, names in SIZES if re.fullmatch("|".join(names.split()), name)), None)
 
 
-def _each(value: Any, function: Any) -> Any:
+def _map_ints(value: Any, function: Any) -> Any:
     """`function` of an int, of every int of a (nested) list, or of every value of a dict; others stay."""
     if isinstance(value, dict):
-        return {key: _each(one, function) for key, one in value.items()}
+        return {key: _map_ints(one, function) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_each(one, function) for one in value)
+        return type(value)(_map_ints(one, function) for one in value)
     return function(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -209,7 +209,7 @@ def _small_ids(config: PreTrainedConfig) -> dict[int, int]:
     for part in parts_of(config):
         for name, value in vars(part).items():
             if re.fullmatch(r".*token_(id|index)s?|vocab_offset", name):
-                _each(value, lambda one: large.add(one) if one >= VOCABULARY // 2 else None)
+                _map_ints(value, lambda one: large.add(one) if one >= VOCABULARY // 2 else None)
     return {one: VOCABULARY // 2 + rank for rank, one in enumerate(sorted(large))}
 
 

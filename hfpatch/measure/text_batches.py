@@ -12,10 +12,11 @@ from transformers import AutoProcessor, PreTrainedModel
 from ..runtime.errors import PatchError, first_line
 
 BATCH = 8
+_WORD_START = "\u2581"  # of SentencePiece; an invented Unigram tokenizer knows no other token
 
 
 def tokenizer_of(processor: Any) -> Any:
-    """A tokenizer itself, or that of a processor; None where there is none."""
+    """The tokenizer itself, or the one inside a processor; None if there is none."""
     tokenizer = getattr(processor, "tokenizer", processor)
     return tokenizer if hasattr(tokenizer, "get_vocab") else None
 
@@ -27,7 +28,7 @@ def processor_of(checkpoint: str, trust_remote_code: bool = False) -> Any:
     except Exception:  # they fail in many ways (missing files, missing packages); none spoils the model
         return None
     tokenizer = tokenizer_of(processor)
-    if tokenizer is not None and len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
+    if tokenizer is not None and tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens, _WORD_START}:
         return None  # invented by transformers for a folder without a tokenizer's files
     return processor
 

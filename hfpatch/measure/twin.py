@@ -1,4 +1,4 @@
-"""Small twins: random float64 models of the same architecture, on which what holds for it is measured quickly."""
+"""Small twins: random float64 models of a model's class, on which properties of the class are measured quickly."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _refuse_meta() -> nn.Module:
 
 
 def _structure(model: nn.Module) -> dict[str, set[Any]]:
-    """What a model is built of, whatever its sizes: patterns of names, with classes, and which Parameters are tied."""
+    """Structure of a model regardless of its sizes: patterns of module names with classes, and tied Parameters."""
     shared: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), []).append(pattern_of(name))
