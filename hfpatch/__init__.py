@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .errors import PatchError
     from .export import export_model
     from .hub.push import push_patched
-    from .patch import patch_model, repair_report, unpatch_model
+    from .patch import outcomes, patch_model, repair_report, unpatch_model
     from .plan import plan_patch
     from .repairs.repair import repair
     from .repairs.sample import sample_batches
@@ -60,6 +60,7 @@ __all__ = [
     "SwiGLU",
     "compile_model",
     "export_model",
+    "outcomes",
     "patch_model",
     "plan_patch",
     "push_patched",
@@ -77,7 +78,7 @@ _NAMES = {
     "errors": "PatchError",
     "export": "export_model",
     "hub.push": "push_patched",
-    "patch": "patch_model repair_report unpatch_model",
+    "patch": "outcomes patch_model repair_report unpatch_model",
     "plan": "plan_patch",
     "repairs.repair": "repair",
     "repairs.sample": "sample_batches",

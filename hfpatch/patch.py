@@ -1,4 +1,4 @@
-"""`patch_model`, `unpatch_model` and `repair_report`: a plan carried out in one transaction, and rolled back."""
+"""`patch_model`, `unpatch_model` and `repair_report`: a plan is carried out in one transaction, or rolled back."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from .checkpoint.patched_config import carry_over_config, give_patched_config
 from .compile import compile_model, require_blocks
 from .core.bare import require_bare
 from .core.optimizer import check_optimizer, swap_parameters
-from .core.transaction import WAY_BACK, Transaction, WayBack
+from .core.transaction import UNDO_RECORD, Transaction, UndoRecord, changes_alone
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
+from .outcome import Measurement, write_outcomes
 from .plan import Plan, checked_request, make_plan
 from .repairs.attention_maps import require_fit
-from .repairs.calibration import tried_batches
-from .repairs.reference import shadow
+from .repairs.calibration import runnable_batches
+from .repairs.reference import reference_copy
 from .repairs.repair import repair
 from .repairs.report import RepairReport
 from .repairs.sample import sample_batches
@@ -32,16 +33,17 @@ from .schemes.mlps import MLP
 from .schemes.norms import Norm
 from .schemes.placements import Placement
 from .schemes.positions import Position
+from .schemes.request import EXACT, Record
 
 M = TypeVar("M", bound=PreTrainedModel)
 REPAIR = "_hfpatch_repair"  # attribute of a model: the report of its latest repair
-_ENOUGH_RECOVERED = 0.5  # no warning if a repair removes at least this share of the distance to the original
 _WAITS_FOR_WEIGHTS = (
-    "{} has no weights yet (meta device), so nothing could be centred or checked. Load those of a model that was "
-    "patched in the same way; the original's would give another function."
+    "{} has no weights yet (meta device), so nothing could be centred or checked. Load weights that were saved by a "
+    "model patched in the same way; with the original's it would compute another function."
 )
 
 
+@changes_alone
 def patch_model(
     model: M,
     norm: str | Norm | None = None,
@@ -87,23 +89,25 @@ def patch_model(
         compile: call `compile_model` on the result.
 
     Returns:
-        The same model.
+        The same model; `outcomes(model)` says what was measured: exact, approximate, or repaired, and by how much.
 
     Warns:
-        NotPreservedWarning: names what the patch didn't preserve, unless a repair removed at least half of the distance
-            to the original.
+        NotPreservedWarning: names what the patch didn't preserve, unless a repair sufficed (see there for when it does)
+            or `init` is "reset".
 
     Raises:
-        PatchError: one of its children, from the plan, before anything changes. Should something fail later, every
+        PatchError: one of its children, from the plan, before anything changes; also where another thread is patching
+            the same model. Should something fail later, every
             change is rolled back before the error is passed on.
-        VerificationError: norms that should be exact aren't, with init="exact".
+        VerificationError: with init="exact", what should be exact isn't, measured on the model.
     """
     schemes = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
     plan = make_plan(model, checked_request(schemes, only, keep, init), example_inputs)
-    way_back: WayBack | None = vars(model).get(WAY_BACK)
-    if reversible and way_back is None and getattr(model.config, KEY, None):
+    undo_record: UndoRecord | None = vars(model).get(UNDO_RECORD)
+    if reversible and undo_record is None and getattr(model.config, KEY, None):
         raise NotReversibleError(
-            "an earlier patch of this model kept no way back, so reversible=True can't restore it."
+            "reversible=True: an earlier patch of this model was made without it, so unpatch_model couldn't restore "
+            "the original. Leave it out, or start from the original checkpoint."
         )
     require_fit(fit)
     if compile:
@@ -116,22 +120,27 @@ def patch_model(
     dtype, lengths = model.dtype, plan.lengths_in(model.config)
     if plan.changes:
         try:
-            report = _carry_out(plan, model, edits, optimizer, batches, fit)
+            report = _carry_out(plan, model, edits, optimizer, batches, fit, init, example_inputs)
         except VerificationError as error:
             if init == "exact":
                 raise
             plan = make_plan(model, checked_request(schemes, only, keep, init), example_inputs, error.measured)
             batches = batches or _checked_calibration(model, calibration, plan, init)
-            report = _carry_out(plan, model, edits, optimizer, batches, fit)
+            report = _carry_out(plan, model, edits, optimizer, batches, fit, init, example_inputs)
     if tokenizer is not None:
         edits.set_attribute(tokenizer, "model_max_length", length)
     if plan.changes:
-        _keep_on_model(model, WayBack(edits, dtype, lengths) if reversible else None, report)
-        if plan.losses() and init != "reset" and not (report and report.recovered >= _ENOUGH_RECOVERED):
-            warnings.warn(_not_preserved(plan, report), NotPreservedWarning, stacklevel=2)
-        if plan.conversion is not None and plan.conversion.waits_for_weights:
-            warnings.warn(_WAITS_FOR_WEIGHTS.format(plan.model_name), NotPreservedWarning, stacklevel=2)
+        _keep_on_model(model, UndoRecord(edits, dtype, lengths) if reversible else None, report)
     return compile_model(model) if compile else model
+
+
+def outcomes(model: nn.Module) -> dict[str, str]:
+    """What each request of a patched model came to: {"norm='rms'": "exact: outputs differ by 2.7e-07, ..."}.
+
+    Measured right after the patch or its repair, against the model as it was before, and saved with the model; what
+    training does afterwards isn't in it.
+    """
+    return Record.of(model.config).outcomes()
 
 
 def repair_report(model: nn.Module) -> RepairReport | None:
@@ -139,6 +148,7 @@ def repair_report(model: nn.Module) -> RepairReport | None:
     return vars(model).get(REPAIR)
 
 
+@changes_alone
 def unpatch_model(model: M, *, optimizer: Any = None) -> M:
     """Roll back all patches of a model that was patched with `reversible=True`: classes, modules, Parameters, config.
 
@@ -155,26 +165,26 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
         WrappedModelError: it is wrapped; unwrap it first.
     """
     require_bare(model)
-    way_back: WayBack | None = vars(model).get(WAY_BACK)
-    if way_back is None:
+    undo_record: UndoRecord | None = vars(model).get(UNDO_RECORD)
+    if undo_record is None:
         if not getattr(model.config, KEY, None):
-            raise NotReversibleError(f"{type(model).__name__} isn't patched.")
+            raise NotReversibleError(f"{type(model).__name__} isn't patched, so there is nothing to undo.")
         raise NotReversibleError(
-            f"{type(model).__name__} kept no way back: it was loaded patched, or patched without reversible=True. "
-            "Load the original checkpoint instead."
+            f"{type(model).__name__} can't be unpatched: it was loaded from a patched checkpoint, or patched without "
+            "reversible=True. Load the original checkpoint instead."
         )
     if optimizer is not None:
         check_optimizer(optimizer, model)
     before = list(model.parameters())
     present_ids = set(map(id, before))
-    replaced = [(new, old) for old, new in way_back.edits.replacements()]
+    replaced = [(new, old) for old, new in undo_record.edits.replacements()]
     patched_config, device, dtype = model.config, model.device, model.dtype
-    way_back.edits.undo()
+    undo_record.edits.undo()
     _keep_on_model(model, None, None)
-    carry_over_config(model, patched_config, way_back.lengths)
+    carry_over_config(model, patched_config, undo_record.lengths)
     for parameter in model.parameters():  # restored ones move to the model's present device and dtype
         if id(parameter) not in present_ids:
-            converted = dtype != way_back.dtype and parameter.is_floating_point()
+            converted = dtype != undo_record.dtype and parameter.is_floating_point()
             parameter.data = parameter.data.to(device, dtype if converted else None)
     if optimizer is not None:
         swap_parameters(model, optimizer, before, replaced, Transaction())
@@ -192,7 +202,7 @@ def _tokenizer_and_length(processor: Any, pos: str | Position | None) -> tuple[A
     scheme = Position.resolve(pos)
     if scheme is None or scheme.max_positions is None:
         raise OptionError(
-            "tokenizer= takes over the new length, so pos= must say it: pos='rope:max_positions=8192', for example."
+            "tokenizer= is given the new length, so pos= must set one: pos='rope:max_positions=8192', for example."
         )
     tokenizer = getattr(processor, "tokenizer", processor)
     if not hasattr(tokenizer, "model_max_length"):
@@ -215,46 +225,56 @@ def _checked_calibration(
         return None
     if not plan.changes:
         raise OptionError(
-            f"{plan.model_name} is patched this way already, and calibration= fits only what a patch changes. Use "
+            f"{plan.model_name} is patched in this way already, and calibration= fits only what a patch changes. Use "
             "repair(model, original, batches), with the original model."
         )
     if init == "reset":
         raise OptionError(
-            "init='reset' starts parameters afresh, and calibration fits them to the original: choose one."
+            "init='reset' reinitialises parameters, and calibration= fits them to the original model: choose one."
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise OptionError("calibration needs weights, and this model has none yet (meta device). Load it first.")
     if isinstance(calibration, str) and calibration == "self":
         return sample_batches(model) if plan.losses() else None
-    return tried_batches(calibration, model)
+    return runnable_batches(calibration, model)
 
 
 def _carry_out(
-    plan: Plan, model: PreTrainedModel, edits: Transaction, optimizer: Any, calibration: Iterable[Any] | None, fit: str
+    plan: Plan,
+    model: PreTrainedModel,
+    edits: Transaction,
+    optimizer: Any,
+    calibration: Iterable[Any] | None,
+    fit: str,
+    init: str,
+    inputs: Mapping[str, Any] | None,
 ) -> RepairReport | None:
-    """Carry out a plan, phase by phase, with its check and repair; on any error all is rolled back."""
+    """Carry out a plan phase by phase, measure it, repair it, and warn; on any error all is rolled back."""
     optimizer_edits = Transaction()
     before = list(model.parameters())
     exact, norms, others = plan.phases
     conversion, repairs = plan.conversion, calibration is not None and bool(plan.losses())
     reference = conversion.measure() if conversion is not None else None
-    report = None
+    measurement = Measurement(plan, model, inputs, reference, repairs)
+    report = verdict = None
     try:
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
             exact.apply(model, edits)
             if conversion is not None and reference is not None:
-                conversion.verify(reference)
-            original = shadow(model, writes=bool(conversion and conversion.moved_shifts)) if repairs else None
+                verdict = conversion.verify(reference)
+            original = reference_copy(model, writes=bool(conversion and conversion.moved_shifts)) if repairs else None
             norms.apply(model, edits)
             if conversion is not None:
                 conversion.compensate(edits)
             others.apply(model, edits)
             give_patched_config(model, plan.record, edits, plan.lengths)
             edits.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
+            write_outcomes(model, measurement.outcomes(model, verdict), init)
             if calibration is not None and original is not None:
                 report = repair(model, original, calibration, edits, fit)
         if optimizer is not None:
             swap_parameters(model, optimizer, before, edits.replacements(), optimizer_edits)
+        _warn(plan, model, report, init)  # an error, where the user's filter makes it one
     except BaseException:
         optimizer_edits.undo()
         edits.undo()
@@ -268,25 +288,34 @@ def _carry_out(
     return report
 
 
-def _keep_on_model(model: nn.Module, way_back: WayBack | None, report: RepairReport | None) -> None:
+def _keep_on_model(model: nn.Module, undo_record: UndoRecord | None, report: RepairReport | None) -> None:
     """Store a patch's undo log (appended to earlier patches') and repair report on the model; None removes them."""
-    earlier: WayBack | None = vars(model).pop(WAY_BACK, None)
+    earlier: UndoRecord | None = vars(model).pop(UNDO_RECORD, None)
     vars(model).pop(REPAIR, None)
-    if way_back is not None:
-        vars(model)[WAY_BACK] = way_back if earlier is None else earlier.then(way_back)
+    if undo_record is not None:
+        vars(model)[UNDO_RECORD] = undo_record if earlier is None else earlier.then(undo_record)
     if report is not None:
         vars(model)[REPAIR] = report
 
 
-def _not_preserved(plan: Plan, report: RepairReport | None) -> str:
-    """Text of the warning: what the patch didn't preserve, and the repair's result or how to get a repair."""
+def _warn(plan: Plan, model: PreTrainedModel, report: RepairReport | None, init: str) -> None:
+    """Warn of what a patch didn't preserve."""
+    caller = 5  # this function, _carry_out, patch_model and its decorator are between
+    newest = Record.of(model.config).outcomes(plan.by_kind)
+    changed = {request: outcome for request, outcome in newest.items() if not outcome.startswith(EXACT)}
+    if changed and init != "reset" and not (report and report.suffices):
+        warnings.warn(_not_preserved(plan, changed, report), NotPreservedWarning, stacklevel=caller)
+    if plan.conversion is not None and plan.conversion.waits_for_weights:
+        warnings.warn(_WAITS_FOR_WEIGHTS.format(plan.model_name), NotPreservedWarning, stacklevel=caller)
+
+
+def _not_preserved(plan: Plan, changed: Mapping[str, str], report: RepairReport | None) -> str:
+    """Text of the warning: what the patch didn't preserve, and how to get a repair or more about the one that ran."""
     advice = (
-        "calibration=batches (inputs without labels), or calibration='self' for a model that generates, repairs it "
-        "without training; plan_patch lists the modules."
+        "calibration=batches (inputs without labels; --calibration FILE), or calibration='self' for a model that "
+        "generates, repairs it without training. plan_patch(...) lists the modules."
     )
     if report is not None:
-        advice = (
-            f"A repair was tried: {report.measure} {report.before:.3g} -> {report.after:.3g} on held-out sequences, "
-            f"{'kept' if report.kept else 'undone'}; repair_report(model) says what couldn't be fitted."
-        )
-    return f"{plan.model_name} now computes another function; not preserved: {'; '.join(plan.losses())}. {advice}"
+        advice = "repair_report(model) lists the repair's steps and what couldn't be fitted."
+    what = ". ".join(f"{request} is {outcome}" for request, outcome in changed.items())
+    return f"{plan.model_name}: the patched model computes another function. {what}. {advice}"

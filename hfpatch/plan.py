@@ -1,4 +1,4 @@
-"""Plans of patches: what a request changes in one model, and in which order; the model isn't touched.
+"""`plan_patch`: what a request changes in one model, and in which order. The model isn't changed.
 
 Whatever can be foreseen to fail is raised here, before anything changes.
 """
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from .core.bare import require_bare
 from .core.globs import Names, as_globs, require_matches
-from .core.plan_table import SO_ALREADY, Change, Row, grouped, table
+from .core.plan_table import ALREADY_DONE, Change, Row, grouped, table
 from .core.transaction import Transaction
 from .errors import NothingToPatchError, OptionError
 from .exact.request import Conversion
@@ -61,12 +61,13 @@ class Phase:
 
 @dataclass
 class Plan:
-    """What a request will do to one model, made by `plan_patch`; `str(plan)` is a table of it.
+    """Plan of a patch of one model, made by `plan_patch`; `str(plan)` is a table of it.
 
     Attributes:
         model_name: the model's class.
         record: the patch record that the model's config will hold.
-        changes: one per module of the table: its row, edits and new values; rows of kept modules have neither.
+        by_kind: for each kind that the request changes one change per module of the table: its row, edits and new
+            values; rows of kept modules have neither.
         conversion: the swap to norms that compute the same function, which `patch_model` checks; None without one.
         lengths: (config, attribute, new value) where the request sets max_positions or image_size.
         phases: the changes in the order in which they are carried out.
@@ -74,10 +75,15 @@ class Plan:
 
     model_name: str
     record: Record
-    changes: list[Change] = field(default_factory=list)
+    by_kind: dict[str, list[Change]] = field(default_factory=dict)
     conversion: Conversion | None = None
     lengths: list[Setting] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
+
+    @property
+    def changes(self) -> list[Change]:
+        """The changes of all kinds."""
+        return [change for changes in self.by_kind.values() for change in changes]
 
     @property
     def edits(self) -> list[Edit]:
@@ -99,11 +105,12 @@ class Plan:
         names = getattr(type(config), "attribute_map", {})
         return {names.get(name, name): value for owner, name, value in self.lengths if owner is config}
 
-    def losses(self) -> list[str]:
-        """What the patch doesn't preserve, in words, without repetition; empty for an exact patch."""
+    def losses(self, kind: str | None = None) -> list[str]:
+        """What the patch (or its part of one kind) doesn't preserve, as texts without repetition; empty if exact."""
+        rows = (change.row for change in (self.changes if kind is None else self.by_kind[kind]))
         texts = (
             row.loss if row.kind == "position" else f"{row.becomes.partition('(')[0]}: {row.loss}"
-            for row in self.rows
+            for row in rows
             if row.loss and row.becomes
         )
         return list(dict.fromkeys(texts))
@@ -111,7 +118,7 @@ class Plan:
     def __str__(self) -> str:
         if not self.changes:
             return f"{self.model_name}: nothing to do, it is patched this way already."
-        lines = [("module", "now", "becomes", "kept function", "note")]
+        lines = [("module", "now", "becomes", "expected", "note")]
         for members, numbers in grouped(self.rows, _line_key):
             row, count = members[0], len(members)
             becomes = row.becomes or "(kept)"
@@ -195,7 +202,7 @@ def make_plan(
         if found.changes and not _is_patched_already(found.changes):
             planned[kind] = found
     for kind, found in planned.items():
-        plan.changes += found.changes
+        plan.by_kind[kind] = found.changes
         plan.conversion = found.conversion or plan.conversion
         plan.lengths += found.lengths
         plan.record = plan.record.plus(kind, found.part)
@@ -248,7 +255,9 @@ def _require_same_init(parts: dict[str, Part], record: Record) -> None:
 
 def _is_patched_already(changes: list[Change]) -> bool:
     """Whether the model already is what the request asks for, though its record doesn't say so."""
-    return not any(change.changes for change in changes) and any(change.row.reason == SO_ALREADY for change in changes)
+    return not any(change.changes for change in changes) and any(
+        change.row.reason == ALREADY_DONE for change in changes
+    )
 
 
 def _require_order(parts: dict[str, Part], record: Record) -> None:
@@ -296,7 +305,7 @@ def checked_request(schemes: Mapping[str, object], only: object, keep: object, i
     resolved = {kind: KINDS[kind].resolve(schemes.get(kind)) for kind in _ORDER}
     if not any(resolved.values()):
         raise OptionError(
-            f"nothing was asked for: pass {', '.join(f'{kind}=' for kind in KINDS)} or several of them, such as "
+            f"no change was requested: pass {', '.join(f'{kind}=' for kind in KINDS)} or several of them, such as "
             "norm='rms', pos='rope'."
         )
     if init not in INITS:

@@ -1,4 +1,4 @@
-"""One line of a plan, and the change behind it; rows of modules that differ in their numbers as one line."""
+"""Rows of a printed plan and the changes behind them; rows that differ in layer numbers alone become one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import WrappedModelError
 from ..runtime.edits import Edit
 from .transaction import Transaction
 
-SO_ALREADY = "is so already"  # reason of a row that a request would change into what it is
+ALREADY_DONE = "already as requested"  # reason of a row whose module is what the request makes of it
 R = TypeVar("R", bound=Any)  # a row about one module: it has the attribute `module`
 
 
@@ -63,7 +63,7 @@ class Change:
 
 
 def refuse_private_forward(name: str, module: nn.Module) -> None:
-    """Refuse a module whose instance carries a forward of its own, which would outlive a change of class.
+    """Refuse a module whose instance has a forward of its own, which would still run after its class is changed.
 
     Raises:
         WrappedModelError: some speed and quantization libraries do that.

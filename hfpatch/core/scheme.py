@@ -1,4 +1,4 @@
-"""What norm, position and MLP schemes share: a frozen dataclass whose fields are its options and its JSON."""
+"""Base class of schemes: a frozen dataclass whose fields are its options and its JSON."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from types import UnionType
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import OptionError
 from ..runtime.errors import PatchError
 from .registry import Registry
 
 S = TypeVar("S", bound="Scheme")
+MOST = 2**63 - 1  # the largest integer that torch takes
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Scheme:
         return f"{self.name}:{text}" if text else self.name
 
     def settled(self: S, init: str) -> S:
-        """The scheme with every option that hangs on how new parameters start; what a checkpoint records."""
+        """The scheme with every option set that depends on `init`: the form that a checkpoint records."""
         return self
 
     @classmethod
@@ -69,9 +71,13 @@ class Scheme:
         """A scheme from what a user writes: None, a registered name, `"name:option=value,..."`, or a scheme object.
 
         Raises:
-            UnknownNameError, OptionError: as in `from_json`.
+            UnknownNameError, OptionError: as in `from_json`; also of an object whose options are of other types than
+                its class declares.
         """
-        if value is None or isinstance(value, cls):
+        if value is None:
+            return None
+        if isinstance(value, cls):
+            _require_types(value)
             return value
         if not isinstance(value, str):
             is_class = isinstance(value, type) and issubclass(value, cls)
@@ -94,15 +100,51 @@ def construct(registry: Registry, name: str, options: Mapping[str, Any]) -> Any:
                 f"{registry.kind} {name!r} has no option {option!r}. Options: {', '.join(known) or 'none'}."
             )
     try:
-        return scheme(**options)
+        found = scheme(**options)
     except PatchError:
         raise
     except (TypeError, ValueError) as error:
         raise OptionError(f"{registry.kind} {name!r} can't be made from {dict(options)!r}: {error}") from error
+    _require_types(found)
+    return found
+
+
+def _require_types(scheme: Scheme) -> None:
+    """Refuse options of other types than their annotations say, for schemes that don't check them by themselves.
+
+    Raises:
+        OptionError: names the option, its type and the value.
+    """
+    try:
+        declared = get_type_hints(type(scheme))
+    except NameError:  # an annotation of something that was imported for type checkers only
+        return
+    for field in fields(scheme):
+        value, hint = getattr(scheme, field.name), declared[field.name]
+        if not _is_of_type(value, hint):
+            wanted = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+            raise OptionError(f"{type(scheme).__name__}: {field.name} must be {wanted}, not {value!r:.80}.")
+
+
+def _is_of_type(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type; an integer is a float, and a list (as JSON has them) a tuple."""
+    origin, of = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_is_of_type(value, one) for one in of)
+    if origin is Literal:
+        return value in of
+    if origin in (int, float):
+        return isinstance(value, int | origin) and not isinstance(value, bool)
+    if origin in (list, tuple):
+        each = of[:1] * len(value) if isinstance(value, list | tuple) and (origin is list or of[1:] == (...,)) else of
+        return isinstance(value, list | tuple) and (
+            not of or (len(each) == len(value) and all(map(_is_of_type, value, each)))
+        )
+    return origin is Any or not isinstance(origin, type) or isinstance(value, origin)
 
 
 def _is_word(value: Any) -> bool:
-    """Whether a string stands for itself in options; others are JSON."""
+    """Whether a string is written without quotes in options; other values are JSON."""
     if not isinstance(value, str) or value in ("true", "false", "null", "NaN", "Infinity"):
         return False
     return re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", value) is not None
@@ -124,10 +166,18 @@ def _parse_options(text: str, options: str) -> dict[str, Any]:
 def require_number(
     owner: str, option: str, value: Any, *, above: float, at_most: float | None = None, inclusive: bool = False
 ) -> None:
-    """Refuse what isn't a finite number in (above, at_most], or in [above, at_most] with `inclusive`."""
+    """Refuse what isn't a finite number in (above, at_most], or in [above, at_most] with `inclusive`.
+
+    So is an integer of more than 64 bits, which torch doesn't take.
+    """
     if isinstance(value, int | float) and not isinstance(value, bool):
         enough = value >= above if inclusive else value > above
         if enough and value <= (sys.float_info.max if at_most is None else at_most):
+            if isinstance(value, int) and abs(value) > MOST:
+                raise OptionError(
+                    f"{owner}: {option} is an integer of more than 64 bits. Choose a smaller one, or write "
+                    f"{float(value):g}."
+                )
             return
     domain = f"{'[' if inclusive else '('}{above:g}, {'inf)' if at_most is None else f'{at_most:g}]'}"
     raise OptionError(f"{owner}: {option} must be a number in {domain}, not {value!r:.80}.")

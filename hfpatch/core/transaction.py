@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import setitem
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+
+from ..runtime.errors import UnsupportedError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _HOOKS = (
     "_forward_hooks",
@@ -20,9 +27,45 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_is_full_backward_hook",
 )
-WAY_BACK = "_hfpatch_way_back"  # attribute of a reversibly patched model: its `WayBack`
+UNDO_RECORD = "_hfpatch_undo_record"  # attribute of a reversibly patched model: its `UndoRecord`
 
 _PIECE = 2**18  # elements converted to float64 at once by `rewrite`
+
+
+_lock = threading.Lock()
+_changing: set[int] = set()  # ids of the models that are being changed
+
+
+@contextmanager
+def changing(model: object) -> Iterator[None]:
+    """While it is open, the model can't be opened for changes a second time.
+
+    Raises:
+        UnsupportedError: another thread is changing it.
+    """
+    with _lock:
+        if id(model) in _changing:
+            raise UnsupportedError(
+                f"this {type(model).__name__} is being patched, unpatched or repaired by another thread. Wait until "
+                "that one has ended; patch one model from one thread."
+            )
+        _changing.add(id(model))
+    try:
+        yield
+    finally:
+        with _lock:
+            _changing.discard(id(model))
+
+
+def changes_alone(function: F) -> F:
+    """Decorator of a function whose first argument is a model that it changes, and nobody else meanwhile."""
+
+    @functools.wraps(function)
+    def run(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with changing(model):
+            return function(model, *args, **kwargs)
+
+    return cast(F, run)
 
 
 class Transaction:
@@ -153,8 +196,8 @@ class Transaction:
 
 
 @dataclass
-class WayBack:
-    """What `unpatch_model` needs of a model's reversible patches.
+class UndoRecord:
+    """Undo log of a model's reversible patches, and the settings before them: what `unpatch_model` needs.
 
     Attributes:
         edits: the undo log of all patches.
@@ -166,9 +209,9 @@ class WayBack:
     dtype: torch.dtype
     lengths: dict[str, Any]
 
-    def then(self, later: WayBack) -> WayBack:
-        """This one extended by that of a later patch."""
-        return WayBack(self.edits.then(later.edits), self.dtype, {**self.lengths, **later.lengths})
+    def then(self, later: UndoRecord) -> UndoRecord:
+        """This record extended by that of a later patch."""
+        return UndoRecord(self.edits.then(later.edits), self.dtype, {**self.lengths, **later.lengths})
 
 
 def _calculated(kind: str, x: Tensor, operand: Tensor, axis: int | None) -> Tensor:

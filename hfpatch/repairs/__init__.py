@@ -1,1 +1,1 @@
-"""Fitting a patched model back to the original, branch by branch, without labels."""
+"""Repairs: fit a patched model to the original's activations, branch by branch, without labels."""

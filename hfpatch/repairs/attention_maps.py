@@ -1,4 +1,4 @@
-"""Fit of an attention's queries and keys to the original's attention maps, after a change of positions.
+"""Fits an attention's queries and keys to the original's attention maps, after a change of positions.
 
 Constant vectors b_q, b_k under a rotation give b_q' R(m - n) b_k, a profile over distances: biases alone can draw the
 average map that a table of positions drew; weights fit the rest. What is minimised is KL(original map || present map),
@@ -7,18 +7,17 @@ averaged over heads and over queries that aren't padding, by Adam on the module'
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from ..errors import OptionError
-from .block_replay import Call, first_tensor
+from ..measure.quiet_forward import attention_computed_by
+from .block_replay import RecordedCall, first_tensor
 from .report import FittedValues
 
 FITS = ("qk", "bias")
@@ -38,7 +37,7 @@ class Example:
         fitted, held_out: queries (B, T) that are fitted to, and those that judge.
     """
 
-    call: Call
+    call: RecordedCall
     target: Tensor
     fitted: Tensor
     held_out: Tensor
@@ -56,24 +55,6 @@ class Example:
         return (self.entropy - cross).transpose(1, 2)[rows].mean()
 
 
-@contextlib.contextmanager
-def eager(model: nn.Module) -> Iterator[None]:
-    """Attention that returns its maps, and masks that it can read."""
-    configs: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(config, PreTrainedConfig):
-            configs[id(config)] = config
-    before = [(config, config._attn_implementation_internal) for config in configs.values()]
-    try:
-        for config in configs.values():
-            config._attn_implementation_internal = "eager"
-        yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
-
-
 def require_fit(fit: Any) -> None:
     """Refuse what isn't one of `FITS`.
 
@@ -84,13 +65,13 @@ def require_fit(fit: Any) -> None:
         raise OptionError(f"fit must be one of {', '.join(map(repr, FITS))}, not {fit!r:.40}.")
 
 
-def map_of(module: nn.Module, call: Call) -> Tensor | None:
+def map_of(module: nn.Module, call: RecordedCall) -> Tensor | None:
     """The attention map (B, H, T, S) that a module returns after its output; None where it returns none."""
     return map_in(module(*call.args, **call.kwargs))
 
 
 def map_in(returned: Any) -> Tensor | None:
-    """The attention map among what a module returned, after its output."""
+    """The attention map in a module's result, after its output; None if there is none."""
     for item in returned[1:] if isinstance(returned, tuple | list) else ():
         if isinstance(item, Tensor) and item.dim() == 4 and item.is_floating_point() and item.numel():
             sums = item.detach().float().sum(-1)
@@ -99,15 +80,15 @@ def map_in(returned: Any) -> Tensor | None:
     return None
 
 
-def wide(value: Any) -> Any:
+def in_float32(value: Any) -> Any:
     """A call, or a value of its arguments, with floats in float32."""
     if isinstance(value, Tensor):
         return value.float() if value.is_floating_point() else value
-    if isinstance(value, Call):
-        return Call(wide(value.args), wide(value.kwargs))
+    if isinstance(value, RecordedCall):
+        return RecordedCall(in_float32(value.args), in_float32(value.kwargs))
     if type(value) in (tuple, list):
-        return type(value)(map(wide, value))
-    return {name: wide(item) for name, item in value.items()} if type(value) is dict else value
+        return type(value)(map(in_float32, value))
+    return {name: in_float32(item) for name, item in value.items()} if type(value) is dict else value
 
 
 def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]) -> FittedValues | None:
@@ -123,13 +104,13 @@ def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]
         The values with the lowest mean KL divergence on held-out queries; None where no such Parameter moves the maps.
     """
     work = copy.deepcopy(module).float().requires_grad_(False)
-    with eager(work):
+    with attention_computed_by("eager", work):
         chosen = _moving(work, examples[0], [name for name in own if fit == "qk" or name.split(".")[-1] == "bias"])
         return _descend(work, examples, chosen) if chosen else None
 
 
 def _moving(work: nn.Module, example: Example, names: list[str]) -> dict[str, nn.Parameter]:
-    """Those of some Parameters that move the maps; they alone require gradients from now on."""
+    """Those of some Parameters that affect the attention maps; only they require gradients afterwards."""
     parameters = {name: p for name, p in work.named_parameters() if name in names and p.is_floating_point()}
     for parameter in parameters.values():
         parameter.requires_grad_()

@@ -1,8 +1,8 @@
-"""Block replay: runs parts of a model on calibration batches without running again what comes before them.
+"""Block replay: runs single blocks of a model on calibration batches; earlier blocks return outputs cached on disk.
 
-A block is an element of an `nn.ModuleList` that runs once in a forward. To look into one, the model's own forward is
-run with every earlier block replaced by what it returned before, and is left as soon as everything that was wanted has
-been seen: masks, position tables, heads and whatever else a forward does are the model's own code, in any family.
+A block is an element of an `nn.ModuleList` that runs once in a forward. To record activations inside one, the model's
+own forward is run with every earlier block replaced by its cached output, and is left by an exception as soon as all
+requested activations are recorded. So masks, position tables and heads are the model's own code, in any family.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..core.staging import save_temporary
 from ..measure.blocks import listed_modules
 from ..measure.quiet_forward import device_of
 from .calibration import Batches, count_sequences, stored
 
-Note = Callable[[str, str, Any], None]
+OnCall = Callable[[str, str, Any], None]  # ("in" or "out", name of a module, its call or its result)
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """The arguments of one call of a module."""
 
     args: tuple
     kwargs: dict[str, Any]
 
 
-class _Seen(BaseException):
-    """Leaves a forward that has shown all it was run for; no model's `except Exception` may stop it."""
+class _AllObserved(BaseException):
+    """Leaves a forward once everything requested is recorded; a model's `except Exception` doesn't catch it."""
 
 
 @dataclass
 class Segment:
-    """What runs in one go: a block, or whatever runs before, between or after the blocks.
+    """Part of a forward: one block, or the modules that run before, between or after blocks.
 
     Attributes:
-        block: its name; None outside the blocks.
-        stack: the name of the list that the block is in.
-        modules: norms and linear maps inside, by name, in the order in which they run.
+        block: name of the block; None outside blocks.
+        stack: name of the `nn.ModuleList` that the block is in.
+        modules: names of the norms and linear maps inside, in the order in which they run.
     """
 
     block: str | None = None
@@ -51,17 +52,17 @@ class Segment:
     modules: list[str] = field(default_factory=list)
 
 
-class Walk:
-    """One model, what its blocks returned for each batch, and other tensors of it, all on disk.
+class BlockReplay:
+    """Runs one model on batches, with the outputs of finished blocks and other activations stored on disk.
 
     Args:
-        model: run as it is, on its own device, inside the caller's `quiet`.
+        model: is run unchanged on its own device, inside the caller's `quiet`.
         batches: the inputs.
-        folder: where activations are kept.
+        folder: where activations are stored.
 
     Attributes:
-        modules: all of them, by name.
-        forms: of each block that can be replayed, what it returns besides the stream, as in `_form`.
+        modules: all modules of the model, by name.
+        forms: for each block that can be replayed, what it returns besides the stream, as in `_form`.
     """
 
     def __init__(self, model: PreTrainedModel, batches: Batches, folder: Path):
@@ -74,7 +75,7 @@ class Walk:
     # Forwards
 
     def forward(self, index: int, rows: Tensor | None = None) -> Any:
-        """What the model returns for one batch, or for some of its sequences."""
+        """The model's output for one batch, or for some of its sequences."""
         with torch.no_grad():
             return self.model(**self.inputs(index, rows))
 
@@ -91,39 +92,39 @@ class Walk:
     def observe(
         self, index: int, inputs: Iterable[str] = (), outputs: Iterable[str] = ()
     ) -> dict[tuple[str, str], Any]:
-        """The calls ("in", name) of some modules and the results ("out", name) of others, for one batch.
+        """Records the arguments ("in", name) of some modules and the results ("out", name) of others, for one batch.
 
-        Of a module that the forward never reaches there is none.
+        Modules that the forward never reaches are missing from the result.
         """
-        wanted = {("in", name) for name in inputs} | {("out", name) for name in outputs}
-        seen: dict[tuple[str, str], Any] = {}
+        missing = {("in", name) for name in inputs} | {("out", name) for name in outputs}
+        recorded: dict[tuple[str, str], Any] = {}
 
-        def note(kind: str, name: str, value: Any) -> None:
-            if (kind, name) in wanted:
-                wanted.discard((kind, name))
-                seen[kind, name] = value
-                if not wanted:
-                    raise _Seen
+        def record(kind: str, name: str, value: Any) -> None:
+            if (kind, name) in missing:
+                missing.discard((kind, name))
+                recorded[kind, name] = value
+                if not missing:
+                    raise _AllObserved
 
-        names = {name for _, name in wanted}
-        with self.hooked(names, note), self._replaying(index), contextlib.suppress(_Seen):
+        names = {name for _, name in missing}
+        with self.hooked(names, record), self._replaying(index), contextlib.suppress(_AllObserved):
             self.forward(index)
-        return seen
+        return recorded
 
     def run(self, index: int, inputs: Iterable[str] = (), outputs: Iterable[str] = ()) -> dict[str, Tensor]:
-        """The first tensors that some modules are called with, and that others return, by name, for one batch."""
-        seen = self.observe(index, inputs, outputs)
-        return {name: first_tensor(value).detach() for (_, name), value in seen.items()}
+        """First tensor among the arguments of some modules, and among the results of others, by name, for one batch."""
+        recorded = self.observe(index, inputs, outputs)
+        return {name: first_tensor(value).detach() for (_, name), value in recorded.items()}
 
     @contextlib.contextmanager
-    def hooked(self, names: Iterable[str], note: Note) -> Iterator[None]:
-        """Inside, `note("in", name, call)` and `note("out", name, result)` are called as these modules run."""
+    def hooked(self, names: Iterable[str], on_call: OnCall) -> Iterator[None]:
+        """Context in which `on_call("in", name, call)` and `on_call("out", name, result)` run with these modules."""
 
         def before(name: str) -> Callable[..., None]:
-            return lambda _, args, kwargs: note("in", name, Call(args, kwargs))
+            return lambda _, args, kwargs: on_call("in", name, RecordedCall(args, kwargs))
 
         def after(name: str) -> Callable[..., None]:
-            return lambda _, args, result: note("out", name, result)
+            return lambda _, args, result: on_call("out", name, result)
 
         handles = []
         for name in names:
@@ -135,37 +136,39 @@ class Walk:
             for handle in handles:
                 handle.remove()
 
-    # Blocks that are replayed
+    # Frozen blocks
 
-    def keep(self, block: str, index: int, returned: Any = None) -> None:
-        """From now on this block doesn't run for this batch, but returns what it returns now, or was seen to return."""
+    def freeze(self, block: str, index: int, returned: Any = None) -> None:
+        """Store a block's output for a batch (`returned`, or else computed), which later forwards return at once."""
         value = self.observe(index, outputs=[block])["out", block] if returned is None else returned
-        kept = stored(value) if isinstance(value, Tensor) else tuple(map(stored, value))
-        torch.save(kept, self._path(block, index))
+        output = stored(value) if isinstance(value, Tensor) else tuple(map(stored, value))
+        save_temporary(output, self._path(block, index))
 
-    def drop(self, block: str) -> None:
-        """Forget what a block returned: nothing reads it any more, and it passes its input on."""
+    def discard(self, block: str) -> None:
+        """Delete a frozen block's outputs, which nothing reads any more: it then passes its input through."""
         for index in range(len(self.batches)):
             self._path(block, index).write_bytes(b"")
 
     def release(self, block: str) -> None:
-        """Let a block run again."""
+        """Let a frozen or discarded block run again."""
         for index in range(len(self.batches)):
             self._path(block, index).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _replaying(self, index: int) -> Iterator[None]:
-        """Inside, blocks that were kept for a batch don't run."""
+        """Context in which blocks that are frozen or discarded for a batch don't run."""
         replaced: list[tuple[dict[str, Any], Any]] = []
         try:
             for name, form in self.forms.items():
                 path = self._path(name, index)
                 if path.exists():
                     attributes = self.modules[name].__dict__
-                    replaced.append((attributes, attributes.get("forward")))  # somebody's own, on this one block
-                    empty = not path.stat().st_size
-                    kept = None if empty else torch.load(path, weights_only=True, map_location=self.device)
-                    attributes["forward"] = _replay(kept, form)
+                    replaced.append(
+                        (attributes, attributes.get("forward"))
+                    )  # an instance may have a forward of its own
+                    is_discarded = not path.stat().st_size
+                    output = None if is_discarded else torch.load(path, weights_only=True, map_location=self.device)
+                    attributes["forward"] = _returning(output, form)
             yield
         finally:
             for attributes, own in replaced:
@@ -173,18 +176,18 @@ class Walk:
                 if own is None:
                     attributes.pop("forward")
 
-    # Other tensors
+    # Other activations
 
     def save(self, name: str, index: int, value: Tensor) -> None:
-        """Keep any other tensor of a batch."""
-        torch.save(stored(value), self._path(f"value {name}", index))
+        """Store a tensor of a batch under a name."""
+        save_temporary(stored(value), self._path(f"value {name}", index))
 
     def saved(self, name: str, index: int) -> Tensor:
-        """What `save` kept."""
+        """The tensor that `save` stored."""
         return torch.load(self._path(f"value {name}", index), weights_only=True).to(self.device)
 
-    def forget(self) -> None:
-        """Delete all that `save` kept."""
+    def delete_saved(self) -> None:
+        """Delete all tensors that `save` stored."""
         for path in self.folder.glob("value *"):
             path.unlink()
 
@@ -192,13 +195,13 @@ class Walk:
         return self.folder / f"{name}-{index}.pt"
 
 
-def _replay(kept: Tensor | tuple | None, form: tuple | None) -> Callable[..., Any]:
-    """A block's forward that returns what was kept, or its input where that was dropped."""
+def _returning(output: Tensor | tuple | None, form: tuple | None) -> Callable[..., Any]:
+    """A block's forward that returns a stored output, or its own input (in the block's `form`) if there is none."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if kept is not None:
-            return kept
-        stream = first_tensor(Call(args, kwargs))
+        if output is not None:
+            return output
+        stream = first_tensor(RecordedCall(args, kwargs))
         return stream if form is None else (stream, *form)
 
     return forward
@@ -208,7 +211,7 @@ def first_tensor(value: Any) -> Tensor:
     """A tensor, or the first one in a call, tuple, list or dictionary."""
     if isinstance(value, Tensor):
         return value
-    if isinstance(value, Call):
+    if isinstance(value, RecordedCall):
         value = [*value.args, *value.kwargs.values()]
     items = value.values() if isinstance(value, Mapping) else value
     return next(item for item in items if isinstance(item, Tensor))
@@ -220,41 +223,41 @@ def is_linear_map(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D) and weight is not None and weight.is_floating_point()
 
 
-def segments_of(walk: Walk, norms: Collection[str]) -> tuple[list[Segment], set[str]]:
+def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segment], set[str]]:
     """The segments of a model in forward order, and the modules that run more than once (shared by several layers).
 
     Args:
-        walk: of the model; its `forms` are filled in.
-        norms: names of the norms that matter; linear maps are found.
+        replay: replay of the model; its `forms` are filled in.
+        norms: names of the norms to list; all linear maps are listed.
     """
-    blocks = listed_modules(walk.model)
-    found = {name for name, module in walk.modules.items() if is_linear_map(module)} | set(norms)
+    blocks = listed_modules(replay.model)
+    found = {name for name, module in replay.modules.items() if is_linear_map(module)} | set(norms)
     order: list[tuple[str, str]] = []
     returned: dict[str, Any] = {}
     shapes: dict[str, torch.Size] = {}
     unfit: set[str] = set()
 
-    def note(kind: str, name: str, value: Any) -> None:
+    def record(kind: str, name: str, value: Any) -> None:
         order.append((kind, name))
         if kind == "in":
             shapes[name] = first_tensor(value).shape
         elif name in found and not isinstance(value, Tensor):
-            unfit.add(name)  # a router that returns its choice as well
+            unfit.add(name)  # such as a router that also returns its choice of experts
         if kind == "out" and name in blocks:
             returned[name] = value if isinstance(value, Tensor) else _form(value)
 
-    with walk.hooked({*blocks, *found}, note):
-        walk.forward(0, torch.zeros(1, dtype=torch.long))
+    with replay.hooked({*blocks, *found}, record):
+        replay.forward(0, torch.zeros(1, dtype=torch.long))
     entered = [name for kind, name in order if kind == "in"]
     several = {name for name in found if entered.count(name) > 1}
     replayable = {name for name in returned if entered.count(name) == 1 and returned[name] is not None}
-    walk.forms = {name: None if isinstance(returned[name], Tensor) else returned[name] for name in replayable}
+    replay.forms = {name: None if isinstance(returned[name], Tensor) else returned[name] for name in replayable}
     segments = [Segment()]
     for kind, name in order:
         block = segments[-1].block
         flat = name in found and name not in norms and len(shapes[name]) < 3
         if flat and block is not None and shapes[name][:-1].numel() != shapes[block][:-1].numel():
-            continue  # an expert that sees some of the tokens
+            continue  # an expert, which is called with some of the tokens
         if name in replayable:
             segments.append(Segment(name, blocks[name]) if kind == "in" else Segment())
         elif kind == "in" and name in found and name not in several | unfit:
@@ -263,8 +266,8 @@ def segments_of(walk: Walk, norms: Collection[str]) -> tuple[list[Segment], set[
 
 
 def _form(output: Any) -> tuple | None:
-    """What a block returns besides its stream, without tensors; None where that is more than can be replayed."""
-    plain = isinstance(output, tuple) and all(isinstance(v, Tensor | bool | int | float | None) for v in output)
-    if not plain or not output or not isinstance(output[0], Tensor):
+    """What a block returns after its stream, with None for tensors; None if the result can't be stored and replayed."""
+    storable = isinstance(output, tuple) and all(isinstance(v, Tensor | bool | int | float | None) for v in output)
+    if not storable or not output or not isinstance(output[0], Tensor):
         return None
     return tuple(None if isinstance(item, Tensor) else item for item in output[1:])

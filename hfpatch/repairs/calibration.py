@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..core.staging import save_temporary
 from ..errors import OptionError
 from ..measure.batches import as_inputs
 from ..measure.inputs import input_embedding
 from ..measure.quiet_forward import fitting, quiet
 
 HELD_OUT = 8  # one of every so many sequences is held out, for judging
+_LEAST_OUTPUTS = 8  # at held-out tokens; fewer don't tell help from noise
 _MOST = 100_000  # sequences; a generator that gives more is taken for an endless one
 _EMPTY = "calibration holds no batch: pass dictionaries of inputs, or tensors of input_ids."
 
 
 class Batches:
-    """Calibration inputs on disk, so that every pass sees the same ones; tells padding and held-out rows apart.
+    """Calibration inputs stored on disk, the same in every pass, with masks of padding and of held-out rows.
 
     Args:
         batches: dictionaries of a model's inputs, or tensors of its main input. Labels are dropped.
@@ -48,7 +51,7 @@ class Batches:
             self._counts.append(count_sequences(inputs, self.main))
             masks = {name: inputs.get(name) for name in ("attention_mask", "decoder_attention_mask")}
             self._masks.append({name: mask for name, mask in masks.items() if isinstance(mask, Tensor)})
-            torch.save(inputs, self._path(index))
+            save_temporary(inputs, self._path(index))
             if self.sequences > _MOST:
                 raise OptionError(
                     f"calibration gave more than {_MOST:,} sequences: does its generator end? Some hundred sequences "
@@ -79,6 +82,10 @@ class Batches:
         places = torch.arange(self._counts[index]) + sum(self._counts[:index])
         every = min(HELD_OUT, self.sequences)
         return places % every == every - 1
+
+    def count_held_out(self) -> int:
+        """How many sequences are for judging."""
+        return sum(int(self.held_out(index).sum()) for index in range(len(self)))
 
     def mask(self, index: int, decoder: bool) -> Tensor | None:
         """1 where an input isn't padding, of the encoder's (or only) side or of the decoder's."""
@@ -115,7 +122,7 @@ def require_batches(batches: Any, model: PreTrainedModel) -> Iterable[Any]:
     return batches
 
 
-def tried_batches(batches: Any, model: PreTrainedModel) -> Iterable[Any]:
+def runnable_batches(batches: Any, model: PreTrainedModel) -> Iterable[Any]:
     """The same batches, after one forward of the first; all are checked where that doesn't use them up.
 
     Raises:
@@ -178,6 +185,22 @@ def _require_two(counts: list[int]) -> None:
         )
 
 
+def require_enough(outputs: int, batches: Batches) -> None:
+    """Refuse held-out sequences with so few tokens that help can't be told from noise.
+
+    Raises:
+        OptionError: says how many sequences are needed.
+    """
+    if outputs < _LEAST_OUTPUTS:
+        held_out = batches.count_held_out()
+        needed = HELD_OUT * math.ceil(_LEAST_OUTPUTS * held_out / max(outputs, 1))
+        raise OptionError(
+            f"calibration is too little to judge a repair: of {batches.sequences} sequences {held_out} are held out, "
+            f"with {outputs} tokens (or outputs) in all, and {_LEAST_OUTPUTS} are needed. Pass {needed} sequences of "
+            "this length, or longer ones; some hundred make a good repair."
+        )
+
+
 def _require_known_tokens(ids: Any, index: int, model: PreTrainedModel) -> None:
     """Refuse tokens that the model's embedding has no row for."""
     table = input_embedding(model)
@@ -192,5 +215,5 @@ def _require_known_tokens(ids: Any, index: int, model: PreTrainedModel) -> None:
 
 
 def stored(value: Any) -> Any:
-    """A tensor as it is saved: on the CPU, without the rest of the memory that it is a view of."""
+    """A tensor in the form in which it is saved: on the CPU, without the memory of a larger base tensor."""
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 _SPREAD = 1e-12  # of the squared mean: a variance below this is rounding
-_AT_ONCE = 256  # rows of X'X
-_LOST = 0.1  # of what the best penalty gains on held-out rows, and of its error, by a larger one that is taken instead
+_ROWS_AT_ONCE = 256  # rows of X'X
+# the largest penalty is taken that loses at most this share of the best one's gain on held-out rows, and of its error
+_ALLOWED_LOSS = 0.1
 PENALTIES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0)  # of the mean diagonal of X'X
 
 
 @dataclass
 class Fit:
-    """A solution and what it does to data that it hasn't seen.
+    """A least-squares solution and its error on held-out data.
 
     Attributes:
         weight: (in, out), what is added to a linear map's weight.
@@ -94,7 +95,7 @@ class Ridge:
             weight = torch.linalg.solve_triangular(factor.mT, weight, upper=True)
             bias = (fitted.r - weight.T @ fitted.x) / fitted.count if self.bias else torch.zeros_like(fitted.r)
             error = judged.error(weight, bias)
-            most = min((1 + _LOST) * best, best + _LOST * (before - best))
+            most = min((1 + _ALLOWED_LOSS) * best, best + _ALLOWED_LOSS * (before - best))
             if found is not None and not error <= max(best, most):
                 break
             if math.isfinite(error):
@@ -125,7 +126,7 @@ class _Sums:
     def add(self, x: Tensor, r: Tensor) -> None:
         # products of one batch in the data's own precision (float32 at least), their sum over batches in float64
         self.count += len(x)
-        for sums, columns in zip(self.xx.split(_AT_ONCE), x.T.split(_AT_ONCE), strict=True):
+        for sums, columns in zip(self.xx.split(_ROWS_AT_ONCE), x.T.split(_ROWS_AT_ONCE), strict=True):
             sums += columns @ x  # a sum of two precisions makes a copy
         self.xr += x.T @ r
         self.rr += r.double().square().sum()
@@ -146,7 +147,7 @@ class _Sums:
         return float(total.clamp_min(0)) / max(self.count * len(self.r), 1)
 
 
-class Affine:
+class ChannelAffine:
     """Least squares of y = gain * h + shift, channel by channel, for several candidates of h at once.
 
     Args:

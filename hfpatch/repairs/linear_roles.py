@@ -1,4 +1,4 @@
-"""Roles of a block's linear maps, found by running it: those that write to the stream, those that read one tensor."""
+"""Finds by running a block which of its linear layers write to the residual stream and which read the same tensor."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..measure.quiet_forward import attention_computed_by
 from ..sites.blocks import OUTPUT, observe_blocks
-from .attention_maps import eager, map_in
-from .block_replay import Segment, Walk, is_linear_map
+from .attention_maps import map_in
+from .block_replay import BlockReplay, Segment, is_linear_map
 
-_EXACTLY = 1e-2  # relative: how nearly a change of a map's output must show in the stream to be called its addend
+_ADDEND_TOLERANCE = 1e-2  # relative: a writer's change must appear in the stream unchanged up to this
 
 
 @dataclass
 class BlockRoles:
-    """What the linear maps of one segment do.
+    """Roles of the linear maps of one segment.
 
     Attributes:
-        writers: map whose output is added to the stream -> the norm whose input first shows that, or the block itself
-            where its output does.
+        writers: map whose output is added to the stream -> the first norm whose input contains it, or else the block
+            itself, whose output does.
         readers: maps that read the same tensor, by the first of them.
-        complete: whether the block's output is a map's addition to the stream, or a norm's output.
+        complete: whether the last addition to the block's output is a map's output, or the block ends with a norm.
     """
 
     writers: dict[str, str] = field(default_factory=dict)
@@ -34,32 +35,35 @@ class BlockRoles:
 
 
 class Roles:
-    """Of the maps of a patched model, block after block.
+    """Roles of the linear maps of a patched model, block by block.
 
-    A block is run on what two sequences bring to it, which tell (B, T, d) from (T, B, d), before anything is fitted.
+    Each block is run on its recorded arguments for two sequences (so that (B, T, d) differs from (T, B, d)), as it was
+    before any fit.
     """
 
-    def __init__(self, walk: Walk, segments: Iterable[Segment]):
-        self.walk = walk
-        self.owners = Counter(id(p) for module in walk.modules.values() for p in module.parameters(recurse=False))
-        count = walk.batches.count_of(0)
-        lengths = {len(v) for v in walk.batches.inputs(0).values() if isinstance(v, Tensor) and v.dim()}
-        few = walk.inputs(0, torch.arange(min(2, count)) if lengths == {count} else None)  # packed images stay together
+    def __init__(self, replay: BlockReplay, segments: Iterable[Segment]):
+        self.replay = replay
+        self.owners = Counter(id(p) for module in replay.modules.values() for p in module.parameters(recurse=False))
+        count = replay.batches.count_of(0)
+        lengths = {len(v) for v in replay.batches.inputs(0).values() if isinstance(v, Tensor) and v.dim()}
+        few = replay.inputs(
+            0, torch.arange(min(2, count)) if lengths == {count} else None
+        )  # images packed into one sequence can't be divided
         names = [segment.block for segment in segments if segment.block]
-        self.blocks = {block.name: block for block in observe_blocks(walk.model, few, names, foreign=False)}
+        self.blocks = {block.name: block for block in observe_blocks(replay.model, few, names, foreign=False)}
         self.encoder = self._encoder()
 
     def of(self, segment: Segment, norms: Collection[str]) -> BlockRoles:
-        """The roles in one segment, found by moving the outputs of its maps one by one; there are none outside blocks.
+        """The roles in one segment, found by adding noise to the outputs of its maps one by one; none outside blocks.
 
         Args:
-            segment: each is asked for once.
-            norms: names of the norms at whose inputs the stream can be seen.
+            segment: its recorded block is released, so each segment can be passed once.
+            norms: names of the norms whose inputs are compared.
         """
         roles = BlockRoles()
         if segment.block is None:
             return roles
-        block = self.blocks.pop(segment.block)  # and with it all that its runs showed
+        block = self.blocks.pop(segment.block)  # frees its recorded activations
         base, calls = block.base, {name: (name.removeprefix(f"{block.name}."), 0) for name in segment.modules}
         calls[block.name] = OUTPUT
         points = [name for name in segment.modules if name in norms]
@@ -82,22 +86,22 @@ class Roles:
 
     def _is_own_map(self, name: str) -> bool:
         """Whether a module is a linear map whose weights no other module shares."""
-        module = self.walk.modules[name]
+        module = self.replay.modules[name]
         return is_linear_map(module) and all(self.owners[id(p)] == 1 for p in module.parameters(recurse=False))
 
     def attentions(self, segment: Segment, roles: BlockRoles) -> dict[str, str]:
-        """The last map of a segment that an attention's queries, keys and values come from -> that attention."""
+        """The last of the maps from which an attention's queries, keys and values come -> that attention."""
         if segment.block is None:
             return {}
         found: list[str] = []
 
-        def note(kind: str, name: str, value: Any) -> None:
+        def record_attention(kind: str, name: str, value: Any) -> None:
             if kind == "out" and map_in(value) is not None and not any(one.startswith(f"{name}.") for one in found):
                 found.append(name)
 
-        inside = [name for name in self.walk.modules if name.startswith(f"{segment.block}.")]
-        with eager(self.walk.model), self.walk.hooked(inside, note):
-            self.walk.run(0, outputs=[segment.block])
+        inside = [name for name in self.replay.modules if name.startswith(f"{segment.block}.")]
+        with attention_computed_by("eager", self.replay.model), self.replay.hooked(inside, record_attention):
+            self.replay.run(0, outputs=[segment.block])
         last = {}
         for name in segment.modules:
             attention = next((one for one in found if name.startswith(f"{one}.")), None)
@@ -106,29 +110,29 @@ class Roles:
         return {name: attention for attention, name in last.items()}
 
     def _encoder(self) -> str | None:
-        """The name of an encoder-decoder's encoder, whose padding is another than the decoder's."""
-        model = self.walk.model
+        """The name of an encoder-decoder's encoder, whose padding differs from the decoder's."""
+        model = self.replay.model
         if not model.config.is_encoder_decoder:
             return None
         encoder = model.get_encoder()
-        return next((name for name, module in self.walk.modules.items() if module is encoder and name), "encoder")
+        return next((name for name, module in self.replay.modules.items() if module is encoder and name), "encoder")
 
     def in_decoder(self, name: str) -> bool:
         """Whether a module is part of an encoder-decoder's decoder."""
         return self.encoder is not None and not name.startswith(f"{self.encoder}.")
 
     def reads_encoder(self, name: str) -> bool:
-        """Whether a map of a decoder reads what the encoder returned."""
-        if self.encoder is None or self.encoder not in self.walk.modules:
+        """Whether a linear map of a decoder reads the encoder's output."""
+        if self.encoder is None or self.encoder not in self.replay.modules:
             return False
-        seen = self.walk.run(0, inputs=[name], outputs=[self.encoder])
+        seen = self.replay.run(0, inputs=[name], outputs=[self.encoder])
         return self.encoder in seen and _equal(seen[name], seen[self.encoder])
 
 
 def _is_near(change: Tensor, added: Tensor) -> bool:
-    """Whether what was added shows as it is; some hosts run their MLP on (B T, d)."""
+    """Whether a change equals the tensor that was added; some hosts run their MLP on (B T, d)."""
     change, added = change.flatten(0, -2), added.flatten(0, -2)
-    return change.shape == added.shape and bool((change - added).abs().max() <= _EXACTLY * added.abs().max())
+    return change.shape == added.shape and bool((change - added).abs().max() <= _ADDEND_TOLERANCE * added.abs().max())
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Fit of a norm to the original's output: gain and shift by least squares per channel, scalars (alpha, s) by search."""
+"""Fits a norm to the original's output: gain and shift by least squares per channel, scalars (alpha, s) by search."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..runtime.norms import AffineNorm
-from .least_squares import Affine
+from .least_squares import ChannelAffine
 from .report import FittedValues
 
 _SATURATED = 0.95  # |tanh| or |erf| above this
-_SEARCHED = 4096  # rows that a search of scalars looks at
+_SEARCH_ROWS = 4096  # rows that a search of scalars looks at
 
 Rows = Callable[[], Iterable[tuple[Tensor, Tensor, Tensor]]]
 
@@ -49,18 +49,20 @@ def fit_norm(module: AffineNorm, rows: Rows, batches: int) -> FittedValues:
     return FittedValues(before / variance, after / variance, values, note)
 
 
-def _sums(module: AffineNorm, rows: Rows, settings: list[dict[str, float]], batches: int | None = None) -> Affine:
+def _sums(
+    module: AffineNorm, rows: Rows, settings: list[dict[str, float]], batches: int | None = None
+) -> ChannelAffine:
     """Sums for the least squares of gain and shift for each setting of the scalars.
 
     Args:
         batches: how many there are, to look at some rows of each; None to look at all.
     """
     gain, shift = (getattr(module, name) is not None for name in module.names)
-    sums: Affine | None = None
+    sums: ChannelAffine | None = None
     for u, y, held_out in rows():
-        some = slice(None, None, 1 if batches is None else max(1, len(u) * batches // _SEARCHED))
+        some = slice(None, None, 1 if batches is None else max(1, len(u) * batches // _SEARCH_ROWS))
         u, y, held_out = u[some], y[some], held_out[some]
-        sums = sums or Affine(len(settings), u.shape[-1], gain, shift, u.device)
+        sums = sums or ChannelAffine(len(settings), u.shape[-1], gain, shift, u.device)
         sums.add([_normalised(module, u, setting) for setting in settings], y, held_out)
     assert sums is not None
     return sums

@@ -1,4 +1,4 @@
-"""The reference of a repair: the original, kept as a copy that shares its weights while the model is patched."""
+"""Reference of a repair: a copy of the original that shares its weights while the model is patched."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..core.transaction import UNDO_RECORD
 from ..errors import OptionError, WrappedModelError
 from ..measure.copies import copy_with
 from ..measure.quiet_forward import device_of, is_library_hook
 
 
-def shadow(model: PreTrainedModel, writes: bool = False) -> PreTrainedModel:
+def reference_copy(model: PreTrainedModel, writes: bool = False) -> PreTrainedModel:
     """A copy of a model that computes the same even after the model is patched: the reference of a repair.
 
     It shares the memory of all Parameters and buffers, except with `writes`, for a patch that writes to them in place.
     """
-    memo: dict[int, Any] = {id(value): None for name, value in vars(model).items() if name.startswith("_hfpatch_")}
+    memo: dict[int, Any] = {id(vars(model).get(UNDO_RECORD)): None}
     for module in model.modules():
         for name, hooks in vars(module).items():
             if name.endswith("_hooks") and isinstance(hooks, dict):  # a user's hook may hold what can't be copied

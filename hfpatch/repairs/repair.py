@@ -18,7 +18,9 @@ Every step is evaluated on held-out sequences and undone if it doesn't help ther
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +30,18 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..core.progress import ProgressBar
-from ..core.transaction import Transaction
+from ..core.transaction import Transaction, changing
+from ..errors import NotPreservedWarning
 from ..measure.blocks import listed_modules
-from ..measure.quiet_forward import give_back_memory, quiet
+from ..measure.quiet_forward import attention_computed_by, give_back_memory, quiet
 from ..runtime.norms import AffineNorm
+from ..runtime.record import KEY
 from ..schemes.request import Record
 from ..sites.norms import describe
-from .attention_maps import Example, eager, fit_maps, map_of, require_fit, wide
-from .block_replay import Segment, Walk, first_tensor, segments_of
-from .calibration import Batches, require_batches
-from .distance import output_distance
+from .attention_maps import Example, fit_maps, in_float32, map_of, require_fit
+from .block_replay import BlockReplay, Segment, first_tensor, segments_of
+from .calibration import Batches, require_batches, require_enough
+from .distance import helps, output_distance
 from .least_squares import Fit, fit_ridge
 from .linear_roles import BlockRoles, Roles
 from .norm_fit import fit_norm
@@ -77,18 +81,25 @@ def repair(
     Returns:
         The report: the errors before and after each step, and the distance of the outputs before and after the repair.
 
+    Warns:
+        NotPreservedWarning: the repair doesn't suffice (see there); not with `edits`, whose owner warns.
+
     Raises:
-        OptionError: no usable batches, "self" for a model that doesn't generate, a reference without weights, or an
-            unknown `fit`.
+        OptionError: no usable batches, fewer than two sequences or eight held-out tokens (outputs, where a model gives
+            one a sequence), "self" for a model that doesn't generate, a reference without weights, or an unknown `fit`.
         WrappedModelError: the patched model itself is offloaded, but its weights must be written to.
+        UnsupportedError: another thread is changing the patched model.
     """
     require_fit(fit)
     require_weights(model, reference)
+    by_itself = edits is None
+    alone = changing(model) if by_itself else nullcontext()  # a patch holds the model already
     edits = Transaction() if edits is None else edits
     mark = len(edits)
     is_self = isinstance(calibration, str) and calibration == "self"
     calibration = sample_batches(reference) if is_self else require_batches(calibration, model)
     with (
+        alone,
         tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
         torch.inference_mode(False),
         torch.autocast(model.device.type, enabled=False),
@@ -96,13 +107,19 @@ def repair(
         quiet(reference),
     ):
         batches = Batches(calibration, model, Path(folder))
-        new, old = Walk(model, batches, Path(folder) / "new"), Walk(reference, batches, Path(folder) / "old")
+        new = BlockReplay(model, batches, Path(folder) / "new")
+        old = BlockReplay(reference, batches, Path(folder) / "old")
         repairer = _Repairer(new, old, batches, edits, fit)
         try:
             repairer.run()
+            if KEY in vars(model.config):
+                record, original = Record.of(model.config), Record.of(reference.config)
+                edits.set_attribute(model.config, KEY, record.repaired(original, repairer.report.outcome()).to_json())
         except BaseException:
             edits.undo(mark)
             raise
+    if by_itself and not repairer.report.suffices:
+        warnings.warn(f"{type(model).__name__}: {repairer.report.summary()}", NotPreservedWarning, stacklevel=2)
     return repairer.report
 
 
@@ -118,9 +135,9 @@ class _Repairer:
         mapped: attention -> number of batches for which the original's attention maps were saved.
     """
 
-    def __init__(self, new: Walk, old: Walk, batches: Batches, edits: Transaction, fit: str):
+    def __init__(self, new: BlockReplay, old: BlockReplay, batches: Batches, edits: Transaction, fit: str):
         self.new, self.old, self.batches, self.edits, self.fit = new, old, batches, edits, fit
-        self.report = RepairReport(batches.sequences, sum(int(batches.held_out(i).sum()) for i in range(len(batches))))
+        self.report = RepairReport(batches.sequences, batches.count_held_out())
         self.latest: dict[str | None, str] = {}
         self.mapped: dict[str, int] = {}
 
@@ -133,17 +150,19 @@ class _Repairer:
         with ProgressBar("repair", len(segments)) as self.bar:
             self.done = 0
             self._show("distance before")
-            self.report.measure, self.report.before = output_distance(self.new, self.old)
+            self.report.measure, before = output_distance(self.new, self.old)
+            require_enough(len(before), self.batches)
             for self.done, segment in enumerate(segments):
                 self._show(segment.block or segment.modules[0])
                 self._repair(segment)
             self.done = len(segments)
             self._show("distance after")
-            for walk in (self.new, self.old):
-                for block in walk.forms:
-                    walk.release(block)
-            _, self.report.after = output_distance(self.new, self.old)
-        self.report.kept = self.report.after < self.report.before
+            for replay in (self.new, self.old):
+                for block in replay.forms:
+                    replay.release(block)
+            after = output_distance(self.new, self.old)[1]
+        self.report.before, self.report.after = float(before.mean()), float(after.mean())
+        self.report.kept = helps(before, after)
         if not self.report.kept:
             self.edits.undo(mark)
 
@@ -183,7 +202,7 @@ class _Repairer:
             if name in attentions:
                 self._show(f"maps {attentions[name]}")
                 self._fit_maps(attentions[name])
-        self.old.forget()
+        self.old.delete_saved()
         if segment.block:
             if not roles.complete:
                 self._skip(segment.block, "projection", _NO_PROJECTION)
@@ -207,15 +226,15 @@ class _Repairer:
                 self.old.save(name, i, first_tensor(seen["in", original]))
             for block in blocks:
                 self.old.save(block, i, first_tensor(seen["out", block]))
-                self.old.keep(block, i, seen["out", block])
+                self.old.freeze(block, i, seen["out", block])
 
     def _finish_block(self, block: str, stack: str | None) -> None:
         """Save the output of a finished block, which isn't run again, and drop that of the block before it."""
         for i in range(len(self.batches)):
-            self.new.keep(block, i)
+            self.new.freeze(block, i)
         if stack in self.latest:
-            self.new.drop(self.latest[stack])
-            self.old.drop(self.latest[stack])
+            self.new.discard(self.latest[stack])
+            self.old.discard(self.latest[stack])
         self.latest[stack] = block
 
     def _counterpart(self, name: str) -> str:
@@ -242,7 +261,7 @@ class _Repairer:
         return [row if row.dtype == torch.float64 else row.float() for row in rows], held_out.to(valid.device)[valid]
 
     def _fit_norm(self, name: str) -> None:
-        """Fit a changed norm, on the input that it has now, to the output of the original's norm."""
+        """Fit a changed norm on its present input to the output of the original's norm."""
         module, original = self.new.modules[name], self.old.modules[name]
         assert isinstance(module, AffineNorm)
         if module.facts.channels_first or len(module.facts.shape) > 1:
@@ -264,7 +283,7 @@ class _Repairer:
         is_exact = float((a - b).double().square().mean()) <= _NOISE * float(b.double().square().mean())
         if not is_exact:
             self._apply_fit(name, "norm", fit_norm(module, rows, len(self.batches)))
-        self.new.forget()
+        self.new.delete_saved()
 
     def _fit_projection(self, name: str, point: str, block: str | None) -> None:
         """Fit a map that writes to the stream, so that the stream at `point` is nearer to the original's.
@@ -327,7 +346,7 @@ class _Repairer:
         for i in range(len(self.batches)):
             if held_out and (sequences >= _MAP_SEQUENCES or numbers >= _MAP_NUMBERS):
                 break
-            with eager(self.old.model):
+            with attention_computed_by("eager", self.old.model):
                 call = self.old.observe(i, inputs=[original]).get(("in", original))
                 target = None if call is None else map_of(self.old.modules[original], call)
             if target is None:
@@ -342,14 +361,14 @@ class _Repairer:
         module, decoder = self.new.modules[name], self.roles.in_decoder(name)
         examples = []
         for i in range(self.mapped[name]):
-            with eager(self.new.model):
+            with attention_computed_by("eager", self.new.model):
                 call = self.new.observe(i, inputs=[name])["in", name]
             target = self.old.saved(f"{name} map", i)
             rows = target[:, 0].shape
             valid, held_out = (
                 one.unflatten(0, rows[:2]).to(target.device) for one in self.batches.rows(i, rows, decoder)
             )
-            examples.append(Example(wide(call), target, valid & ~held_out, valid & held_out))
+            examples.append(Example(in_float32(call), target, valid & ~held_out, valid & held_out))
         if not examples:
             self._skip(name, "maps", "it returns no attention map")
             return

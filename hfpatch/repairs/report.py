@@ -1,4 +1,4 @@
-"""Report of a repair: its steps and what the whole came to."""
+"""Report of a repair: its steps, and the distance from the original before and after."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ from typing import Any
 from torch import Tensor
 
 from ..core.plan_table import table
+from ..core.staging import staged
+
+# What a repair may leave without a warning (see NotPreservedWarning): a distance in this measure, a share of what was
+_MOST_LEFT, _MOST_LEFT_OTHERWISE, _MOST_SHARE_LEFT = {"KL divergence": 0.1}, 0.01, 0.5
+_NOTHING_LEFT = 1e-6  # a distance that always goes without
+_LEGEND = (
+    "before, after: squared distance to the original on held-out sequences, as a share of the original's variance; of "
+    "maps the KL divergence."
+)
+_UNDONE = "undone, since it didn't help by more than noise"
 
 
 @dataclass
 class Step:
-    """What was fitted at one place.
+    """One step of a repair: a module and what was fitted of it.
 
     Attributes:
         module: its name, or that of the first of several maps that read the same tensor.
@@ -53,13 +63,13 @@ class FittedValues:
 
 @dataclass
 class RepairReport:
-    """What a repair did; `str(report)` is a table.
+    """Report of a repair; `str(report)` is a table.
 
     Attributes:
         sequences, held_out: how many there were, and how many of them judged.
         measure: what `before` and `after` are.
         before, after: distance of the model's outputs from the original's on the held-out sequences.
-        kept: whether the whole helped there; otherwise all of it was undone.
+        kept: whether the whole helped there by more than noise; otherwise all of it was undone.
         steps: in forward order.
     """
 
@@ -76,12 +86,33 @@ class RepairReport:
         """The share of the distance that the repair took away; 0 where it was undone."""
         return 1 - self.after / self.before if self.kept else 0.0
 
+    @property
+    def suffices(self) -> bool:
+        """Whether what is left of the distance to the original goes without a warning (see NotPreservedWarning)."""
+        left = self.after if self.kept else self.before
+        most = _MOST_LEFT.get(self.measure, _MOST_LEFT_OTHERWISE)
+        return left <= max(_NOTHING_LEFT, min(most, _MOST_SHARE_LEFT * self.before))
+
+    def outcome(self) -> str:
+        """The outcome of what was repaired, as the patch record has it."""
+        return f"repaired: {self._figures}" if self.kept else f"approximate: a repair was {_UNDONE} ({self._figures})"
+
+    @property
+    def _figures(self) -> str:
+        on = f"on {self.held_out} held-out sequence{'s' * (self.held_out != 1)}"
+        return f"{self.measure} {self.before:.3g} -> {self.after:.3g} {on}"
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the report as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        """Write the report as JSON.
+
+        Raises:
+            PatchError: it can't be written.
+        """
+        with staged(Path(path)) as file:
+            file.write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     def __str__(self) -> str:
         lines: list[tuple[str, ...]] = [("module", "fitted", "before", "after", "note")]
@@ -89,12 +120,8 @@ class RepairReport:
             numbers = tuple("-" if value is None else f"{value:.2e}" for value in (step.before, step.after))
             undone = "" if step.kept or step.after is None else "undone: it didn't help. "
             lines.append((step.module, step.kind, *numbers, undone + step.note))
-        return f"{table(lines)}\n{self.summary()}"
+        return f"{table(lines)}\n{_LEGEND}\n{self.summary()}"
 
     def summary(self) -> str:
         """The whole in one line."""
-        result = "kept" if self.kept else "undone, since it didn't help"
-        return (
-            f"Repair on {self.sequences} sequences: {self.measure} {self.before:.3g} -> {self.after:.3g} on "
-            f"{self.held_out} held-out sequences; {result}."
-        )
+        return f"Repair on {self.sequences} sequences: {self._figures}; {'kept' if self.kept else _UNDONE}."

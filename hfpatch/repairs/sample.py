@@ -1,4 +1,4 @@
-"""Calibration without data: sequences that a language model draws from itself."""
+"""Calibration data without a data set: sequences that the language model generates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import OptionError
 from ..measure.quiet_forward import device_of, quiet
 
 SEQUENCES, LENGTH, BATCH = 256, 128, 32
-_OFFSET = 2  # rows of a position table that RoBERTa and its like don't use
+_UNUSED_ROWS = 2  # rows of a position table that RoBERTa and its like don't use
 
 
 def sample_batches(
@@ -44,8 +44,8 @@ def sample_batches(
             f"{type(model).__name__} doesn't generate text, so it can't be calibrated on samples of its own. Pass "
             "batches of inputs (calibration=[...])."
         )
-    most = getattr(config, "max_position_embeddings", None) or length + _OFFSET
-    length = max(2, min(length, most - _OFFSET))
+    most = getattr(config, "max_position_embeddings", None) or length + _UNUSED_ROWS
+    length = max(2, min(length, most - _UNUSED_ROWS))
     batches = []
     with quiet(model), _plain_generation(model, length), ProgressBar("own sequences", sequences) as bar:
         torch.manual_seed(seed)  # inside a fork of the random stream

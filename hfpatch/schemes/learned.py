@@ -1,4 +1,4 @@
-"""Learned positions of another number: the table stays and is resized, the baseline of every other scheme."""
+"""Learned scheme: keeps a learned position table and resizes it to another length or image size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_PIXELS = 2**20  # a side
 @POSITIONS.register("learned")
 @dataclass(frozen=True)
 class Learned(Position):
-    """Learned absolute positions, as many as asked for: the table is kept and resized, its new rows are trained on.
+    """Learned absolute positions in another number: the table is kept and resized; new rows need training.
 
     The table of a sequence is extended, so that its first rows stay bit for bit (fewer are cut off), or stretched over
     the new length, so that every row changes but the first and the last.
@@ -81,7 +81,7 @@ class Learned(Position):
         return self.method or METHODS[0]
 
     def grid_method(self, usual: str = "bicubic") -> str:
-        """The method for the table of a grid; `usual` is what None stands for.
+        """The method that resizes a table on a grid; `usual` if None was passed.
 
         Raises:
             OptionError: the method is one for sequences alone.
@@ -93,7 +93,7 @@ class Learned(Position):
         return self.method or usual
 
     def loss(self, old: int) -> str | None:
-        """What a resized table of `old` positions doesn't preserve; None where each of them keeps its row."""
+        """What resizing a table of `old` positions doesn't preserve; None if every position keeps its row."""
         if self.line_method() == "linear":
             return f"its {old} positions are stretched over {self.max_positions}"
         if self.max_positions is not None and self.max_positions < old:

@@ -1,4 +1,4 @@
-"""What all MLP schemes share: gated linear units, how wide they are, and how one starts from a trained MLP."""
+"""MLP schemes (SwiGLU, GeGLU, ReGLU): their width, and how a gated MLP starts from a trained one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def apply_activation(activation: Activation, x: Tensor) -> Tensor:
-    """Its values, without the user's hooks and whatever the default device is while a model loads."""
+    """Values of an activation, without the user's hooks and on the CPU whatever the default device is."""
     with torch.no_grad(), torch.device("cpu"):
         if isinstance(activation, nn.Module):
             return type(activation).forward(activation, x.clone())
@@ -34,7 +34,7 @@ SCALES = (1.0, 1.702, 1.712)
 
 
 EXACT = 1e-12  # largest difference of two activations that are the same function, in float64
-FARTHEST = 0.25  # ... of two that still count as near
+MAX_START_ERROR = 0.25  # ... of two that still count as near
 _GELU_FORMS = 1e-3  # ... of GELU's forms: the tanh forms are within 5e-4 of the erf form
 _GRID = torch.linspace(-20.0, 20.0, 20_001, dtype=torch.float64, device="cpu")
 

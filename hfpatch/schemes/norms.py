@@ -58,8 +58,8 @@ class Norm(Scheme):
         accepted = inspect.signature(self.module_class()).parameters
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name in accepted}
 
-    def kept(self, facts: NormFacts) -> NormFacts:
-        """A replaced norm's facts without what the new module drops (the shift, say)."""
+    def remaining_facts(self, facts: NormFacts) -> NormFacts:
+        """A replaced norm's facts without what the new module drops (such as the shift)."""
         return facts
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
@@ -69,7 +69,7 @@ class Norm(Scheme):
             facts: what the replaced norm computes, or what a new norm is to compute.
             old: the replaced norm; None for a norm that is added.
         """
-        facts, default_names = self.kept(facts), parameter_names(old)
+        facts, default_names = self.remaining_facts(facts), parameter_names(old)
         arguments: dict[str, Any] = {"eps": facts.eps}
         sizes = [getattr(old, name).shape for name in (facts.gain, facts.shift) if name] if old is not None else []
         if not sizes or tuple(sizes[0]) != facts.shape:
@@ -96,7 +96,7 @@ class Norm(Scheme):
             gain, shift: its Parameters; the new module holds these same objects.
             like: a tensor whose dtype and device new parameters take.
         """
-        facts = self.kept(facts)
+        facts = self.remaining_facts(facts)
         gain, shift = (one if name else None for one, name in ((gain, facts.gain), (shift, facts.shift)))
         return self.module_class()(facts, gain, shift, **self.module_options(), like=like)
 
@@ -138,7 +138,7 @@ class Layer(Norm):
         if not isinstance(self.bias, bool):
             raise OptionError(f"Layer: bias must be True or False, not {self.bias!r}.")
 
-    def kept(self, facts: NormFacts) -> NormFacts:
+    def remaining_facts(self, facts: NormFacts) -> NormFacts:
         return replace(facts, shift=facts.shift if self.bias else None)
 
     def reason_to_keep(self, facts: NormFacts) -> str | None:
@@ -146,7 +146,7 @@ class Layer(Norm):
 
     def loss(self, facts: NormFacts) -> str | None:
         if facts.kind != "layer":
-            return "the mean of the norm's input is removed now"
+            return "the mean of the norm's input is removed, which the replaced norm keeps"
         return "the shift is dropped" if facts.shift and not self.bias else None
 
 
@@ -373,8 +373,8 @@ class BatchNorm(Norm):
 
     def reason_to_keep(self, facts: NormFacts) -> str | None:
         if len(facts.shape) != 1:
-            return "its channels aren't the last axis alone"
+            return "it normalises other axes than the last"
         return super().reason_to_keep(facts)
 
     def loss(self, facts: NormFacts) -> str | None:
-        return "statistics are the batch's, no longer each position's; running averages need training"
+        return "statistics are taken over the batch instead of each position; running averages need training"

@@ -1,4 +1,4 @@
-"""Where the norm of a residual branch stands. Changing it changes the function: for training from scratch."""
+"""Placement schemes: where the norm of a residual branch stands. They change the function (training from scratch)."""
 
 from __future__ import annotations
 

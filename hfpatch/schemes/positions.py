@@ -1,4 +1,4 @@
-"""What all position schemes share."""
+"""Position schemes ALiBi, NoPE and Sinusoidal, and the base class of all position schemes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..runtime.tables import Sinusoids
 
 @dataclass(frozen=True)
 class Position(Scheme):
-    """A position scheme: what becomes of the table of absolute positions, and what each attention gets.
+    """Base of position schemes: what happens to the table of absolute positions, and what is added to attentions.
 
     Packed sequences, `position_ids` that start again at 0 in a row of tokens, stay apart under every scheme wherever
     the host's mask goes by `position_ids`: GPT-2 and GPT-Neo, with `use_cache=False` and without an attention mask.
@@ -49,12 +49,12 @@ class Position(Scheme):
                 raise OptionError(f"{type(self).__name__}: {option} must be a positive integer, not {number!r:.40}.")
 
     def to_json(self) -> dict[str, Any]:
-        """As any scheme's; lengths are left out where none was asked for."""
+        """As any scheme's JSON, without the lengths that weren't set."""
         lengths = ("max_positions", "original_max_positions")
         return {name: value for name, value in super().to_json().items() if name not in lengths or value is not None}
 
     def for_lengths(self, lengths: set[int]) -> Position:
-        """The scheme with the length that the tables have, where it says another: what a checkpoint records.
+        """The scheme with the tables' length as its original one, if it sets another: what a checkpoint records.
 
         Args:
             lengths: positions of every table that the scheme replaces.
@@ -75,7 +75,7 @@ class Position(Scheme):
         """
 
     def rotation(self, head_dim: int, max_positions: int) -> Call | None:
-        """The module attached to each attention, as the call of a component; None where q and k stay as they are.
+        """The rotary module that each attention gets, as the call of a component; None if q and k aren't rotated.
 
         It needs `forward(positions)`, which takes `(B or 1, T)` integer positions and returns whatever
         `rotate(x, phases)` wants to turn x `(B, T, H, head_dim)` into its positioned self, each head like the others:
@@ -106,7 +106,7 @@ class Position(Scheme):
         return None
 
     def describe(self, head_dim: int) -> str:
-        """What a plan prints for an attention of this head size."""
+        """Description for the plan of what an attention with heads of this size gets."""
         return self.name
 
 
@@ -116,7 +116,7 @@ POSITIONS.base = Position
 @POSITIONS.register("alibi")
 @dataclass(frozen=True)
 class ALiBi(Position):
-    """Attention with linear biases: the table goes, and a head's scores fall with distance at a slope of its own.
+    """Attention with linear biases: the table is removed, and scores decrease with distance by a slope for each head.
 
     softmax(q_i K' / sqrt(d) - m_h [i - 1, ..., 2, 1, 0]), Press et al. 2022, arXiv:2108.12409, section 3. The slopes of
     n heads are m_h = 2^(-8 h / n), h = 1..n, for n a power of two; for other n those of the next smaller power of two,

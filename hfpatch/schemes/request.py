@@ -17,6 +17,13 @@ from .positions import Position
 
 KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP, "placement": Placement}
 INITS = ("auto", "exact", "copy", "reset")
+EXACT, LOST = "exact", "; not preserved: "  # an outcome starts with the one, or goes on with the other
+HOW = (  # what outcomes are measured by, for people
+    "Outputs differ by: the root mean square of the difference (where exact, the largest difference) from the model "
+    "before the patch, divided by that of the outputs, on a few random inputs (or example_inputs=). Repairs: KL "
+    "divergence in nats a token, or the outputs' squared error relative to their mean square, on held-out sequences."
+)
+_LONGEST_OUTCOME = 4_000  # characters
 
 
 @dataclass(frozen=True)
@@ -27,18 +34,24 @@ class Part:
         scheme: a norm, position, MLP or placement scheme, settled for `init`.
         only, keep: globs over module names; empty means everywhere, and nowhere.
         init: how new parameters start.
+        outcome: what it came to, measured right after the patch (see outcome.py); "" before.
     """
 
     scheme: Scheme
     only: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     init: str = field(default="auto", compare=False)
+    outcome: str = field(default="", compare=False)
 
     def to_json(self, kind: str) -> dict[str, Any]:
         """The request as a user writes it: `{"norm": "dyt:alpha=0.4", "only": ["h.0.*"], "init": "reset"}`."""
         globs = {name: list(getattr(self, name)) for name in ("only", "keep") if getattr(self, name)}
         init = {} if self.init == "auto" else {"init": self.init}
         return {kind: str(self.scheme), **globs, **init}
+
+    def written(self, kind: str) -> str:
+        """The request as arguments of `patch_model`."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.to_json(kind).items())
 
 
 @dataclass(frozen=True)
@@ -68,14 +81,42 @@ class Record:
         """The record with one more request."""
         return replace(self, **{kind: (*getattr(self, kind), part)})  # type: ignore[arg-type]
 
+    def with_outcomes(self, outcomes: Mapping[str, str]) -> Record:
+        """The record with what the newest request of each of these kinds came to."""
+        found = {}
+        for kind, text in outcomes.items():
+            *earlier, newest = getattr(self, kind)
+            line = "".join(filter(str.isprintable, text))[:_LONGEST_OUTCOME]
+            found[kind] = (*earlier, replace(newest, outcome=line))
+        return replace(self, **found)  # type: ignore[arg-type]
+
+    def repaired(self, original: Record, text: str) -> Record:
+        """The record with a repair's result as the outcome of the kinds that it was for: changed and not exact."""
+        kinds = [kind for kind in KINDS if getattr(self, kind) not in ((), getattr(original, kind))]
+        planned = {kind: getattr(self, kind)[-1].outcome for kind in kinds}
+        lossy = {kind: outcome for kind, outcome in planned.items() if not outcome.startswith(EXACT)}
+        return self.with_outcomes({k: text + "".join(outcome.partition(LOST)[1:]) for k, outcome in lossy.items()})
+
+    @property
+    def parts(self) -> list[tuple[str, Part]]:
+        """Every request with its kind."""
+        return [(kind, part) for kind in KINDS for part in getattr(self, kind)]
+
+    def outcomes(self, newest_of: Iterable[str] = ()) -> dict[str, str]:
+        """By request, as arguments of `patch_model`, what it came to; of all, or of the newest of these kinds."""
+        parts = [(kind, getattr(self, kind)[-1]) for kind in newest_of] or self.parts
+        return {part.written(kind): part.outcome or "not recorded" for kind, part in parts}
+
     def with_edits(self, edits: Iterable[Edit]) -> Record:
-        """The record with further edits; those that a later one of the same places takes the place of are left out."""
+        """The record with further edits; earlier ones that they overwrite are left out."""
         later = list(edits)
-        kept = [one for one in self.edits if not any(one.gives_way(other) for other in later)]
+        kept = [one for one in self.edits if not any(one.is_replaced_by(other) for other in later)]
         return replace(self, edits=(*kept, *later))
 
     def to_json(self) -> dict[str, Any]:
-        requests = [part.to_json(kind) for kind in KINDS for part in getattr(self, kind)]
+        requests = [
+            {**part.to_json(kind), **({"outcome": part.outcome} if part.outcome else {})} for kind, part in self.parts
+        ]
         stored: dict[str, Any] = {"version": VERSION, "base_model_type": self.base_model_type, "request": requests}
         stored["edits"] = list(map(str, self.edits))
         return {**stored, "any_length": True} if self.any_length else stored
@@ -103,12 +144,15 @@ class Record:
 
 def _part(stored: Any, where: str) -> tuple[str, Part]:
     kinds = [kind for kind in KINDS if isinstance(stored, Mapping) and kind in stored]
-    if len(kinds) != 1 or set(stored) - {*kinds, "only", "keep", "init"}:
-        raise CheckpointError(f"{where} is no object with one of {', '.join(KINDS)}, and only, keep, init.")
+    if len(kinds) != 1 or set(stored) - {*kinds, "only", "keep", "init", "outcome"}:
+        raise CheckpointError(f"{where} is no object with one of {', '.join(KINDS)}, and only, keep, init, outcome.")
     (kind,) = kinds
     only, keep, init = stored.get("only", []), stored.get("keep", []), stored.get("init", "auto")
     if init not in INITS:
         raise CheckpointError(f"{where}: init is {init!r:.40}, not one of {', '.join(INITS)}.")
+    outcome = stored.get("outcome", "")
+    if not isinstance(outcome, str) or not outcome.isprintable() or len(outcome) > _LONGEST_OUTCOME:
+        raise CheckpointError(f"{where}: its outcome isn't a line of at most {_LONGEST_OUTCOME} characters.")
     for globs in (only, keep):
         if not isinstance(globs, list) or not all(isinstance(glob, str) and 0 < len(glob) <= 1000 for glob in globs):
             raise CheckpointError(f"{where}: only and keep are lists of globs over module names.")
@@ -120,4 +164,4 @@ def _part(stored: Any, where: str) -> tuple[str, Part]:
         ) from error
     if scheme is None:
         raise CheckpointError(f"{where} names no {kind}.")
-    return kind, Part(scheme, tuple(only), tuple(keep), init)
+    return kind, Part(scheme, tuple(only), tuple(keep), init, outcome)

@@ -144,7 +144,7 @@ class RoPE(Position):
         return replace(self, **{name: getattr(present, name) for name in names if getattr(self, name) is None})
 
     def resolved(self) -> RoPE:
-        """The same with the paper's value for every option that is None: what a model without RoPE gets."""
+        """The scheme with the paper's value for every option that is None: for models without RoPE."""
         paper = {**PAPER, "theta": PAPER["theta"] if (self.axes or 1) == 1 else THETA_OF_A_GRID}
         return replace(self, **{name: value for name, value in paper.items() if getattr(self, name) is None})
 

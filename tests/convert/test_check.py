@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_models import changes, fingerprint, inputs, norms_of, patch, tiny
 from torch import Tensor, nn
+from transformers import OPTConfig, OPTForCausalLM
 
 from hfpatch.exact.check import Reference, Verdict, mean_ratios
 from hfpatch.measure.outputs import outputs_of
@@ -55,6 +56,20 @@ def test_the_floor_lies_between_what_rounding_does_and_what_a_change_does(dtype:
         other.transformer.h[0].mlp.c_proj.weight[:, 0] += 300 * measured.eps
     moved = measured.check(other)
     assert not moved.holds
+
+
+def test_means_of_wide_models_in_half_precision() -> None:
+    """At width 2,560 the mean of rounding errors of several layers is more than that of one."""
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 2560, "word_embed_proj_dim": 2560, "ffn_dim": 2560, "num_attention_heads": 32}
+    config = OPTConfig(vocab_size=300, num_hidden_layers=2, max_position_embeddings=64, **sizes)
+    model = OPTForCausalLM(config).to(torch.bfloat16).eval()
+    measured = reference(model)
+    verdict = measured.check(patch(copy.deepcopy(model), norm="rms", init="exact"))
+    assert verdict.holds
+    assert 10 * measured.eps / 2560**0.5 < verdict.mean < verdict.mean_tolerance < 0.02  # one layer's bound is less
+    copied = measured.check(patch(model, norm="rms", init="copy"))
+    assert copied.mean > copied.mean_tolerance  # control
 
 
 def test_the_floor_is_the_same_every_time_and_leaves_no_trace() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
@@ -160,7 +161,7 @@ class TestRefused:
         assert found.exact == ()
         assert "post-norm" in str(found.refused)
         assert {(f"{layer}.output.dense.weight", 0), (f"{layer}.attention.output.dense.bias", 0)} <= axes(found)
-        assert "zero-mean" in found.approximate["cls.predictions.transform.LayerNorm"]
+        assert "the mean of its input isn't zero" in found.approximate["cls.predictions.transform.LayerNorm"]
 
     def test_post_norm_by_an_option(self) -> None:
         found = find_centring(tiny("opt", do_layer_norm_before=False))
@@ -266,7 +267,7 @@ class TestFoundBefore:
     @pytest.fixture(autouse=True)
     def forwards(self, monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
         """Every forward through a small model, in order; nothing has been found."""
-        monkeypatch.setattr(find, "_FOUND", {})
+        monkeypatch.setattr(find, "_CACHE", {})
         seen: list[nn.Module] = []
         monkeypatch.setattr(probe, "observe", lambda model, *rest: seen.append(model) or observe(model, *rest))
         return seen
@@ -322,3 +323,20 @@ class TestNeighbours:
         found = find_centring(tiny("gpt2", "AutoModelForSequenceClassification", n_layer=2))
         assert len(found.exact) == 3
         assert isinstance(tiny("gpt2").wte, nn.Embedding)
+
+
+def test_a_shift_that_only_its_size_hides_is_seen() -> None:
+    """A saturated attention, a gate or a choice of experts may answer a small shift with no change at all."""
+    small, inputs = twin(tiny("gpt2"), None)
+    norms = {name: facts for name, module in small.named_modules() if (facts := describe(module)) is not None}
+    probing = probe.Probe(small, inputs, norms)
+    writer = probe.Writer(Axis("h.*.mlp.c_proj.bias", 0))
+    assert probing.measure(partial(probing.shift, writer)).invisible
+    tried = []
+
+    def hidden_when_small(size: float, seed: int) -> Any:
+        tried.append(size)
+        return probing.shift(writer if size < 100 else probe.Writer(Axis("h.*.mlp.c_fc.weight", 0)), size, seed)
+
+    assert not probing.measure(hidden_when_small).invisible
+    assert len(tried) == len(set(tried)) > 2

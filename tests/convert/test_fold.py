@@ -377,7 +377,9 @@ def test_post_norm_is_nearer_than_a_plain_copy() -> None:
     plain = tiny("bert")
     norms = norms_of(plain, nn.LayerNorm)
     copied, model = patch(copy.deepcopy(plain), norm="rms", init="copy"), copy.deepcopy(plain)
-    with pytest.warns(NotPreservedWarning, match=r"removed in its constant part only \(post-norm"):
+    with pytest.warns(
+        NotPreservedWarning, match=r"only the constant part of the mean of the norm's input is removed \(post-norm"
+    ):
         patch_model(model, norm="rms")
     assert distance(plain, model) < 0.5 * distance(plain, copied)
     before, after = (mean_ratios(one, inputs(one), norms) for one in (copied, model))
@@ -474,7 +476,7 @@ def test_an_error_in_the_search_itself_is_no_reason(place: str, monkeypatch: pyt
     def fail(*args: Any) -> None:
         raise TypeError("a mistake in the search")
 
-    monkeypatch.setattr("hfpatch.exact.search._FOUND", {})
+    monkeypatch.setattr("hfpatch.exact.search._CACHE", {})
     monkeypatch.setattr(f"hfpatch.exact.{place}", fail)
     model = tiny("gpt2", LM)
     before = fingerprint(model)
@@ -529,10 +531,14 @@ def test_what_isnt_exact_on_the_model_itself_is_taken_back(
     model = tiny(family, LM if family == "gpt2" else BASE).to(dtype)
     copied = patch(copy.deepcopy(model), norm="rms", init="copy")
     before = fingerprint(model)
-    with pytest.raises(VerificationError, match=r"should be exact isn't: outputs differ by \d.*init='copy'"):
+    with pytest.raises(
+        VerificationError, match=r"the exact conversion failed its check: outputs differ by \d.*init='copy'"
+    ):
         patch(model, norm="rms", init="exact")
     assert not changes(before, fingerprint(model))
-    with pytest.warns(NotPreservedWarning, match=r"checked on the model itself it isn't exact: outputs differ by \d"):
+    with pytest.warns(
+        NotPreservedWarning, match=r"exact conversion failed its check on this model: outputs differ by \d"
+    ):
         patch_model(model, norm="rms", reversible=True)
     assert max(map(float, ((a - b).abs().max() for a, b in zip(answers(model), answers(copied), strict=True)))) == 0
     unpatch_model(model)
@@ -579,10 +585,12 @@ def test_inputs_that_the_model_doesnt_take(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("hfpatch.exact.request.example_inputs", lambda *a: bad)
     model = tiny("gpt2", LM)
     before = fingerprint(model)
-    with pytest.raises(OptionError, match=r"doesn't run on the inputs \(input_ids\) that it must be checked on"):
+    with pytest.raises(
+        OptionError, match=r"its forward fails on the inputs \(input_ids\) that the exact conversion is checked on"
+    ):
         patch(model, norm="rms", example_inputs=bad)
     for init in ("exact", "auto"):  # a check that can't run is no failed check
-        with pytest.raises(OptionError, match=r"doesn't run on the inputs \(input_ids\).*Pass example_inputs="):
+        with pytest.raises(OptionError, match=r"fails on the inputs \(input_ids\).*Pass example_inputs="):
             patch(model, norm="rms", init=init)
     assert not changes(before, fingerprint(model))
 
@@ -744,7 +752,7 @@ def test_some_norms_and_then_the_others(modes: tuple[str, str], tmp_path: Path) 
 def test_after_norms_that_see_the_mean_it_is_a_plain_swap(first: dict) -> None:
     model = patch(tiny("gpt2", LM), **first, only=["*.ln_1"])
     with pytest.warns(
-        NotPreservedWarning, match=r"an earlier patch put in norm='\w+', init='\w+', which sees the mean"
+        NotPreservedWarning, match=r"an earlier patch put in norm='\w+', init='\w+', which depends on the mean"
     ):
         patch_model(model, norm="rms", only=["*.ln_2"])
     direct = patch(tiny("gpt2", LM), **first, only=["*.ln_1"])
@@ -816,7 +824,7 @@ def test_fold_bias_on_the_meta_device() -> None:
 
 
 def test_fold_bias_of_a_model_that_doesnt_run() -> None:
-    with pytest.raises(UnsupportedError, match=r"fold_bias=True: .*LMHeadModel can't be followed: IndexError: index"):
+    with pytest.raises(UnsupportedError, match=r"fold_bias=True: .*LMHeadModel can't be traced: IndexError: index"):
         plan_patch(tiny("gpt2", LM), norm=RMS(fold_bias=True), example_inputs={"input_ids": torch.full((1, 3), 97)})
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hfpatch.repairs import least_squares
-from hfpatch.repairs.least_squares import PENALTIES, Affine, ChannelVariance, Fit, Ridge
+from hfpatch.repairs.least_squares import PENALTIES, ChannelAffine, ChannelVariance, Fit, Ridge
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 10_000)
@@ -168,8 +168,8 @@ def test_what_isnt_finite_never_looks_like_a_gain(bad: float, where: str, held: 
 # Gains and shifts
 
 
-def affine(hs: list[Tensor], y: Tensor, held_out: Tensor, gain: bool, shift: bool, parts: int = 1) -> Affine:
-    fit = Affine(len(hs), y.shape[1], gain, shift, CPU)
+def affine(hs: list[Tensor], y: Tensor, held_out: Tensor, gain: bool, shift: bool, parts: int = 1) -> ChannelAffine:
+    fit = ChannelAffine(len(hs), y.shape[1], gain, shift, CPU)
     for piece in torch.arange(len(y)).tensor_split(parts):
         fit.add([h[piece] for h in hs], y[piece], held_out[piece])
     return fit

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hfpatch.errors import OptionError
+from hfpatch.measure.quiet_forward import attention_computed_by
 from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs import attention_maps as maps
 from hfpatch.repairs import repair as engine
-from hfpatch.repairs.attention_maps import Example, eager, fit_maps, map_in, map_of
-from hfpatch.repairs.block_replay import Call
+from hfpatch.repairs.attention_maps import Example, fit_maps, map_in, map_of
+from hfpatch.repairs.block_replay import RecordedCall
 from hfpatch.repairs.repair import repair
 from hfpatch.repairs.report import RepairReport
 from hfpatch.schemes.rope import RoPE
@@ -82,10 +83,10 @@ def test_only_what_moves_the_maps_is_fitted() -> None:
     model = patch(copy.deepcopy(original), pos="rope")
     attention, width = model.transformer.h[0].attn, model.config.hidden_size
     states = torch.randn(4, 10, width, generator=torch.Generator().manual_seed(0))
-    with eager(original), torch.no_grad():
-        target = map_of(original.transformer.h[0].attn, Call((states,), {}))
+    with attention_computed_by("eager", original), torch.no_grad():
+        target = map_of(original.transformer.h[0].attn, RecordedCall((states,), {}))
     rows = torch.ones(4, 10, dtype=torch.bool)
-    example = Example(Call((states,), {}), target, rows, rows)
+    example = Example(RecordedCall((states,), {}), target, rows, rows)
     own = {name for name, _ in attention.named_parameters()}
     before = {name: value.clone() for name, value in attention.state_dict().items()}
     found = fit_maps(attention, [example], "qk", own)
@@ -149,7 +150,7 @@ def test_it_is_put_back_after_an_error() -> None:
     before = model.config._attn_implementation
 
     def fails() -> None:
-        with eager(model):
+        with attention_computed_by("eager", model):
             assert model.config._attn_implementation == "eager" != before
             raise ZeroDivisionError
 

@@ -5,7 +5,14 @@ import torch
 from tiny_models import tiny
 from torch import nn
 
-from hfpatch.exact.observe import Forward, added, added_to_outputs, moved, observe, relative_error
+from hfpatch.exact.observe import (
+    Forward,
+    added_to_outputs,
+    constants_added,
+    norms_with_changed_mean,
+    observe,
+    relative_error,
+)
 from hfpatch.measure.float64 import Float64
 from hfpatch.measure.inputs import example_inputs
 from hfpatch.sites.norms import describe
@@ -109,7 +116,7 @@ class TestShifts:
     def test_added_is_taken_back_to_the_bit(self) -> None:
         x = torch.rand(5)
         before = x.clone()
-        with added([(x, torch.full((5,), 1e-3))]):
+        with constants_added([(x, torch.full((5,), 1e-3))]):
             assert torch.allclose(x, before + 1e-3)
         assert torch.equal(x, before)
 
@@ -127,6 +134,6 @@ class TestShifts:
         given = example_inputs(model)
         norms = {name: facts for name, module in model.named_modules() if (facts := describe(module))}
         before = observe(model, given, norms)
-        with added([(model.h[0].mlp.c_proj.bias, torch.full((32,), 0.5))]), torch.no_grad():
+        with constants_added([(model.h[0].mlp.c_proj.bias, torch.full((32,), 0.5))]), torch.no_grad():
             after = observe(model, given, norms)
-        assert list(moved(before, after)) == ["h.1.ln_1", "h.1.ln_2", "ln_f"]
+        assert list(norms_with_changed_mean(before, after)) == ["h.1.ln_1", "h.1.ln_2", "ln_f"]

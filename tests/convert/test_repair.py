@@ -25,7 +25,9 @@ from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NotPreservedWarning, OptionError, WrappedModelError
 from hfpatch.patch import patch_model, repair_report, unpatch_model
 from hfpatch.repairs import repair as engine
+from hfpatch.repairs.distance import helps, token_distances
 from hfpatch.repairs.repair import repair
+from hfpatch.repairs.report import RepairReport
 
 LM = "AutoModelForCausalLM"
 ONE_LAYER = {"encoder_layers": 1, "decoder_layers": 1, "num_hidden_layers": 1}
@@ -118,7 +120,7 @@ def test_positions_alone_and_with_a_norm(pos: str, norm: str | None) -> None:
     original = tiny("gpt2", LM)
     plain, repaired = (copy.deepcopy(original) for _ in range(2))
     patch(plain, norm, pos)
-    patch(repaired, norm, pos, calibration=[joined(batches(original, 16))])
+    patch(repaired, norm, pos, calibration=[joined(batches(original, 32))])
     report = repair_report(repaired)
     assert report.kept
     assert report.measure == "KL divergence"
@@ -291,7 +293,7 @@ def test_few_sequences(sequences: int) -> None:
     model = patch(copy.deepcopy(original), norm="dyt", calibration=data)
     report = repair_report(model)
     assert report.held_out == {2: 1, 16: 2}[sequences]
-    assert f"on {report.held_out} held-out sequences" in report.summary()
+    assert f"on {report.held_out} held-out sequence" in report.summary()
     assert all(value.isfinite().all() for value in weights(model).values())
     assert report.after < report.before or not report.kept
 
@@ -305,12 +307,79 @@ def test_one_sequence_is_refused_and_changes_nothing(form: Callable) -> None:
     assert not changes(before, fingerprint(model))
 
 
-def test_a_repair_that_repairs_little_is_no_reason_to_be_silent() -> None:
+@pytest.mark.parametrize("form", [list, iter])
+def test_too_few_tokens_to_judge_by_are_refused_and_change_nothing(form: Callable) -> None:
+    model = tiny("gpt2", LM)
+    before = fingerprint(model)
+    with pytest.raises(OptionError, match=r"of 2 sequences 1 are held out, with 1 tokens .* Pass 64 sequences of this"):
+        patch_model(model, norm="dyt", calibration=form([torch.tensor([[5], [6]])]))
+    with pytest.raises(OptionError, match=r"with 7 tokens \(or outputs\) in all, and 8 are needed. Pass 16 sequences"):
+        patch_model(model, norm="dyt", calibration=form([torch.arange(14).view(2, 7)]))
+    assert not changes(before, fingerprint(model))
+    patch(model, norm="dyt", calibration=form([torch.arange(16).view(2, 8)]))
+    assert repair_report(model) is not None
+
+
+def test_help_is_told_from_noise() -> None:
+    gains = torch.randn(4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    before = torch.full_like(gains, 9.0)
+    error = float(gains.std()) / len(gains) ** 0.5
+    gains -= gains.mean()
+    assert helps(before, before - gains - 2.1 * error)
+    assert not helps(before, before - gains - 1.9 * error)
+    assert not helps(before, before)
+    assert not helps(before, before - gains * math.nan)
+    assert helps(before, before - 1e-3), "the same help everywhere is none of noise"
+
+
+@pytest.mark.parametrize(
+    ("measure", "before", "after", "kept", "suffices"),
+    [
+        ("KL divergence", 4.0, 0.09, True, True),
+        ("KL divergence", 4.0, 0.11, True, False),  # much was repaired, and much is left
+        ("KL divergence", 0.1, 0.06, True, False),  # little is left, and little was repaired
+        ("KL divergence", 0.1, 0.04, True, True),
+        ("KL divergence", 0.1, 0.04, False, False),  # undone
+        ("relative squared error of the outputs", 1.0, 0.011, True, False),
+        ("relative squared error of the outputs", 1.0, 0.009, True, True),
+        ("KL divergence", 1e-9, 1e-9, False, True),  # there was nothing to repair
+        ("KL divergence", 1.0, math.nan, False, False),
+        ("KL divergence", math.nan, math.nan, False, False),
+    ],
+)
+def test_what_a_repair_may_leave(measure: str, before: float, after: float, kept: bool, suffices: bool) -> None:
+    assert RepairReport(8, 1, measure, before, after, kept).suffices is suffices
+
+
+def test_a_repair_by_itself_warns_too() -> None:
+    original = tiny("albert", "AutoModelForMaskedLM")
+    model = patch(copy.deepcopy(original), "dyt")
+    with pytest.warns(NotPreservedWarning, match=r"AlbertForMaskedLM: Repair on .* undone") as caught:
+        repair(model, original, batches(original))
+    assert [warning.filename for warning in caught] == [__file__]
+    model, original = patch(tiny("gpt2", LM), "dyt"), tiny("gpt2", LM)
+    with warnings.catch_warnings():  # control
+        warnings.simplefilter("error")
+        repair(model, original, batches(original))
+
+
+def test_the_reference_keeps_the_positions_of_an_earlier_patch() -> None:
+    """The model itself has a lens there, which hands its grid down."""
+    model = patch(tiny("vit"), pos="rope:axes=2")
+    patch(model, norm="dyt", calibration=[joined(batches(model))])
+    assert repair_report(model).recovered > 0.5
+
+
+@pytest.mark.parametrize(("head", "kept"), [("AutoModel", True), ("AutoModelForMaskedLM", False)])
+def test_a_repair_that_repairs_little_is_no_reason_to_be_silent(head: str, kept: bool) -> None:
     """Layers that share their weights can't be fitted: the warning gives the distance that remains."""
-    model = tiny("albert", "AutoModelForMaskedLM")
-    with pytest.warns(NotPreservedWarning, match=r"A repair was tried: KL divergence .* -> "):
+    model = tiny("albert", head)
+    with pytest.warns(
+        NotPreservedWarning, match=r"is repaired: .* -> " if kept else r"approximate: a repair was undone"
+    ):
         patch_model(model, norm="dyt", calibration=[joined(batches(model))])
     report = repair_report(model)
+    assert report.kept == kept
     assert report.recovered < 0.5
     with warnings.catch_warnings():  # control
         warnings.simplefilter("error", NotPreservedWarning)
@@ -383,7 +452,9 @@ def test_labels_are_read_by_a_decoder_that_has_nothing_else() -> None:
 
 def test_a_single_number_as_output() -> None:
     model = tiny("bert", "AutoModelForSequenceClassification", num_labels=1)
-    patch(model, norm="dyt", calibration=[joined(batches(model))])
+    with pytest.raises(OptionError, match=r"2 are held out, with 2 tokens .* and 8 are needed. Pass 64 sequences"):
+        patch_model(model, norm="dyt", calibration=[joined(batches(model))])
+    patch(model, norm="dyt", calibration=[joined(batches(model, 32))])
     report = repair_report(model)
     assert math.isfinite(report.before)
     assert report.kept
@@ -416,7 +487,7 @@ def test_a_step_that_doesnt_help_on_held_out_sequences_isnt_taken() -> None:
 
 def test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = tiny("gpt2", LM), patch(tiny("gpt2", LM), norm="dyt")
-    measured = iter([("KL divergence", 1.0), ("KL divergence", 2.0)])
+    measured = iter([("KL divergence", torch.ones(8)), ("KL divergence", torch.ones(8) * 2)])
     monkeypatch.setattr(engine, "output_distance", lambda *_: next(measured))
     with pytest.warns(NotPreservedWarning):
         patch_model(model, norm="dyt", calibration=[joined(batches(model))])
@@ -429,7 +500,7 @@ def test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit(monkeypatch: pytest.
 
 def test_an_error_that_isnt_a_number_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = tiny("gpt2", LM), patch(tiny("gpt2", LM), norm="dyt")
-    monkeypatch.setattr(engine, "output_distance", lambda *_: ("KL divergence", math.nan))
+    monkeypatch.setattr(engine, "output_distance", lambda *_: ("KL divergence", torch.full((8,), math.nan)))
     patch(model, norm="dyt", calibration=[joined(batches(model))])
     assert not repair_report(model).kept
     assert largest(weights(model), weights(plain)) == 0
@@ -548,7 +619,7 @@ def test_unpatch_takes_a_repair_back() -> None:
     assert repair_report(model) is None
 
 
-def test_a_second_patch_and_its_way_back() -> None:
+def test_a_second_patch_can_be_undone() -> None:
     model = tiny("gpt2", LM, n_layer=1)
     before, original = fingerprint(model), weights(model)
     patch(model, pos="rope", calibration=batches(model, 2), reversible=True)
@@ -771,3 +842,10 @@ def test_a_wrong_writer_is_not_found() -> None:
     projections = [s for s in repair_report(model).steps if s.kind == "projection"]
     assert sum("scaled branch" in s.note for s in projections) == 2
     assert not any("mlp" in s.module for s in projections)
+
+
+def test_outputs_in_a_list_have_a_distance() -> None:
+    """A backbone returns its feature maps as one."""
+    old, new = ({"feature_maps": (torch.full((2, 3, 4), value), torch.ones(2, 3))} for value in (1.0, 3.0))
+    assert token_distances(old, old)[1].tolist() == [[0.0] * 3] * 2
+    assert token_distances(old, new)[1].tolist() == [[4.0] * 3] * 2

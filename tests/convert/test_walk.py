@@ -18,17 +18,17 @@ from transformers.pytorch_utils import Conv1D
 
 from hfpatch.errors import OptionError
 from hfpatch.repairs import calibration
-from hfpatch.repairs.block_replay import Walk, is_linear_map, segments_of
-from hfpatch.repairs.calibration import Batches, calibration_inputs, tried_batches
+from hfpatch.repairs.block_replay import BlockReplay, is_linear_map, segments_of
+from hfpatch.repairs.calibration import Batches, calibration_inputs, runnable_batches
 
 
 def norms_in(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "Norm" in type(module).__name__]
 
 
-def walk_of(model: PreTrainedModel, folder: Path, data: list[Any] | None = None) -> Walk:
+def walk_of(model: PreTrainedModel, folder: Path, data: list[Any] | None = None) -> BlockReplay:
     data = [inputs(model), inputs(model, 1)] if data is None else data
-    return Walk(model, Batches(data, model, folder), folder / "walk")
+    return BlockReplay(model, Batches(data, model, folder), folder / "walk")
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_replaying_blocks_gives_what_the_model_gives(family: str, tmp_path: Path
     latest: dict[str | None, str] = {}
     for segment in blocks:
         assert segment.block is not None
-        walk.keep(segment.block, 0)
+        walk.freeze(segment.block, 0)
         if segment.stack in latest:
-            walk.drop(latest[segment.stack])
+            walk.discard(latest[segment.stack])
         latest[segment.stack] = segment.block
         with walk._replaying(0):
             assert torch.equal(walk.forward(0)[0], want)
@@ -66,7 +66,7 @@ def test_a_replayed_block_doesnt_run_and_the_rest_stops_early(tmp_path: Path) ->
     ran: list[int] = []
     for i, block in enumerate(model.h):
         block.mlp.register_forward_hook(lambda *a, i=i: ran.append(i))
-    walk.keep("h.0", 0)
+    walk.freeze("h.0", 0)
     ran.clear()
     walk.run(0, outputs=["h.1"])
     assert ran == [1]  # neither what is replayed nor what comes later
@@ -97,7 +97,7 @@ def test_a_block_that_raises_leaves_no_replay_behind(tmp_path: Path) -> None:
     model = tiny("gpt2")
     walk = walk_of(model, tmp_path)
     segments_of(walk, norms_in(model))
-    walk.keep("h.0", 0)
+    walk.freeze("h.0", 0)
     before = fingerprint(model)
     handle = model.ln_f.register_forward_hook(lambda *a: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -138,8 +138,8 @@ def test_one_sequence_is_too_few(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="calibration holds one sequence"):
         Batches(iter(alone), model, tmp_path)
     with pytest.raises(OptionError, match="calibration holds one sequence"):
-        tried_batches(alone, model)
-    assert list(tried_batches(iter(alone * 2), model)) == alone * 2
+        runnable_batches(alone, model)
+    assert list(runnable_batches(iter(alone * 2), model)) == alone * 2
 
 
 def test_an_endless_generator_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,18 +209,18 @@ def test_streams_are_tried_on_their_first_batch_only() -> None:
             asked.append(i)
             yield torch.full((1, 4), i + 5)
 
-    tried = tried_batches(stream(), model)
+    tried = runnable_batches(stream(), model)
     assert asked == [0]
     assert [int(batch[0, 0]) for batch in tried] == [5, 6, 7]
     with pytest.raises(OptionError, match="no batch"):
-        tried_batches(iter(()), model)
+        runnable_batches(iter(()), model)
 
 
 def test_a_shuffling_loader_leaves_the_random_stream_alone() -> None:
     model = tiny("gpt2")
     loader = DataLoader(torch.randint(5, 90, (8, 6)), batch_size=4, shuffle=True)
     stream = torch.get_rng_state()
-    tried_batches(loader, model)
+    runnable_batches(loader, model)
     assert torch.equal(torch.get_rng_state(), stream)
 
 
@@ -228,7 +228,7 @@ def test_what_is_tried_leaves_no_trace() -> None:
     model = tiny("gpt2").train()
     given = copy.deepcopy(inputs(model))
     before = fingerprint(model)
-    tried_batches([given], model)
+    runnable_batches([given], model)
     with pytest.raises(OptionError, match="doesn't take calibration batch 0: it has tokens 4000"):
-        tried_batches([{"input_ids": torch.full((2, 3), 4000)}], model)
+        runnable_batches([{"input_ids": torch.full((2, 3), 4000)}], model)
     assert not changes(before, fingerprint(model))

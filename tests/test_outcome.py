@@ -1,0 +1,220 @@
+"""Outcomes: what is said of a patch was measured on it, and the model, its checkpoint and its card say the same."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from tiny_models import changes, difference, fingerprint, inputs, patch, reload, tiny
+from torch import Tensor, nn
+
+from hfpatch.contrib.convert_pairing import convert_pairing
+from hfpatch.errors import NotPreservedWarning, VerificationError
+from hfpatch.hub.card import CardFacts, card
+from hfpatch.hub.folder import read_checkpoint
+from hfpatch.measure.inputs import example_inputs
+from hfpatch.outcome import Measurement
+from hfpatch.patch import outcomes, patch_model, repair_report, unpatch_model
+from hfpatch.repairs.repair import repair
+from hfpatch.runtime.errors import UnsupportedError
+
+LM = "AutoModelForCausalLM"
+NUMBER = r"(\d\S*\d)"
+
+
+def calibration(model: nn.Module, count: int = 8) -> list[dict[str, Tensor]]:
+    return [inputs(model, seed) for seed in range(count)]
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(**example_inputs(model)).logits.double()
+
+
+@pytest.mark.parametrize("request_", [{"norm": "rms"}, {"norm": "layer"}, {"mlp": "geglu"}])
+def test_exact_comes_with_the_largest_difference(request_: dict[str, str]) -> None:
+    original = tiny("gpt2", LM)
+    model = patch_model(copy.deepcopy(original), **request_)
+    (outcome,) = outcomes(model).values()
+    found = re.fullmatch(f"exact: outputs differ by {NUMBER}, rounding explains {NUMBER}", outcome)
+    assert found, outcome
+    truth = logits(original)
+    largest = (logits(model) - truth).abs().max() / truth.square().mean().sqrt()
+    assert float(found[1]) == pytest.approx(float(largest), rel=0.1, abs=1e-12)
+    assert float(found[1]) <= float(found[2]) < 1e-3
+
+
+@pytest.mark.parametrize("request_", [{"norm": "dyt"}, {"pos": "rope"}, {"norm": "rms", "pos": "rope"}])
+def test_approximate_comes_with_the_error_and_what_is_lost(request_: dict[str, str]) -> None:
+    original = tiny("gpt2", LM)
+    model = patch(copy.deepcopy(original), **request_)
+    found = outcomes(model)
+    lossy = re.fullmatch(f"approximate: outputs differ by {NUMBER}; not preserved: (.+)", list(found.values())[-1])
+    assert lossy, found
+    truth = logits(original)
+    error = (logits(model) - truth).square().mean().sqrt() / truth.square().mean().sqrt()
+    assert float(lossy[1]) == pytest.approx(float(error), rel=0.1)
+    assert len(lossy[2]) > 20
+    if len(request_) == 2:
+        assert found["norm='rms'"].startswith("exact: outputs differ by ")
+
+
+def test_what_is_exact_beside_what_isnt_is_not_called_measured() -> None:
+    found = outcomes(patch(tiny("gpt2", LM), mlp="geglu", pos="rope"))
+    assert found["pos='rope'"].startswith("approximate: outputs differ by ")
+    (mlp,) = (outcome for request, outcome in found.items() if request.startswith("mlp="))
+    assert mlp == "exact as planned, not measured apart from pos"
+
+
+def test_each_request_has_its_own() -> None:
+    model = patch(patch(tiny("gpt2", LM), norm="rms"), pos="rope")
+    before = outcomes(model)
+    assert [outcome.split(":")[0] for outcome in before.values()] == ["exact", "approximate"]
+    convert_pairing(model, "interleaved")
+    assert list(outcomes(model).items())[:2] == list(before.items())
+    assert list(outcomes(model).values())[-1].startswith("exact: outputs differ by ")
+    assert outcomes(tiny("gpt2", LM)) == {}
+
+
+def test_a_repair_is_told_with_what_it_left() -> None:
+    model = tiny("gpt2", LM)
+    patch(model, norm="dyt", mlp="geglu", calibration=calibration(model))
+    report = repair_report(model)
+    norm, mlp = outcomes(model).values()
+    figures = f"KL divergence {report.before:.3g} -> {report.after:.3g} on 2 held-out sequences"
+    assert norm.startswith(f"repaired: {figures}; not preserved: DynamicTanh: the scale of its input isn't removed")
+    assert mlp == "exact as planned, not measured apart from norm"
+
+
+def test_a_later_repair_is_told_too() -> None:
+    original = tiny("gpt2", LM)
+    model = patch(patch(copy.deepcopy(original), mlp="geglu"), norm="dyt")
+    lossy, exact = outcomes(model).values()
+    repair(model, original, calibration(original))
+    repaired = outcomes(model)["norm='dyt'"]
+    assert list(outcomes(model).values()) == [repaired, exact]
+    assert repaired.startswith("repaired: KL divergence ")
+    assert repaired.partition("; not preserved: ")[1:] == lossy.partition("; not preserved: ")[1:]
+    assert "differ by" not in repaired
+    patch(model, norm="derf", calibration=calibration(original))
+    assert outcomes(model)["norm='dyt'"] == repaired, "the second repair brought back the model with DyT"
+    assert outcomes(model)["norm='derf'"].startswith("repaired: ")
+
+
+def test_an_undone_repair_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hfpatch.repairs.repair.helps", lambda before, after: False)
+    model = tiny("gpt2", LM)
+    with pytest.warns(NotPreservedWarning, match=r"norm='dyt' is approximate: a repair was undone"):
+        patch_model(model, norm="dyt", calibration=calibration(model))
+    assert "repaired" not in outcomes(model)["norm='dyt'"]
+
+
+def test_what_is_kept_is_told_with_the_reason() -> None:
+    outcome = outcomes(patch(tiny("gpt2", LM), norm="dyt", keep=["*.ln_f"]))["norm='dyt', keep=['*.ln_f']"]
+    assert outcome.endswith("; kept: 1 of 5 modules (keep)")
+
+
+# Not measured: the reason
+
+
+def test_without_inputs_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(model: nn.Module) -> None:
+        raise UnsupportedError("no inputs could be made for this one")
+
+    monkeypatch.setattr("hfpatch.outcome.example_inputs", fail)
+    outcome = outcomes(patch(tiny("gpt2", LM), pos="rope"))["pos='rope'"]
+    assert outcome.startswith(
+        "approximate as planned, not measured: UnsupportedError: no inputs could be made for this"
+    )
+    outcome = outcomes(patch(tiny("gpt2", LM), norm="layer"))["norm='layer'"]
+    assert outcome.startswith("exact as planned, not measured: UnsupportedError")
+    model = tiny("gpt2", LM)
+    given = outcomes(patch(model, pos="rope", example_inputs=inputs(model)))["pos='rope'"]
+    assert given.startswith("approximate: outputs differ by ")
+
+
+def test_without_weights_it_says_so() -> None:
+    with torch.device("meta"):
+        model = type(tiny("gpt2", LM))(tiny("gpt2", LM).config)
+    found = outcomes(patch(model, norm="rms", pos="rope"))
+    assert found["norm='rms'"].startswith("exact as planned, not measured")
+    assert found["pos='rope'"].startswith(
+        "approximate as planned, not measured: weights aren't in memory; not preserved"
+    )
+
+
+def test_a_forward_that_fails_after_the_patch_is_a_reason() -> None:
+    """Twelve tokens are too many for it then."""
+    (outcome,) = outcomes(patch(tiny("gpt2", LM), pos="learned:max_positions=8")).values()
+    assert outcome.startswith("approximate as planned, not measured: IndexError: ")
+
+
+# Planned as exact, and measured otherwise
+
+
+@pytest.fixture
+def off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured outputs are off by a tenth after a patch."""
+    measure, runs = Measurement._outputs, []
+
+    def outputs(self: Measurement, model: Any) -> dict[str, Tensor]:
+        runs.append(1)
+        return {name: value * (1 + 0.1 * (len(runs) % 2 == 0)) for name, value in measure(self, model).items()}
+
+    monkeypatch.setattr(Measurement, "_outputs", outputs)
+
+
+def test_what_isnt_exact_as_planned_is_said(off: None) -> None:
+    with pytest.warns(NotPreservedWarning, match="norm='layer' is approximate: planned as exact, but outputs"):
+        model = patch_model(tiny("gpt2", LM), norm="layer")
+    assert outcomes(model)["norm='layer'"].startswith("approximate: planned as exact, but outputs differ by ")
+
+
+def test_what_isnt_exact_as_asked_is_refused(off: None) -> None:
+    model = tiny("gpt2", LM)
+    before = fingerprint(model)
+    with pytest.raises(VerificationError, match="planned as exact, but outputs differ by"):
+        patch_model(model, norm="layer", init="exact")
+    assert not changes(before, fingerprint(model))
+
+
+# Nothing else changes
+
+
+def test_measuring_leaves_settings_that_a_forward_changes() -> None:
+    """BigBird gives up its sparse attention at the first short input."""
+    model, given = zoo.tiny("big_bird")
+    patch(model, norm="dyt")
+    assert model.attention_type == "block_sparse"
+    assert outcomes(model)["norm='dyt'"].startswith("approximate: outputs differ by ")
+    model(**given)
+    assert model.attention_type == "original_full"  # control
+
+
+def test_unpatch_forgets_it() -> None:
+    model = patch(tiny("gpt2", LM), pos="rope", reversible=True)
+    assert outcomes(model)
+    assert outcomes(unpatch_model(model)) == {}
+
+
+def test_a_checkpoint_and_its_card_say_the_same(tmp_path: Path) -> None:
+    model = tiny("gpt2", LM)
+    patch(model, norm="dyt", mlp="geglu", calibration=calibration(model))
+    again = reload(model, tmp_path / "first", LM)
+    assert outcomes(again) == outcomes(model)
+    assert len(outcomes(model)) == 2
+    again.save_pretrained(tmp_path / "second")
+    cards = []
+    for name in ("first", "second"):
+        found = read_checkpoint(tmp_path / name)
+        cards.append(card(CardFacts(found.config, found.record, "me/it"), None)[0])
+    assert cards[0] == cards[1]
+    for request, outcome in outcomes(model).items():
+        assert f"\n{request}: {outcome}\n" in cards[0]
+        assert "outcome=" not in cards[0]
+    assert difference(again, model) == 0
