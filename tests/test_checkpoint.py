@@ -33,6 +33,7 @@ from tiny_models import (
     reload,
     tiny,
     tiny_config,
+    without_outcomes,
 )
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2DoubleHeadsModel, GPT2LMHeadModel
@@ -175,6 +176,15 @@ def test_a_head_outside_the_auto_classes(tmp_path: Path) -> None:
     assert difference(model, reload(model, tmp_path, type(model))) == 0
 
 
+@pytest.mark.parametrize("family", ["internlm3", "glmga"])
+def test_a_class_that_another_familys_config_names(family: str, tmp_path: Path) -> None:
+    """InternLM3 is a LlamaModel with a config of its own: the whole of its model, not a part."""
+    model, given = zoo.tiny(family)
+    again = reload(patch(model, norm="layer"), tmp_path)
+    assert type(again.config).__name__ == type(model.config).__name__
+    assert difference(outputs(model, **given), outputs(again, **given)) == 0
+
+
 def test_generations_of_checkpoints(tmp_path: Path) -> None:
     """Saved, loaded, saved: the same bytes; patched after loading: as if at once."""
     model = patch(tiny("gpt2", GPT2LMHeadModel), norm="rms")
@@ -210,12 +220,13 @@ def test_the_files(tmp_path: Path) -> None:
     model = patch(tiny("gpt2", GPT2LMHeadModel), norm="dyt:alpha=0.8", pos="rope", only=["*.h.*", "*.wpe"])
     model.save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())
-    assert stored["model_type"] == "hfpatch"
+    assert stored["model_type"] == "hfpatch__install_hfpatch_and_import_it_first"
     assert stored["architectures"] == ["HfpatchGPT2LMHeadModel"]
     assert stored["hfpatch"]["version"] == 2
     assert stored["hfpatch"]["base_model_type"] == "gpt2"
     only = ["*.h.*", "*.wpe"]
-    assert stored["hfpatch"]["request"] == [{"norm": "dyt:alpha=0.8", "only": only}, {"pos": "rope", "only": only}]
+    requests = without_outcomes(stored["hfpatch"])["request"]
+    assert requests == [{"norm": "dyt:alpha=0.8", "only": only}, {"pos": "rope", "only": only}]
     lens = "AttentionLens(Fused('c_attn'), 'head_dim', 'past_key_values', 'layer_idx', None)"
     assert stored["hfpatch"]["edits"] == [
         "h.*.ln_1 | h.*.ln_2 = DynamicTanh(eps=1e-05, alpha=0.8)",
@@ -447,16 +458,20 @@ def test_a_process_without_hfpatch_fails_loudly(tmp_path: Path) -> None:
 import sys
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, pipeline
-for load in (AutoModelForCausalLM.from_pretrained, AutoModel.from_pretrained, AutoConfig.from_pretrained):
+for load in (
+    *(auto.from_pretrained for auto in (AutoModelForCausalLM, AutoModel, AutoConfig)),
+    lambda folder: pipeline("text-generation", folder),
+    lambda folder: AutoModel.from_pretrained(folder, trust_remote_code=True),
+):
     try:
         load({str(tmp_path)!r})
         print("LOADED")
     except Exception as error:
-        print(type(error).__name__, "hfpatch" in str(error))
+        print(type(error).__name__, "hfpatch__install_hfpatch_and_import_it_first" in str(error))
 assert "hfpatch" not in sys.modules
 """
     done = run(script)
-    assert done.stdout.splitlines() == ["ValueError True"] * 3, done.stdout + done.stderr
+    assert done.stdout.splitlines() == ["ValueError True"] * 5, done.stdout + done.stderr
 
 
 def test_a_process_with_hfpatch_loads_by_any_auto_class(tmp_path: Path) -> None:
@@ -569,6 +584,78 @@ def test_a_registered_family(late: bool, tmp_path: Path) -> None:
     finally:
         CONFIG_MAPPING._extra_content.pop("gpt2_of_a_test")
         AutoModelForCausalLM._model_mapping._extra_content.pop(config)
+
+
+CODE = """
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+
+class MineConfig(PreTrainedConfig):
+    model_type = "mine_of_a_test"
+    hidden_size: int = 16
+    vocab_size: int = 50
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden_states):
+        return hidden_states + self.proj(torch.tanh(self.norm(hidden_states)))
+
+
+class MineModel(PreTrainedModel):
+    config_class = MineConfig
+    main_input_name = "input_ids"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(2))
+        self.post_init()
+
+    def forward(self, input_ids, **kwargs):
+        hidden_states = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states)
+        return BaseModelOutput(last_hidden_state=hidden_states)
+"""
+
+
+def test_a_model_of_a_repositorys_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is saved without that code, which would open it unpatched; where its classes are registered it opens."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    hub, saved = tmp_path / "hub", tmp_path / "saved"
+    hub.mkdir()
+    (hub / "modeling_mine.py").write_text(CODE)
+    classes = {"AutoConfig": "modeling_mine.MineConfig", "AutoModel": "modeling_mine.MineModel"}
+    config = {"model_type": "mine_of_a_test", "architectures": ["MineModel"], "auto_map": classes}
+    (hub / "config.json").write_text(json.dumps(config))
+    blank = AutoModel.from_config(AutoConfig.from_pretrained(hub, trust_remote_code=True), trust_remote_code=True)
+    blank.save_pretrained(hub)
+    original = AutoModel.from_pretrained(hub, trust_remote_code=True).eval()
+    host = type(original)
+    model = patch(original, norm="dyt")
+    model.save_pretrained(saved)
+    assert sorted(path.name for path in saved.iterdir()) == ["config.json", "hfpatch_weights.json", "model.safetensors"]
+    assert "auto_map" not in json.loads((saved / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=r"'mine_of_a_test' model, which transformers .* import that first"):
+        AutoModel.from_pretrained(saved, trust_remote_code=True)
+    AutoConfig.register("mine_of_a_test", host.config_class)
+    AutoModel.register(host.config_class, host)
+    try:
+        again = AutoModel.from_pretrained(saved)
+        given = {"input_ids": torch.arange(10)[None]}
+        assert difference(model, again, **given) == 0
+        assert len(norms_of(again, AffineNorm)) == 2
+    finally:
+        transformers.CONFIG_MAPPING._extra_content.pop("mine_of_a_test")
+        AutoModel._model_mapping._extra_content.pop(host.config_class)
 
 
 # Records that can't be used
@@ -688,6 +775,9 @@ UNREADABLE: dict[str, Any] = {
     "init unknown": request(init="magic"),
     "init a list": request(init=["auto"]),
     "init a dict": request(init={}),
+    "outcome a list": request(outcome=["exact"]),
+    "outcome of two lines": request(outcome="exact\n<!-- hfpatch: end -->"),
+    "outcome too long": request(outcome="exact" * 1000),
 }
 
 
@@ -789,6 +879,7 @@ def test_an_unregistered_scheme_says_what_to_import(saved: Path, tmp_path: Path)
         "ln_f = DynamicTanh(nonsense=1)",
         "ln_f = DynamicTanh('a', 'b', 'c', 'd')",
         "ln_f = Fused('c_attn')",
+        "ln_f = RMSNorm(eps=1e-05, gain=None, shift=None)",
         "ln_f = 7",
         "ln_f.weight = 7",
         "ln_f.weight = RMSNorm()",
@@ -803,6 +894,34 @@ def test_a_record_that_doesnt_fit_its_model(text: str, saved: Path, tmp_path: Pa
     folder = with_record(copy_of(saved, tmp_path), edit(text))
     with pytest.raises(PatchError):
         AutoModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("GatedLinear(5)", "GatedLinear(None)", "GatedLinear('no such')", "GatedLinear('geglu', -4, True, True)"),
+        *("GatedLinear('geglu', 40, True)", "GatedLinear('geglu', 40, 'a', True)", "GatedLinear('geglu', True)"),
+        *("GatedLinear('geglu', scale=0.0)", "GatedLinear('geglu', scale='a')", "GatedLinear('geglu', scale=True)"),
+        *("GatedActivation(act='NoSuch')", "GatedActivation(act=5)", "GatedActivation(act='MultiheadAttention')"),
+        *("GatedActivation(act='Fused')", "GatedActivation(act='ConstantPositions')"),
+    ],
+)
+def test_a_gated_mlp_that_cant_be_made(value: str, tmp_path: Path) -> None:
+    """The error names the edit."""
+    patch(tiny("gpt2"), mlp="geglu").save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())["hfpatch"]
+    slot = "h.*.mlp.c_fc" if value.startswith("GatedLinear") else "h.*.mlp.act"
+    edits = [text for text in stored["edits"] if not text.startswith(slot)]
+    assert len(edits) == len(stored["edits"]) - 1
+    folder = with_record(tmp_path, {**stored, "edits": [*edits, f"{slot} = {value}"]})
+    with pytest.raises(CheckpointError) as caught:
+        AutoModel.from_pretrained(folder)
+    assert f"{slot} = {value}" in str(caught.value)
+    with_record(folder, {**stored, "edits": [*edits, f"{slot} = {value.partition('(')[0]}{CONTROLS[slot]}"]})
+    assert AutoModel.from_pretrained(folder, check_fingerprint=False)
+
+
+CONTROLS = {"h.*.mlp.c_fc": "('geglu')", "h.*.mlp.act": "(act='GELU')"}
 
 
 # Files that are broken

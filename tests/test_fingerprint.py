@@ -26,11 +26,10 @@ from tiny_models import fingerprint as trace
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from hfpatch.checkpoint import fingerprint
-from hfpatch.checkpoint import weight_digest as excerpt
+from hfpatch.checkpoint import fingerprint, weight_digest
 from hfpatch.checkpoint.fingerprint import ClassFingerprint, Fingerprint
-from hfpatch.checkpoint.weight_digest import texture
-from hfpatch.errors import FingerprintWarning
+from hfpatch.checkpoint.small_forward import cut_down, texture
+from hfpatch.errors import FingerprintWarning, OptionError
 from hfpatch.runtime.errors import CheckpointError, PatchError
 from hfpatch.schemes.norms import DyT
 from hfpatch.schemes.rope import RoPE
@@ -169,8 +168,8 @@ def test_families(family: str, tmp_path: Path) -> None:
     model = patch(tiny(family), norm="rms", pos="rope", init="copy")
     model.save_pretrained(tmp_path)
     assert "outputs: " in stored_in(tmp_path)["hfpatch"]["fingerprint"][type(model).__name__]
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        AutoModel.from_pretrained(tmp_path, dtype=dtype)
+    for dtype, check in ((torch.float32, "full"), (torch.bfloat16, True), (torch.float16, True)):
+        AutoModel.from_pretrained(tmp_path, dtype=dtype, check_fingerprint=check)
     norm = next(n for n in load_file(tmp_path / "model.safetensors") if "norm" in n.lower() or "ln_" in n)
     with_weights(tmp_path, afresh(norm))
     with another:
@@ -180,7 +179,10 @@ def test_families(family: str, tmp_path: Path) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("model_type", zoo.model_types())
 def test_no_family_gives_a_false_alarm(model_type: str, tmp_path: Path) -> None:
-    """Every model type that can be made and patched opens in three precisions; not all run in each."""
+    """Every model type that can be made and patched opens in three precisions, and with the other attention.
+
+    Not all run in each.
+    """
     try:
         model, _ = zoo.tiny(model_type)
     except zoo.Unbuildable as error:
@@ -194,9 +196,10 @@ def test_no_family_gives_a_false_alarm(model_type: str, tmp_path: Path) -> None:
     if not patched:
         pytest.skip("no patch applies")
     model.save_pretrained(tmp_path)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    ways: list[dict[str, Any]] = [{"dtype": dtype} for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    for way in [*ways, {"attn_implementation": "eager"}]:
         try:
-            type(model).from_pretrained(tmp_path, dtype=dtype)
+            type(model).from_pretrained(tmp_path, **way)
         except CheckpointError as error:
             if "would open only a part" not in str(error):  # ShieldGemma2 builds its inner model by an Auto class
                 raise
@@ -226,13 +229,13 @@ def test_sums_in_another_order_are_no_change(tmp_path: Path, monkeypatch: pytest
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What of a model is run, and whether with noise, from now on."""
+    """The forwards that are run from now on, with noise or without."""
     found: list[str] = []
     run = fingerprint.run
 
-    def noted(model: Any, inputs: Any, whole: bool, *noise: Any) -> Any:
-        found.append(("noisy " if noise else "") + ("whole" if whole else "little"))
-        return run(model, inputs, whole, *noise)
+    def noted(model: Any, inputs: Any, *noise: Any) -> Any:
+        found.append("noisy" if noise else "exact")
+        return run(model, inputs, *noise)
 
     monkeypatch.setattr(fingerprint, "run", noted)
     return found
@@ -243,8 +246,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_one_small_forward_is_enough_for_what_was_saved(auto: str, dtype: Any, saved: Path, runs: list[str]) -> None:
     """In another precision noise is measured, where the outputs are off by more than the last bit."""
     getattr(transformers, auto).from_pretrained(saved, dtype=dtype)
-    assert runs[0] == "little"
-    assert set(runs[1:]) <= ({"noisy little"} if dtype in (torch.bfloat16, torch.float16) else set())
+    assert runs[0] == "exact"
+    assert set(runs[1:]) <= ({"noisy"} if dtype in (torch.bfloat16, torch.float16) else set())
 
 
 @pytest.mark.parametrize("change", IN_WEIGHTS.values(), ids=IN_WEIGHTS)
@@ -264,8 +267,7 @@ def test_one_block_tells_settings(change: Any, saved: Path, tmp_path: Path, runs
     with_config(folder, change)
     with another:
         AutoModelForCausalLM.from_pretrained(folder)
-    assert runs[0] == "little"
-    assert set(runs[1:]) == {"noisy little"}
+    assert runs == ["exact", *["noisy"] * 4] * 2  # with the attention that it was opened with, and with the other
 
 
 SPARSE = {"_WHOLE": 40, "_RUN": 4, "_FEWEST": 4}  # a tiny model's matrices are large then
@@ -281,7 +283,7 @@ WHOLE_TENSORS = [
 @pytest.mark.parametrize("name", WHOLE_TENSORS)
 def test_samples_tell_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for constant, value in SPARSE.items():
-        monkeypatch.setattr(excerpt, constant, value)
+        monkeypatch.setattr(weight_digest, constant, value)
     model = patch(tiny("gpt2", GPT2LMHeadModel), norm=DyT(0.3), pos=RoPE(theta=300.0))
     randomise(model, seed=5).save_pretrained(tmp_path)
     AutoModelForCausalLM.from_pretrained(tmp_path)  # control
@@ -309,22 +311,22 @@ def test_the_order_of_patches_is_no_difference(tmp_path: Path) -> None:
 
 
 class Indexing(GPT2LMHeadModel):
-    """Doesn't run with fewer blocks."""
+    """Reads its blocks by number, and what is in them."""
 
     def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        assert self.transformer.h[1] is not None
+        assert all(self.transformer.h[i].attn.num_heads == 4 for i in range(self.config.n_layer))
         return super().forward(input_ids, **kwargs)
 
 
-def test_a_model_that_cant_be_cut_down_is_run_as_a_whole(tmp_path: Path, runs: list[str]) -> None:
+def test_a_model_that_reads_its_blocks_by_number(tmp_path: Path, runs: list[str]) -> None:
     model = patch(randomise(Indexing(tiny("gpt2").config)), norm="rms", init="copy")
     model.save_pretrained(tmp_path)
     lines = stored_in(tmp_path)["hfpatch"]["fingerprint"]
-    assert " | whole outputs: logits " in lines["Indexing"]
+    assert " | outputs: logits " in lines["Indexing"]
     assert " | outputs: last_hidden_state " in lines["GPT2Model"]
     runs.clear()
     type(model).from_pretrained(tmp_path)
-    assert runs == ["whole"]
+    assert runs == ["exact"]
     with_config(tmp_path, lambda config: config.update(activation_function="relu"))
     with another:
         type(model).from_pretrained(tmp_path)
@@ -356,7 +358,6 @@ def test_what_is_stored(saved: Path) -> None:
         assert list(recorded.inputs) == ["input_ids"]
         assert list(recorded.outputs) == [output]
         assert len(recorded.outputs[output]) == 9
-        assert not recorded.whole
     text = (saved / "config.json").read_text()
     assert text[text.index('"fingerprint"') :].partition("}")[0].count("\n") <= 5, "lines of config.json"
     config = AutoConfig.from_pretrained(saved)
@@ -374,7 +375,7 @@ def test_the_sums(saved: Path) -> None:
     kind, shape, *numbers = recorded.inputs["input_ids"].split(" ")
     assert (kind, shape) == ("int64", "1x12")
     model = AutoModel.from_pretrained(saved)
-    with torch.no_grad(), excerpt.cut_down(model):
+    with torch.no_grad(), cut_down(model):
         x = model(input_ids=torch.tensor([list(map(int, numbers))])).last_hidden_state.double().flatten().tolist()
     root_mean_square, *sums = recorded.outputs["last_hidden_state"]
     assert root_mean_square == pytest.approx((sum(value**2 for value in x) / len(x)) ** 0.5, rel=1e-5)
@@ -446,7 +447,7 @@ def test_weights_that_arent_the_models_own_give_none(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "1", state_dict={k: v + 0.01 for k, v in model.state_dict().items()})
     assert [warning.filename for warning in warned] == [__file__]
     assert without(tmp_path / "1")
-    AutoModel.from_pretrained(tmp_path / "1")
+    AutoModel.from_pretrained(tmp_path / "1", check_fingerprint=False)
     model.save_pretrained(tmp_path / "2", is_main_process=False)
     assert not (tmp_path / "2/config.json").exists()
 
@@ -459,14 +460,15 @@ def test_a_new_save_replaces_it(saved: Path, tmp_path: Path) -> None:
     with pytest.warns(FingerprintWarning):
         model.save_pretrained(folder, state_dict=model.state_dict())
     assert without(folder)
-    AutoModelForCausalLM.from_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(folder, check_fingerprint=False)
 
 
 def test_older_checkpoints_have_none(saved: Path, tmp_path: Path) -> None:
     folder = copied(saved, tmp_path)
     with_config(folder, lambda config: config["hfpatch"].pop("fingerprint"))
     with_weights(folder, IN_WEIGHTS["a projection"])
-    AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.warns(FingerprintWarning, match="was saved without a fingerprint"):
+        AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_settings_that_are_changed_on_purpose(saved: Path, tmp_path: Path) -> None:
@@ -509,6 +511,25 @@ def test_another_number_of_labels(tmp_path: Path) -> None:
         auto.from_pretrained(tmp_path, **options)
 
 
+def test_an_attention_that_computes_something_else(tmp_path: Path) -> None:
+    """Without a mask this part of a model is causal with sdpa and not with eager: transformers' own difference."""
+    model = patch(zoo.tiny("blt_global_transformer")[0], norm="dyt")
+    model.save_pretrained(tmp_path)
+    kind = type(model)
+    kind.from_pretrained(tmp_path)
+    with pytest.warns(FingerprintWarning, match="with attn_implementation='eager' it computes something else") as told:
+        opened = kind.from_pretrained(tmp_path, attn_implementation="eager")
+    assert [warning.filename for warning in told] == [__file__]
+    assert opened.config._attn_implementation == "eager"
+    opened.save_pretrained(tmp_path)
+    with pytest.warns(FingerprintWarning, match="with attn_implementation='sdpa' it computes something else"):
+        kind.from_pretrained(tmp_path, attn_implementation="sdpa")
+    with_config(tmp_path, lambda config: config.update(hidden_act="relu"))
+    for implementation in ("sdpa", "eager"):
+        with another:
+            kind.from_pretrained(tmp_path, attn_implementation=implementation)
+
+
 class Drawing(GPT2LMHeadModel):
     """Draws random numbers in eval mode, as some audio models do."""
 
@@ -526,26 +547,27 @@ class Inscrutable(GPT2LMHeadModel):
 
 
 def test_what_a_forward_changes_for_good_is_put_back(tmp_path: Path) -> None:
-    """BigBird gives up sparse attention at the first short input, and draws random numbers before."""
+    """BigBird gives up sparse attention at the first short input, and draws random numbers for that, once."""
     config = transformers.BigBirdConfig(
         vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, block_size=4
     )
     model = patch(randomise(transformers.BigBirdModel(config)), norm="rms", init="copy")
     before = trace(model)
-    with pytest.warns(FingerprintWarning, match=r"no forward of BigBirdModel could be recorded: .* on random numbers"):
-        found = Fingerprint.of(model)
+    found = Fingerprint.of(model)
     assert not changes(before, trace(model))
     assert found is not None
-    assert found.classes["BigBirdModel"].weights
-    assert not found.classes["BigBirdModel"].outputs
-    with pytest.warns(FingerprintWarning):
-        model.save_pretrained(tmp_path)
-    assert AutoModel.from_pretrained(tmp_path).attention_type == "block_sparse"
-    with_weights(tmp_path, afresh("encoder.layer.0.output.dense.weight"))
-    with another:
-        AutoModel.from_pretrained(tmp_path)
+    assert found.classes["BigBirdModel"].outputs
+    model.save_pretrained(tmp_path / "before")
+    assert AutoModel.from_pretrained(tmp_path / "before").attention_type == "block_sparse"
     model(input_ids=torch.tensor([[5, 6, 7]]))
-    assert model.attention_type == "original_full"  # control
+    assert model.attention_type == "original_full"
+    model.save_pretrained(tmp_path / "after")
+    for folder in (tmp_path / "before", tmp_path / "after"):
+        again = AutoModel.from_pretrained(folder)
+        assert difference(again, model, input_ids=torch.tensor([[5, 6, 7]])) < 1e-5
+        with_weights(folder, afresh("encoder.layer.0.output.dense.weight"))
+        with another:
+            AutoModel.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("kind", [Drawing, Inscrutable])
@@ -595,6 +617,21 @@ def test_what_is_beyond_half_precision_is_no_fault(tmp_path: Path) -> None:
     loaded = AutoModel.from_pretrained(tmp_path, dtype=torch.float16)
     assert not loaded(**inputs(loaded)).last_hidden_state.isfinite().all()
     AutoModel.from_pretrained(tmp_path)
+
+
+def test_a_norm_beyond_half_precision_is_no_fault(tmp_path: Path) -> None:
+    """Aimv2 divides its embeddings by their norm: by infinity, where the sum of squares is beyond float16."""
+    model = patch(zoo.tiny("aimv2")[0], norm="dyt")
+    with torch.no_grad():
+        model.visual_projection.weight.mul_(100)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float16)
+    _, made = zoo.tiny("aimv2")
+    made = {name: value.half() if value.is_floating_point() else value for name, value in made.items()}
+    assert not loaded(**made).image_embeds.any()
+    with_config(tmp_path, lambda config: config["vision_config"].update(rms_norm_eps=1e5, hidden_act="relu"))
+    with another:
+        type(model).from_pretrained(tmp_path)
 
 
 def test_a_chaotic_model_isnt_judged_in_half_precision(
@@ -661,6 +698,7 @@ MALFORMED: dict[str, Any] = {
     "a space before": of(" " + line()),
     "a line's end": of(line() + "\n"),
     "a section more": of(line() + " | code: import os"),
+    "outputs of another forward": of(line().replace("outputs:", "whole outputs:")),
     "a section twice": of(line() + f" | outputs: last_hidden_state {NINE}"),
     "sections in another order": of(" | ".join(reversed(line().split(" | ")))),
     "no weights": of(line().partition(" | ")[2]),
@@ -755,7 +793,7 @@ def test_the_control_of_malformed_fingerprints(saved: Path, tmp_path: Path) -> N
     assert recorded == ClassFingerprint({"float32": "3-0123456789abcdef-fedcba9876543210"}, {"input_ids": IDS}, sums)
     assert ClassFingerprint.parse(WEIGHTS) == ClassFingerprint({"float32": "3-0123456789abcdef-fedcba9876543210"})
     more = line(mask="bool 1x2 1 0", pixel_values="texture 1x3x4x4", outputs=f"a.b[0] {NINE}, c {NINE}")
-    for text in (line(), WEIGHTS, more, more.replace("outputs:", "whole outputs:")):
+    for text in (line(), WEIGHTS, more):
         found = Fingerprint.from_json(of(text), "here")
         assert found is not None
         assert found.to_json() == of(text)
@@ -786,3 +824,10 @@ def test_a_fingerprint_of_version_1_is_refused(saved: Path, tmp_path: Path) -> N
     with_config(folder, lambda config: config["hfpatch"].update(fingerprint=old))
     with pytest.raises(CheckpointError, match="fingerprint in its patch record is malformed: it has no version"):
         AutoModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("value", ["Full", 1, None])
+def test_the_option_of_the_check(value: Any, tmp_path: Path) -> None:
+    patch(tiny("gpt2"), norm="rms").save_pretrained(tmp_path)
+    with pytest.raises(OptionError, match=f'check_fingerprint must be True, False or "full", not {value!r}'):
+        AutoModel.from_pretrained(tmp_path, check_fingerprint=value)

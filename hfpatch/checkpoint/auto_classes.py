@@ -40,13 +40,26 @@ def opened_classes(auto: Any, config_class: type) -> tuple[Any, ...]:
     return tuple(found) if isinstance(found, tuple | list) else (found,)
 
 
+def opening(config_class: type) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Every Auto class that opens a config's class, with the model classes that it opens for it."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    model_types = [one for one, name in CONFIG_MAPPING_NAMES.items() if name == config_class.__name__]
+    for auto in auto_classes():
+        mapping = auto._model_mapping  # whose own look-up goes through all model types where it knows none
+        known = config_class in mapping._extra_content or any(one in mapping._model_mapping for one in model_types)
+        models = opened_classes(auto, config_class) if known else ()
+        if models:
+            yield auto, models
+
+
 def auto_classes_of(model_class: type, config_class: type, order: Iterable[str] = USUAL) -> list[str]:
     """Names of the public Auto classes that open this class, in this order, others behind them, AutoModel last."""
     first = list(order)
     found = [
         auto.__name__
-        for auto in auto_classes()
-        if getattr(transformers, auto.__name__, None) == auto and model_class in opened_classes(auto, config_class)
+        for auto, models in opening(config_class)
+        if getattr(transformers, auto.__name__, None) == auto and model_class in models
     ]
     ranks = {name: rank for rank, name in enumerate(first)} | {"AutoModel": len(first) + len(found)}
     return sorted(found, key=lambda name: ranks.get(name, len(first)))

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -15,24 +18,27 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..runtime.classes import PatchedConfig, PatchedModel
+from ..errors import FingerprintWarning, OptionError
+from ..runtime.classes import PatchedConfig, PatchedModel, own_code
 from ..runtime.edits import parse_edits
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import LENS, host_class, once_per_class
-from ..runtime.record import FINGERPRINT, KEY, checked
+from ..runtime.record import FINGERPRINT, KEY, MODEL_TYPE, checked
 from ..runtime.refuse_host import ENTRY as GUARDED
-from .auto_classes import auto_classes, opened_classes
+from .auto_classes import opening
+from .file_digests import compare, write_digests
 from .files import broken_file, is_plain_name, require_sound_files
-from .fingerprint import Fingerprint, settings_of
+from .fingerprint import Fingerprint, settings_of, without_harmless
+from .marker import MARKER, marked
+from .saving import replacing, require_finished
 
-REMOTE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
-OPENED = "_hfpatch_opened"  # attribute of a config read from disk: (fingerprint in its record, digest of its settings)
+OPENED = "_hfpatch_opened"  # attribute of a config read from disk: (its fingerprint or None, digest of its settings)
 
 
 class HfpatchConfig(PreTrainedConfig):
-    """Config class of `"model_type": "hfpatch"`; `from_dict` returns a config of the host's patched config class."""
+    """Config class of a patched checkpoint's model type; `from_dict` returns a config of its host's patched class."""
 
-    model_type = KEY
+    model_type = MODEL_TYPE
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -42,6 +48,7 @@ class HfpatchConfig(PreTrainedConfig):
             CheckpointError: the patch record is missing, malformed, of a newer version, or of an unknown model type.
         """
         where = _checkpoint_name(config_dict)
+        require_finished(config_dict, where)
         base = checked(_without_disk_only_entry(config_dict.get(KEY)), where)
         try:
             host = CONFIG_MAPPING[base]
@@ -57,7 +64,7 @@ class HfpatchConfig(PreTrainedConfig):
 def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
     """A config.json's dictionary without the `auto_map` entries of an export's code, which hfpatch doesn't need."""
     auto_map = stored.get("auto_map") or {}
-    others = {auto: ref for auto, ref in auto_map.items() if not str(ref).rpartition("--")[2].startswith(f"{REMOTE}.")}
+    others = {auto: ref for auto, ref in auto_map.items() if own_code(ref) is None}
     kept = {name: value for name, value in stored.items() if name != "auto_map"}
     return {**kept, "auto_map": others} if others else kept
 
@@ -81,11 +88,19 @@ def _checked_config(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, 
     weights = config_dict.get("transformers_weights")
     if weights is not None and not is_plain_name(weights):
         raise CheckpointError(f"{where} names {weights!r:.80} as its weights, not a safetensors file of its folder.")
+    auto_map = config_dict.get("auto_map") or {}
+    if not isinstance(auto_map, dict) or not all(map(_is_reference, auto_map.values())):
+        raise CheckpointError(f"{where}: its auto_map isn't an object of references such as 'modeling_x.MyModel'.")
     record: Any = _without_disk_only_entry(config_dict.get(KEY))
     checked(record, where)
     parse_edits(record["edits"], where)
     fingerprint = Fingerprint.from_json(record[FINGERPRINT], where) if FINGERPRINT in record else None
     return without_remote_code(config_dict), fingerprint
+
+
+def _is_reference(value: Any) -> bool:
+    """Whether an entry of `auto_map` is "module.Class", or the pair of such that tokenizers have."""
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str | None) for one in value))
 
 
 def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
@@ -115,10 +130,10 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
                 )
             settings, fingerprint = _checked_config(config_dict, where)
             found = super().from_dict(settings, **kwargs)
-            if fingerprint is not None:
-                config: Any = found[0] if isinstance(found, tuple) else found
-                as_saved = super().from_dict(copy.deepcopy(settings)) if kwargs else config
-                config.__dict__[OPENED] = fingerprint, settings_of(as_saved)
+            config: Any = found[0] if isinstance(found, tuple) else found
+            overridden = any(hasattr(config, name) for name in without_harmless(kwargs))
+            as_saved = super().from_dict(copy.deepcopy(settings)) if overridden else config
+            config.__dict__[OPENED] = fingerprint, settings_of(as_saved)
             return found
 
         def to_dict(self) -> dict[str, Any]:
@@ -153,12 +168,20 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
 
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
+            ignored: Any = self._keys_to_ignore_on_load_unexpected  # type: ignore[has-type]
+            # of the instance, since some hosts (Gemma 3n) set theirs when they are built
+            self._keys_to_ignore_on_load_unexpected = {*(ignored or ()), MARKER}
             if LENS in vars(self):
                 self.__class__ = patched_model_class(host, lensed=True)
 
         @classmethod
-        def from_pretrained(cls, name: Any, *args: Any, check_fingerprint: bool = True, **kwargs: Any) -> Any:
+        def from_pretrained(cls, name: Any, *args: Any, check_fingerprint: bool | str = True, **kwargs: Any) -> Any:
+            full = isinstance(check_fingerprint, str) and check_fingerprint == "full"
+            if not full and not isinstance(check_fingerprint, bool):
+                raise OptionError(f'check_fingerprint must be True, False or "full", not {check_fingerprint!r:.80}.')
             wants_info, subfolder = kwargs.pop("output_loading_info", False), kwargs.get("subfolder") or ""
+            if full:
+                kwargs |= compare(name, kwargs)[-1]
             if kwargs.get("use_safetensors") is None and kwargs.get("gguf_file") is None and name is not None:
                 kwargs["use_safetensors"] = True
                 cache = {option: kwargs.get(option) for option in ("cache_dir", "revision")}
@@ -170,8 +193,15 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 raise CheckpointError(f"{name}: its weights can't be read: {reason}") from error
             model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
             fingerprint, settings = vars(model.config).pop(OPENED, (None, None))
-            unchanged = settings == settings_of(model.config) and _is_own_config(kwargs.get("config"), name)
-            if fingerprint is not None and check_fingerprint and unchanged:
+            own = _is_own_config(kwargs.get("config"), name)
+            if check_fingerprint and own and settings is not None and fingerprint is None:
+                message = (
+                    f"{name} was saved without a fingerprint, so whether this {cls.__name__} is the one that was saved "
+                    "can't be fully checked. Save it again with all its weights in memory, unquantized and without "
+                    "adapters; or silence this: from_pretrained(..., check_fingerprint=False)."
+                )
+                warnings.warn(message, FingerprintWarning, stacklevel=2)
+            if check_fingerprint and own and fingerprint is not None and settings == settings_of(model.config):
                 _require_same_function(model, fingerprint, info, name)
             return loaded if wants_info else model
 
@@ -180,17 +210,33 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             save_directory: Any,
             is_main_process: bool = True,
             state_dict: Any = None,
+            push_to_hub: bool = False,
             *args: Any,
+            mark_weights: bool = True,
             **kwargs: Any,
         ) -> None:
             record = getattr(self.config, KEY)
+            writes = self.should_save_on_this_rank(is_main_process) and not kwargs.get("distributed_checkpoint")
+            if push_to_hub:
+                kwargs.setdefault("repo_id", Path(save_directory).name)
             fingerprint = Fingerprint.of(self, state_dict) if is_main_process else None
             if fingerprint is not None:
                 setattr(self.config, KEY, {**record, FINGERPRINT: fingerprint.to_json()})
             try:
-                super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
+                writing = replacing(save_directory) if writes else nullcontext(save_directory)
+                marking = marked(self, state_dict) if mark_weights else nullcontext(state_dict)
+                with writing as folder, marking as weights:
+                    super().save_pretrained(folder, is_main_process, weights, push_to_hub, *args, **kwargs)
             finally:
                 setattr(self.config, KEY, record)
+
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+            state_dict.pop(prefix + MARKER, None)  # torch's own copy
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+        def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
+            write_digests(Path(working_dir))  # with push_to_hub=True, transformers uploads before it returns
+            return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     Patched.__name__ = host.__name__
     return Patched
@@ -213,9 +259,8 @@ def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> 
     Raises:
         CheckpointError: an Auto class of this transformers version doesn't keep the registration.
     """
-    for auto in auto_classes():
-        models = () if patched in auto._model_mapping._extra_content else opened_classes(auto, host)
-        if not models:
+    for auto, models in opening(host):
+        if patched in auto._model_mapping._extra_content:
             continue
         patched_models = tuple(_patched_or_refused(model, host) for model in models)
         value = patched_models if isinstance(auto._model_mapping[host], tuple | list) else patched_models[0]
@@ -229,7 +274,8 @@ def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> 
 
 def _patched_or_refused(model: Any, config: type[PreTrainedConfig]) -> Any:
     """The patched class of a model class; a stand-in that refuses if the class is only a part of the config's model."""
-    return patched_model_class(model) if model.config_class is config else _RefusedPart(model)
+    is_part = model.config_class in config.sub_configs.values()  # others share a class: InternLM3 is a LlamaModel
+    return _RefusedPart(model) if is_part else patched_model_class(model)
 
 
 class _RefusedPart:
@@ -264,4 +310,11 @@ def _require_same_function(model: PreTrainedModel, fingerprint: Fingerprint, inf
         fingerprint.require(model, name, strict=not mismatched, missing=info.get("missing_keys", ()))
 
 
-AutoConfig.register(KEY, HfpatchConfig, exist_ok=True)
+class _ExportConfig(HfpatchConfig):
+    """The same for the model type that remote exports have, and checkpoints of earlier versions."""
+
+    model_type = KEY
+
+
+for _class in (HfpatchConfig, _ExportConfig):
+    AutoConfig.register(_class.model_type, _class, exist_ok=True)

@@ -34,21 +34,20 @@ def require_sound_files(name: Any, subfolder: str = "", variant: str | None = No
     """
     if not isinstance(name, str | os.PathLike):
         return
-    part = "" if variant is None else f".{variant}"
-    index_name = f"model{SUFFIX}.index{part}.json"
+    single_name, index_name = weight_names("" if variant is None else f".{variant}")
     if not Path(name).is_dir():
         try:
             cached = try_to_load_from_cache(str(name), str(Path(subfolder) / index_name), **cache)
         except ValueError:  # no name of a repository
             return
         if isinstance(cached, str):
-            _tensors_by_file(Path(cached))
+            tensors_by_file(Path(cached))
         return
     folder = Path(name) / subfolder
-    if (folder / f"model{part}{SUFFIX}").is_file():
+    if (folder / single_name).is_file():
         return
     if (folder / index_name).is_file():
-        listed = _tensors_by_file(folder / index_name)
+        listed = tensors_by_file(folder / index_name)
         for file, tensors in {file: _tensors_in(folder / file) for file in listed}.items():
             if wrong := tensors ^ listed[file]:
                 raise CheckpointError(
@@ -63,7 +62,12 @@ def require_sound_files(name: Any, subfolder: str = "", variant: str | None = No
         )
 
 
-def _tensors_by_file(index: Path) -> dict[str, set[str]]:
+def weight_names(variant: str) -> tuple[str, str]:
+    """Names of the file that holds all weights of a variant ("" or ".fp16"), and of the index of several files."""
+    return f"model{variant}{SUFFIX}", f"model{SUFFIX}.index{variant}.json"
+
+
+def tensors_by_file(index: Path) -> dict[str, set[str]]:
     """What an index says: the tensors in each file of its folder."""
     try:
         stored = json.loads(index.read_text(encoding="utf-8"))

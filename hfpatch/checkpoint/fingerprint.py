@@ -3,8 +3,9 @@
 A clean loading report isn't enough: weights under other names, a module that was renamed, a setting that changed in
 config.json all give a model that runs and isn't the one that was saved.
 
-What is stored is taken of the model's class and of its base, which other heads share (excerpt.py says how). In
-config.json each is one line, with a digest for every dtype in which the checkpoint may be opened:
+What is stored is taken of the model's class and of its base, which other heads share (weight_digest.py and
+small_forward.py say how). In config.json each is one line, with a digest for every dtype in which the checkpoint may be
+opened:
 
     "GPT2Model": "weights: float32 148-0f3c...-a03b..., float16 ... | inputs: input_ids int64 1x12 51 7 ... |
                   outputs: last_hidden_state 1.02 0.31 ..."
@@ -29,7 +30,8 @@ from transformers.integrations.fsdp import is_fsdp_enabled
 from ..errors import FingerprintWarning
 from ..runtime.errors import CheckpointError, first_line
 from ..runtime.record import KEY
-from .weight_digest import SUMS, Sums, deviation, digest, is_finite, run, same_weights, texture
+from .small_forward import SUMS, Sums, deviation, is_finite, run, texture
+from .weight_digest import digest, same_weights
 
 VERSION = 2
 FACTOR = 5.0  # how many times as far as noise moves the sums they may be off
@@ -55,18 +57,16 @@ class ClassFingerprint:
     Attributes:
         weights: by dtype the digest of the weights rounded to it; the first dtype is the coarsest of those saved.
         inputs: the arguments of the forward, as `_text_of` writes them.
-        outputs: their sums; see excerpt.py.
-        whole: whether the forward goes through all blocks, where the model doesn't run with one of each kind.
+        outputs: their sums; see small_forward.py.
     """
 
     weights: dict[str, str]
     inputs: dict[str, str] = field(default_factory=dict)
     outputs: Sums = field(default_factory=dict)
-    whole: bool = False
 
     def __str__(self) -> str:
         sums = {path: " ".join(f"{value:.9g}" for value in values) for path, values in self.outputs.items()}
-        tables = {"weights": self.weights, "inputs": self.inputs, "whole outputs" if self.whole else "outputs": sums}
+        tables = {"weights": self.weights, "inputs": self.inputs, "outputs": sums}
         rows = {head: ", ".join(f"{key} {value}" for key, value in table.items()) for head, table in tables.items()}
         return " | ".join(f"{head}: {text}" for head, text in rows.items() if text)
 
@@ -80,11 +80,9 @@ class ClassFingerprint:
         _require(isinstance(text, str) and len(text) <= _LONGEST, "no text, or too long a one")
         sections = dict(section.split(": ", 1) for section in text.split(" | "))
         tables = {head: dict(row.split(" ", 1) for row in rows.split(", ")) for head, rows in sections.items()}
-        whole = "whole outputs" in tables
         weights, inputs = tables["weights"], tables.get("inputs", {})
-        sums = tables.get("whole outputs" if whole else "outputs", {})
-        outputs = {path: tuple(map(float, values.split(" "))) for path, values in sums.items()}
-        found = cls(weights, inputs, outputs, whole)
+        outputs = {path: tuple(map(float, values.split(" "))) for path, values in tables.get("outputs", {}).items()}
+        found = cls(weights, inputs, outputs)
         _require(weights.keys() <= _DTYPES.keys(), "a digest of an unknown dtype")
         _require(all(re.fullmatch("[0-9]{1,9}(-[0-9a-f]{16}){2}", value) for value in weights.values()), "no digest")
         _require(all(_text_of(_tensor(value)) == value for value in inputs.values()), "an input that is none")
@@ -108,9 +106,9 @@ class ClassFingerprint:
         except Exception as error:  # a forward without a signature, a config without sizes, arguments of other types
             return cls(weights), f"no inputs can be made for it: {first_line(error).rstrip('.'):.200}"
         reason = ""
-        for whole, inputs in ((whole, inputs) for whole in (False, True) for inputs in (of_one, written)):
+        for inputs in (of_one, written):
             try:
-                found = cls(weights, inputs, run(model, _tensors(inputs), whole), whole)
+                found = cls(weights, inputs, run(model, _tensors(inputs)))
                 cls.parse(str(found))
             except Exception as error:  # whatever a forward raises: it takes no such inputs, or not so few blocks
                 reason = f"{first_line(error).rstrip('.'):.200}"
@@ -122,27 +120,61 @@ class ClassFingerprint:
         """What tells a model from the one that was saved, as far as can be compared; None where nothing does."""
         saved, own = next(iter(self.weights)), _dtype(model)
         dtype = own if own in self.weights else saved
-        if not same_weights(self.weights[dtype], digest(model, _DTYPES[dtype]), other_head):
+        if not same_weights(self.weights[dtype], model, _DTYPES[dtype], other_head):
             return f"Samples of its weights, in {dtype}, aren't those that were saved."
         if not self.outputs:
             return None
         eps = max(map(_eps, (saved, own, "float32")))
         try:
-            found = run(model, _tensors(self.inputs), self.whole)
-            off = deviation(self.outputs, found)
-            factor = FACTOR * ORDER_OF_SUMS if eps == _eps("float32") else FACTOR
-            tolerance = factor * (eps if off <= factor * eps else self._noise(model, found, eps))
+            found, off, tolerance = self._outputs(model, eps)
         except Exception as error:  # whatever a forward raises; some models run in one dtype only
             reason = f"It can't be run on the inputs of its fingerprint: {first_line(error).rstrip('.'):.200}"
             return reason if own == saved else None
+        lost = sorted(self.outputs.keys() - found.keys())
+        if len(found) < len(self.outputs) and not other_head:  # heads may be put on a base without its pooling layer
+            return f"Its weights are the same, but it no longer returns {', '.join(lost):.200}."
         if is_finite(found) and (off <= tolerance or tolerance > BLUNT):
             return None
-        if not is_finite(found) and own == "float16" != saved:  # beyond the range of that dtype
+        zeros = any(not found[path][0] for path in self.outputs.keys() & found.keys() if self.outputs[path][0])
+        if own == "float16" != saved and (zeros or not is_finite(found)):  # beyond its range; divided by that it's zero
+            return None
+        if self._is_same_with_another_attention(model, eps):
             return None
         return (
             f"Its weights are the same, but on the inputs of its fingerprint its outputs are off by {off:.1e} where "
             f"rounding explains {tolerance:.1e}."
         )
+
+    def _outputs(self, model: PreTrainedModel, eps: float) -> tuple[Sums, float, float]:
+        """The model's outputs, how far they are from those that were saved, and how far rounding may move them."""
+        found = run(model, _tensors(self.inputs))
+        off = deviation(self.outputs, found)
+        factor = FACTOR * ORDER_OF_SUMS if eps == _eps("float32") else FACTOR
+        return found, off, factor * (eps if off <= factor * eps else self._noise(model, found, eps))
+
+    def _is_same_with_another_attention(self, model: PreTrainedModel, eps: float) -> bool:
+        """Whether it has the outputs that were saved with another implementation of attention than it was opened with.
+
+        In some models transformers' own differ: without a mask "sdpa" is causal, and "eager" reads the future.
+        """
+        from ..measure.quiet_forward import attention_computed_by
+
+        opened = getattr(model.config, "_attn_implementation", None)
+        for other in {"sdpa", "eager"} - {opened}:
+            try:
+                with attention_computed_by(other, model):
+                    _, off, tolerance = self._outputs(model, eps)
+            except Exception:  # a forward that fails proves nothing
+                continue
+            if off <= tolerance <= BLUNT:
+                message = (
+                    f"{type(model).__name__} is the one that was saved, but with attn_implementation={opened!r} it "
+                    f"computes something else than with {other!r}: transformers' implementations of its attention "
+                    f"differ. For the outputs that were saved: from_pretrained(..., attn_implementation={other!r})."
+                )
+                warnings.warn(message, FingerprintWarning, stacklevel=6)  # where from_pretrained is called
+                return True
+        return False
 
     def _noise(self, model: PreTrainedModel, outputs: Sums, eps: float) -> float:
         """How far noise of this size moves the sums, and no less in proportion than the last bit of a coarser dtype.
@@ -153,7 +185,7 @@ class ClassFingerprint:
         worst = eps
         for name, draws in _DRAWS.items():
             if _eps(name) >= eps:
-                runs = [run(model, _tensors(self.inputs), self.whole, _LOUDER * _eps(name), i) for i in range(draws)]
+                runs = [run(model, _tensors(self.inputs), _LOUDER * _eps(name), i) for i in range(draws)]
                 off = max(deviation(outputs, one) for one in runs)
                 worst = max(worst, (off / _LOUDER if off < BLUNT else off) * eps / _eps(name))
         return worst
@@ -245,16 +277,16 @@ def _warn(model: PreTrainedModel, how: str) -> None:
 
 def settings_of(config: PreTrainedConfig) -> str:
     """A digest of the settings that may change what a model computes."""
-    text = json.dumps(_weighty(config.to_dict()), sort_keys=True, default=str)
+    text = json.dumps(without_harmless(config.to_dict()), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _weighty(value: Any) -> Any:
-    """Settings without those that change no output, inner ones included."""
+def without_harmless(value: Any) -> Any:
+    """Settings of a config without those that change no output, inner ones included."""
     if not isinstance(value, Mapping):
         return value
     names = {str(name): one for name, one in value.items()}
-    return {name: _weighty(one) for name, one in names.items() if name not in _HARMLESS and name[:1] != "_"}
+    return {name: without_harmless(one) for name, one in names.items() if name not in _HARMLESS and name[:1] != "_"}
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
@@ -270,11 +302,8 @@ def _obstacle(model: PreTrainedModel) -> str | None:
 
 def _is_here(parameter: nn.Parameter) -> bool:
     whole = type(parameter.data) is Tensor and not hasattr(parameter, "ds_id")  # of DeepSpeed's shards
-    return whole and not parameter.is_meta and (not parameter.is_floating_point() or _name(parameter) in _DTYPES)
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    known = not parameter.is_floating_point() or parameter.dtype in _DTYPES.values()
+    return whole and not parameter.is_meta and known
 
 
 def _eps(dtype: str) -> float:
@@ -283,7 +312,8 @@ def _eps(dtype: str) -> float:
 
 def _dtype(model: nn.Module) -> str:
     """The coarsest dtype of the weights."""
-    return max({_name(p) for p in model.parameters() if p.is_floating_point()} or {"float32"}, key=_eps)
+    found = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
+    return max((name for name, dtype in _DTYPES.items() if dtype in found), key=_eps)
 
 
 def _require(holds: Any, reason: str) -> None:

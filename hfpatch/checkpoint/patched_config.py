@@ -20,14 +20,17 @@ from ..swap.image_tables import IMAGE_SIZE
 from ..swap.tables import takes_any_length
 from .classes import registered_config_class
 
+# settings that a forward changes in the model and not in its config: BigBird's, at the first short input
+_SET_BY_FORWARDS = ("attention_type",)
+
 
 def give_patched_config(
     model: PreTrainedModel, record: Record, edits: Transaction, lengths: Iterable[Setting] = ()
 ) -> None:
     """Give a model a patched copy of its config; other models may share the old one.
 
-    Every module that holds the config or a part of it gets the copy. A generation config that ended at an old length
-    ends at the new one.
+    Every module that holds the config or a part of it gets the copy, in which settings that a forward changed are the
+    model's. A generation config that ended at an old length ends at the new one.
 
     Args:
         model: after its patch.
@@ -40,6 +43,11 @@ def give_patched_config(
     object.__setattr__(config, "__class__", registered_config_class(host_class(type(config))))
     unlimited = bool(record.pos) and record.pos[-1].scheme.max_positions is None and takes_any_length(model)  # type: ignore[attr-defined]
     setattr(config, KEY, replace(record, any_length=unlimited).to_json())
+    for module in model.modules():
+        held = copies.get(id(module.config)) if isinstance(module, PreTrainedModel) else None
+        for name in _SET_BY_FORWARDS:
+            if held is not None and name in vars(module) and name in vars(held):
+                setattr(held, name, vars(module)[name])
     for original, attribute, value in lengths:
         own: Any = copies[id(original)]
         generation: Any = getattr(model, "generation_config", None)
@@ -69,7 +77,7 @@ def carry_over_config(model: nn.Module, patched: PreTrainedConfig, lengths: dict
     changed = {
         name: value
         for name, value in vars(patched).items()
-        if name != KEY
+        if name not in (KEY, *_SET_BY_FORWARDS)
         and not isinstance(value, PreTrainedConfig)
         and vars(original).get(name, KEY) != value
         and lengths.get(name, KEY) != value

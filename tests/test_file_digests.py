@@ -1,0 +1,308 @@
+"""check_fingerprint="full": every byte of the weights, by name of the tensor, where the quick check sees nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_fingerprint import stored_in, with_config
+from tiny_models import difference, patch, tiny
+from torch import Tensor
+from transformers import AutoModel, GPT2Model
+
+from hfpatch.checkpoint import file_digests
+from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.checkpoint.file_digests import compare, variant_of
+from hfpatch.errors import FingerprintWarning, OptionError
+from hfpatch.runtime.errors import CheckpointError
+
+WTE, WPE, GAIN = "wte.weight", "wpe.weight", "ln_f.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its embedding is so large that it is sampled."""
+    folder = tmp_path_factory.mktemp("saved")
+    patch(tiny("gpt2", GPT2Model, vocab_size=2_000), norm="rms", init="copy").save_pretrained(folder / "whole")
+    AutoModel.from_pretrained(folder / "whole").save_pretrained(folder / "shards", max_shard_size="100KB")
+    return folder
+
+
+def copied(saved: Path, to: Path, kind: str = "whole") -> Path:
+    return Path(shutil.copytree(saved / kind, to / kind))
+
+
+def full(folder: Any, **options: Any) -> Any:
+    return AutoModel.from_pretrained(folder, check_fingerprint="full", **options)
+
+
+def file_of(folder: Path, tensor: str, files: str = "*.safetensors") -> Path:
+    return next(path for path in folder.glob(files) if tensor in load_file(path))
+
+
+def flip(folder: Path, tensor: str, entry: int, files: str = "*.safetensors") -> None:
+    """The lowest bit of an entry, in the file."""
+    path = file_of(folder, tensor, files)
+    content = bytearray(path.read_bytes())
+    (length,) = struct.unpack("<Q", content[:8])
+    begin, end = json.loads(content[8 : 8 + length])[tensor]["data_offsets"]
+    assert begin + 4 * entry < end
+    content[8 + length + begin + 4 * entry] ^= 1
+    path.write_bytes(content)
+
+
+def with_tensors(folder: Path, tensor: str, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    path = file_of(folder, tensor)
+    weights = load_file(path)
+    change(weights)
+    save_file({name: one.contiguous().clone() for name, one in weights.items()}, path, metadata={"format": "pt"})
+
+
+def test_what_is_stored(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its formula, written out; whatever pieces a file is read in, and wherever a tensor is."""
+    stored = json.loads((saved / "whole/hfpatch_weights.json").read_text())
+    assert stored.keys() == {"version", "tensors"}
+    weights = load_file(saved / "whole/model.safetensors")
+    assert stored["tensors"].keys() == weights.keys()
+    for name, tensor in weights.items():
+        text = f"F32 {list(tensor.shape)}\n".encode() + tensor.numpy().tobytes()
+        assert stored["tensors"][name] == hashlib.sha256(text).hexdigest()[:32]
+    assert json.loads((saved / "shards/hfpatch_weights.json").read_text()) == stored
+    monkeypatch.setattr(file_digests, "_CHUNK", 1_000)
+    for kind in ("whole", "shards"):
+        assert compare(saved / kind, {}) == (len(weights), sum(one.nbytes for one in weights.values()), {})
+
+
+@pytest.mark.parametrize("kind", ["whole", "shards"])
+def test_one_bit(kind: str, saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path, kind)
+    before = full(folder).wte.weight.clone()  # the model's is mapped from the file
+    flip(folder, WTE, 50_001)
+    changed = AutoModel.from_pretrained(folder)  # control: the quick check sees nothing
+    assert not torch.equal(changed.wte.weight, before)
+    for options in ({}, {"dtype": torch.bfloat16}, {"vocab_size": 2_000}, {"attn_implementation": "eager"}):
+        with pytest.raises(CheckpointError, match=r": 1 of its tensors .*json: wte\.weight \(changed\)\. The files"):
+            full(folder, **options)
+    flip(folder, WTE, 50_001)
+    assert torch.equal(full(folder).wte.weight, before)
+
+
+def swapped(weights: dict[str, Tensor]) -> None:
+    weights["h.0.ln_1.weight"], weights[GAIN] = weights[GAIN], weights["h.0.ln_1.weight"]
+
+
+def renamed(weights: dict[str, Tensor]) -> None:
+    weights["wtf.weight"] = weights.pop(WTE)
+
+
+def other_dtype(weights: dict[str, Tensor]) -> None:
+    weights[GAIN] = weights[GAIN].half()
+
+
+def other_view(weights: dict[str, Tensor]) -> None:
+    weights[WTE] = weights[WTE].view(torch.int32)
+
+
+def other_shape(weights: dict[str, Tensor]) -> None:
+    weights[WTE] = weights[WTE].view(32, -1)
+
+
+def rounded(weights: dict[str, Tensor]) -> None:
+    weights |= {name: one.bfloat16() for name, one in weights.items()}
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "swapped": (swapped, r"2 of .*: h\.0\.ln_1\.weight \(changed\), ln_f\.weight \(changed\)"),
+    "removed": (lambda weights: weights.pop(WTE), r"1 of .*: wte\.weight \(missing\)"),
+    "added": (lambda weights: weights.update(x=torch.ones(1)), r"1 of .*: x \(added\)"),
+    "renamed": (renamed, r"2 of .*: wte\.weight \(missing\), wtf\.weight \(added\)"),
+    "another dtype": (other_dtype, r"1 of .*: ln_f\.weight \(changed\)"),
+    "the same bytes as another dtype": (other_view, r"1 of .*: wte\.weight \(changed\)"),
+    "the same bytes in another shape": (other_shape, r"1 of .*: wte\.weight \(changed\)"),
+    "all rounded": (rounded, r"\(changed\) and \d+ more"),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), CHANGES.values(), ids=CHANGES)
+def test_tensors(change: Callable[[dict[str, Tensor]], Any], says: str, saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path)
+    with_tensors(folder, WTE, change)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        full(folder)
+    assert len(str(caught.value)) < 1_500
+
+
+@pytest.mark.parametrize("kind", ["whole", "shards"])
+def test_cut_off(kind: str, saved: Path, tmp_path: Path) -> None:
+    """What was lost is named, until the header is."""
+    folder = copied(saved, tmp_path, kind)
+    path = file_of(folder, WTE)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(CheckpointError, match=r"1 of its tensors.*: wte\.weight \(changed\)"):
+        full(folder)
+    for length in (0, 4, 60):
+        path.write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match=rf"{path.name} can't be read \(\w+\)"):
+            full(folder)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"\(missing\)"):
+        full(folder)
+
+
+def test_variants_and_subfolders(saved: Path, tmp_path: Path) -> None:
+    """Each variant has digests of its own."""
+    model = AutoModel.from_pretrained(saved / "whole")
+    model.save_pretrained(tmp_path / "part")
+    for shard in ("1GB", "60KB"):
+        model.half().save_pretrained(tmp_path / "part", variant="fp16.ema", max_shard_size=shard)
+        assert full(tmp_path, subfolder="part", variant="fp16.ema").dtype == torch.float16
+        full(tmp_path, subfolder="part", dtype=torch.float32)
+    names = {path.name: variant_of(path.name) for path in (tmp_path / "part").iterdir()}
+    assert names["model.safetensors"] == ""
+    assert names["model.safetensors.index.fp16.ema.json"] == ".fp16.ema"
+    assert names["model.fp16.ema-00001-of-00002.safetensors"] == ".fp16.ema"
+    assert names["config.json"] is None
+    assert variant_of("model-00001-of-00002.safetensors") == variant_of("model.safetensors.index.json") == ""
+    assert variant_of("adapter_model.safetensors") is None
+    flip(tmp_path / "part", WTE, 20_001, "model.fp16*")
+    full(tmp_path, subfolder="part")
+    with pytest.raises(CheckpointError, match=r"fp16\.ema\.json: wte\.weight \(changed\)"):
+        full(tmp_path, subfolder="part", variant="fp16.ema")
+
+
+def test_saved_again_without_hfpatch(saved: Path, tmp_path: Path) -> None:
+    """Digests that stay behind are noticed; those of an unpatched model are never read."""
+    folder = copied(saved, tmp_path)
+    with_tensors(folder, WTE, lambda weights: weights[WTE].mul_(1 + 1e-6))
+    with pytest.raises(CheckpointError, match="or saved again without hfpatch"):
+        full(folder)
+    plain = tiny("gpt2", GPT2Model)
+    plain.save_pretrained(folder)
+    assert difference(plain, AutoModel.from_pretrained(folder)) < 1e-6
+    assert (folder / "hfpatch_weights.json").exists()
+    patch(plain, norm="rms", init="copy").save_pretrained(folder)
+    assert difference(plain, full(folder)) < 1e-6
+
+
+def test_saved_without_digests(saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path)
+    (folder / "hfpatch_weights.json").unlink()
+    AutoModel.from_pretrained(folder)
+    with pytest.raises(CheckpointError, match=r"has no hfpatch_weights\.json.*save it again"):
+        full(folder)
+    full(saved / "whole").save_pretrained(folder, variant="x")
+    with pytest.raises(CheckpointError, match=r"has no hfpatch_weights\.json"):
+        full(folder)
+    full(folder, variant="x")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", "[" * 100_000, '{"version": 1, "tensors": 5}', '{"version": 2, "tensors": {}}', '{"tensors": {}}'],
+    ids=lambda text: text[:40],
+)
+def test_malformed_digests(content: str, saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path)
+    (folder / "hfpatch_weights.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"hfpatch_weights\.json (can't be read \(\w+\)|has version 2)"):
+        full(folder)
+
+
+def test_digests_of_another_type_are_differences(saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path)
+    (folder / "hfpatch_weights.json").write_text(json.dumps({"version": 1, "tensors": {WTE: 5, "\n" * 2_000: []}}))
+    with pytest.raises(CheckpointError, match=r"\(missing\)") as caught:
+        full(folder)
+    assert len(str(caught.value)) < 3_000
+
+
+HEADERS: dict[str, Any] = {
+    "a list": [],
+    "a tensor that is none": {WTE: 5},
+    "without offsets": {WTE: {"dtype": "F32", "shape": [1]}},
+    "offsets of another type": {WTE: {"dtype": "F32", "shape": [1], "data_offsets": ["0", None]}},
+    "one offset": {WTE: {"dtype": "F32", "shape": [1], "data_offsets": [0]}},
+    "before the start": {WTE: {"dtype": "F32", "shape": [1], "data_offsets": [-(10**9), 4]}},
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_malformed_headers(header: Any, saved: Path, tmp_path: Path) -> None:
+    folder, text = copied(saved, tmp_path), json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors can't be read \(\w+\)"):
+        full(folder)
+
+
+def test_what_is_opened_is_what_is_compared(saved: Path, tmp_path: Path) -> None:
+    """Options that open something else are refused; files that are opened before the usual ones are compared."""
+    folder = copied(saved, tmp_path)
+    cls: Any = patched_model_class(GPT2Model)
+    for options in ({"use_safetensors": False}, {"gguf_file": "model.gguf"}):
+        with pytest.raises(OptionError, match="compares safetensors files, and none are opened here"):
+            cls.from_pretrained(folder, check_fingerprint="full", **options)
+    model = cls.from_pretrained(folder, check_fingerprint="full")
+    with pytest.raises(OptionError, match="none are opened here"):
+        cls.from_pretrained(None, config=model.config, state_dict=model.state_dict(), check_fingerprint="full")
+    shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
+    with_config(folder, lambda config: config.update(transformers_weights="other.safetensors"))
+    flip(folder, WTE, 50_001, "model*")
+    for damaged in (False, True):
+        if damaged:
+            flip(folder, WTE, 50_001, "other*")
+        for opening in (full, partial(cls.from_pretrained, check_fingerprint="full")):
+            with pytest.raises(CheckpointError, match=r"wte\.weight \(changed\)") if damaged else nullcontext():
+                opening(folder)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_files_of_a_distributed_save_come_first(saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path)
+    shutil.copy(folder / "model.safetensors", folder / "shard-00000-model-00001-of-00001.safetensors")
+    full(folder)
+    flip(folder, WTE, 50_001, "shard*")
+    with pytest.raises(CheckpointError, match=r"wte\.weight \(changed\)"):
+        full(folder)
+
+
+def test_the_quick_check_comes_on_top(saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path)
+    with_config(folder, lambda config: config.update(activation_function="relu"))
+    with pytest.raises(CheckpointError, match="outputs are off by"):
+        full(folder)
+
+
+def test_a_checkpoint_without_a_fingerprint_is_opened_with_a_warning(saved: Path, tmp_path: Path) -> None:
+    """Once each time, where it is opened, and not where no check was asked for."""
+    model = AutoModel.from_pretrained(saved / "whole")
+    with pytest.warns(FingerprintWarning, match="without a fingerprint: state_dict="):
+        model.save_pretrained(tmp_path, state_dict=model.state_dict())
+    assert "fingerprint" not in stored_in(tmp_path)["hfpatch"]
+    for check in (True, "full"):
+        with pytest.warns(FingerprintWarning, match=r"was saved without a fingerprint.*Save it again") as warned:
+            type(model).from_pretrained(tmp_path, check_fingerprint=check)
+        assert [one.filename for one in warned] == [__file__]
+    flip(tmp_path, WTE, 50_001)
+    with pytest.raises(CheckpointError, match=r"wte\.weight \(changed\)"):
+        full(tmp_path)
+
+
+@pytest.mark.filterwarnings("error::hfpatch.errors.FingerprintWarning")
+def test_no_warning_where_nothing_is_missing(saved: Path, tmp_path: Path) -> None:
+    model = AutoModel.from_pretrained(saved / "whole")
+    AutoModel.from_pretrained(saved / "shards", config=model.config)
+    type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict())
+    with pytest.warns(FingerprintWarning, match="is saved without"):
+        model.save_pretrained(tmp_path, state_dict=model.state_dict())
+    AutoModel.from_pretrained(tmp_path, check_fingerprint=False)

@@ -1,0 +1,169 @@
+"""Models cut down to one block of each kind: what runs, and that it leaves a model as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import changes, inputs, patch, tiny
+from tiny_models import fingerprint as trace
+from torch import Tensor, nn
+
+from hfpatch.checkpoint import fingerprint
+from hfpatch.checkpoint.fingerprint import ClassFingerprint
+from hfpatch.checkpoint.small_forward import cut_down
+
+
+def kinds(model: Any) -> list[int]:
+    """How many blocks of each list have children of their own."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return [len({id(block._modules) for block in blocks}) for blocks in lists]
+
+
+def test_one_block_of_each_kind() -> None:
+    model = tiny("gpt2", n_layer=6)
+    with cut_down(model):
+        assert kinds(model) == [1]
+        assert model(**inputs(model)).last_hidden_state.isfinite().all()
+    assert kinds(model) == [6]
+    some = patch(tiny("gpt2", n_layer=6), norm="dyt", pos="rope", only=["h.[12].*", "h.4.ln_1"])
+    with cut_down(some):
+        assert kinds(some) == [3]  # as it was, both changed, one norm changed
+    windows = tiny("gpt_neo", num_layers=6, attention_types=[[["global", "local"], 3]])
+    with cut_down(windows):
+        assert kinds(windows) == [2]
+    model.h[3].attn.scale_attn_weights = False
+    with cut_down(model):
+        assert kinds(model) == [2]
+
+
+def test_a_buffer_that_nobody_filled_is_a_kind_of_its_own() -> None:
+    """Frequencies of a later block that were lost on the way are run with, and so seen."""
+    model = patch(tiny("gpt2", n_layer=6), pos="rope")
+    with cut_down(model):
+        assert kinds(model) == [1]
+    model.h[4].attn._modules["rotary_emb"].inv_freq.zero_()
+    with cut_down(model):
+        assert kinds(model) == [2]
+
+
+def test_buffers_of_half_precision() -> None:
+    model = patch(tiny("gpt2", n_layer=3), pos="rope")
+    for block in model.h:
+        block.attn.register_buffer("slopes", torch.ones(4, dtype=torch.bfloat16), persistent=False)
+    with cut_down(model):
+        assert kinds(model) == [1]
+    model.h[1].attn.slopes[2] = 2.0
+    with cut_down(model):
+        assert kinds(model) == [2]
+
+
+def test_the_output_layer_gets_narrow_and_the_embedding_stays() -> None:
+    model = tiny("gpt2", "AutoModelForCausalLM", vocab_size=500)
+    whole = model(**inputs(model)).logits
+    with cut_down(model):
+        assert model.lm_head.weight.shape == (64, 32)
+        assert model.transformer.wte.weight.shape == (500, 32)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert torch.equal(model(**inputs(model)).logits, whole)
+
+
+def test_a_model_is_put_back_whatever_happens() -> None:
+    model = patch(tiny("gpt2", "AutoModelForCausalLM"), norm="dyt", pos="rope")
+    before = trace(model)
+    with pytest.raises(KeyError), cut_down(model):
+        raise KeyError
+    assert not changes(before, trace(model))
+
+
+class Block(nn.Module):
+    """Adds to the stream (or widens it), and counts how often."""
+
+    def __init__(self, width: int = 4, returned: Callable[[Tensor], Any] = lambda x: x, wider: int = 0) -> None:
+        super().__init__()
+        self.width, self.wider, self.returned = width, wider, returned
+        self.layer = Counting(width, width + wider)
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.returned(self.layer(hidden) + (0 if self.wider else hidden))
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        Counting.calls += 1
+        return super().forward(hidden)
+
+
+class Stack(nn.Module):
+    """Runs its blocks one after the other, by number, and returns the stream after each."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, hidden: Tensor) -> list[Tensor]:
+        found = []
+        for i in range(len(self.blocks)):
+            output = self.blocks[i](hidden)
+            hidden = output if isinstance(output, Tensor) else output[0]
+            found.append(hidden)
+        return found
+
+
+def run_cut_down(model: nn.Module) -> list[Tensor]:
+    Counting.calls = 0
+    with cut_down(model), torch.no_grad():
+        return model(torch.arange(8.0).view(2, 4))
+
+
+@pytest.mark.parametrize("returned", [lambda x: x, lambda x: (x, "weights"), lambda x: [x]])
+def test_later_blocks_of_a_kind_pass_the_stream_on(returned: Any) -> None:
+    model = Stack(*(Block(returned=returned) for _ in range(5)))
+    streams = run_cut_down(model)
+    assert Counting.calls == 1
+    first = model(torch.arange(8.0).view(2, 4))[0]
+    assert all(torch.equal(stream, first) for stream in streams)
+    assert len(streams) == 5
+
+
+def test_every_kind_reaches_the_end() -> None:
+    """Of blocks A B A the last passes on what B made of the stream."""
+    blocks = [Block(), Block(), Block()]
+    blocks[1].scale = 2.0
+    model = Stack(*blocks)
+    streams = run_cut_down(model)
+    assert Counting.calls == 2
+    assert torch.equal(streams[2], streams[1])
+    whole = model(torch.arange(8.0).view(2, 4))
+    assert torch.equal(streams[1], whole[1])
+    assert not torch.equal(streams[2], whole[2])  # control
+
+
+def test_blocks_that_change_the_shape_all_run() -> None:
+    """As convolutions with strides do; they can't pass their input on."""
+    model = Stack(Block(4, wider=2), Block(6, wider=2), Block(8, wider=2))
+    assert [stream.shape[-1] for stream in run_cut_down(model)] == [6, 8, 10]
+    halved = Stack(*(nn.Conv1d(2, 2, 1, stride=2) for _ in range(2)))
+    assert [stream.shape[-1] for stream in run_cut_down(halved)] == [2, 1]
+
+
+def test_blocks_that_train_are_no_other_kind() -> None:
+    model = tiny("gpt2", n_layer=6)
+    model.h[2].train()
+    with cut_down(model):
+        assert kinds(model) == [1]
+
+
+def test_an_output_that_is_missing_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("bert")
+    recorded, reason = ClassFingerprint.of(model)
+    assert not reason
+    assert recorded.difference(model) is None
+    forward = fingerprint.run
+    monkeypatch.setattr(fingerprint, "run", lambda *args: dict([*forward(*args).items()][:1]))
+    assert "no longer returns pooler_output" in str(recorded.difference(model))
+    assert recorded.difference(model, other_head=True) is None  # heads have a base without its pooling layer

@@ -1,0 +1,286 @@
+"""Every way into a patched checkpoint: patched, or an error, or a warning that says what it is; never silently half.
+
+The guards in config.json are tested in test_guard.py. Here is the rest: a config that the caller brings, weights that
+are loaded by hand, and what must go on working without a word. Llama without positions is the hard case: all names of
+its weights are the host's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+import zoo
+from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
+from safetensors.torch import load_file, save_file
+from tiny_models import difference, load, logged, patch, tiny
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.trainer_utils import load_sharded_checkpoint
+
+from hfpatch import export_model
+from hfpatch.checkpoint.marker import MARKER
+from hfpatch.errors import FingerprintWarning
+from hfpatch.patch import unpatch_model
+
+CAUSAL = "AutoModelForCausalLM"
+WEIGHTS = "model.safetensors"
+REQUESTS: dict[str, dict[str, Any]] = {"gpt2": {"norm": "dyt", "pos": "rope"}, "llama": {"pos": "nope"}}
+
+
+class Saved(NamedTuple):
+    """A patched model with its checkpoint, and its unpatched host with one."""
+
+    model: Any
+    folder: Path
+    plain: Any
+    plain_folder: Path
+
+
+@pytest.fixture(scope="module", params=REQUESTS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp(request.param)
+    plain = tiny(request.param, CAUSAL, tie_word_embeddings=False)  # strict loading by hand misses a tied head
+    model = patch(copy.deepcopy(plain), **REQUESTS[request.param])
+    for one, name in ((model, "patched"), (plain, "plain")):
+        one.save_pretrained(folder / name)
+        one.save_pretrained(folder / name / "shards", max_shard_size="40KB")
+    return Saved(model, folder / "patched", plain, folder / "plain")
+
+
+def stored(folder: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def filled(model: Any, fill: Callable[[Any], Any]) -> Any:
+    fill(model)
+    return model.eval()
+
+
+# Into the host. Each way: (what it does with a folder and the host's own config, whether it raises or warns)
+def fresh(config: Any) -> Any:
+    return AutoModelForCausalLM.from_config(config)
+
+
+INTO_THE_HOST: dict[str, tuple[Callable[[Path, Any, type], Any], str]] = {
+    "Auto class, the host's config": (
+        lambda folder, config, host: AutoModelForCausalLM.from_pretrained(folder, config=config),
+        "warns",
+    ),
+    "Auto class, the host's config, shards": (
+        lambda folder, config, host: AutoModelForCausalLM.from_pretrained(folder / "shards", config=config),
+        "warns",
+    ),
+    "the host's class and config": (
+        lambda folder, config, host: host.from_pretrained(folder, config=config),
+        "warns",
+    ),
+    "the host's class, the checkpoint's config": (
+        lambda folder, config, host: host.from_pretrained(folder, config=AutoConfig.from_pretrained(folder)),
+        "warns",
+    ),
+    "load_state_dict": (
+        lambda folder, config, host: filled(fresh(config), lambda one: one.load_state_dict(stored(folder))),
+        "raises",
+    ),
+    "load_sharded_checkpoint": (
+        lambda folder, config, host: filled(fresh(config), lambda one: load_sharded_checkpoint(one, folder / "shards")),
+        "raises",
+    ),
+    "accelerate": (
+        lambda folder, config, host: filled(fresh(config), lambda one: load_checkpoint_in_model(one, folder)),
+        "warns",
+    ),
+    "accelerate, strict": (
+        lambda folder, config, host: filled(
+            fresh(config), lambda one: load_checkpoint_in_model(one, folder, strict=True)
+        ),
+        "raises",
+    ),
+    "accelerate, shards to a device": (
+        lambda folder, config, host: filled(
+            fresh(config), lambda one: load_checkpoint_in_model(one, folder / "shards", device_map={"": "cpu"})
+        ),
+        "warns",
+    ),
+    "the class that architectures names": (
+        lambda folder, config, host: getattr(
+            transformers, AutoConfig.from_pretrained(folder).architectures[0]
+        ).from_pretrained(folder),
+        "refuses",
+    ),
+}
+WORDS = {"raises": MARKER, "refuses": "patched by hfpatch.*open it with an Auto class"}
+
+
+@pytest.mark.parametrize("way", INTO_THE_HOST)
+def test_into_the_host(way: str, saved: Saved) -> None:
+    enter, outcome = INTO_THE_HOST[way]
+    host = type(saved.plain)
+    with logged() as lines:  # control: on the host's own checkpoint each way is silent and right
+        assert difference(saved.plain, enter(saved.plain_folder, saved.plain.config, host)) == 0
+    assert not lines
+    if outcome == "warns":
+        with logged() as lines:
+            found = enter(saved.folder, saved.plain.config, host)
+        assert type(found) is host
+        assert difference(saved.model, found) > 1e-3
+        assert any(MARKER in line for line in lines)
+    else:
+        with pytest.raises(Exception, match=WORDS[outcome]):
+            enter(saved.folder, saved.plain.config, host)
+
+
+def test_into_the_host_without_the_marker_is_silent(saved: Saved, tmp_path: Path) -> None:
+    """Control: it is the marker alone that speaks, where all names match."""
+    save_file({k: v for k, v in stored(saved.folder).items() if k != MARKER}, tmp_path / WEIGHTS, {"format": "pt"})
+    with logged() as lines:
+        INTO_THE_HOST["accelerate"][0](tmp_path, saved.plain.config, type(saved.plain))
+    assert bool(lines) == (stored(tmp_path).keys() != stored(saved.plain_folder).keys())
+
+
+# Into a patched model: not a word, and equal to the bit
+def by_hand(saved: Saved, folder: Path) -> Any:
+    model = fresh(AutoConfig.from_pretrained(folder))
+    assert not any(model.load_state_dict(stored(folder)))
+    assert not any(model.load_state_dict(stored(folder), strict=False))
+    return model.eval()
+
+
+def by_accelerate(saved: Saved, folder: Path) -> Any:
+    with init_empty_weights():
+        empty = fresh(saved.model.config)
+    return load_checkpoint_and_dispatch(empty, str(saved.folder / "shards"), device_map={"": "cpu"}).eval()
+
+
+def with_weights_given(saved: Saved, folder: Path) -> Any:
+    given = saved.model.state_dict()
+    names = list(given)
+    with pytest.warns(FingerprintWarning):
+        saved.model.save_pretrained(folder / "given", state_dict=given)
+    assert list(given) == names
+    assert MARKER in stored(folder / "given")
+    return load(folder / "given", CAUSAL)
+
+
+def by_accelerators_save_model(saved: Saved, folder: Path) -> Any:
+    """Which writes the weights alone: nothing of ours is asked."""
+    Accelerator(cpu=True).save_model(saved.model, folder / "accelerated")
+    saved.model.config.save_pretrained(folder / "accelerated")
+    assert MARKER not in stored(folder / "accelerated")
+    return load(folder / "accelerated", CAUSAL)
+
+
+def under_an_adapter(saved: Saved, folder: Path) -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", bias="all")
+    adapted = peft.get_peft_model(load(folder, CAUSAL), config)
+    adapted.save_pretrained(folder / "adapter")
+    assert not [name for name in stored(folder / "adapter") if MARKER in name]
+    again = peft.PeftModel.from_pretrained(load(folder, CAUSAL), folder / "adapter")
+    again.merge_and_unload().save_pretrained(folder / "merged")  # of an adapter that changes nothing yet
+    return load(folder / "merged", CAUSAL)
+
+
+def with_an_adapter_of_transformers(saved: Saved, folder: Path) -> Any:
+    peft = pytest.importorskip("peft")
+    adapted = load(folder, CAUSAL)
+    adapted.add_adapter(peft.LoraConfig(target_modules="all-linear", bias="all"))
+    with pytest.warns(FingerprintWarning, match="it has adapters"):
+        adapted.save_pretrained(folder / "own")
+    assert not [name for name in stored(folder / "own") if MARKER in name]
+    model = load(folder, CAUSAL)
+    model.load_adapter(str(folder / "own"))
+    return model
+
+
+def as_earlier_versions_wrote_it(saved: Saved, folder: Path) -> Any:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "hfpatch"}))
+    save_file({k: v for k, v in stored(folder).items() if k != MARKER}, folder / WEIGHTS, {"format": "pt"})
+    return load(folder, CAUSAL)
+
+
+INTO_A_PATCHED_MODEL: dict[str, Callable[[Saved, Path], Any]] = {
+    "Auto class": lambda saved, folder: load(folder, CAUSAL),
+    "Auto class, shards": lambda saved, folder: load(saved.folder / "shards", CAUSAL),
+    "its config": lambda saved, folder: load(folder, CAUSAL, config=AutoConfig.from_pretrained(folder)),
+    "its weights": lambda saved, folder: type(saved.model).from_pretrained(
+        None, config=saved.model.config, state_dict=stored(folder)
+    ),
+    "saved again": lambda saved, folder: [
+        load(folder, CAUSAL).save_pretrained(folder / "2"),
+        load(folder / "2", CAUSAL),
+    ][1],
+    "by hand": by_hand,
+    "accelerate": by_accelerate,
+    "weights given": with_weights_given,
+    "accelerate's save_model": by_accelerators_save_model,
+    "PEFT": under_an_adapter,
+    "transformers' adapters": with_an_adapter_of_transformers,
+    "an earlier version's": as_earlier_versions_wrote_it,
+}
+
+
+@pytest.mark.parametrize("way", INTO_A_PATCHED_MODEL)
+def test_into_a_patched_model(way: str, saved: Saved, tmp_path: Path) -> None:
+    for name in ("config.json", WEIGHTS):
+        shutil.copy(saved.folder / name, tmp_path)
+    with logged() as lines:
+        found = INTO_A_PATCHED_MODEL[way](saved, tmp_path)
+    assert difference(saved.model, found) == 0
+    heard = [line for line in lines if MARKER in line]
+    # accelerate goes by the names in the model's state_dict, and lists this one as not used; nothing can be done there
+    assert len(heard) == (way == "accelerate"), heard
+
+
+def test_a_host_that_decides_what_to_ignore_when_it_is_built(tmp_path: Path) -> None:
+    model = patch(zoo.tiny("gemma3n_text")[0], norm="layer")
+    model.save_pretrained(tmp_path)
+    assert MARKER in stored(tmp_path)
+    with logged() as lines:
+        type(model).from_pretrained(tmp_path)
+    assert not lines
+
+
+# Where the marker is
+
+
+def test_it_is_in_files_and_not_in_models(saved: Saved, tmp_path: Path) -> None:
+    names = list(saved.plain.state_dict()) if "llama" in saved.model.config.model_type else None
+    model = copy.deepcopy(saved.model)
+    model.half().save_pretrained(tmp_path / "half")
+    assert stored(tmp_path / "half")[MARKER].dtype == torch.float16  # a second dtype would show on the Hub
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        model.save_pretrained(tmp_path / "file" / "below")
+    for one in (model, load(tmp_path / "half", CAUSAL)):
+        held = [*one.state_dict(), *(name for name, _ in (*one.named_buffers(), *one.named_parameters()))]
+        assert MARKER not in held
+        assert not hasattr(one, MARKER.partition(".")[0])
+        assert names is None or list(one.state_dict()) == names
+    index = json.loads((saved.folder / "shards/model.safetensors.index.json").read_text())
+    assert MARKER in index["weight_map"]
+
+
+def test_what_needs_no_hfpatch_has_no_marker(saved: Saved, tmp_path: Path) -> None:
+    """Remote and native exports of a model that was opened from a marked checkpoint, and an unpatched model."""
+    model = load(saved.folder, CAUSAL)
+    export_model(model, tmp_path / "remote", to="remote", verify=False)
+    assert MARKER not in stored(tmp_path / "remote")
+    load(tmp_path / "remote", CAUSAL).save_pretrained(tmp_path / "back")
+    assert MARKER in stored(tmp_path / "back")  # control: what needs it again
+    back = unpatch_model(patch(copy.deepcopy(saved.plain), pos="nope", reversible=True))
+    back.save_pretrained(tmp_path / "unpatched")
+    assert stored(tmp_path / "unpatched").keys() == stored(saved.plain_folder).keys()
+    pos = "rope:theta=500" if back.config.model_type == "llama" else "nope"  # which the host's own class can be
+    patch(back, pos=pos).save_pretrained(tmp_path / "stock")
+    export_model(load(tmp_path / "stock", CAUSAL), tmp_path / "native", to="native")
+    assert MARKER not in stored(tmp_path / "native")
