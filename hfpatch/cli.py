@@ -13,28 +13,34 @@ import torch
 import transformers
 import typer
 import typer.core
-from transformers import AutoConfig
 
 import hfpatch
 
-from .checkpoint.auto_classes import auto_classes_of, class_to_build
+from .checkpoint.auto_classes import auto_classes_of
+from .checkpoint.by_name import config_of, is_config, opened, random_weights
+from .checkpoint.classes import OPENED
+from .checkpoint.file_digests import compare
 from .core.plan_table import table
 from .core.progress import show_progress
 from .core.registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS
-from .errors import NotPreservedWarning
+from .core.staging import require_free, staged_folder
+from .errors import FingerprintWarning, NotPreservedWarning, OptionError
 from .export import export_model
-from .export.files import require_free, staged
 from .hub.push import push_patched
 from .measure.text_batches import processor_of, text_batches, tokenizer_of
-from .patch import patch_model, repair_report
+from .patch import outcomes, patch_model, repair_report
 from .plan import plan_patch
 from .repairs.sample import generates, sample_batches
 from .runtime.errors import PatchError, first_line
 from .runtime.lens import host_class
 from .runtime.qk_layouts import Fused
+from .runtime.record import KEY
 from .schemes.positions import Position
+from .schemes.request import HOW, LOST
 from .verification import verify as verification
 from .verification.report import Report
+
+_OWN_WARNINGS = (NotPreservedWarning, FingerprintWarning)
 
 
 class _Commands(typer.core.TyperGroup):
@@ -56,11 +62,12 @@ class _Commands(typer.core.TyperGroup):
 def _own_warnings() -> Iterator[None]:
     """hfpatch's warnings as one line each on stderr."""
     with warnings.catch_warnings():
-        warnings.simplefilter("always", NotPreservedWarning)
+        for category in _OWN_WARNINGS:
+            warnings.simplefilter("always", category)
         show = warnings.showwarning
 
         def print_own(message: Any, category: Any, *rest: Any) -> None:
-            if issubclass(category, NotPreservedWarning):
+            if issubclass(category, _OWN_WARNINGS):
                 typer.echo(f"Warning: {message}", err=True)
             else:
                 show(message, category, *rest)
@@ -89,22 +96,28 @@ def _option(text: str, *names: str, **settings: Any) -> Any:
 
 Model = Annotated[str, typer.Argument(help="A Hub id, a folder, or config:FAMILY for random weights (config:gpt2).")]
 Patched = Annotated[str, typer.Argument(help="The patched checkpoint: a Hub id or a folder.")]
+_INIT = (
+    "How new parameters start: auto (the same function where there is a way, else as near as a formula gets), exact "
+    "(the same function, or an error), copy (gains and shifts as they were), reset (afresh, for training)."
+)
 Norm = Annotated[str | None, _option(f"Norm scheme, with options as dyt:alpha=0.8. {_one_of(NORMS)}")]
 Pos = Annotated[str | None, _option(f"Position scheme, with options as rope:theta=5e5. {_one_of(POSITIONS)}")]
 Mlp = Annotated[str | None, _option(f"MLP scheme, with options as swiglu:d_ff=2048. {_one_of(MLPS)}")]
 Placement = Annotated[str | None, _option(f"Where norms stand, for training from scratch. {_one_of(PLACEMENTS)}")]
 Only = Annotated[list[str] | None, _option("Glob over module names; others are kept. Repeatable.")]
 Keep = Annotated[list[str] | None, _option("Glob over module names that stay as they are. Repeatable.")]
-Init = Annotated[Literal["auto", "exact", "copy", "reset"], _option("How new parameters start; reset: afresh.")]
+Init = Annotated[Literal["auto", "exact", "copy", "reset"], _option(_INIT)]
 Head = Annotated[str | None, _option("Auto class to build, such as AutoModel; default: what it was saved as.")]
 Trust = Annotated[bool, _option("Run the code in the model's repository.", "--trust-remote-code")]
 Shard = Annotated[str, _option("Largest file of weights, such as 2GB.")]
-Length = Annotated[int, _option("Most tokens of a sequence; longer ones are cut.", "--length", "--tokens", min=2)]
-Overwrite = Annotated[bool, _option("Replace OUT, with everything in it, once all has gone well.", "--overwrite")]
+Length = Annotated[
+    int, _option("Maximum length of a sequence in tokens; longer ones are cut.", "--length", "--tokens", min=2)
+]
+Overwrite = Annotated[bool, _option("Replace an existing OUT and everything in it, at the end.", "--overwrite")]
 Form = Literal["native", "remote", "plugin"]
 _CALIBRATION = (
-    "What repairs a lossy swap: 'self' (sequences drawn from the model: the default where it generates and has "
-    "weights), a text file with one example a line, or 'none'."
+    "Data for the repair of a lossy swap: 'self' (sequences that the model generates; the default if it generates and "
+    "has weights), a text file with one example a line, or 'none' for no repair."
 )
 _FIT = "What a repair of positions fits to attention maps: weights and biases of queries and keys, or their biases."
 _TO = (
@@ -159,7 +172,7 @@ def plan(
 ) -> None:
     """Show what a patch would change, what it would keep, and why. Reads the config only: no weights are loaded."""
     with torch.device("meta"):
-        built = _random(_config(model, trust_remote_code), head, trust_remote_code)
+        built = random_weights(config_of(model, trust_remote_code), head, trust_remote_code)
     typer.echo(str(plan_patch(built, norm, pos, only, keep, init, mlp=mlp, placement=placement)))
 
 
@@ -185,19 +198,20 @@ def patch(
     trust_remote_code: Trust = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Patch a model and save it, with its tokenizer or processor, as a checkpoint: all of it, or nothing."""
-    _require_apart(out, model, calibration)
+    """Patch a model, measure what that came to, and save it as a checkpoint, with its tokenizer or processor."""
+    for place in (out, report):
+        _require_apart(place, model, calibration)
     require_free(out, overwrite)
     torch.manual_seed(seed)
-    built = _open(model, head, trust_remote_code)
+    built = opened(model, head, trust_remote_code)
     request: dict[str, Any] = {"norm": norm, "pos": pos, "mlp": mlp, "only": only, "keep": keep, "init": init}
     request["placement"] = placement
     planned = plan_patch(built, **request)
     typer.echo(str(planned))
-    processor = None if _is_config(model) else processor_of(model, trust_remote_code)
+    processor = None if is_config(model) else processor_of(model, trust_remote_code)
     with show_progress():
         if calibration is None:
-            calibration = "self" if not _is_config(model) and generates(built) else "none"
+            calibration = "self" if not is_config(model) and generates(built) else "none"
         if planned.losses() and init != "reset" and calibration != "none":
             most = f"up to {sequences} sequences of {length} tokens"
             typer.echo(f"\nRepairs on {most} (--sequences, --length: fewer take less time).")
@@ -212,14 +226,17 @@ def patch(
     repaired = repair_report(built)
     if repaired is not None:
         typer.echo(f"\n{repaired}")
-    with staged(out, overwrite) as folder:
+    found = [(request, outcome.partition(LOST)[0]) for request, outcome in outcomes(built).items()]
+    typer.echo(f"\n{table([('request', 'measured'), *found])}\n{HOW}")
+    with staged_folder(out, overwrite) as folder:
         built.save_pretrained(folder, max_shard_size=max_shard_size)
         if processor is not None:
             processor.save_pretrained(folder)
     if repaired is not None and report is not None:
         repaired.save(report)
     carried = "with its tokenizer or processor" if processor else "(no tokenizer or processor to carry along)"
-    typer.echo(f"\nSaved to {out} {carried}.")
+    summary = ", ".join(f"{request} is {outcome.partition(':')[0]}" for request, outcome in found)
+    typer.echo(f"\nSaved to {out} {carried}: {summary}.")
     auto = [*auto_classes_of(host_class(type(built)), host_class(type(built.config))), "AutoModel"][0]
     typer.echo(f"Open it with: import hfpatch; transformers.{auto}.from_pretrained({str(out)!r})")
 
@@ -227,7 +244,7 @@ def patch(
 @app.command()
 def verify(
     model: Patched,
-    reference: Annotated[str, typer.Argument(help="The original's Hub id or folder.")],
+    reference: Annotated[str | None, typer.Argument(help="The original's Hub id or folder.")] = None,
     text: Annotated[Path | None, _option("Text file, one example a line; default: random inputs.")] = None,
     json: Annotated[Path | None, _option("Save the report as this .json file.", "--json")] = None,
     plot: Annotated[Path | None, _option("Draw the error layer by layer into this .png file.")] = None,
@@ -236,13 +253,23 @@ def verify(
     head: Head = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Measure what a patch changed: modules, outputs by dtype and layers, against the original in float64."""
+    """Measure what a patch changed: modules, outputs by dtype and layers, against the original in float64.
+
+    Without REFERENCE: check that MODEL is the checkpoint that was saved, by every byte of its weights and a forward.
+    """
+    if reference is None:
+        if text is not None or json is not None or plot is not None:
+            raise OptionError("--text, --json and --plot go with a REFERENCE, the original to compare with.")
+        _verify_files(model, head, trust_remote_code)
+        return
     if json is not None and json.suffix != ".json":
         raise PatchError(f"--json {json}: the name must end in .json.")
-    if _is_config(model) or _is_config(reference):
+    if is_config(model) or is_config(reference):
         raise PatchError("verify compares two checkpoints; random weights (config:FAMILY) have no original.")
-    built = _open(model, head, trust_remote_code)
-    original = _open(reference, head, trust_remote_code) if trust_remote_code else reference
+    for place in (json, plot):
+        _require_apart(place, model, reference, text)
+    built = opened(model, head, trust_remote_code)
+    original = opened(reference, head, trust_remote_code) if trust_remote_code else reference
     batches = None
     if text is not None:
         processor = processor_of(model, trust_remote_code) or processor_of(reference, trust_remote_code)
@@ -262,26 +289,26 @@ def export(
     model: Patched,
     out: Annotated[Path, typer.Argument(help="Folder for what is written.")],
     to: Annotated[Form, _option(_TO)] = "native",
-    architecture: Annotated[str | None, _option("Of --to native: the only one to try, such as gpt_neox.")] = None,
+    architecture: Annotated[str | None, _option("With --to native: the only one to try, such as gpt_neox.")] = None,
     head: Head = None,
     max_shard_size: Shard = "50GB",
     trust_remote_code: Trust = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a patched checkpoint for whoever is to open it, with its tokenizer or processor.
+    """Write a patched checkpoint that opens with stock transformers or with remote code, with its tokenizer.
 
     A native export is measured before it is saved: the stock architecture's outputs against the patched model's, on
     random inputs. Where no architecture is equal, nothing is written, and the reason is given for each.
     """
-    if _is_config(model):
-        raise PatchError("export writes a checkpoint for others; random weights (config:FAMILY) are none.")
+    if is_config(model):
+        raise PatchError("export takes a patched checkpoint, not config:FAMILY (random weights).")
     _require_apart(out, model)
-    built = _open(model, head, trust_remote_code)
+    built = opened(model, head, trust_remote_code, strongest=True)
     processor = processor_of(model, trust_remote_code)
     how: dict[str, Any] = {"tokenizer": processor, "overwrite": overwrite, "max_shard_size": max_shard_size}
     typer.echo(str(export_model(built, out, to, architecture=architecture, **how)))
     if processor is None:
-        typer.echo("No tokenizer or processor was found to carry along.")
+        typer.echo("No tokenizer or processor was found to save with it.")
 
 
 @app.command()
@@ -291,17 +318,17 @@ def push(
     base: Annotated[str | None, _option("The model that was patched: its Hub id or folder, for the card.")] = None,
     license: Annotated[str | None, _option("The licence's id on the Hub; default: the base's, where known.")] = None,
     report: Annotated[Path | None, _option("A .json file that verify saved, for the card.")] = None,
-    tokenizer: Annotated[str | None, _option("Its Hub id or folder, where the checkpoint's folder has none.")] = None,
-    form: Annotated[Form | None, _option("What it is exported as first, as in export --to; default: as it is.")] = None,
-    native: Annotated[bool, _option("The folder is a native export, without a record.", "--native")] = False,
-    public: Annotated[bool, _option("A repository that is made is public, not private.", "--public")] = False,
-    revision: Annotated[str | None, _option("The branch; it is made where it doesn't exist.")] = None,
+    tokenizer: Annotated[str | None, _option("Hub id or folder of a tokenizer, if FOLDER has none.")] = None,
+    form: Annotated[Form | None, _option("Export it in this form first (see export --to).")] = None,
+    native: Annotated[bool, _option("The folder is a native export, which has no patch record.", "--native")] = False,
+    public: Annotated[bool, _option("Create the repository as public; default: private.", "--public")] = False,
+    revision: Annotated[str | None, _option("Branch to push to; created if it doesn't exist.")] = None,
     subfolder: Annotated[str, _option("The folder in the repository.")] = "",
     create_pr: Annotated[bool, _option("Open a pull request instead of committing.", "--create-pr")] = False,
     message: Annotated[str | None, _option("The commit's first line.")] = None,
     dry_run: Annotated[bool, _option("Send nothing; list what would be uploaded.", "--dry-run")] = False,
 ) -> None:
-    """Push a patched checkpoint to the Hub, with a model card, as one commit; resumed where it broke off."""
+    """Push a patched checkpoint to the Hub, with a model card, as one commit; run it again to resume a failed push."""
     push = push_patched(
         folder,
         repo,
@@ -321,39 +348,26 @@ def push(
     typer.echo(str(push))
 
 
-def _require_apart(out: Path, *sources: str | None) -> None:
-    """Refuse a folder that would be replaced while it holds what is read, a checkpoint or a text."""
+def _require_apart(out: Path | None, *sources: str | Path | None) -> None:
+    """Refuse an output that would replace what is read: a folder that holds it, or a file that is part of it."""
     for source in sources:
-        if source and Path(source).exists() and Path(source).resolve().is_relative_to(out.resolve()):
-            raise PatchError(f"OUT ({out}) holds {source}, which it would replace. Choose another folder.")
+        if out is not None and source and Path(source).exists():
+            read, written = Path(source).resolve(), out.resolve()
+            if read.is_relative_to(written) or (written.is_file() and written.is_relative_to(read)):
+                raise PatchError(f"{out} would replace {source}, or a part of it. Choose another place.")
 
 
-def _is_config(model: str) -> bool:
-    return model.startswith("config:")
-
-
-def _config(model: str, trust: bool) -> Any:
-    if not _is_config(model):
-        return AutoConfig.from_pretrained(model, trust_remote_code=trust)
-    family = model.removeprefix("config:")
-    try:
-        return AutoConfig.for_model(family)
-    except ValueError:
-        raise PatchError(f"transformers {transformers.__version__} has no family {family!r}.") from None
-
-
-def _random(config: Any, head: str | None, trust: bool) -> Any:
-    cls = class_to_build(config, head)
-    if hasattr(cls, "from_config"):
-        return cls.from_config(config, trust_remote_code=trust).eval()
-    return cls._from_config(config).eval()
-
-
-def _open(model: str, head: str | None, trust: bool) -> Any:
-    config = _config(model, trust)
-    if _is_config(model):
-        return _random(config, head, trust)
-    return class_to_build(config, head).from_pretrained(model, config=config, dtype="auto", trust_remote_code=trust)
+def _verify_files(model: str, head: str | None, trust: bool) -> None:
+    """Both checks of a patched checkpoint, and what they looked at."""
+    config = config_of(model, trust)
+    if not hasattr(config, KEY):
+        raise PatchError(f"{model} isn't a patched checkpoint. To compare two models: hfpatch verify MODEL REFERENCE.")
+    tensors, size, same = compare(model, {})
+    typer.echo(f"{tensors} tensors ({size:,} bytes) are those that were saved, byte by byte.")
+    built = opened(model, head, trust, **same)
+    fingerprint, _ = vars(config)[OPENED]
+    passes = "but was saved without a fingerprint" if fingerprint is None else "and passes the check of its fingerprint"
+    typer.echo(f"{type(built).__name__} opens, {passes}.")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from safetensors.torch import load_file
+from tiny_models import tiny, without_outcomes
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    T5EncoderModel,
+)
 from typer.testing import CliRunner
 
 from hfpatch import __version__
@@ -15,6 +25,7 @@ from hfpatch.cli import app
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import VerificationError
 from hfpatch.exact.request import Conversion
+from hfpatch.export.remote import export_remote
 from hfpatch.verification.report import Report
 
 run = CliRunner()
@@ -79,12 +90,26 @@ def test_patch_writes_a_checkpoint_that_opens(checkpoint: Path, tmp_path: Path) 
     assert "AutoModelForCausalLM.from_pretrained" in out
     assert "not preserved" in out
     assert "Repair on" not in out
-    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "hfpatch"
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"].startswith("hfpatch__install")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(model.transformer.ln_f).__name__ == "RMSNorm"
     assert model.transformer.h[0].attn.rotary_emb.theta == 500
     original = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert torch.equal(model.transformer.wte.weight, original.transformer.wte.weight)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "t5"])
+def test_no_tokenizer_is_invented(family: str, tmp_path: Path) -> None:
+    """Some tokenizers' classes make an empty one where a folder has none."""
+    tiny(family).save_pretrained(tmp_path / "in")
+    request = ("--norm", "dyt", "--calibration", "none", "--head", "AutoModel")
+    out = called("patch", str(tmp_path / "in"), str(tmp_path / "out"), *request)
+    assert "(no tokenizer or processor to carry along)" in out
+    allowed = {"config.json", "generation_config.json", "model.safetensors", "hfpatch_weights.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} <= allowed
+    out = called("export", str(tmp_path / "out"), str(tmp_path / "exported"), "--to", "plugin", "--head", "AutoModel")
+    assert "No tokenizer or processor was found" in out
+    assert {path.name for path in (tmp_path / "exported").iterdir()} <= allowed
 
 
 def test_a_lossy_patch_of_a_generating_model_is_repaired_on_its_own_samples(checkpoint: Path, tmp_path: Path) -> None:
@@ -93,6 +118,9 @@ def test_a_lossy_patch_of_a_generating_model_is_repaired_on_its_own_samples(chec
     assert "Repair on 12 sequences" in out
     assert "not preserved" not in out
     report = json.loads((tmp_path / "report.json").read_text())
+    left = f"KL divergence {report['before']:.3g} -> {report['after']:.3g} on 1 held-out sequence"
+    assert f"\nnorm='dyt'  repaired: {left}\n" in out
+    assert ": norm='dyt' is repaired.\n" in out
     assert report["kept"]
     assert report["after"] < report["before"]
     called("patch", str(checkpoint), str(tmp_path / "b"), "--norm", "dyt", "--calibration", "none")
@@ -101,9 +129,16 @@ def test_a_lossy_patch_of_a_generating_model_is_repaired_on_its_own_samples(chec
 
 
 def test_calibration_on_a_text_file(with_tokenizer: Path, tmp_path: Path) -> None:
-    (tmp_path / "lines.txt").write_text("the cat sat\n\non the mat\nthe mat\n")
+    (tmp_path / "lines.txt").write_text("the cat sat\n\non the mat\n" + "the mat " * 4)
     request = ("--norm", "dyt", "--calibration", str(tmp_path / "lines.txt"))
     assert "Repair on 3 sequences" in called("patch", str(with_tokenizer), str(tmp_path / "out"), *request)
+    (tmp_path / "short.txt").write_text("the cat sat\non the mat\nthe mat\n")
+    result = run.invoke(
+        app, ["patch", str(with_tokenizer), str(tmp_path / "no"), *request[:3], str(tmp_path / "short.txt")]
+    )
+    assert result.exit_code == 1
+    assert "of 3 sequences 1 are held out, with 2 tokens (or outputs) in all, and 8 are needed" in result.stderr
+    assert not (tmp_path / "no").exists()
     refused = ["patch", str(with_tokenizer), str(tmp_path / "no"), "--norm", "dyt", "--calibration", "no/such.txt"]
     result = run.invoke(app, refused)
     assert result.exit_code == 1
@@ -121,8 +156,10 @@ def test_what_a_repair_of_positions_fits(checkpoint: Path, tmp_path: Path) -> No
 def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path) -> None:
     out = called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms")
     assert "exact" in out
-    assert "Repair" not in out
+    assert "Repair on" not in out
     assert "not preserved" not in out
+    assert re.search(r"\nnorm='rms'  exact: outputs differ by \d.*, rounding explains \d", out)
+    assert "(no tokenizer or processor to carry along): norm='rms' is exact.\n" in out
 
 
 def test_mlps(checkpoint: Path, tmp_path: Path) -> None:
@@ -137,7 +174,7 @@ def test_patch_composes_with_an_earlier_patch(checkpoint: Path, tmp_path: Path) 
     called("patch", str(checkpoint), str(tmp_path / "a"), "--norm", "rms")
     called("patch", str(tmp_path / "a"), str(tmp_path / "b"), "--pos", "rope")
     config = AutoConfig.from_pretrained(tmp_path / "b")
-    assert config.hfpatch["request"] == [{"norm": "rms"}, {"pos": "rope"}]
+    assert without_outcomes(config.hfpatch)["request"] == [{"norm": "rms"}, {"pos": "rope"}]
 
 
 def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
@@ -158,7 +195,10 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
         (("plan", "config:convbert", "--pos", "rope"), "its convolutions are made of the queries too"),
         (("plan", "config:llama", "--norm", "rms"), "is rms already"),
         (("plan", "config:llama", "--mlp", "swiglu"), "is gated already"),
-        (("plan", "config:gpt2"), "nothing was asked for"),
+        (("plan", "config:gpt2"), "no change was requested"),
+        (("plan", "config:gpt2", "--norm", "rms", "--pos", "rope", "--init", "exact"), "pos='rope' isn't exact"),
+        (("plan", "config:bert", "--norm", "rms", "--init", "exact"), "norm='rms' isn't exact here"),
+        (("plan", "config:gpt2", "--norm", "dyt", "--init", "exact"), "norm='dyt' isn't exact here"),
         (("plan", "config:gpt2", "--norm", "rms", "--only", "*.ln_9"), "matches none of the"),
         (("plan", "config:gpt2", "--norm", "rms", "--head", "AutoModelForX"), "no Auto class 'AutoModelForX'"),
         (("plan", "./no/such/folder", "--norm", "rms"), "Error: "),
@@ -206,18 +246,49 @@ def test_a_conversion_that_fails_its_check_is_reported(
     assert not (tmp_path / "out").exists()
     result = run.invoke(app, request)
     assert result.exit_code == 0
-    assert "Warning: GPT2LMHeadModel now computes another function; not preserved: RMSNorm" in result.stderr
+    assert "Warning: GPT2LMHeadModel: the patched model computes another function. norm='rms'" in result.stderr
+    assert "outputs differ by 1)" in result.stderr
+    measured = re.search(r"norm='rms', init='copy'  approximate: outputs differ by (.+)\n", result.stdout)
+    assert measured
+    assert float(measured[1]) > 0
+    assert "Saved to " in result.stdout
+    assert result.stdout.splitlines()[-2].endswith(": norm='rms', init='copy' is approximate.")
 
 
-@pytest.mark.parametrize("out", ["tiny", ".", "tiny/../tiny/"])
+def test_warnings_are_one_line_on_stderr(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hfpatch.checkpoint.fingerprint._obstacle", lambda model: "it is a test")
+    request = ["patch", str(checkpoint), str(tmp_path / "out"), "--pos", "nope", "--calibration", "none"]
+    result = run.invoke(app, request)
+    lossy, unchecked = result.stderr.splitlines()
+    assert lossy.startswith("Warning: GPT2LMHeadModel: the patched model computes another function. pos='nope' is a")
+    assert unchecked.startswith("Warning: GPT2LMHeadModel is saved without a fingerprint: it is a test")
+    assert "Warning" not in result.stdout
+
+
+@pytest.mark.parametrize("out", ["tiny", ".", "tiny/../tiny/", "link"])
 def test_the_model_is_not_overwritten_by_its_patch(checkpoint: Path, tmp_path: Path, out: str) -> None:
+    (tmp_path / "link").symlink_to(checkpoint)
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     for command in (["patch", "--norm", "rms"], ["export", "--to", "plugin"]):
         arguments = [command[0], str(checkpoint), str(tmp_path / out), *command[1:], "--overwrite"]
         result = run.invoke(app, arguments)
         assert result.exit_code == 1
-        assert f"holds {checkpoint}, which it would replace" in result.stderr
+        assert f"{tmp_path / out} would replace {checkpoint}, or a part of it" in result.stderr
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+
+
+def test_no_report_overwrites_what_is_read(checkpoint: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.json"
+    text.write_text("the cat sat")
+    config = str(checkpoint / "config.json")
+    before = Path(config).read_bytes()
+    for place, read in ((config, checkpoint), (str(text), text), (str(tmp_path), checkpoint)):
+        patched = ("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "dyt", "--calibration", str(text))
+        for arguments in ((*patched, "--report"), ("verify", str(checkpoint), "x", "--text", str(text), "--plot")):
+            result = run.invoke(app, [*arguments, place])
+            assert result.exit_code == 1
+            assert f"{place} would replace {read}, or a part of it" in result.stderr
+    assert (Path(config).read_bytes(), text.read_text()) == (before, "the cat sat")
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -305,9 +376,60 @@ def test_verify_without_text_says_that_its_inputs_are_random(checkpoint: Path, t
     assert "say nothing of real data" in out
 
 
+def test_verify_of_one_folder_checks_every_byte(checkpoint: Path, tmp_path: Path) -> None:
+    """So do exports; without digests they go on with a warning. Remote code has them, too."""
+    out, folder = tmp_path / "out", str(tmp_path / "out")
+    called("patch", str(checkpoint), folder, "--norm", "rms", "--pos", "rope", "--calibration", "none")
+    export_remote(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "remote", verify=False)
+    for name in (folder, str(tmp_path / "remote")):
+        said = called("verify", name)
+        stored = load_file(Path(name) / "model.safetensors")
+        size = sum(one.nbytes for one in stored.values())
+        assert f"{len(stored)} tensors ({size:,} bytes) are those that were saved, byte by byte." in said
+        assert "GPT2LMHeadModel opens, and passes the check of its fingerprint." in said
+    config, weights = out / "config.json", out / "model.safetensors"
+    text, content = config.read_text(), weights.read_bytes()
+    config.write_text(text.replace("gelu_new", "relu"))
+    assert "its outputs are off by" in called("verify", folder, status=1)
+    stored = json.loads(text)
+    del stored["hfpatch"]["fingerprint"]
+    config.write_text(json.dumps(stored))
+    result = run.invoke(app, ["verify", folder])
+    assert "opens, but was saved without a fingerprint." in result.stdout
+    assert f"Warning: {folder} was saved without a fingerprint" in result.stderr
+    config.write_text(text)
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for arguments in (("verify", folder), ("export", folder, str(tmp_path / "again"), "--to", "plugin")):
+        result = run.invoke(app, [*arguments])
+        assert result.exit_code == 1
+        assert "1 of its tensors aren't those that were saved" in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "again").exists()
+    weights.write_bytes(content)
+    (out / "hfpatch_weights.json").unlink()
+    assert "has no hfpatch_weights.json" in called("verify", folder, status=1)
+    exported = run.invoke(app, ["export", folder, str(tmp_path / "again"), "--to", "plugin"])
+    assert exported.exit_code == 0
+    assert f"Warning: {folder} has no hfpatch_weights.json" in exported.stderr
+    called("verify", str(tmp_path / "again"))
+
+
+def test_a_class_that_no_auto_class_has(tmp_path: Path) -> None:
+    tiny("t5", T5EncoderModel).save_pretrained(tmp_path / "in")
+    called("patch", str(tmp_path / "in"), str(tmp_path / "out"), "--norm", "dyt", "--calibration", "none")
+    assert "T5EncoderModel opens, and passes" in called("verify", str(tmp_path / "out"))
+    called("export", str(tmp_path / "out"), str(tmp_path / "again"), "--to", "plugin")
+    called("verify", str(tmp_path / "again"))
+    report = called("verify", str(tmp_path / "out"), str(tmp_path / "in"))
+    assert "5 converted" in report
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (("{original}",), "isn't a patched checkpoint. To compare two models: hfpatch verify MODEL REFERENCE"),
+        (("{original}", "--json", "report.json"), "--text, --json and --plot go with a REFERENCE"),
+        (("config:gpt2",), "isn't a patched checkpoint"),
         (("config:gpt2", "{original}"), "have no original"),
         (("{original}", "{original}", "--json", "report.txt"), "must end in .json"),
         (("{original}", "{original}", "--text", "{original}/config.json"), "no tokenizer for the text"),
@@ -334,6 +456,6 @@ def test_an_error_without_words_is_told_by_its_type(monkeypatch: pytest.MonkeyPa
     def fails(*args: object, **kwargs: object) -> None:
         raise ValueError
 
-    monkeypatch.setattr("hfpatch.cli.AutoConfig.from_pretrained", fails)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fails)
     result = run.invoke(app, ["plan", "some/model", "--norm", "rms"])
     assert (result.exit_code, result.stderr.strip()) == (1, "Error: ValueError")

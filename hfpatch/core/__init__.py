@@ -1,1 +1,1 @@
-"""What the rest of hfpatch stands on: registries, scheme options, globs, the undoable transaction."""
+"""Base of the package: registries, scheme options, globs, plan rows, the undoable transaction."""

@@ -1,4 +1,4 @@
-"""Refuses whatever is no bare transformers model: what wraps one hides its modules from a patch."""
+"""Refuses wrapped models (torch.compile, FSDP, PEFT, accelerate hooks), in which a patch couldn't replace modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def require_bare(model: object) -> None:
     """
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise WrappedModelError(_what_wraps(model, kind))
+        raise WrappedModelError(_unwrap_advice(model, kind))
     record = getattr(model.config, KEY, None)
     if record and host_class(type(model)) is type(model):
         raise UnsupportedError(
@@ -42,12 +42,12 @@ def require_bare(model: object) -> None:
         own = getattr(module.config, KEY, None) if name and isinstance(module, PreTrainedModel) else None
         if own and own != record:  # some hosts give their stacks copies of it
             raise UnsupportedError(
-                f"{name} inside {kind} was patched by itself, which the outer model's record couldn't tell of. Patch "
-                "the outermost model, the one that is saved; only= chooses the part."
+                f"{name} inside {kind} was patched on its own, and the outer model's patch record wouldn't contain "
+                "that. Patch the outermost model, the one that is saved; only= chooses the part."
             )
 
 
-def _what_wraps(model: object, kind: str) -> str:
+def _unwrap_advice(model: object, kind: str) -> str:
     if hasattr(model, "_orig_mod"):
         return "the model is wrapped by torch.compile. Patch the model first, then compile it."
     if hasattr(model, "peft_config"):

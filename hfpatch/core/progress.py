@@ -1,4 +1,4 @@
-"""Progress of a repair and of sampling: logged at level INFO, and drawn as tqdm's bars inside `show_progress`."""
+"""Progress of repairs and sampling: logged at level INFO, and shown as tqdm bars inside `show_progress`."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ ARCHITECTURES: Registry = Registry("architecture")
 
 
 def name_in_records(cls: type) -> str:
-    """What a record calls a class: transformers' own by their names, others with their file: "modeling_my.MyModel".
+    """The name of a class in records: transformers' classes by name, others with their file: "modeling_my.MyModel".
 
     A class from elsewhere may have the name of one of transformers' and compute something else.
     """

@@ -48,7 +48,7 @@ def export_model(
         OptionError: no such form; an architecture for another form than "native"; an option that would save something
             else.
         UnsupportedError, VerificationError: no stock architecture equals the model; the message says for each why.
-        PatchError: the folder isn't empty, or the tokenizer doesn't open again from it.
+        PatchError: the folder isn't empty or can't be written, or the tokenizer doesn't open again from it.
     """
     if to not in FORMS:
         raise OptionError(f"to must be one of {', '.join(FORMS)}, not {to!r:.40}.")

@@ -15,10 +15,10 @@ from torch import Tensor
 from ..runtime.attention import order
 from ..schemes.positions import ALiBi
 from ..schemes.rope import RoPE
-from .layouts import QKV, Layout
+from .layouts import QKV, FamilyLayout
 
 READERS = {"attention_norm": QKV, "mlp_norm": ("up", "gate")}  # of a pre-norm block: what reads each norm
-Parts = dict[str, Any]  # a `Norm` or an `Affine` by its role in a block, or in what is around the blocks
+Parts = dict[str, Any]  # a `PlainNorm` or an `Affine` by its role in a block, or in what is around the blocks
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Affine:
 
 
 @dataclass
-class Norm:
+class PlainNorm:
     """x -> weight * normalised(x) + bias, with "layer" or "rms" normalisation; weight (d,), bias (d,) or None."""
 
     weight: Tensor
@@ -99,8 +99,8 @@ class Anatomy:
     def token_types(self) -> int:
         return self.stem["types"].weight.shape[1] if "types" in self.stem else 0
 
-    def norms(self) -> list[Norm]:
-        return [part for parts in (*self.blocks, self.stem) for part in parts.values() if isinstance(part, Norm)]
+    def norms(self) -> list[PlainNorm]:
+        return [part for parts in (*self.blocks, self.stem) for part in parts.values() if isinstance(part, PlainNorm)]
 
 
 def changed(parts: Parts, roles: Iterable[str], change: Callable[[Affine], Affine]) -> Parts:
@@ -108,7 +108,7 @@ def changed(parts: Parts, roles: Iterable[str], change: Callable[[Affine], Affin
     return {**parts, **{role: change(parts[role]) for role in roles if role in parts}}
 
 
-def split_qkv(fused: Affine, layout: Layout, heads: int) -> Parts:
+def split_qkv(fused: Affine, layout: FamilyLayout, heads: int) -> Parts:
     """Queries, keys and values of a fused projection."""
     rows, width = fused.weight.shape
     head_dim = width // heads
@@ -116,7 +116,7 @@ def split_qkv(fused: Affine, layout: Layout, heads: int) -> Parts:
     return {role: fused.rows(index) for role, index in zip(QKV, channels, strict=True)}
 
 
-def fuse_qkv(anatomy: Anatomy, block: Parts, layout: Layout) -> Affine:
+def fuse_qkv(anatomy: Anatomy, block: Parts, layout: FamilyLayout) -> Affine:
     """The fused projection of a block's queries, keys and values."""
     parts = [block[role] for role in QKV]
     biases = [part.bias for part in parts if part.bias is not None]
@@ -139,8 +139,8 @@ def with_pairing(anatomy: Anatomy, pairing: str) -> Anatomy:
     return replace(anatomy, blocks=blocks, positions=replace(scheme, pairing=pairing))
 
 
-def centre(anatomy: Anatomy) -> Anatomy:
-    """A pre-norm stack whose stream has no mean, so that its LayerNorms are RMSNorms."""
+def with_zero_mean_stream(anatomy: Anatomy) -> Anatomy:
+    """The same stack with a zero-mean residual stream, so that its LayerNorms equal RMSNorms (pre-norm only)."""
     blocks = [changed(block, ("output", "down"), Affine.centred) for block in anatomy.blocks]
     return replace(anatomy, blocks=blocks, stem=changed(anatomy.stem, ("embedding", "types"), Affine.centred))
 
@@ -165,11 +165,11 @@ def fold_norms(anatomy: Anatomy, gains: bool = False) -> Anatomy:
     return replace(anatomy, blocks=blocks, stem=stem, head=head)
 
 
-def _reading(layer: Affine, norm: Norm, gains: bool) -> Affine:
+def _reading(layer: Affine, norm: PlainNorm, gains: bool) -> Affine:
     """A layer that takes up a norm's shift, and its gain."""
     layer = layer if norm.bias is None else layer.after(norm.bias)
     return layer.before(norm.weight) if gains else layer
 
 
-def _without_gain(norm: Norm) -> Norm:
+def _without_gain(norm: PlainNorm) -> PlainNorm:
     return replace(norm, weight=torch.ones_like(norm.weight))

@@ -1,4 +1,4 @@
-"""Whether two models are the same function, measured: random inputs of several lengths, with padding and without."""
+"""Measures whether two models compute the same, on random inputs of several lengths, with and without padding."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..measure.randomness import own_randomness
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}  # relative to an output's spread
 LENGTHS = (1, 6, 23)
-_HOPELESS = 1e-2  # no rounding explains this
-_MOST = 2**30  # parameters of models of which a float64 copy is made
+_BEYOND_ROUNDING = 1e-2  # no rounding explains this
+_MOST_PARAMETERS = 2**30  # parameters of models of which a float64 copy is made
 
 Batch = tuple[str, dict[str, Any], Tensor | None]  # its name, keyword arguments, attention mask
 
@@ -66,7 +66,7 @@ def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0,
     """
     inputs = list(batches(model, other, longest, beyond, seed))
     found, worst = _compared(model, other, inputs)
-    if found.holds or not found.error < _HOPELESS:
+    if found.holds or not found.error < _BEYOND_ROUNDING:
         return found
     wide = _in_float64(model, other, inputs)
     if wide is not None and wide.error <= found.tolerance:
@@ -76,7 +76,7 @@ def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0,
 
 def _in_float64(model: Any, other: Any, inputs: list[Batch]) -> Measured | None:
     """Float64 copies of two float32 models compared; None where they are too large or don't compute in it."""
-    if model.dtype != torch.float32 or model.num_parameters() > _MOST:
+    if model.dtype != torch.float32 or model.num_parameters() > _MOST_PARAMETERS:
         return None
     try:
         return _compared(copy.deepcopy(model).double(), copy.deepcopy(other).double(), inputs)[0]
@@ -99,7 +99,7 @@ def _compared(model: Any, other: Any, inputs: list[Batch]) -> tuple[Measured, di
 
 
 def _error(truth: Tensor, output: Tensor | None, padding: Tensor | None) -> float:
-    """The largest difference where there is no padding, by the spread of the truth."""
+    """Largest difference outside padding, relative to the spread of the truth."""
     deviation, kept = Deviation(equal_nan=True), None
     if padding is not None and len(truth) == len(padding):
         of_tokens = truth.dim() > 1 and truth.shape[:2] == padding.shape

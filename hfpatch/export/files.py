@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,23 +10,12 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from ..core.staging import staged_folder
 from ..errors import OptionError
 from ..runtime.errors import PatchError
 
 _SAMPLE = "The quick (brown) fox: 12.5 jumps; c1ccccc1O naïve\n"
 _GENERIC = "PreTrainedTokenizerFast"  # reads tokenizer.json as it stands, whatever the model's type
-
-
-def require_free(folder: Path, overwrite: bool = False) -> None:
-    """Refuse a file, and a folder that isn't empty unless it is to be overwritten.
-
-    Raises:
-        PatchError: it is one of these.
-    """
-    if folder.is_file():
-        raise PatchError(f"{folder} is a file; a folder is needed.")
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        raise PatchError(f"{folder} isn't empty. Choose another folder, or ask to overwrite it.")
 
 
 def require_plain_options(options: Mapping[str, Any]) -> None:
@@ -37,44 +24,22 @@ def require_plain_options(options: Mapping[str, Any]) -> None:
     Raises:
         OptionError: names the option.
     """
-    for option in ("push_to_hub", "state_dict", "distributed_checkpoint", "is_main_process"):
+    for option in ("push_to_hub", "state_dict", "distributed_checkpoint", "is_main_process", "mark_weights"):
         if option in options:
             raise OptionError(f"{option}= isn't an option here: what is saved is the model that was checked.")
 
 
 @contextmanager
 def staged(folder: Path, overwrite: bool = False, tokenizer: Any = None) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its place once everything inside the context has succeeded.
-
-    Args:
-        folder: what is written in the end.
-        overwrite: whether a folder that isn't empty is replaced.
-        tokenizer: a tokenizer or processor that is saved last.
+    """Temporary folder that replaces `folder`, with a tokenizer or processor, when the context ends without an error.
 
     Raises:
-        PatchError: as in `require_free`; nothing can be written there; the tokenizer doesn't open again from there.
+        PatchError: as in `staged_folder`, or the tokenizer doesn't open again from there.
     """
-    require_free(folder, overwrite)
-    folder = folder.absolute()
-    staging = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
-    replaced = staging.with_name(f"{staging.name}-replaced")
-    try:
-        staging.mkdir(parents=True)
-    except OSError as error:
-        raise PatchError(f"{folder} can't be written: {error.strerror}. Choose another folder.") from error
-    try:
+    with staged_folder(folder, overwrite) as staging:
         yield staging
         if tokenizer is not None:
             _save_tokenizer(tokenizer, staging)
-        if folder.is_dir():
-            folder.rename(replaced)
-        staging.rename(folder)
-    except BaseException:
-        if replaced.is_dir() and not folder.exists():
-            replaced.rename(folder)
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -96,8 +61,8 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
         if _opens_equal(tokenizer, folder):
             return
     raise PatchError(
-        f"{type(tokenizer).__name__} doesn't open again beside a model of this type: it would split text otherwise. "
-        "Export without tokenizer=, and save it in a folder of its own."
+        f"{type(tokenizer).__name__} would open as another class beside a model of this type, and split text in "
+        "another way. Export without tokenizer=, and save it in a folder of its own."
     )
 
 
@@ -108,10 +73,10 @@ def _opens_equal(tokenizer: Any, folder: Path) -> bool:
         opened = AutoTokenizer.from_pretrained(folder)
     except Exception:  # tokenizers fail in many ways
         return False
-    return _behaviour(tokenizer, sample) == _behaviour(opened, sample)
+    return _settings_and_sample(tokenizer, sample) == _settings_and_sample(opened, sample)
 
 
-def _behaviour(tokenizer: Any, text: str) -> list[Any]:
+def _settings_and_sample(tokenizer: Any, text: str) -> list[Any]:
     names = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "padding_side")
     facts = [len(tokenizer), *(getattr(tokenizer, name, None) for name in names)]
     try:

@@ -1,4 +1,4 @@
-"""A script, `fresh.py JOB ANSWER`: opens a checkpoint where hfpatch can't be imported, and saves its outputs.
+"""Script `fresh.py JOB ANSWER`: opens a checkpoint in a process that can't import hfpatch, and saves its outputs.
 
 The job is a file that `remote.verify_remote` writes; the answer has the outputs of what was opened, and of what was
 saved from there and opened again, or an error.
@@ -26,7 +26,7 @@ class Blocker(MetaPathFinder):
             raise ModuleNotFoundError(f"{fullname} must not be needed here.")
 
 
-def answer(job: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+def outputs_of_checkpoint(job: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     """Open the checkpoint, save what was opened and open that again; run both."""
     import transformers
 
@@ -56,7 +56,7 @@ def main() -> None:
     sys.meta_path.insert(0, Blocker())
     job, written = sys.argv[1:]
     try:
-        found: dict[str, Any] = {"outputs": answer(torch.load(job, weights_only=True))}
+        found: dict[str, Any] = {"outputs": outputs_of_checkpoint(torch.load(job, weights_only=True))}
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}"}
     torch.save(found, written)

@@ -53,7 +53,7 @@ SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class FamilyLayout:
     """One family's stack of blocks.
 
     Attributes:
@@ -180,18 +180,23 @@ _ROBERTAS = {
 _DISTILBERTS = {MASKED: _paths(f"head={OUTPUT} dense=vocab_transform norm=vocab_layer_norm"), **_TAGGERS, BASE: {}}
 
 
-_decoder = partial(Layout, heads=_DECODERS)
-_encoder = partial(Layout, causal=False, post_norm=True)
+_decoder = partial(FamilyLayout, heads=_DECODERS)
+_encoder = partial(FamilyLayout, causal=False, post_norm=True)
 _SEQUENTIAL, _PLAIN_QK = {"use_parallel_residual": False}, {"qk_layernorm": False}
-_LATER = {"parallel_attn": False, "new_decoder_architecture": False, "alibi": False}  # falcons
-_WHOLE = {"is_decoder": False, "chunk_size_feed_forward": 0}
+_FALCON_REQUIRES = {"parallel_attn": False, "new_decoder_architecture": False, "alibi": False}  # falcons
+_ENCODER_REQUIRES = {"is_decoder": False, "chunk_size_feed_forward": 0}
 
 # By `model_type`; of several layouts the first whose requirements a config meets
-LAYOUTS: dict[str, tuple[Layout, ...]] = {
+LAYOUTS: dict[str, tuple[FamilyLayout, ...]] = {
     "gpt_neox": (_decoder(_paths(_NEOX, _FUSED), by_head=True, requires=_SEQUENTIAL),),
     "persimmon": (_decoder(_paths(_PERSIMMON, _FUSED), by_head=True, requires=_PLAIN_QK),),
     "falcon": tuple(
-        _decoder(_paths(_FALCON, _FUSED), by_head=not shared, scale=None, requires={"multi_query": shared, **_LATER})
+        _decoder(
+            _paths(_FALCON, _FUSED),
+            by_head=not shared,
+            scale=None,
+            requires={"multi_query": shared, **_FALCON_REQUIRES},
+        )
         for shared in (False, True)
     ),
     "mpt": (_decoder(_paths(_MPT), scale="softmax_scale"),),
@@ -208,22 +213,23 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "opt": (_decoder(_OPT, requires={"do_layer_norm_before": True, "_remove_final_layer_norm": False}),),
     "xglm": (_decoder(_BIOGPT, requires={"add_cross_attention": False}),),
     "biogpt": (_decoder(_BIOGPT),),
-    "bert": (_encoder(_BERT, _BERTS, requires=_WHOLE),),
-    "electra": (_encoder(_BERT, {**_TAGGERS, BASE: {}}, requires=_WHOLE),),
+    "bert": (_encoder(_BERT, _BERTS, requires=_ENCODER_REQUIRES),),
+    "electra": (_encoder(_BERT, {**_TAGGERS, BASE: {}}, requires=_ENCODER_REQUIRES),),
     "roformer": (
         _encoder(
             _paths("table=", _BERT),
             {**_BERTS, SEQUENCE: _ROBERTAS[SEQUENCE], BASE: {}},
             scale=None,
-            requires=_WHOLE | {"rotary_value": False},
+            requires=_ENCODER_REQUIRES | {"rotary_value": False},
             computed="encoder.embed_positions",
             pairing="interleaved",
         ),
     ),
     **dict.fromkeys(
-        ("roberta", "xlm-roberta", "camembert", "data2vec-text"), (_encoder(_BERT, _ROBERTAS, requires=_WHOLE),)
+        ("roberta", "xlm-roberta", "camembert", "data2vec-text"),
+        (_encoder(_BERT, _ROBERTAS, requires=_ENCODER_REQUIRES),),
     ),
-    "roberta-prelayernorm": (_encoder(_PRE_NORM, _ROBERTAS, post_norm=False, requires=_WHOLE),),
+    "roberta-prelayernorm": (_encoder(_PRE_NORM, _ROBERTAS, post_norm=False, requires=_ENCODER_REQUIRES),),
     "esm": tuple(
         _encoder(
             _paths(_ESM, _PRE_NORM),

@@ -14,14 +14,14 @@ import transformers
 from transformers import PreTrainedModel
 
 from .. import runtime
-from ..checkpoint.auto_classes import auto_classes, auto_classes_of, opened_classes
-from ..checkpoint.classes import REMOTE
+from ..checkpoint.auto_classes import auto_classes_of, opening
+from ..runtime.classes import CODE
 from ..runtime.edits import COMPONENTS, Edit, value_text
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import LENS, host_class
 from ..runtime.record import KEY, edits_of
 
-FILE = f"{REMOTE}.py"
+FILE = f"{CODE}.py"
 RUNTIME = Path(runtime.__file__).parent
 _BACKBONE = "AutoBackbone"  # opens no folder
 _OURS = f"{runtime.__name__}."
@@ -73,8 +73,8 @@ def opened_by(model: PreTrainedModel) -> dict[str, type]:
     if not {*own} - {_BACKBONE}:  # a part of other models, say
         own.insert(0, "AutoModel")
     found: dict[str, type] = dict.fromkeys(own, host)
-    for auto in auto_classes():
-        for cls in opened_classes(auto, family):
+    for auto, models in opening(family):
+        for cls in models:
             of_file = cls.__module__ == host.__module__ and getattr(cls, "config_class", None) is family
             if of_file and hasattr(transformers, auto.__name__):
                 found.setdefault(auto.__name__, cls)
@@ -82,7 +82,7 @@ def opened_by(model: PreTrainedModel) -> dict[str, type]:
 
 
 def modeling_text(model: PreTrainedModel, components: dict[str, list[str]]) -> str:
-    """The modeling file; `components` are those that aren't the runtime's, by the file beside it that they are in."""
+    """Source of the modeling file; `components` are those from outside the runtime, by the file that they are in."""
     autos = opened_by(model)
     host, family = host_class(type(model)), host_class(type(model.config))
     lensed = ", lensed=True" if LENS in vars(model) else ""
@@ -122,15 +122,15 @@ def write_code(model: PreTrainedModel, folder: Path) -> dict[str, str]:
     components: dict[str, list[str]] = {}
     for module, names in _other_components(edits_of(model.config, type(model).__name__)).items():
         file = module.rpartition(".")[2]
-        if file in (*runtime_files, *sources, REMOTE):
+        if file in (*runtime_files, *sources, CODE):
             raise UnsupportedError(f"{module}: another file beside it is called {file}.py already. Rename it.")
         sources[file], components[file] = _portable(sys.modules[module]), names
-    sources[REMOTE] = modeling_text(model, components)
+    sources[CODE] = modeling_text(model, components)
     for path in runtime_files.values():
         shutil.copyfile(path, folder / path.name)
     for file, source in sources.items():
         (folder / f"{file}.py").write_text(source, encoding="utf-8")
-    return {auto: f"{REMOTE}.{cls.__name__}" for auto, cls in autos.items()}
+    return {auto: f"{CODE}.{cls.__name__}" for auto, cls in autos.items()}
 
 
 def _other_components(edits: Iterable[Edit]) -> dict[str, list[str]]:
@@ -146,7 +146,7 @@ def _other_components(edits: Iterable[Edit]) -> dict[str, list[str]]:
 
 
 def _portable(module: Any) -> str:
-    """The source of a module of components from elsewhere, as it stands beside the runtime's files.
+    """Source of a module with components from outside the runtime, with imports that work beside the runtime's files.
 
     Raises:
         UnsupportedError: it has no file, or imports something else of hfpatch, or other packages.

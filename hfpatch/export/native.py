@@ -26,13 +26,13 @@ from ..runtime.rotary import ADAPTIVE
 from ..schemes.rope import RoPE
 from .equality import Measured, compare
 from .files import require_plain_options, staged
-from .layouts import LAYOUTS, Layout
-from .read import read, why_not
-from .same_host import as_host
+from .layouts import LAYOUTS, FamilyLayout
+from .read import read, unsupported_setting
+from .same_host import as_stock_host
 from .targets import TARGETS, Target
 from .write import write
 
-_WIDE = (torch.float32, torch.float64)
+_FULL_PRECISION = (torch.float32, torch.float64)
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote.
+    """Result of an export.
 
     Attributes:
         folder: the folder.
@@ -113,7 +113,7 @@ def export_native(
 
 
 def native_model(model: Any, architecture: str | None = None) -> Any:
-    """A stock transformers model that computes what a patched one does, in its dtype and in eval mode.
+    """A stock transformers model that computes the same as a patched one, in its dtype and in eval mode.
 
     Arguments and errors as in `export_native`, which writes it to a folder.
     """
@@ -133,7 +133,7 @@ def find_native(model: Any, architecture: str | None = None) -> Candidate:
 
 
 def candidates(model: Any, architecture: str | None = None) -> Iterator[Candidate]:
-    """Every architecture that the model might equal, with what was measured or why it is none; the likeliest first.
+    """Every architecture that the model might equal, with its measured error or the reason against it; likeliest first.
 
     Args:
         model: a patched transformers model with weights.
@@ -144,17 +144,17 @@ def candidates(model: Any, architecture: str | None = None) -> Iterator[Candidat
         UnsupportedError: the model has no plain weights.
     """
     require_bare(model)
-    source, host = _wide(model), model.config.model_type
+    source, host = _in_full_precision(model), model.config.model_type
     layout, reason = _layout_of(source.config)
     kind = None if layout is None else (layout.causal, layout.post_norm)
     targets = [target for target in TARGETS if (target.layout.causal, target.layout.post_norm) == kind]
     known = list(dict.fromkeys([host, *(target.model_type for target in targets)]))
     if architecture is not None and architecture not in known:
         raise UnknownNameError(
-            f"no equality of {host!r} with {architecture!r} is known to hfpatch. Known: {', '.join(known)}."
+            f"hfpatch can't write {host!r} models as {architecture!r}. It can write them as: {', '.join(known)}."
         )
     if architecture in (None, host):
-        yield _tried(host, source, partial(as_host, source))
+        yield _compared_candidate(host, source, partial(as_stock_host, source))
     wanted = [target for target in targets if architecture in (None, target.model_type)]
     if layout is None or not wanted:
         return
@@ -167,24 +167,26 @@ def candidates(model: Any, architecture: str | None = None) -> Iterator[Candidat
         yield from (Candidate(target.model_type, reason=str(error)) for target in wanted)
         return
 
-    def written(target: Target) -> tuple[Any, int | None]:
+    def stock_model(target: Target) -> tuple[Any, int | None]:
         return write(anatomy, target, auto).to(source.device), anatomy.facts["length"] if target.bounded else None
 
     kinds = {norm.kind for norm in anatomy.norms()}
     scaling = anatomy.positions.scaling if isinstance(anatomy.positions, RoPE) else None
     beyond = anatomy.scaled_from + 3 if scaling and scaling["rope_type"] in ADAPTIVE else 0
     for target in sorted(wanted, key=lambda target: {target.norm} != kinds):
-        yield _tried(target.model_type, source, partial(written, target), beyond)
+        yield _compared_candidate(target.model_type, source, partial(stock_model, target), beyond)
 
 
-def _layout_of(config: Any) -> tuple[Layout | None, str | None]:
+def _layout_of(config: Any) -> tuple[FamilyLayout | None, str | None]:
     """The layout of a family, and which setting it doesn't fit."""
-    family = [(layout, why_not(layout, config)) for layout in LAYOUTS.get(config.model_type, ())]
+    family = [(layout, unsupported_setting(layout, config)) for layout in LAYOUTS.get(config.model_type, ())]
     fitting = [pair for pair in family if pair[1] is None]
     return next(iter(fitting or family), (None, None))
 
 
-def _tried(model_type: str, source: Any, build: Callable[[], tuple[Any, int | None]], beyond: int = 0) -> Candidate:
+def _compared_candidate(
+    model_type: str, source: Any, build: Callable[[], tuple[Any, int | None]], beyond: int = 0
+) -> Candidate:
     try:
         model, longest = build()
     except UnsupportedError as error:
@@ -193,7 +195,7 @@ def _tried(model_type: str, source: Any, build: Callable[[], tuple[Any, int | No
     return Candidate(model_type, model, longest, measured, None if measured.holds else str(measured))
 
 
-def _wide(model: Any) -> Any:
+def _in_full_precision(model: Any) -> Any:
     """The model, or a float32 copy of one in half precision.
 
     Raises:
@@ -204,12 +206,12 @@ def _wide(model: Any) -> Any:
             raise UnsupportedError(f"{name} has no values (meta device). Load the model's weights first.")
         if not value.is_floating_point() or type(value.data) is not torch.Tensor:
             raise UnsupportedError(f"{name} is quantized or sharded. Export the model that it was made from.")
-    if all(value.dtype in _WIDE for value in model.parameters()):
+    if all(value.dtype in _FULL_PRECISION for value in model.parameters()):
         return model
     return copy.deepcopy(model).float()
 
 
-def _auto_class(model: Any, layout: Layout) -> str:
+def _auto_class(model: Any, layout: FamilyLayout) -> str:
     """The Auto class of the model's head.
 
     Raises:
@@ -218,7 +220,7 @@ def _auto_class(model: Any, layout: Layout) -> str:
     cls = host_class(type(model))
     found = next((auto for auto in auto_classes_of(cls, host_class(type(model.config))) if auto in layout.heads), None)
     if found is None:
-        raise UnsupportedError(f"the head of {cls.__name__} is none of those known here")
+        raise UnsupportedError(f"hfpatch has no layout for the head of {cls.__name__}")
     return found
 
 
@@ -227,10 +229,11 @@ def _refusal(model: Any, tried: list[Candidate]) -> UnsupportedError | Verificat
     lines = dict.fromkeys(f"  {one.model_type}: {one.reason}." for one in tried)
     message = "\n".join(
         (
-            f"{host_class(type(model)).__name__} as patched here equals no architecture that transformers "
-            f"{transformers.__version__} ships and hfpatch knows:",
+            f"{host_class(type(model)).__name__} with this patch equals no architecture of transformers "
+            f"{transformers.__version__} that hfpatch can write:",
             *lines,
-            "to='remote' writes a checkpoint that opens without hfpatch all the same, to='plugin' one that needs it.",
+            "Use to='remote' for a checkpoint that opens without hfpatch (by remote code), to='plugin' for one that "
+            "needs it.",
         )
     )
     unequal = [one.measured for one in tried if one.measured is not None]

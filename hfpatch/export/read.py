@@ -22,8 +22,8 @@ from ..schemes.rope import RoPE
 from ..sites.pairing import pairing_of
 from ..sites.rotations import find_rotations
 from .anatomy import Affine, Anatomy, Parts, changed, split_qkv
-from .layouts import SETTINGS, Layout
-from .weights import Weights, body_of, found, gains_of, sections
+from .layouts import SETTINGS, FamilyLayout
+from .weights import Weights, body_of, gains_of, module_at, sections
 
 _GRID = torch.linspace(-12.0, 12.0, 2_001, dtype=torch.float64, device="cpu")
 _SCALES = ("embed_scale", "scalar_embed_scale")  # attributes of an embedding: a factor on its output
@@ -34,7 +34,7 @@ _SETTINGS = (
 )
 
 
-def read(model: Any, layout: Layout, auto: str) -> Anatomy:
+def read(model: Any, layout: FamilyLayout, auto: str) -> Anatomy:
     """The model taken apart.
 
     Args:
@@ -78,7 +78,7 @@ def setting(config: Any, fact: str, default: Any) -> Any:
     return next((value for value in values if value is not None), default)
 
 
-def why_not(layout: Layout, config: Any) -> str | None:
+def unsupported_setting(layout: FamilyLayout, config: Any) -> str | None:
     """Which setting makes a model another stack than its family's layout describes; None where none does.
 
     Windows are settings of which a comparison of short texts would see nothing.
@@ -93,12 +93,12 @@ def why_not(layout: Layout, config: Any) -> str | None:
     return next((f"{name}={value!r}" for name, value in present.items() if value != layout.requires[name]), None)
 
 
-def _with_constant(weights: Weights, stem: Parts, body: nn.Module, layout: Layout) -> Parts:
-    """The stem with its scaled embedding; what a removed table left is added to the token types, or is the only one."""
-    embedding = vars(found(body, layout.paths["embedding"]))
+def _with_constant(weights: Weights, stem: Parts, body: nn.Module, layout: FamilyLayout) -> Parts:
+    """The stem with its embedding scaled, and the constant row of a removed table added to the token types."""
+    embedding = vars(module_at(body, layout.paths["embedding"]))
     scale = next((embedding[name] for name in _SCALES if name in embedding), 1.0)
     stem = changed(stem, ["embedding"], lambda layer: layer.times(scale))
-    table = found(body, layout.paths.get("table", ""))
+    table = module_at(body, layout.paths.get("table", ""))
     if isinstance(table, ConstantPositions):
         constant = weights.value(table.constant).reshape(-1, 1)
         stem["types"] = Affine(stem["types"].weight + constant if "types" in stem else constant)
@@ -107,22 +107,22 @@ def _with_constant(weights: Weights, stem: Parts, body: nn.Module, layout: Layou
     return stem
 
 
-def _with_plain_scores(parts: Parts, block: nn.Module, layout: Layout, heads: int) -> Parts:
+def _with_plain_scores(parts: Parts, block: nn.Module, layout: FamilyLayout, heads: int) -> Parts:
     """A block with separate queries, keys and values, whose scores are q . k / sqrt(head_dim)."""
     if "qkv" in parts:
         parts |= split_qkv(parts.pop("qkv"), layout, heads)
     usual = (len(parts["query"].weight) // heads) ** -0.5
     scale = layout.scale or usual
     if isinstance(scale, str):
-        scale = getattr(found(block, layout.paths["attention"]), scale)
+        scale = getattr(module_at(block, layout.paths["attention"]), scale)
     factor = scale / usual
     return parts if math.isclose(factor, 1, rel_tol=1e-6) else changed(parts, ["query"], lambda one: one.times(factor))
 
 
-def _activation(block: nn.Module, layout: Layout) -> str:
+def _activation(block: nn.Module, layout: FamilyLayout) -> str:
     """transformers' name of an activation that computes the same as a block's."""
     path = layout.paths.get("activation")
-    module = found(block, path) if path else ACT2FN["gelu"]
+    module = module_at(block, path) if path else ACT2FN["gelu"]
     if isinstance(module, GatedActivation):
         module = module.act
     with torch.no_grad():
@@ -131,14 +131,14 @@ def _activation(block: nn.Module, layout: Layout) -> str:
             with suppress(Exception):  # some want arguments, or packages, of their own
                 if name != "xielu" and torch.allclose(ACT2FN[name](_GRID), wanted, rtol=0, atol=1e-12):
                     return name
-    raise UnsupportedError(f"{path}: transformers has no name for {module}")
+    raise UnsupportedError(f"{path}: transformers has no activation that equals {module}")
 
 
-def _positions(model: Any, stack: Any, layout: Layout) -> tuple[RoPE | ALiBi | None, int]:
+def _positions(model: Any, stack: Any, layout: FamilyLayout) -> tuple[RoPE | ALiBi | None, int]:
     """The position scheme of every attention of the stack, and the length that its scaling starts from."""
     attached: list[tuple[Any, int]] = []
     for block in stack:
-        children = found(block, layout.paths["attention"])._modules
+        children = module_at(block, layout.paths["attention"])._modules
         rotary, bias = children.get(ROTARY), children.get(BIAS)
         if isinstance(bias, LinearBias):
             attached.append((ALiBi(bias.max_bias), 0))

@@ -1,4 +1,4 @@
-"""A checkpoint that opens with `trust_remote_code=True` where hfpatch isn't installed.
+"""Remote export: a checkpoint that opens with `trust_remote_code=True` where hfpatch isn't installed.
 
 Beside the weights lie the files of hfpatch/runtime, byte for byte, and a modeling file that names the model's classes:
 the code that hfpatch itself runs and tests, and the edits in config.json.
@@ -21,13 +21,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core.bare import require_bare
+from ..core.staging import save_temporary
 from ..errors import VerificationError
 from ..measure.inputs import example_inputs as random_inputs
 from ..measure.outputs import deviations, outputs_of
 from ..measure.quiet_forward import device_of, fitting, quiet
 from ..runtime.errors import UnsupportedError
+from ..runtime.record import KEY
 from . import fresh
-from .files import require_free, require_plain_options, staged
+from .files import require_plain_options, staged
 from .modeling import opened_by, write_code
 
 _TIMEOUT = 1800  # seconds for the other process
@@ -61,7 +63,7 @@ def export_remote(
         save_options: of `save_pretrained`, such as `max_shard_size`.
 
     Raises:
-        PatchError: the folder isn't empty, or the tokenizer doesn't open again from it.
+        PatchError: the folder isn't empty or can't be written, or the tokenizer doesn't open again from it.
         OptionError: an option that would publish or save something else.
         UnsupportedError: the model isn't patched, or a file of torch and transformers alone can't build it; says why.
         VerificationError: what was written doesn't open, or not as the same function. Nothing is left behind.
@@ -71,10 +73,9 @@ def export_remote(
     require_plain_options(save_options)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
-    require_free(folder, overwrite)
     auto = next(iter(opened_by(model)))
     with staged(folder, overwrite, tokenizer) as written:
-        model.save_pretrained(written, **save_options)
+        model.save_pretrained(written, mark_weights=False, **save_options)  # servers refuse tensors they don't know
         _set_auto_map(written / "config.json", write_code(model, written))
         if verify:
             verify_remote(model, written, auto, example_inputs)
@@ -83,7 +84,7 @@ def export_remote(
 
 def _set_auto_map(path: Path, auto_map: Mapping[str, str]) -> None:
     stored = json.loads(path.read_text(encoding="utf-8"))
-    stored["auto_map"] = dict(auto_map)
+    stored |= {"auto_map": dict(auto_map), "model_type": KEY}
     path.write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -116,13 +117,15 @@ def verify_remote(
     if "error" in answer:
         error = answer["error"].strip().rstrip(".")
         raise VerificationError(
-            f"{type(model).__name__}: what was written doesn't open without hfpatch: {error}. Nothing was kept.", error
+            f"{type(model).__name__}: the export doesn't open without hfpatch: {error}. It was deleted.", error
         )
     opened, again = (_difference(outputs, found) for found in answer["outputs"])
     if opened or again:
-        which = f"by {opened:.3g}" + (f", and saved from there again by {again:.3g}" if again != opened else "")
+        which = f"by {opened:.3g}" + (
+            f", and by {again:.3g} after saving and opening it once more" if again != opened else ""
+        )
         raise VerificationError(
-            f"{type(model).__name__}: opened without hfpatch its outputs differ {which}. Nothing was kept.",
+            f"{type(model).__name__}: opened without hfpatch, its outputs differ {which}. The export was deleted.",
             f"{max(opened, again):.3g}",
         )
 
@@ -137,7 +140,7 @@ def _difference(truth: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> flo
 def _run(job: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
     """The answer of the other process."""
     answer = scratch / "answer.pt"
-    torch.save(job, scratch / "job.pt")
+    save_temporary(job, scratch / "job.pt")
     env = {**os.environ, "HF_MODULES_CACHE": f"{scratch}/modules", "HF_HUB_OFFLINE": "1"}
     env["TRANSFORMERS_VERBOSITY"] = "error"
     command = [sys.executable, "-P", str(Path(fresh.__file__).resolve()), str(scratch / "job.pt"), str(answer)]

@@ -1,4 +1,4 @@
-"""Writes a patched model as the stock class that it was patched from: other weights, or other settings, and no patch.
+"""Writes a patched model as the stock class that it was patched from, by other weights or settings.
 
 That is possible where a patch can be expressed in what the class reads: a table of positions with other rows (one row
 for all where positions were dropped), settings of a rotation, a stream without a mean, a norm without a shift.
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from ..measure.copies import unpatched_config
 from ..runtime.attention import BIAS, ROTARY, AttentionLens, order
-from ..runtime.constants import ConstantPositions, FixedArguments, Unrotated
+from ..runtime.constants import ConstantPositions, FixedArguments
 from ..runtime.errors import UnsupportedError
 from ..runtime.gated import GatedLinear
+from ..runtime.host_rotary import Unrotated
 from ..runtime.lens import SCALED, host_class, lens_of
 from ..runtime.norms import AffineNorm
 from ..runtime.tables import ComputedPositions
@@ -29,7 +30,7 @@ from .weights import Weights, gains_of
 
 
 @torch.no_grad()
-def as_host(model: Any) -> tuple[Any, int | None]:
+def as_stock_host(model: Any) -> tuple[Any, int | None]:
     """A stock model of the host's class, and the longest text that it takes where that is fewer than before.
 
     Args:
@@ -61,7 +62,7 @@ def _longest_text(model: nn.Module) -> int | None:
 
 
 def _obstacle(module: nn.Module) -> str | None:
-    """What no weight and no setting of the host's class stands for."""
+    """Why a module can't be expressed by weights and settings of the host's class; None if it can."""
     if isinstance(module, AffineNorm) and module.facts.kind not in ("layer", "rms"):
         return f"is a {type(module).__name__}, which {{host}} doesn't have"
     if isinstance(module, GatedLinear):
@@ -108,7 +109,7 @@ def _fill(twin: nn.Module, model: nn.Module) -> None:
 
 
 def _values(module: Any, stored: Tensor | None, place: Tensor) -> Tensor | None:
-    """What belongs into a stock twin's place: rows of a table, or what is stored under the same name."""
+    """Values for a Parameter of the stock model: rows of a table, or the stored ones of the same name."""
     if isinstance(module, ComputedPositions):
         return module.rows(torch.arange(len(place), device=module.weight.device))
     values = module.constant if isinstance(module, ConstantPositions) else stored

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import layouts
-from .layouts import Layout
+from .layouts import FamilyLayout
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Target:
     bounded: bool = False
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> FamilyLayout:
         return layouts.LAYOUTS[self.model_type][self.variant]
 
 

@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from ..runtime.errors import UnsupportedError
 from ..runtime.gated import GatedLinear
 from ..runtime.joins import Gains, Joins
-from ..runtime.lens import lens_of
+from ..runtime.lens import first_at, lens_of
 from ..runtime.norms import NormFacts
 from ..sites.norms import describe
-from .anatomy import Affine, Norm, Parts
-from .layouts import BLOCK, OUTPUT, STEM, Layout
+from .anatomy import Affine, Parts, PlainNorm
+from .layouts import BLOCK, OUTPUT, STEM, FamilyLayout
 
-CLOSE = 1e-11  # eps of norms that differ by less are equal
-_UNREAD = ("contacts",)  # parts of a head that no forward reads
+MAX_EPS_DIFFERENCE = 1e-11  # eps of norms that differ by less are equal
+_UNUSED_PARTS = ("contacts",)  # parts of a head that no forward reads
 _OPTIONAL = ("pooler", "contacts")  # parts of a head that are zero where there is nothing for them
 _OUTPUT_BIAS = "bias"  # role of a head's Parameter that is its output's bias, or a second name of it
 
 
-def sections(model: Any, layout: Layout, auto: str) -> Iterator[tuple[str, Any, Mapping[str, str]]]:
+def sections(model: Any, layout: FamilyLayout, auto: str) -> Iterator[tuple[str, Any, Mapping[str, str]]]:
     """The blocks of a stack, its stem and its head: where it is, the module, and the paths in it by role."""
     body, blocks = body_of(model, layout), layout.paths["blocks"]
     for index, block in enumerate(body.get_submodule(blocks)):
@@ -44,7 +44,7 @@ class Weights:
         self.model, self.gains = model, gains or {}
         self.touched: set[int] = set()  # by address, as a transposed weight is a view
 
-    def untouched(self, layout: Layout) -> list[str]:
+    def untouched(self, layout: FamilyLayout) -> list[str]:
         """Names of the Parameters that are left, apart from a table that the model's class computes."""
         computed = self.model.base_model.get_submodule(layout.computed).parameters() if layout.computed else ()
         done = self.touched | {value.data_ptr() for value in computed}
@@ -58,7 +58,7 @@ class Weights:
         """
         parts: Parts = {}
         for role, path in paths.items():
-            module = None if role == _OUTPUT_BIAS else found(root, path)
+            module = None if role == _OUTPUT_BIAS else module_at(root, path)
             if isinstance(module, GatedLinear):
                 parts |= {role: self.layer(module.up), "gate": self.layer(module.gate)}
             elif module is not None and role.endswith("norm"):
@@ -75,12 +75,12 @@ class Weights:
         """
         for role in dict.fromkeys((*parts, *paths)):
             part, path = parts.get(role), paths.get(role, "")
-            module = found(root, path) if path and role != _OUTPUT_BIAS else None
-            if module is None and part is not None and role not in _UNREAD:
+            module = module_at(root, path) if path and role != _OUTPUT_BIAS else None
+            if module is None and part is not None and role not in _UNUSED_PARTS:
                 raise UnsupportedError(f"it has no place for the {role}")
             if module is not None and part is None and role not in _OPTIONAL:
                 raise UnsupportedError(f"it has a {role}, and here is none")
-            if module is not None and isinstance(part, Norm):
+            if module is not None and isinstance(part, PlainNorm):
                 self.fill_norm(module, part, path)
             elif module is not None:
                 self._fill(_stored(module, _output_bias(root, role, paths)), part, path)
@@ -91,7 +91,7 @@ class Weights:
         layer = Affine(values["weight"], values.get("bias"))
         return layer.times(self.gains[id(module)]) if id(module) in self.gains else layer
 
-    def norm(self, module: nn.Module, path: str) -> Norm:
+    def norm(self, module: nn.Module, path: str) -> PlainNorm:
         """A norm; its gain is 1 where it stores none.
 
         Raises:
@@ -101,16 +101,16 @@ class Weights:
         values = self._values(_stored_of_norm(module, facts))
         gain = torch.ones(facts.shape[:1] or 0, dtype=like.dtype, device=like.device)
         gain = values["weight"] + facts.offset if "weight" in values else gain
-        return Norm(gain, values.get("bias"), facts.kind, _eps(facts, like.dtype))
+        return PlainNorm(gain, values.get("bias"), facts.kind, _eps(facts, like.dtype))
 
-    def fill_norm(self, module: nn.Module, norm: Norm, path: str) -> None:
+    def fill_norm(self, module: nn.Module, norm: PlainNorm, path: str) -> None:
         """Copy gain and shift into a stock norm.
 
         Raises:
             UnsupportedError: it has another eps, or no place for one of them.
         """
         facts = _facts(module, path)
-        if abs(_eps(facts, norm.weight.dtype) - norm.eps) > CLOSE:
+        if abs(_eps(facts, norm.weight.dtype) - norm.eps) > MAX_EPS_DIFFERENCE:
             raise UnsupportedError(
                 f"its {path} has an eps of {_eps(facts, norm.weight.dtype):g}, and here {norm.eps:g}"
             )
@@ -125,7 +125,7 @@ class Weights:
         self._fill(stored, Affine(norm.weight - facts.offset, norm.bias), path)
 
     def value(self, *places: Tensor) -> Tensor:
-        """What is stored in the first of these places, of which the others are copies."""
+        """The value stored at the first of these places; the others are copies of it."""
         self.touched |= {place.data_ptr() for place in places}
         return places[0].detach().to(self.model.dtype)
 
@@ -172,25 +172,20 @@ def _stored_of_norm(module: nn.Module, facts: NormFacts) -> dict[str, list[Tenso
 
 
 def _output_bias(root: Any, role: str, paths: Mapping[str, str]) -> Tensor | None:
-    return found(root, paths[_OUTPUT_BIAS]) if role == "head" and _OUTPUT_BIAS in paths else None
+    return module_at(root, paths[_OUTPUT_BIAS]) if role == "head" and _OUTPUT_BIAS in paths else None
 
 
-def found(root: Any, path: str) -> Any:
+def module_at(root: Any, path: str) -> Any:
     """The module at a path, or at the first of several, in a module or its base model; None where there is none."""
     if path == OUTPUT:
         output = root.get_output_embeddings()
-        return found(root, "lm_head.decoder") if output is None else output
-    for base in (root, getattr(root, "base_model", None)):
-        for one in path.split(" | "):
-            inner = base
-            for name in one.split("."):
-                inner = getattr(inner, name, None)
-            if inner is not None:
-                return inner
-    return None
+        return module_at(root, "lm_head.decoder") if output is None else output
+    paths = path.split(" | ")
+    inner = first_at(root, *paths)
+    return first_at(getattr(root, "base_model", None), *paths) if inner is None else inner
 
 
-def body_of(model: Any, layout: Layout) -> Any:
+def body_of(model: Any, layout: FamilyLayout) -> Any:
     """The module that holds the stack."""
     return model.base_model.get_submodule(layout.paths.get("body", ""))
 

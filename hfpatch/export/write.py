@@ -16,10 +16,10 @@ from ..runtime.errors import UnsupportedError
 from ..runtime.rotary import ORIGINAL
 from ..schemes.positions import ALiBi
 from ..schemes.rope import FACTOR_BY_LENGTH, RoPE
-from .anatomy import Affine, Anatomy, Parts, centre, fold_norms, fuse_qkv, with_pairing
-from .layouts import QKV, SETTINGS, Layout
+from .anatomy import Affine, Anatomy, Parts, fold_norms, fuse_qkv, with_pairing, with_zero_mean_stream
+from .layouts import QKV, SETTINGS, FamilyLayout
 from .targets import Target
-from .weights import CLOSE, Weights, sections
+from .weights import MAX_EPS_DIFFERENCE, Weights, sections
 
 _PARTS = {
     "gate": "gates in its MLPs",
@@ -68,7 +68,7 @@ def write(anatomy: Anatomy, target: Target, auto: str) -> Any:
 
 
 def _obstacles(anatomy: Anatomy, target: Target) -> Iterator[str]:
-    """What the target lacks, or can't do without."""
+    """What the target architecture lacks for this model, or requires."""
     layout, scheme, possible = target.layout, anatomy.positions, target.positions
     present = {*anatomy.blocks[0], *anatomy.stem}
     for role, words in _PARTS.items():
@@ -107,7 +107,7 @@ def _fitted(anatomy: Anatomy, target: Target) -> Anatomy:
     anatomy = with_pairing(anatomy, layout.pairing)
     with_mean = any(norm.kind == "layer" for norm in anatomy.norms())
     if target.norm == "rms" and not layout.post_norm and (with_mean or anatomy.centred):
-        anatomy = centre(anatomy)
+        anatomy = with_zero_mean_stream(anatomy)
     if not target.shift and not layout.post_norm:
         anatomy = fold_norms(anatomy, gains=not target.gain)
     stem = dict(anatomy.stem)
@@ -118,7 +118,7 @@ def _fitted(anatomy: Anatomy, target: Target) -> Anatomy:
     return replace(anatomy, stem=stem)
 
 
-def _blocks(anatomy: Anatomy, layout: Layout) -> Iterator[Parts]:
+def _blocks(anatomy: Anatomy, layout: FamilyLayout) -> Iterator[Parts]:
     """The blocks, with one projection for queries, keys and values where the layout has a fused one."""
     for block in anatomy.blocks:
         fused = {"qkv": fuse_qkv(anatomy, block, layout)} if "qkv" in layout.paths else {}
@@ -185,6 +185,6 @@ def _rope(scheme: RoPE, anatomy: Anatomy) -> dict[str, Any]:
 
 def _eps(anatomy: Anatomy) -> float:
     values = [norm.eps for norm in anatomy.norms()]
-    if max(values) - min(values) > CLOSE:
+    if max(values) - min(values) > MAX_EPS_DIFFERENCE:
         raise UnsupportedError(f"its norms have one eps, and these have {min(values):g} to {max(values):g}")
     return values[0]

@@ -19,8 +19,8 @@ from transformers import CONFIG_MAPPING
 from ..checkpoint.auto_classes import auto_classes_of
 from ..errors import OptionError
 from ..runtime.errors import first_line
-from ..runtime.record import KEY
-from ..schemes.request import KINDS, Part, Record
+from ..runtime.record import KEY, MODEL_TYPES
+from ..schemes.request import HOW, KINDS, Part, Record
 from ..verification.report import Report
 
 CARD = "README.md"
@@ -48,7 +48,7 @@ _NOUNS = {"norm": "norms", "pos": "positions", "mlp": "MLPs", "placement": "plac
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card is written from.
+    """Facts that a model card is written from.
 
     Attributes:
         config: the checkpoint's config.json.
@@ -74,7 +74,7 @@ class CardFacts:
     @property
     def parts(self) -> list[tuple[str, Part]]:
         """Every part of the patch record with its kind."""
-        return [] if self.record is None else [(kind, part) for kind in KINDS for part in getattr(self.record, kind)]
+        return [] if self.record is None else self.record.parts
 
     def licence(self) -> dict[str, Any]:
         """The metadata about the licence: the caller's, or else the base model's."""
@@ -126,24 +126,26 @@ def card(facts: CardFacts, written: str | None) -> tuple[str, list[str]]:
         raise OptionError(f"the metadata of {CARD} can't be read: {reason:.200}. Mend or remove it.") from error
     before, _, rest = present.text.partition(BEGIN)
     _, end, after = rest.partition(END)
-    auto, task = opened_by(facts.config)
+    auto, task = auto_class_and_task(facts.config)
     data: Any = present.data
     _complete(data, facts, task, bool(end))
     notes = []
     if end:
         present.text = before + "\n\n".join([BEGIN, *_section(facts, auto, data), END]) + after
     else:
-        notes.append(f"{CARD} stays as its author wrote it; its metadata is completed")
+        notes.append(f"{CARD} keeps its text; its metadata is completed")
     if not data.license:
-        notes.append("the licence isn't known: say it with license= (--license)")
+        notes.append("the licence isn't known: pass license= (--license)")
     if not data.base_model:
-        notes.append("the model that was patched isn't known: say it with base_model= (--base)")
+        notes.append("the model that was patched isn't known: pass base_model= (--base)")
     return str(present), notes
 
 
-def opened_by(config: dict[str, Any]) -> tuple[str, str | None]:
+def auto_class_and_task(config: dict[str, Any]) -> tuple[str, str | None]:
     """The Auto class that opens a checkpoint as what it was saved from, and the Hub's task for it."""
-    model_type = config[KEY]["base_model_type"] if config.get("model_type") == KEY else config.get("model_type")
+    model_type = config.get("model_type")
+    if model_type in MODEL_TYPES:
+        model_type = config[KEY]["base_model_type"]
     cls = getattr(transformers, (config.get("architectures") or [""])[0], None)
     found = auto_classes_of(cls, CONFIG_MAPPING[model_type], TASKS) if cls and model_type in CONFIG_MAPPING else []
     if found == ["AutoModel"]:
@@ -153,7 +155,7 @@ def opened_by(config: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _complete(data: Any, facts: CardFacts, task: str | None, has_section: bool) -> None:
-    """Fill in what an author's metadata lack; what the caller says wins, and equal results are replaced."""
+    """Fill gaps in the author's metadata; the caller's arguments take precedence, equal results are replaced."""
     language = facts.base_card and facts.base_card.get("language")
     found = {"library_name": "transformers", "pipeline_tag": task, "language": language, **facts.licence()}
     for name, value in {**found, "base_model": facts.base_model}.items():
@@ -176,8 +178,10 @@ def _section(facts: CardFacts, auto: str, data: Any) -> Iterator[str]:
     yield _summary(facts, data.base_model)
     if facts.record is not None:
         yield "## What was patched"
-        requests = (", ".join(f"{k}={v!r}" for k, v in part.to_json(kind).items()) for kind, part in facts.parts)
-        yield "```python\n" + "\n".join(f"hfpatch.patch_model(model, {one})" for one in requests) + "\n```"
+        calls = (f"hfpatch.patch_model(model, {part.written(kind)})" for kind, part in facts.parts)
+        yield "```python\n" + "\n".join(calls) + "\n```"
+        told = "\n".join(f"{request}: {outcome}" for request, outcome in facts.record.outcomes().items())
+        yield f"What was measured right after each of them, before any training:\n\n```text\n{told}\n```\n\n{HOW}"
         edits = "\n".join(map(str, facts.record.edits))
         yield f"Which comes to these changes of the host's modules:\n\n```\n{edits}\n```"
     yield "## How to open it"

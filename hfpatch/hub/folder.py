@@ -1,4 +1,4 @@
-"""The checkpoint that a push uploads: what is in its folder, whether that is whole, and which files travel."""
+"""Reads and checks the checkpoint folder that a push uploads, and chooses which of its files are uploaded."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
+from ..checkpoint.file_digests import compare, strongest_check, variant_of
 from ..checkpoint.files import SUFFIX, require_sound_files
 from ..core.bare import require_bare
 from ..errors import OptionError
@@ -23,7 +24,7 @@ from ..export.modeling import FILE
 from ..measure.text_batches import processor_of
 from ..runtime.classes import ARCHITECTURE
 from ..runtime.errors import CheckpointError, PatchError, first_line
-from ..runtime.record import KEY
+from ..runtime.record import KEY, MODEL_TYPES
 from ..schemes.request import Record
 from .card import CARD
 
@@ -85,12 +86,14 @@ def checkpoint_of(
     if isinstance(tokenizer, str | PathLike) and (name := tokenizer):
         tokenizer = processor_of(str(name))
         if tokenizer is None:
-            raise OptionError(f"tokenizer: {name} has none that opens here.")
+            raise OptionError(f"tokenizer: no tokenizer or processor could be loaded from {name}.")
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise OptionError(f"tokenizer is a tokenizer or processor, or the name of one, not {type(tokenizer).__name__}.")
     found = None
     if isinstance(model, str | PathLike):
         found, folder = read_checkpoint(Path(model), native), model
+        if found.record is not None:
+            _require_as_saved(folder, found)
         if form in (None, found.form):
             if tokenizer is not None:
                 tokenizer.save_pretrained(scratch / "tokenizer")
@@ -139,24 +142,41 @@ def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
         ) from error
     config["architectures"] = [name.removeprefix(ARCHITECTURE) for name in config.get("architectures") or []]
     record = None
-    if config.get("model_type") == KEY:
+    if config.get("model_type") in MODEL_TYPES:
         record = Record.from_json(getattr(opened, KEY), str(folder / CONFIG))
     elif not native:
         raise CheckpointError(
             f"{folder} holds a {config.get('model_type')!r} model without a patch record. Patch it first (hfpatch "
-            "patch); if it is a native export, say so with native=True (--native); else use its own push_to_hub."
+            "patch); if it is a native export, pass native=True (--native); else use its own push_to_hub."
         )
     elif config.get("auto_map"):
-        raise CheckpointError(f"{folder} is no native export: transformers opens it by code of its own.")
+        raise CheckpointError(f"{folder} is no native export: it opens with remote code (auto_map in {CONFIG}).")
     _require_weights(folder, files, left_out)
     return Checkpoint(config, record, files, left_out)
+
+
+def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:
+    """Refuse weights that aren't those that were saved, byte by byte; of older checkpoints samples and outputs.
+
+    Raises:
+        CheckpointError: they aren't.
+    """
+    host = getattr(transformers, found.title, None)
+    for variant in {variant for name in found.files if (variant := variant_of(name)) is not None}:
+        options: Any = {"variant": variant[1:] or None}
+        if strongest_check(folder, variant) == "full":
+            compare(folder, options)
+        elif host is not None:
+            patched_model_class(host).from_pretrained(folder, dtype="auto", **options)
 
 
 def _require_weights(folder: Path, files: dict[str, Path], left_out: list[str]) -> None:
     """Refuse a folder whose weights are missing, broken, or links, which stay behind."""
     weights = [name for name in files if name.endswith(SUFFIX)]
     if links := [name for name in left_out if fnmatchcase(name, f"model*{SUFFIX}")]:
-        raise CheckpointError(f"{folder / links[0]} is a link, which stays behind. Put the file itself there.")
+        raise CheckpointError(
+            f"{folder / links[0]} is a link, and links aren't uploaded. Replace it by the file itself."
+        )
     if not weights:
         raise CheckpointError(f"{folder} has no weights (*{SUFFIX}). Save the model with save_pretrained.")
     require_sound_files(folder)

@@ -29,6 +29,7 @@ from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils.sha import git_hash
 from transformers import PreTrainedModel
 
+from ..checkpoint.file_digests import DIGEST_FILES
 from ..core.plan_table import table
 from ..errors import HubError, OptionError
 from ..export import FORMS
@@ -39,7 +40,13 @@ from .folder import checkpoint_of
 T = TypeVar("T")
 HTTPError: type[Exception] = hub_errors.HTTPError  # httpx's or httpx2's, as the client has it
 # Weights in the repository that transformers would open instead of those of a push, or along with them
-STALE = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+STALE_WEIGHTS = (
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model.bin.index.json",
+    DIGEST_FILES,  # of weights that were pushed before
+)
 _VOCABULARIES = ("tokenizer", "vocab", "spiece")
 _TRANSIENT = (408, 429, 500, 502, 503, 504)  # the statuses that the client itself tries again, where it does
 _LONGEST_WAIT, _LONGEST_RETRY_AFTER = 16, 120  # seconds
@@ -56,7 +63,7 @@ class PushedFile:
 
 @dataclass
 class Push:
-    """Result of `push_patched`, or with `dry_run` what it would be; `str(push)` is a table of the files.
+    """Result of `push_patched` (with `dry_run`, the expected one); `str(push)` is a table of the files.
 
     Attributes:
         repo_id, revision: where to; None is the main branch.
@@ -86,7 +93,7 @@ class Push:
         lines = [("file", "bytes", "state"), *((file.path, f"{file.size:,}", file.state) for file in self.files)]
         sent = [file.size for file in self.changed if file.state != "deleted"]
         if not self.changed:
-            done = f"{self.url} holds exactly this; no commit is {'needed' if self.dry_run else 'made'}"
+            done = f"{self.url} has these files already; no commit is {'needed' if self.dry_run else 'made'}"
         else:
             done = f"{'Would push' if self.dry_run else 'Pushed'} {len(sent)} files ({sum(sent):,} bytes) to {self.url}"
         done += f" ({self.commit})." if self.commit and not self.dry_run else "."
@@ -122,6 +129,9 @@ def push_patched(
     until then nobody sees anything of it. The same call again finishes a push that broke off. Weights travel as
     safetensors only; weights in the repository that transformers might open instead are deleted by the same commit.
 
+    A folder's weights are compared, byte by byte, with the digests that were saved beside them; a FingerprintWarning
+    says where there are none, and samples of them are compared.
+
     The card says what was patched, how to open it, and what is known of quality and licence. A README.md of the folder
     (or of the repository, where the folder has none) keeps its text: only the section of an earlier push is renewed,
     and its metadata is completed.
@@ -148,8 +158,8 @@ def push_patched(
         dry_run: send nothing; return what would be.
 
     Raises:
-        CheckpointError: the folder is no checkpoint that hfpatch wrote, its weights are broken, or the model isn't
-            patched.
+        CheckpointError: the folder is no checkpoint that hfpatch wrote, its weights are broken or not those that were
+            saved, or the model isn't patched.
         WrappedModelError: the model is wrapped.
         OptionError: an argument is outside its domain, or the metadata of README.md can't be read.
         UnsupportedError, VerificationError: the model doesn't have the form; says why.
@@ -162,20 +172,20 @@ def push_patched(
     _require_types(
         ("repo_id", repo_id, str, "text such as 'me/gpt2-rms'"),
         *((name, value, str | PathLike | None, "text") for name, value in texts.items()),
-        ("report", report, Report | None, "what verify returned"),
+        ("report", report, Report | None, "a Report, as verify returns it"),
         *(("eval_results", result, EvalResult, "EvalResults of huggingface_hub") for result in results),
     )
     if form is not None and form not in FORMS:
         raise OptionError(f"form must be one of {', '.join(FORMS)}, not {form!r:.40}.")
     if any(part.startswith(".") or "\\" in part for part in subfolder.split("/")):
         raise OptionError(
-            f"subfolder={subfolder!r:.80} is no folder of a repository; write for example 'variants/rms'."
+            f"subfolder={subfolder!r:.80} isn't a path inside a repository; write for example 'variants/rms'."
         )
     _require_sendable(token)
     folder = "/".join(filter(None, subfolder.split("/")))
     # with True the client says how to log in where nobody is
     api = HfApi(endpoint=endpoint, token=True if token is None and not dry_run else token, library_name="hfpatch")
-    branch = _Branch(api, repo_id, revision, retries)
+    branch = _RemoteBranch(api, repo_id, revision, retries)
     name = str(base_model or getattr(model, "name_or_path", ""))
     base = base_of(name, base_model is not None, api) if name not in ("", branch.repo_id) else (None, None)
     with tempfile.TemporaryDirectory() as scratch:
@@ -183,7 +193,7 @@ def push_patched(
         found = checkpoint_of(model, form, native, tokenizer, Path(scratch), shards)
         if not dry_run:
             branch.create(private, create_pr)
-        notes = branch.look(required=not dry_run)
+        notes = branch.read_head(required=not dry_run)
         if private and branch.head.private is False:
             notes.append("the repository is public already, so anyone can read this")
         facts = CardFacts(found.config, found.record, branch.repo_id, folder, *base, license, report, results)
@@ -194,7 +204,7 @@ def push_patched(
         additions = [CommitOperationAdd(_join(folder, name), content) for name, content in contents.items()]
         notes += card_notes
         if "vocab_size" in found.config and not any(name.startswith(_VOCABULARIES) for name in contents):
-            notes.append("no tokenizer travels along: give one with tokenizer= (--tokenizer)")
+            notes.append("no tokenizer is uploaded: pass one with tokenizer= (--tokenizer)")
         files = _compared(additions, branch.head, folder)
         url = f"{api.endpoint}/{branch.repo_id}" + (f"/tree/{revision}" if revision else "")
         push = Push(branch.repo_id, revision, url, branch.head.commit, files, found.left_out, notes, dry_run)
@@ -210,39 +220,41 @@ def _join(folder: str, name: str) -> str:
 
 
 def _require_types(*arguments: tuple[str, Any, Any, str]) -> None:
-    """Refuse an argument of another type; each is (name, value, types, what it is in words)."""
+    """Refuse arguments of a wrong type; each is (name, value, types, description of the types)."""
     for name, value, types, words in arguments:
         if not isinstance(value, types):
-            raise OptionError(f"{name} is {words}, not {type(value).__name__}.")
+            raise OptionError(f"{name} must be {words}, not {type(value).__name__}.")
 
 
 def _require_sendable(token: str | bool | None) -> None:
     """Refuse a token with characters that no header can hold: the client's error about those would show it."""
     sent = token if isinstance(token, str) else None if token is False else get_token()
     if sent is not None and not (sent.isascii() and sent.isprintable() and sent.split() == [sent]):
-        raise HubError("the token has blanks, line breaks or other characters that no token has. Copy it again.")
+        raise HubError(
+            "the token contains blanks, line breaks or other characters that tokens never have. Copy it again."
+        )
 
 
 @dataclass(frozen=True)
 class _Head:
-    """A commit, whether its repository is private, and its files by path; empty where there is none."""
+    """Newest commit of a branch: its id, whether the repository is private, and its files; empty if there is none."""
 
     commit: str | None = None
     private: bool | None = None
     files: dict[str, RepoFile] = field(default_factory=dict)
 
 
-class _Branch:
+class _RemoteBranch:
     """A branch of a model repository; `head` is where it was when the push began."""
 
     def __init__(self, api: HfApi, repo_id: str, revision: str | None, retries: int):
         self.api, self.repo_id, self.revision, self.retries = api, repo_id, revision, retries
         self.head = _Head()
-        self.ask(lambda: validate_repo_id(repo_id))
+        self.retrying(lambda: validate_repo_id(repo_id))
         if "/" not in repo_id:
-            self.repo_id = f"{self.ask(api.whoami)['name']}/{repo_id}"
+            self.repo_id = f"{self.retrying(api.whoami)['name']}/{repo_id}"
 
-    def ask(self, action: Callable[[], T], once: bool = False) -> T:
+    def retrying(self, action: Callable[[], T], once: bool = False) -> T:
         """`action()`, tried again after errors that pass: 1, 2, 4, ... 16 seconds later, or when the Hub says.
 
         The client itself tries again what uploads files, but neither the creation of a repository nor a commit.
@@ -258,7 +270,7 @@ class _Branch:
                 # what broke an upload or a download, the client wraps
                 wrapped = isinstance(error, RuntimeError | LocalEntryNotFoundError)
                 cause = error.__cause__ if wrapped and error.__cause__ else error
-                if once or tries == self.retries or not _passes(cause):
+                if once or tries == self.retries or not _is_transient(cause):
                     raise HubError(f"{self.repo_id}: {' '.join(str(cause).split())}") from cause
                 time.sleep(max(min(2**tries, _LONGEST_WAIT), _retry_after(cause)))
                 tries += 1
@@ -271,29 +283,29 @@ class _Branch:
 
     def create(self, private: bool, create_pr: bool) -> None:
         """Make the repository and, but for a pull request, the branch where they don't exist."""
-        self.ask(lambda: self.api.create_repo(self.repo_id, private=private, exist_ok=True))
+        self.retrying(lambda: self.api.create_repo(self.repo_id, private=private, exist_ok=True))
         branch = None if create_pr else self.revision
-        if branch and not self.ask(lambda: self.api.revision_exists(self.repo_id, branch)):
-            self.ask(lambda: self.api.create_branch(self.repo_id, branch=branch, exist_ok=True))
+        if branch and not self.retrying(lambda: self.api.revision_exists(self.repo_id, branch)):
+            self.retrying(lambda: self.api.create_branch(self.repo_id, branch=branch, exist_ok=True))
 
-    def look(self, required: bool) -> list[str]:
+    def read_head(self, required: bool) -> list[str]:
         """Read where the branch is; a note where that isn't required and can't be seen."""
         try:
-            self.head = self.ask(self.read)
+            self.head = self.retrying(self.read)
         except HubError as error:
             if required:
                 raise
             if isinstance(error.__cause__, RepositoryNotFoundError | RevisionNotFoundError):
-                return ["there is no such repository or branch yet, or the token can't see it: it would be made"]
-            return [f"what the repository holds already isn't known ({error})"]
+                return ["the repository or branch doesn't exist, or the token can't see it: a push would create it"]
+            return [f"the files in the repository couldn't be listed ({error})"]
         return []
 
     def text(self, path: str, scratch: str) -> str | None:
-        """The content of a text file; None where there is none."""
+        """Content of a text file in the repository; None if there is none."""
         if path not in self.head.files:
             return None
         where: dict[str, Any] = {"revision": self.head.commit, "local_dir": scratch}  # the cache would outlive the push
-        return Path(self.ask(lambda: self.api.hf_hub_download(self.repo_id, path, **where))).read_text("utf-8-sig")
+        return Path(self.retrying(lambda: self.api.hf_hub_download(self.repo_id, path, **where))).read_text("utf-8-sig")
 
     def commit(
         self, additions: list[CommitOperationAdd], folder: str, message: str, create_pr: bool
@@ -322,23 +334,23 @@ class _Branch:
             return info.oid, info.pr_url
 
         try:
-            commit, pull_request = self.ask(send, once=create_pr)
+            commit, pull_request = self.retrying(send, once=create_pr)
         except HubError as error:
-            if create_pr and _passes(error.__cause__):
+            if create_pr and _is_transient(error.__cause__):
                 seen = f"{self.api.endpoint}/{self.repo_id}/discussions"
-                raise HubError(f"{error} A pull request may have been opened all the same: look at {seen}.") from error
+                raise HubError(f"{error} A pull request may have been opened nevertheless: look at {seen}.") from error
             raise
-        arrived = _compared(additions, self.ask(lambda: self.read(commit)), folder)
+        arrived = _compared(additions, self.retrying(lambda: self.read(commit)), folder)
         if missed := [file.path for file in arrived if file.state != "same"]:
             raise HubError(
-                f"{self.repo_id}: commit {commit} doesn't hold what was sent of {', '.join(missed)}. Look at the "
+                f"{self.repo_id}: commit {commit} doesn't contain {', '.join(missed)} as sent. Look at the "
                 "repository, then push again."
             )
         return commit, pull_request
 
 
 def _compared(additions: list[CommitOperationAdd], head: _Head, folder: str) -> list[PushedFile]:
-    """What becomes of each file that is added, and of weights that transformers would open instead of them."""
+    """State of each file of a push, and of stale weights in the repository, which the commit deletes."""
     files = {}
     for addition in additions:
         path, entry = addition.path_in_repo, head.files.get(addition.path_in_repo)
@@ -346,7 +358,7 @@ def _compared(additions: list[CommitOperationAdd], head: _Head, folder: str) -> 
         files[path] = PushedFile(path, addition.upload_info.size, state)
     for path, entry in head.files.items():
         parent, _, name = path.rpartition("/")
-        if path not in files and parent == folder and any(fnmatchcase(name, glob) for glob in STALE):
+        if path not in files and parent == folder and any(fnmatchcase(name, glob) for glob in STALE_WEIGHTS):
             files[path] = PushedFile(path, entry.size, "deleted")
     return sorted(files.values())
 
@@ -360,7 +372,7 @@ def _is_same(addition: CommitOperationAdd, entry: RepoFile) -> bool:
         return git_hash(file.read()) == entry.blob_id
 
 
-def _passes(error: BaseException | None) -> bool:
+def _is_transient(error: BaseException | None) -> bool:
     """Whether another try may succeed: the connection broke, or the Hub was busy or failing."""
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in _TRANSIENT

@@ -23,7 +23,7 @@ _SPANS = ("start_logits", "end_logits")  # (B, T): one value per token
 
 
 class Comparison:
-    """Two models, what they return for the batches, and notes on what couldn't be compared.
+    """Comparison of two models on batches: their outputs, and notes on what couldn't be compared.
 
     Args:
         model, reference: both are run in copies; the reference in float64 is the truth.
@@ -41,7 +41,7 @@ class Comparison:
         self._causal: bool | None = None
 
     def measure(self, dtypes: list[str]) -> None:
-        """Run everything: the model in float64 first, since that tells whether the two can be compared."""
+        """Run everything; the model in float64 comes first, since that shows whether the two can be compared."""
         exact = self.reference.copy(torch.float64)
         model = self._measure_run(self.model, "float64", exact)
         self.runs = {TRUTH: self._measure_run(self.reference, "float64", exact), ("model", "float64"): model}
@@ -86,14 +86,14 @@ class Comparison:
         return sums
 
     def _truth(self, exact: nn.Module, batch: Batch, number: int) -> Outputs:
-        """The truth of one batch; the last one is remembered, so that a single batch is run once."""
+        """The truth for one batch; the latest is cached, so that a single batch is run once."""
         if self._last_truth is None or self._last_truth[0] != number:
             self._last_truth = None
             self._last_truth = number, self.reference.run(exact, batch, torch.float64, number)
         return self._last_truth[1]
 
     def _match(self, truth: Outputs, outputs: Outputs) -> None:
-        """What both return; says what only one does.
+        """Outputs that both return; notes those that only one returns.
 
         Raises:
             UnsupportedError: nothing, or tensors of other shapes.
@@ -154,7 +154,7 @@ class Comparison:
         return targets
 
     def _is_causal(self, exact: nn.Module, batch: Batch, logits: Tensor) -> bool:
-        """Whether another last token leaves all earlier logits as they are, and changes its own."""
+        """Whether changing the last token changes the last logits and no earlier ones."""
         tokens = batch.get("input_ids")
         if not isinstance(tokens, Tensor) or tokens.shape != logits.shape[:2] or tokens.shape[1] < 2:
             return False

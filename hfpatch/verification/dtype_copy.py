@@ -52,7 +52,7 @@ class Subject:
             return tensor.detach().to(wanted, copy=True)
 
         try:
-            copied = copy_with(self.model, converted, {id(vars(self.model).get("_hfpatch_way_back")): None}).eval()
+            copied = copy_with(self.model, converted, {id(vars(self.model).get("_hfpatch_undo_record")): None}).eval()
             if dtype == torch.float64:  # grouped matrix products of experts have none
                 copied.set_experts_implementation("eager")
             for module in copied.modules():

@@ -28,7 +28,7 @@ Edits = dict[str, list[tuple[str, Any]]]  # a module's name -> what of it edits 
 
 
 def compare_modules(model: PreTrainedModel, reference: PreTrainedModel) -> list[ModuleRow]:
-    """A row for every module that isn't what it is in `reference`, and for every norm that was kept."""
+    """Rows for all modules that differ from `reference`, and for all norms that were kept."""
     new_modules, old_modules = dict(model.named_modules()), dict(reference.named_modules())
     facts = {module: describe(module) for module in (*new_modules.values(), *old_modules.values())}
     edits, old_edits = _edits(model), _edits(reference)
@@ -71,7 +71,7 @@ def compare_modules(model: PreTrainedModel, reference: PreTrainedModel) -> list[
 
 
 def _edits(model: PreTrainedModel) -> Edits:
-    """What the patch record's edits assign of each module."""
+    """What the patch record's edits assign, by module."""
     found: Edits = defaultdict(list)
     names = {module: name for name, module in model.named_modules()}
     tree = Tree(model)
@@ -83,14 +83,14 @@ def _edits(model: PreTrainedModel) -> Edits:
 
 
 def _runtime(new: nn.Module, old: nn.Module, added: list[tuple[str, Any]]) -> str | None:
-    """What a module does in every forward that the old one doesn't, from its own note and the edits that it got."""
+    """What a module computes in every forward that the original doesn't, from its note and its edits."""
     notes = [getattr(new, "hfpatch_note", None)] if not hasattr(old, "hfpatch_note") else []
     notes += [_note(new, leaf, value) for leaf, value in added]
     return "; ".join(dict.fromkeys(filter(None, notes))) or None
 
 
 def _note(module: nn.Module, leaf: str, value: Any) -> str | None:
-    """What an edit of a slot does in every forward of its module; None for what other rows say."""
+    """What an edit of a slot adds to every forward of its module; None if other rows show it."""
     if leaf == CENTRE_SLOT:
         return "centred in every forward"
     if leaf == SCALE_SLOT:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ..core.plan_table import grouped, table
+from ..core.staging import staged
 from ..errors import MissingPackageError, OptionError
 
 VERSION = 1
@@ -102,7 +103,7 @@ class LayerRow:
 
 @dataclass
 class Report:
-    """What a change of a model did, measured by `verify`; `str(report)` is the table.
+    """Result of `verify`; `str(report)` is the table.
 
     Attributes:
         model, reference: what was compared.
@@ -144,10 +145,12 @@ class Report:
 
         Raises:
             OptionError: the name doesn't end in .json.
+            PatchError: it can't be written.
         """
         if Path(path).suffix != ".json":
             raise OptionError(f"a report is saved as JSON; call the file {Path(path).stem}.json, not {path}.")
-        Path(path).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+        with staged(Path(path)) as file:
+            file.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Report:
@@ -167,6 +170,7 @@ class Report:
         Raises:
             OptionError: the models return no hidden states that could be compared, or the suffix is no image's.
             MissingPackageError: matplotlib isn't installed.
+            PatchError: it can't be written.
         """
         if not self.layers:
             raise OptionError("there is nothing to plot: the models returned no hidden states that match.")
@@ -183,7 +187,8 @@ class Report:
             axes.legend(fontsize=8)
         figure.suptitle(f"{self.model}\nagainst {self.reference} in float64", fontsize=9)
         try:
-            figure.savefig(path, dpi=150)
+            with staged(Path(path)) as file:
+                figure.savefig(file, dpi=150)
         except ValueError as error:  # an unknown suffix
             raise OptionError(f"{path} can't be drawn: {error}") from error
 

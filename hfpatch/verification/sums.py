@@ -1,4 +1,4 @@
-"""Running sums over batches of how far the outputs of one run are from the truth: no two batches are held at once."""
+"""Accumulates errors and agreement of one run's outputs against the truth, without holding two batches at once."""
 
 from __future__ import annotations
 

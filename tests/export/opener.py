@@ -155,6 +155,19 @@ def probe_from_config(model: Any, case: dict[str, Any]) -> Any:
     return values, difference(outputs(fresh, case["inputs"]), case["outputs"]), norms
 
 
+def probe_opened_config(model: Any, case: dict[str, Any]) -> Any:
+    """A config that was opened beforehand gives the patched model, trusted or not."""
+    auto = getattr(transformers, case["auto"])
+    found = []
+    for trust in ({}, {"trust_remote_code": True}):
+        config = transformers.AutoConfig.from_pretrained(case["folder"], trust_remote_code=True)
+        fresh = auto.from_config(config, **trust)
+        fresh.load_state_dict(model.state_dict())
+        for one in (fresh, auto.from_pretrained(case["folder"], config=config, **trust)):
+            found.append(difference(outputs(one.eval(), case["inputs"]), case["outputs"]))
+    return found
+
+
 def probe_missing_values(model: Any, case: dict[str, Any]) -> Any:
     from safetensors.torch import load_file, save_file
 

@@ -207,6 +207,7 @@ EXPECTED: dict[str, Any] = {
     "tied": True,
     "copies": [0.0, 0.0],
     "from_config": [pytest.approx(0.4), 0.0, 9],
+    "opened_config": [0.0] * 4,
     "missing_values": [pytest.approx(0.4)],
     "tokenizer": [3, 9],
     "loading_info": True,
@@ -273,7 +274,9 @@ def test_code_that_computes_something_else_is_refused(tmp_path: Path, monkeypatc
 
     model = build("gpt2", "dyt")
     monkeypatch.setattr(remote, "write_code", spoilt)
-    with pytest.raises(VerificationError, match=r"opened without hfpatch its outputs differ by 0\.\d+\. Nothing"):
+    with pytest.raises(
+        VerificationError, match=r"opened without hfpatch, its outputs differ by 0\.\d+\. The export was deleted"
+    ):
         export_remote(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(remote, "write_code", written)

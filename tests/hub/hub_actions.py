@@ -57,6 +57,12 @@ def push_to_hub_and_open(repo_id: str, cache: str, **options: Any) -> float:
     return difference(model, load(repo_id, "AutoModelForCausalLM", cache_dir=cache))
 
 
+def save_and_push(folder: str) -> dict[str, str]:
+    """transformers' own way to do both, over a model that is there; the folder's files by sha256."""
+    made(seed=1).save_pretrained(folder, push_to_hub=True)
+    return digests(folder)
+
+
 def save_tokenizer(folder: str) -> None:
     words = {word: i for i, word in enumerate(["<unk>", "<end>", "one", "two"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))

@@ -206,7 +206,7 @@ def test_the_authors_text_stays_and_metadata_is_completed(folder: Checkpoint) ->
     assert read.data.model_name == "Mine"
     values = {result.metric_type: result.metric_value for result in read.data.eval_results}
     assert values == {"accuracy": 0.5, "perplexity": 29.5}
-    assert notes == ["README.md stays as its author wrote it; its metadata is completed"]
+    assert notes == ["README.md keeps its text; its metadata is completed"]
     assert card(facts(folder, license="mit"), MINE)[0].count("license: mit") == 1
     assert card(facts(folder, base_model="a/b", eval_results=(RESULT,)), text)[0] == text
 

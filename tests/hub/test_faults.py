@@ -186,7 +186,7 @@ def test_a_pull_request_is_asked_for_once(hub: LocalHub, client: HubClient, save
     told = client.ask("push", str(saved), name, license="mit", create_pr=True, token=OWNER)
     assert told.error is not None
     assert told.error[0] == "HubError"
-    assert "A pull request may have been opened all the same" in told.error[1]
+    assert "A pull request may have been opened nevertheless" in told.error[1]
     assert [ref for ref in hub.repo(name).refs if "/pr/" in ref] == ["refs/pr/1"]
 
 
@@ -215,7 +215,7 @@ def test_a_commit_without_a_file_that_was_sent_is_noticed(
     told = client.ask("push", str(saved), name, token=OWNER)
     assert told.error is not None
     assert told.error[0] == "HubError"
-    assert "doesn't hold what was sent of generation_config.json" in told.error[1]
+    assert "doesn't contain generation_config.json as sent" in told.error[1]
 
 
 def test_large_files_go_in_parts_where_the_hub_asks_for_it(

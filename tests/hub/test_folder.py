@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import patch, tiny
+from transformers import AutoModel
 from typer.testing import CliRunner
 
 from hfpatch.cli import app
-from hfpatch.errors import HubError, OptionError, WrappedModelError
+from hfpatch.errors import FingerprintWarning, HubError, OptionError, WrappedModelError
 from hfpatch.hub.folder import read_checkpoint
 from hfpatch.hub.push import push_patched
 from hfpatch.runtime.errors import CheckpointError
@@ -122,12 +123,34 @@ def test_a_native_export_is_taken_at_ones_word(folder: Path, tmp_path: Path) -> 
     config = json.loads((tmp_path / "plain/config.json").read_text())
     for other, says in (
         ({"model_type": "gpt2_2"}, "config.json doesn't open: .*`gpt2_2`"),
-        ({"auto_map": {"AutoModel": "a.B"}}, "opens it by code"),
+        ({"auto_map": {"AutoModel": "a.B"}}, "it opens with remote code"),
     ):
         (tmp_path / "plain/config.json").write_text(json.dumps(config | other))
         with pytest.raises(CheckpointError, match=says):
             push_patched(tmp_path / "plain", "me/model", native=True)
     assert read_checkpoint(folder, native=True).record is not None
+
+
+def test_weights_that_arent_those_that_were_saved(folder: Path, tmp_path: Path) -> None:
+    """In each form and variant, byte by byte; of an older checkpoint by samples, and with a warning."""
+    read_checkpoint(folder)
+    AutoModel.from_pretrained(folder).save_pretrained(folder, variant="fp16")
+    push_patched(folder, "me/model", dry_run=True)
+    for name in ("model.safetensors", "model.fp16.safetensors"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:-1] + bytes([content[-1] ^ 128]))
+        for form in (None, "plugin", "remote"):
+            with pytest.raises(CheckpointError, match=r"1 of its tensors aren't those that were saved.*wte\.weight"):
+                push_patched(folder, "me/model", form=form)
+        (folder / name).write_bytes(content)
+    push_patched(folder, "me/model", dry_run=True)  # control
+    for path in folder.glob("hfpatch_weights*"):
+        path.unlink()
+    with pytest.warns(FingerprintWarning, match=r"has no hfpatch_weights(\.fp16)?\.json"):
+        push_patched(folder, "me/model", dry_run=True)
+    (folder / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 128]))
+    with pytest.raises(CheckpointError, match="isn't the one that was saved"), pytest.warns(FingerprintWarning):
+        push_patched(folder, "me/model")
 
 
 def test_weights_that_are_not_all_there(folder: Path, tmp_path: Path) -> None:
@@ -153,7 +176,7 @@ def test_weights_that_stay_behind(folder: Path, tmp_path: Path) -> None:
     assert read_checkpoint(folder).left_out == ["._model.safetensors", "optimizer.safetensors"]
     (folder / "model.safetensors").rename(tmp_path / "weights")
     (folder / "model.safetensors").symlink_to(tmp_path / "weights")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is a link, which stays behind"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is a link, and links aren't uploaded"):
         push_patched(folder, "me/model")
 
 
@@ -203,7 +226,7 @@ def test_models_that_cant_be_saved(folder: Path) -> None:
         push_patched(copy.deepcopy(model).to("meta"), "me/model")
     with pytest.raises(OptionError, match="tokenizer is a tokenizer or processor"):
         push_patched(folder, "me/model", tokenizer=3)
-    with pytest.raises(OptionError, match=r"no vocabulary|has none that opens"):
+    with pytest.raises(OptionError, match=r"no vocabulary|no tokenizer or processor could be loaded"):
         push_patched(folder, "me/model", tokenizer=str(folder))
 
 
@@ -214,21 +237,21 @@ def test_offline_is_said(folder: Path) -> None:
     assert {file.path: file.size for file in listed.files if file.path != "README.md"} == {
         path.name: path.stat().st_size for path in folder.iterdir()
     }
-    assert "Note: what the repository holds already isn't known (me/model: " in str(listed)
+    assert "Note: the files in the repository couldn't be listed (me/model: " in str(listed)
 
 
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        ({"repo_id": None}, "repo_id is text such as 'me/gpt2-rms', not NoneType"),
-        ({"base_model": 5}, "base_model is text, not int"),
+        ({"repo_id": None}, "repo_id must be text such as 'me/gpt2-rms', not NoneType"),
+        ({"base_model": 5}, "base_model must be text, not int"),
         ({"base_model": "no/such/folder"}, "base_model='no/such/folder' is neither a folder nor a model's id"),
-        ({"license": ["mit"]}, "license is text, not list"),
-        ({"revision": 1}, "revision is text, not int"),
-        ({"report": {"version": 1}}, "report is what verify returned, not dict"),
-        ({"eval_results": [0.5]}, "eval_results is EvalResults of huggingface_hub, not float"),
+        ({"license": ["mit"]}, "license must be text, not list"),
+        ({"revision": 1}, "revision must be text, not int"),
+        ({"report": {"version": 1}}, "report must be a Report, as verify returns it, not dict"),
+        ({"eval_results": [0.5]}, "eval_results must be EvalResults of huggingface_hub, not float"),
         ({"form": "onnx"}, "form must be one of plugin, remote, native"),
-        ({"subfolder": "../up"}, "is no folder of a repository"),
+        ({"subfolder": "../up"}, "isn't a path inside a repository"),
     ],
 )
 def test_options_are_checked_before_the_hub_is_asked(folder: Path, option: dict[str, Any], says: str) -> None:

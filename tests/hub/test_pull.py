@@ -14,6 +14,7 @@ import pytest
 from hub_client import INVALID, OTHER, OWNER, HubClient
 from local_hub import LocalHub
 from local_store import Blob, Repo
+from tiny_models import without_outcomes
 
 
 @pytest.fixture
@@ -85,6 +86,33 @@ def test_a_file_that_is_too_short_is_not_opened(
     hub.faults.clear()
     opened = client.call("outputs", pushed, cache_dir=str(tmp_path), token=OWNER)
     assert opened == client.call("outputs", str(saved))
+
+
+@pytest.mark.parametrize("subfolder", ["", "variants/rms"])
+def test_every_byte_is_compared_in_the_cache(
+    hub: LocalHub, client: HubClient, saved: Path, name: str, tmp_path: Path, subfolder: str
+) -> None:
+    client.call("push", str(saved), name, subfolder=subfolder, token=OWNER)
+    options = {"cache_dir": str(tmp_path), "subfolder": subfolder, "check_fingerprint": "full", "token": OWNER}
+    opened = client.call("outputs", name, **options)
+    assert opened == client.call("outputs", str(saved))
+    hub.requests.clear()
+    commit = hub.repo(name).head().oid
+    assert opened == client.call("outputs", name, revision=commit, local_files_only=True, **options)
+    assert hub.count("GET ") == 0
+    shard = next(path for path in sorted(tmp_path.rglob("*.safetensors")) if path.stat().st_size > 10_000)
+    content = shard.read_bytes()
+    shard.resolve().write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    told = client.ask("outputs", name, **options)
+    assert told.error is not None
+    assert told.error[0] == "CheckpointError"
+    assert f"{name}: 1 of its tensors aren't those that were saved" in told.error[1]
+    assert opened == client.call("outputs", name, force_download=True, **options)
+    digests = next(tmp_path.rglob("hfpatch_weights.json"))
+    digests.unlink()
+    told = client.ask("outputs", name, local_files_only=True, **options)
+    assert "has no hfpatch_weights.json" in told.text
+    assert opened == client.call("outputs", name, **options)
 
 
 OWN_CODE = """
@@ -173,8 +201,8 @@ def test_the_command_line_pushes_and_opens_by_repository_id(
     verified = cli("verify", name, original)
     assert verified.splitlines()[1:] == cli("verify", str(patched), original).splitlines()[1:]
     cli("patch", name, str(tmp_path / "again"), "--pos", "rope", "--calibration", "none")
-    stored = json.loads((tmp_path / "again/config.json").read_text())["hfpatch"]["request"]
-    assert stored == [{"norm": "dyt"}, {"pos": "rope"}]
+    stored = json.loads((tmp_path / "again/config.json").read_text())["hfpatch"]
+    assert without_outcomes(stored)["request"] == [{"norm": "dyt"}, {"pos": "rope"}]
     status, out, err = client.call("cli", "push", str(patched), name)
     assert (status, out) == (1, "")
     assert err.startswith(f"Error: {name}: ")

@@ -75,7 +75,27 @@ def test_a_subfolder(hub: LocalHub, client: HubClient, saved: Path, name: str) -
 def test_transformers_own_method_round_trips(hub: LocalHub, client: HubClient, name: str, tmp_path: Path) -> None:
     assert client.call("push_to_hub_and_open", name, str(tmp_path / "cache"), token=OWNER) == 0
     assert commits(hub.repo(name)) == 1
-    assert b'"model_type": "hfpatch"' in hub.repo(name).files()["config.json"]
+    assert b'"model_type": "hfpatch__install' in hub.repo(name).files()["config.json"]
+
+
+def test_saved_and_pushed_by_transformers(
+    hub: LocalHub, client: HubClient, name: str, tmp_path: Path, saved: Path
+) -> None:
+    """With its digests; where the push fails, what was saved stays."""
+    folder = tmp_path / name.partition("/")[2]
+    shutil.copytree(saved, folder)
+    fault = hub.fault("POST .*/commit/", status=403)
+    told = client.ask("save_and_push", str(folder), token=OWNER)
+    assert told.error is not None
+    assert fault.hits == 1
+    assert sorted(path.name for path in folder.glob("*.safetensors")) == ["model.safetensors"]
+    hub.faults.clear()
+    files = client.call("save_and_push", str(folder), token=OWNER)
+    repo = hub.repo(name)
+    assert {path for path in repo.files() if path != ".gitattributes"} == set(files)
+    assert "hfpatch_weights.json" in files
+    given = {"check_fingerprint": "full"}
+    assert client.call("outputs", name, **given, token=OWNER) == client.call("outputs", str(folder), **given)
 
 
 def test_the_same_push_again_makes_no_commit(hub: LocalHub, client: HubClient, saved: Path, name: str) -> None:
@@ -86,7 +106,7 @@ def test_the_same_push_again_makes_no_commit(hub: LocalHub, client: HubClient, s
     assert again["commit"] == first["commit"]
     assert commits(hub.repo(name)) == 1
     assert hub.count("PUT |commit|preupload|batch") == 0
-    assert "holds exactly this; no commit is made" in again["text"]
+    assert "has these files already; no commit is made" in again["text"]
 
 
 def test_only_what_changed_is_sent(hub: LocalHub, client: HubClient, saved: Path, name: str, tmp_path: Path) -> None:
@@ -116,6 +136,9 @@ def test_weights_of_an_earlier_push_dont_stay_behind(
     back = client.call("push", str(tmp_path / "whole"), name, token=OWNER)
     require_identical(repo, tmp_path / "whole")
     assert "model.safetensors.index.json" in back["changed"]
+    (tmp_path / "whole/hfpatch_weights.json").unlink()
+    back = client.call("push", str(tmp_path / "whole"), name, token=OWNER)
+    assert [file.path for file in back["files"] if file.state == "deleted"] == ["hfpatch_weights.json"]
 
 
 def test_files_that_the_repository_has_besides_stay(hub: LocalHub, client: HubClient, saved: Path, name: str) -> None:
@@ -169,7 +192,7 @@ def test_a_dry_run_sends_nothing(hub: LocalHub, client: HubClient, saved: Path, 
     assert {one.method for one in hub.requests} <= {"GET", "HEAD"}
     assert done["commit"] is None
     assert "Would push" in done["text"]
-    assert "it would be made" in done["text"]
+    assert "a push would create it" in done["text"]
     assert f"{(saved / 'config.json').stat().st_size:,}" in done["text"]
     real = client.call("push", str(saved), name, token=OWNER)
     assert [vars(file) for file in real["files"]] == [vars(file) for file in done["files"]]
@@ -177,7 +200,7 @@ def test_a_dry_run_sends_nothing(hub: LocalHub, client: HubClient, saved: Path, 
     assert again["changed"] == ["README.md"]
     assert commits(hub.repo(name)) == 1
     branch = client.call("push", str(saved), name, revision="new", dry_run=True, token=OWNER)
-    assert "no such repository or branch yet" in branch["text"]
+    assert "the repository or branch doesn't exist" in branch["text"]
     assert list(hub.repo(name).refs) == ["refs/heads/main"]
 
 
@@ -190,7 +213,7 @@ def test_private_unless_said_otherwise(hub: LocalHub, client: HubClient, saved: 
 
 
 def test_a_tokenizer_travels_along(hub: LocalHub, client: HubClient, saved: Path, name: str, tmp_path: Path) -> None:
-    assert "no tokenizer travels along" in client.call("push", str(saved), name, dry_run=True, token=OWNER)["text"]
+    assert "no tokenizer is uploaded" in client.call("push", str(saved), name, dry_run=True, token=OWNER)["text"]
     client.call("save_tokenizer", str(tmp_path / "words"))
     done = client.call("push", str(saved), name, tokenizer=str(tmp_path / "words"), token=OWNER)
     assert "no tokenizer" not in done["text"]

@@ -1,0 +1,101 @@
+"""Writes a folder or a file completely or not at all: beside its place first, then moved there by renaming."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from ..runtime.errors import PatchError, first_line
+
+
+def require_free(folder: Path, overwrite: bool = False) -> None:
+    """Refuse a file, a folder that isn't empty unless it is to be overwritten, and a place that can't be written.
+
+    Raises:
+        PatchError: it is one of these.
+    """
+    if folder.is_file():
+        raise PatchError(f"{folder} is a file; a folder is needed.")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise PatchError(f"{folder} isn't empty. Choose another folder, or ask to overwrite it.")
+    parent = next(path for path in Path(os.path.realpath(folder)).parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        why = "is read-only" if parent.is_dir() else "is a file"
+        raise PatchError(f"{folder} can't be written: {parent} {why}. Choose another folder.")
+
+
+@contextmanager
+def staged_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Temporary folder that replaces `folder` when the context ends without an error.
+
+    Raises:
+        PatchError: as in `require_free`, or something couldn't be written.
+    """
+    require_free(folder, overwrite)
+    with staged(folder) as staging:
+        staging.mkdir()
+        yield staging
+        require_free(folder, overwrite)  # by now it may be somebody else's
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """Path that a folder or a file is written to; it replaces `target` when the context ends without an error.
+
+    It lies in a hidden folder beside the target, which is removed in any case, so whatever interrupts the context, the
+    target is what it was or what was written. Where the target is a link, that stays, and what it leads to is replaced.
+    A kill (SIGKILL, power) leaves the hidden folder; between the two renames of a folder the older one is in there.
+
+    Raises:
+        PatchError: something couldn't be written.
+    """
+    place = Path(os.path.realpath(target))
+    missing = [path for path in place.parents if not path.exists()]
+    hidden = place.parent / f".{place.name}-{secrets.token_hex(4)}"
+    new, old = hidden / f"new{place.suffix}", hidden / "old"
+
+    def clean_up() -> None:
+        if old.exists() and not place.exists():
+            old.rename(place)
+        shutil.rmtree(hidden, ignore_errors=True)
+        with suppress(OSError):  # the first that isn't empty
+            for path in missing:
+                path.rmdir()
+
+    with ExitStack() as stack:
+        for _ in range(2):  # the second time, where Ctrl-C ends the first
+            stack.callback(clean_up)
+        try:
+            hidden.mkdir(parents=True)
+            yield new
+            if new.is_dir() and place.is_dir():
+                place.rename(old)
+            new.replace(place)
+        except (OSError, SafetensorError) as error:
+            why = getattr(error, "strerror", None) or first_line(error)
+            raise PatchError(
+                f"{target} can't be written: {why}. What was there is unchanged. Make room, or choose another place."
+            ) from error
+
+
+def save_temporary(value: Any, path: Path) -> None:
+    """`torch.save` of a temporary file; its own error doesn't say that the disk is full.
+
+    Raises:
+        PatchError: it can't be written.
+    """
+    try:
+        torch.save(value, path)
+    except (OSError, RuntimeError) as error:
+        raise PatchError(
+            f"temporary files can't be written to {path.parent} ({first_line(error)}). Make room there, or choose "
+            "another place with the environment variable TMPDIR."
+        ) from error
