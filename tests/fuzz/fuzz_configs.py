@@ -1,0 +1,329 @@
+"""Mutations of single settings in the config.json of patched checkpoints, and what opening may come to.
+
+A setting inside the patch record: one of hfpatch's errors, or the saved model to the bit. Any other setting: that, or
+an error that transformers raises in its own code, as a rule for the same mutation of the unpatched model's config too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fuzz_models import FAMILIES, Finding, described, fresh, opened, opener_of, relative, run, same_bits
+from hypothesis import assume
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hfpatch.patch import patch_model
+from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.record import KEY
+from hfpatch.runtime.refuse_host import ENTRY as GUARDED
+
+# the first that a family takes, from the drawn one on
+REQUESTS: list[dict[str, Any]] = [
+    {"norm": "dyt"},
+    {"pos": "rope"},
+    {"norm": "rms", "pos": "nope", "init": "copy"},
+    {"norm": "layer", "mlp": "swiglu"},
+    {"norm": "derf", "init": "reset"},
+    {"mlp": "geglu"},
+]
+ROUNDING = 1e-4  # by the output's size, in float32
+# Known: the check at opening compares outputs of few tokens within what rounding explains, so that an eps or a theta
+# that is a little off may pass. By the output's size; counted in the table.
+TOLERATED = 0.02
+SECONDS = 8.0  # of CPU time to open a tiny model; more is a hang
+_temporary = tempfile.TemporaryDirectory(prefix="fuzz-")  # removed when the process ends
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved patched model, and the unpatched one."""
+
+    folder: Path
+    stock: Path
+    opener: Any
+    stock_opener: Any
+    inputs: dict[str, Any]
+    tensors: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+
+    def config(self, folder: Path | None = None) -> Any:
+        return json.loads(((folder or self.folder) / "config.json").read_text())
+
+
+@cache
+def saved(family: str, first: int) -> Saved | None:
+    """A family's checkpoint; None where it can't be opened, which is a finding of fuzz_requests.py."""
+    place = Path(tempfile.mkdtemp(dir=_temporary.name))
+    model, inputs = fresh(family)
+    model.save_pretrained(place / "stock")
+    stock_opener = opener_of(model)
+    for request in REQUESTS[first:] + REQUESTS[:first]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                patch_model(model, **request)
+        except PatchError:
+            continue
+        break
+    model.save_pretrained(place / "patched")
+    try:
+        other = opened(place / "patched", opener_of(model))
+    except PatchError:
+        return None
+    tensors, outputs = dict(other.state_dict()), run(other, inputs)
+    return Saved(place / "patched", place / "stock", opener_of(model), stock_opener, inputs, tensors, outputs)
+
+
+# --- strategies -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mutation: the setting at a path gets this value (JSON), or is deleted or added."""
+
+    family: str
+    request: int
+    path: tuple[str | int, ...]
+    value: str | None
+    how: str
+
+
+def leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """All settings, inner ones and empty containers included."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if path and not (isinstance(value, dict | list) and value):
+        yield path, value
+    for key, inner in items:
+        yield from leaves(inner, (*path, key))
+
+
+ADDED: list[tuple[str, Any]] = [
+    ("auto_map", {"AutoModel": "evil.Evil", "AutoConfig": "evil.EvilConfig"}),
+    ("transformers_weights", "pytorch_model.bin"),
+    ("transformers_weights", "../model.safetensors"),
+    ("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    ("attn_implementation", "eager"),
+    ("_attn_implementation", "kernels/evil"),
+    ("pruned_heads", {"0": [0]}),
+    ("torch_dtype", "float16"),
+    ("tie_word_embeddings", True),
+    ("is_decoder", True),
+    ("output_hidden_states", True),
+    ("return_dict", False),
+    ("chunk_size_feed_forward", 5),
+    ("hfpatch_extra", {"a": 1}),
+]
+
+
+def mutations(value: Any, others: list[Any]) -> dict[str, list[Any]]:
+    """Other values for a setting, by how it is changed."""
+    found: dict[str, list[Any]] = {
+        "type": [None, True, 0, 1.5, "x", "", [], {}],
+        "huge": [10**30, 2**31, 10**6, 1e300, -(10**30), "9" * 5000],
+        "nested": [[value], {"a": value}, json.loads("[" * 200 + "]" * 200)],
+        "NaN": [float("nan"), float("inf"), float("-inf")],
+        "unicode": ["\u202e\0\ud83d\ude00", "\N{FULLWIDTH DIGIT ONE}"],
+        "another's": others,
+    }
+    if isinstance(value, bool):
+        found["near"] = [not value]
+    elif isinstance(value, int | float):
+        found["near"] = [value + 1, value - 1, value * 2, value / 2, value // 2, -value, 0, float(value), str(value)]
+    elif isinstance(value, str):
+        cuts = [value[: len(value) // 2], value[1:], value[:-1], value[len(value) // 2 :]]
+        found["cut"] = [*cuts, value.swapcase(), value + " ", value.replace("1", "2"), value.replace("0", "1")]
+        found["joined"] = [value + value, *(value + other for other in others if isinstance(other, str))]
+    return found
+
+
+@st.composite
+def cases(draw: st.DrawFn, families: tuple[str, ...] = FAMILIES) -> Case:
+    family, request = draw(st.sampled_from(families)), draw(st.integers(0, len(REQUESTS) - 1))
+    one = saved(family, request)
+    assume(one is not None)
+    assert one is not None
+    found = list(leaves(one.config()))
+    inside = draw(st.booleans())
+    found = [one for one in found if (one[0][0] == KEY) == inside]
+    path, value = draw(st.sampled_from(found))
+    how = draw(st.sampled_from(["deleted", "added", *["changed"] * 12]))
+    if how == "deleted":
+        return Case(family, request, path[: draw(st.integers(1, len(path)))], None, how)
+    if how == "added":
+        name, added = draw(st.sampled_from(ADDED))
+        return Case(family, request, (KEY, name) if inside else (name,), json.dumps(added), how)
+    others = draw(st.lists(st.sampled_from([other for _, other in found]), min_size=1, max_size=3))
+    how, several = draw(st.sampled_from(sorted(mutations(value, others).items())))
+    return Case(family, request, path, json.dumps(draw(st.sampled_from(several))), how)
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+class TooLong(BaseException):
+    """Opening took too long."""
+
+
+class Forbidden(BaseException):
+    """Code was run."""
+
+
+_guarding = False
+
+
+def _audit(event: str, args: Any) -> None:
+    if _guarding and event in ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect"):
+        raise Forbidden(f"{event} {args!r:.100}")
+
+
+sys.addaudithook(_audit)
+
+
+@contextmanager
+def guarded(seconds: float = SECONDS) -> Iterator[None]:
+    """No process is started and no address connected, and it ends in time."""
+    global _guarding
+
+    def stop(*_: Any) -> None:
+        raise TooLong
+
+    old = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)  # again and again: in a destructor an error is only printed
+    _guarding = True
+    try:
+        yield
+    finally:
+        _guarding = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, old)
+
+
+def mutated(config: Any, path: tuple[str | int, ...], value: str | None) -> Any:
+    """The config with this mutation; None where it has no such place."""
+    *parents, last = path
+    inner = config
+    try:
+        for key in parents:
+            inner = inner[key]
+        if value is None:
+            del inner[last]
+        else:
+            inner[last] = json.loads(value)
+    except (LookupError, TypeError):
+        return None
+    return config
+
+
+def copied(folder: Path, to: Path, config: Any) -> Path:
+    """The checkpoint with another config.json; its weights are the same files."""
+    to.mkdir()
+    for path in folder.iterdir():
+        if path.name != "config.json":
+            os.link(path, to / path.name)
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+def attempt(folder: Path, opener: Any, inputs: Any) -> tuple[str, Any]:
+    """("opened", (tensors, outputs)), ("runs not", error), ("refused", error)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with guarded():
+                model = opened(folder, opener)
+        except (Exception, TooLong) as error:
+            return "refused", error
+        try:
+            with guarded():
+                return "opened", (dict(model.state_dict()), run(model, inputs))
+        except (Exception, TooLong) as error:
+            return "runs not", error
+
+
+def check(case: Case) -> list[str]:
+    """Open a mutated checkpoint; what came of it.
+
+    Raises:
+        Finding: another function without a word, an error of another kind, a hang, or code that was run.
+    """
+    one = saved(case.family, case.request)
+    assert one is not None
+    config = mutated(one.config(), case.path, case.value)
+    if config is None:
+        return ["no such setting"]
+    place = Path(tempfile.mkdtemp(dir=_temporary.name))
+    try:
+        try:
+            status, result = attempt(copied(one.folder, place / "patched", config), one.opener, one.inputs)
+        except Forbidden as error:
+            raise Finding("ran code", error) from error
+        if status == "opened":
+            return [_judged(one, case, *result)]
+        if isinstance(result, PatchError) and status == "refused":
+            return [f"refused: {type(result).__name__}"]
+        return [_as_stock(one, case, place, status, result)]
+    finally:
+        shutil.rmtree(place)
+
+
+def _judged(one: Saved, case: Case, tensors: dict[str, Tensor], outputs: dict[str, Tensor]) -> str:
+    if not same_bits(one.tensors, tensors):
+        raise Finding("silent", "other tensors")
+    if not one.outputs.keys() <= outputs.keys():  # tuples where names were
+        outputs = dict(zip(one.outputs, outputs.values(), strict=False))
+    outputs = {name: outputs[name] for name in one.outputs.keys() & outputs.keys()}
+    if same_bits(one.outputs, outputs):
+        return "opened, equal to the bit"
+    error = relative(one.outputs, outputs)
+    if error <= ROUNDING:
+        return "opened, equal but for rounding"
+    if error <= TOLERATED and _is_number(one, case):
+        return f"opened, outputs off by at most {TOLERATED:g}: a changed number that the check's tolerance hides"
+    raise Finding("silent", f"the outputs are off by {error:.1e}")
+
+
+def _is_number(one: Saved, case: Case) -> bool:
+    """Whether a float was changed into another number."""
+    old, new = dict(leaves(one.config()))[case.path], json.loads(case.value or "null")
+    return isinstance(old, float) and isinstance(new, int | float)
+
+
+def _as_stock(one: Saved, case: Case, place: Path, status: str, error: BaseException) -> str:
+    """An error that isn't ours: of a setting outside the patch record, where transformers itself refuses it."""
+    path = case.path
+    if path[:2] == (KEY, GUARDED) and len(path) == 3:  # stands for a setting
+        path = tuple(str(path[2]).split("."))
+    if path[0] == KEY:
+        raise Finding("untyped", f"{status}, {described(error)}")
+    config = mutated(one.config(one.stock), path, case.value)
+    stock_status, stock_error = "opened", None
+    if config is not None:
+        stock_status, stock_error = attempt(copied(one.stock, place / "stock", config), one.stock_opener, one.inputs)
+    if stock_status == status and isinstance(error, TooLong) == isinstance(stock_error, TooLong):
+        return f"{status}, as the unpatched model is: {type(error).__name__}"
+    if isinstance(error, TooLong):
+        raise Finding("hang", f"{status}; the unpatched model: {stock_status}")
+    if status == "refused" and _raised_by_others(error):  # values that only initialise, say
+        return f"refused by transformers, though it opens the unpatched model: {type(error).__name__}"
+    raise Finding("untyped", f"{status}, {described(error)}; the unpatched model: {stock_status}")
+
+
+def _raised_by_others(error: BaseException) -> bool:
+    """Whether the function that raised it is none of hfpatch's."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and f"{os.sep}hfpatch{os.sep}" not in frame.tb_frame.f_code.co_filename

@@ -1,0 +1,121 @@
+"""Tiny models of many families for the fuzzer: built once in a process, copied for every case, run and compared."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import transformers
+import zoo
+from torch import Tensor, nn
+
+from hfpatch.checkpoint.auto_classes import USUAL, auto_classes_of
+from hfpatch.measure.float64 import outputs_in_float64
+from hfpatch.measure.outputs import outputs_of
+from hfpatch.runtime.lens import host_class
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+# Quick ones, whose outputs are finite and the same in every run.
+FAMILIES = tuple((Path(__file__).parent / "families.txt").read_text().split())
+
+
+class Finding(AssertionError):  # noqa: N818
+    """Something that must never happen.
+
+    Attributes:
+        kind: in one or two words, by which the table counts it.
+    """
+
+    def __init__(self, kind: str, details: object) -> None:
+        super().__init__(f"{kind}: {details}")
+        self.kind = kind
+
+
+def described(error: BaseException | None) -> str:
+    """An error's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]:.300}"
+
+
+@cache
+def built(family: str, head: bool = False) -> tuple[Any, dict[str, Any]]:
+    """A model in float32 and inputs for it; with `head` the first of the usual heads that it has, if any runs."""
+    for auto in USUAL if head else ():
+        try:
+            model, inputs = zoo.tiny(family, auto_class=auto)
+            outputs_of(model, inputs)
+        except Exception:  # most families have few of the heads, and some of those want other inputs
+            continue
+        return model, inputs
+    return zoo.tiny(family)
+
+
+def fresh(family: str, head: bool = False, dtype: str = "float32") -> tuple[Any, dict[str, Any]]:
+    """A copy of the model, and the inputs, in a dtype."""
+    model, inputs = built(family, head)
+    to = DTYPES[dtype]
+    floats = {name: x.to(to) for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    return copy.deepcopy(model).to(to), {**inputs, **floats}
+
+
+@cache
+def runs(family: str, head: bool, dtype: str) -> bool:
+    """Whether the unpatched model runs in this dtype."""
+    try:
+        run(*fresh(family, head, dtype))
+    except Exception:  # whatever a forward raises
+        return False
+    return True
+
+
+def run(model: nn.Module, inputs: Mapping[str, Any], throughout: bool = False) -> dict[str, Tensor]:
+    """The float outputs of one forward; `throughout`: in float64, also where a model computes in float32 inside."""
+    if throughout:
+        return {name: x for name, x in outputs_in_float64(model, inputs).items() if x.is_floating_point()}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return outputs_of(model, copy.deepcopy(dict(inputs)))
+
+
+def relative(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> float:
+    """The largest difference of two models' outputs, each by its largest number; infinite if they can't be compared."""
+    if old.keys() != new.keys() or any(old[name].shape != new[name].shape for name in old):
+        return float("inf")
+    worst = 0.0
+    for name, x in old.items():
+        difference = torch.where(x == new[name], 0.0, (x - new[name]).abs()).nan_to_num(torch.inf)  # infinities too
+        worst = max(worst, float(difference.max()) / max(float(x[x.isfinite()].abs().max()), 1e-30))
+    return worst
+
+
+def same_bits(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> bool:
+    """Whether two sets of tensors have the same names, dtypes and bits."""
+    return old.keys() == new.keys() and all(
+        x.dtype == new[name].dtype and x.shape == new[name].shape and torch.equal(_bytes(x), _bytes(new[name]))
+        for name, x in old.items()
+    )
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().contiguous().flatten().view(torch.uint8)
+
+
+def opener_of(model: Any) -> Any:
+    """The Auto class that opens a patched model's checkpoint; its own class where there is none."""
+    host, config = host_class(type(model)), host_class(type(model.config))
+    autos = [auto for auto in auto_classes_of(host, config) if auto != "AutoBackbone"]  # that one asks the Hub first
+    return getattr(transformers, autos[0]) if autos else type(model)
+
+
+def opened(folder: Path, opener: Any, **options: Any) -> Any:
+    """The model in a folder, its weights in memory of their own (mapped ones may lie unaligned)."""
+    model = opener.from_pretrained(folder, **options)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model

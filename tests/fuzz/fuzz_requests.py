@@ -1,0 +1,393 @@
+"""Sequences of requests, and what must hold of each: drawn for any scheme that is registered, over many families."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import types
+import typing
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from fuzz_models import FAMILIES, Finding, built, described, fresh, opened, opener_of, relative, run, runs, same_bits
+from hypothesis import strategies as st
+from tiny_models import changes, fingerprint
+
+from hfpatch.errors import FingerprintWarning, NotPreservedWarning, VerificationError
+from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.record import KEY
+from hfpatch.schemes.request import INITS, KINDS
+from hfpatch.schemes.rope import SCALINGS
+
+EXACT = 1e-9  # by the output's size, in float64
+CHECKS = ("plan", "again", "save", "order", "unpatch", "optimizer", "calibration")
+LENGTHS = ("max_positions", "image_size")  # options after which inputs of the old size may be refused
+
+
+# --- strategies -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A scheme with options, as text or as the object that the text stands for."""
+
+    kind: str
+    name: str
+    options: tuple[tuple[str, Any], ...]
+    text: bool
+
+    def value(self) -> Any:
+        registry, options = KINDS[self.kind].registry, dict(self.options)
+        if not self.text:
+            return registry[self.name](**options)
+        words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in options.items()}
+        return self.name + (":" if words else "") + ",".join(f"{key}={word}" for key, word in words.items())
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of one `patch_model`."""
+
+    choices: tuple[Choice, ...]
+    only: tuple[str, ...] | None = None
+    keep: tuple[str, ...] | None = None
+    init: str = "auto"
+
+    def arguments(self) -> dict[str, Any]:
+        schemes = {choice.kind: choice.value() for choice in self.choices}
+        return {**schemes, "only": self.only, "keep": self.keep, "init": self.init}
+
+    @property
+    def kinds(self) -> set[str]:
+        return {choice.kind for choice in self.choices}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, the requests that it gets, and which of the checks are made on the way."""
+
+    family: str
+    head: bool
+    dtype: str
+    requests: tuple[Request, ...]
+    checks: frozenset[str]
+
+
+_NUMBERS: dict[type, list[Any]] = {
+    int: [1, 2, 3, 8, 16, 24, 64, 200],
+    float: [0.25, 0.5, 1.0, 2.0, 100.0, 1e4],
+}
+_TOUCHED = re.compile(r"norm|ln|att|mlp|embed|fc|dense|rotary")  # parts of names of modules that schemes change
+_USUAL = ["norm", "norm", "pos", *KINDS]  # the others are refused by most models
+_WRONG = st.sampled_from([0, -1, 0.0, -1.5, float("nan"), float("inf"), 1e30, 2**70, "x", "", True, None, [], {}, [3]])
+
+
+def values(hint: Any, words: tuple[str, ...]) -> st.SearchStrategy[Any]:
+    """Values of an annotated type; `words` for a string."""
+    origin, of = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of([values(one, words) for one in of])
+    if origin in _NUMBERS:
+        return st.sampled_from(_NUMBERS[origin])
+    if origin is tuple:
+        return st.tuples(*[values(one, words) for one in of])
+    if origin is dict:
+        return _scalings()
+    if origin is str:
+        return st.sampled_from(words or ("x",))
+    return {bool: st.booleans(), type(None): st.none()}[origin]
+
+
+@st.composite
+def _scalings(draw: st.DrawFn) -> dict[str, Any]:
+    kind = draw(st.sampled_from(sorted(SCALINGS)))
+    needed, taken = SCALINGS[kind]
+    names = [*needed, *draw(st.lists(st.sampled_from(taken), unique=True) if taken else st.just([]))]
+    numbers = st.sampled_from([0.5, 1.0, 4.0, 8, 32])
+    lists = st.lists(numbers, min_size=1, max_size=4)
+    return {"rope_type": kind, **{name: draw(lists if name[:5] in ("short", "long_") else numbers) for name in names}}
+
+
+@st.composite
+def choices(draw: st.DrawFn, kind: str) -> Choice:
+    """A registered scheme with options by their types; words for an option are those that the docstring quotes."""
+    registry = KINDS[kind].registry
+    name = draw(st.sampled_from(sorted(registry)))
+    scheme = registry[name]
+    hints = typing.get_type_hints(scheme)
+    words = tuple(dict.fromkeys(re.findall(r'"([a-z][a-z0-9-]*)"', scheme.__doc__ or "")))
+    options = []
+    for field in fields(scheme):
+        if draw(st.integers(0, 3)) == 3:
+            wrong = draw(st.integers(0, 15)) == 15
+            options.append((field.name, draw(_WRONG if wrong else values(hints[field.name], words))))
+    return Choice(kind, name, tuple(options), draw(st.booleans()))
+
+
+@st.composite
+def globs(draw: st.DrawFn, names: list[str]) -> tuple[str, ...] | None:
+    """Mostly none; else names of modules as they are, or with stars, and now and then one that matches nothing."""
+    found = []
+    for _ in range(draw(st.sampled_from([0] * 8 + [1, 2]))):
+        name = draw(st.sampled_from(names))
+        last = name.rpartition(".")[2]
+        forms = [name, f"{name}*", re.sub(r"\d+", "*", name), f"*{last}", f"*.{last}.*", "*"]
+        found.append(draw(st.sampled_from([*forms, *forms, "nothing.*", "[", ""])))
+    return tuple(found) or None
+
+
+@st.composite
+def requests(draw: st.DrawFn, names: list[str], kinds: list[str] | None = None) -> Request:
+    if kinds is not None:  # nothing but the schemes
+        return Request(tuple(draw(choices(kind)) for kind in kinds))
+    kinds = draw(st.lists(st.sampled_from(_USUAL), min_size=1, max_size=2, unique=True))
+    init = draw(st.sampled_from(["auto"] * 8 + list(INITS) * 4 + ["exakt"]))
+    return Request(tuple(draw(choices(kind)) for kind in kinds), draw(globs(names)), draw(globs(names)), init)
+
+
+@st.composite
+def cases(draw: st.DrawFn, families: tuple[str, ...] = FAMILIES) -> Case:
+    family, head = draw(st.sampled_from(families)), draw(st.booleans())
+    dtype = draw(st.sampled_from(["float64", "float64", "float32", "bfloat16"]))
+    names = [name for name, _ in built(family, head)[0].named_modules() if _TOUCHED.search(name)]
+    seldom = {"order": 9, "calibration": 24}  # of the others one in three
+    checks = frozenset(name for name in CHECKS if draw(st.integers(0, (last := seldom.get(name, 2)))) == last)
+    several = draw(st.lists(requests(names), min_size=1, max_size=3))
+    if "order" in checks:
+        several = [draw(requests([], [kind])) for kind in draw(st.permutations(["norm", "pos"]))]
+    return Case(family, head, dtype, tuple(several), checks)
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def only_our_errors(what: str) -> Iterator[None]:
+    """Any exception but a PatchError is a finding."""
+    try:
+        yield
+    except (PatchError, Finding):
+        raise
+    except Exception as error:
+        raise Finding("untyped", f"{what}: {described(error)}") from error
+
+
+def require_unchanged(what: str, before: dict[str, Any], model: Any, *optimizers: Any, ignored: str = "?") -> None:
+    found = [path for path in changes(before, fingerprint(model, *optimizers)) if not path.startswith(ignored)]
+    if found:
+        raise Finding("changed", f"{what} left other {sorted(found)[:6]}")
+
+
+def check(case: Case) -> list[str]:
+    """Carry a case out; the status of every request and of every check that was made.
+
+    Raises:
+        Finding: something that must never happen did.
+    """
+    if not runs(case.family, case.head, case.dtype):
+        return [f"the unpatched model doesn't run in {case.dtype}"]
+    found = Run(case).carried_out()
+    if "order" in case.checks:
+        found.append(order(case))
+    return found
+
+
+class Run:
+    """A model on which a case's requests are carried out one after another."""
+
+    def __init__(self, case: Case):
+        self.case = case
+        self.model, self.inputs = fresh(case.family, case.head, case.dtype)
+        self.optimizer = used_optimizer(self.model) if "optimizer" in case.checks else None
+        self.truth = run(self.model, self.inputs, throughout=True) if case.dtype == "float64" else None
+        self.preserved, self.patched, self.resized = True, False, False
+
+    def carried_out(self) -> list[str]:
+        case, untouched = self.case, fingerprint(self.model)
+        statuses = [self.request(request) for request in case.requests]
+        if not self.patched:
+            return statuses
+        statuses += [self.forward()]
+        if "again" in case.checks and statuses[len(case.requests) - 1].startswith(
+            ("exact", "approximate", "repaired", "fresh")
+        ):
+            statuses.append(self.again(case.requests[-1]))
+        if "save" in case.checks and "unpatch" not in case.checks:  # saving writes to the config, which stays then
+            statuses.append(self.saved())
+        if "unpatch" in case.checks:
+            with only_our_errors("unpatch_model"):
+                unpatch_model(self.model, optimizer=self.optimizer)
+            require_unchanged("unpatch_model", untouched, self.model)
+            statuses.append("unpatched to the bit")
+        if self.optimizer is not None:
+            statuses.append(self.step())
+        return statuses
+
+    def request(self, request: Request) -> str:
+        """Carry out one request; what became of it."""
+        before = fingerprint(self.model, *filter(None, [self.optimizer]))
+        planned = None
+        try:
+            with only_our_errors("arguments"):
+                arguments = request.arguments()
+        except PatchError as error:
+            return f"refused: {type(error).__name__}"
+        if "plan" in self.case.checks:
+            try:
+                with only_our_errors("plan_patch"), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    planned = plan_patch(self.model, **arguments)
+                    str(planned)
+            except PatchError as error:
+                planned = error
+            require_unchanged("plan_patch", before, self.model, *filter(None, [self.optimizer]))
+        more: dict[str, Any] = {"optimizer": self.optimizer, "reversible": "unpatch" in self.case.checks}
+        if "calibration" in self.case.checks:
+            more["calibration"] = [self.inputs] * 2
+        try:
+            with only_our_errors("patch_model"), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                patch_model(self.model, **arguments, **more)
+        except PatchError as error:
+            require_unchanged(f"the refused request ({described(error)})", before, self.model,
+                              *filter(None, [self.optimizer]))  # fmt: skip
+            if isinstance(planned, PatchError) != isinstance(error, PatchError) and planned is not None:
+                allowed = isinstance(error, VerificationError) or "calibration" in more
+                if not allowed:
+                    raise Finding("plan", f"plan_patch took what patch_model refuses: {described(error)}") from error
+            return f"refused: {type(error).__name__}"
+        if isinstance(planned, PatchError):
+            raise Finding("plan", f"plan_patch refused what patch_model takes: {described(planned)}")
+        warned = any(issubclass(one.category, NotPreservedWarning) for one in caught)
+        if not changes(before, fingerprint(self.model, *filter(None, [self.optimizer]))):
+            return "no change"
+        self.patched = True
+        repaired = "calibration" in more  # no warning if that took half of the distance
+        self.preserved &= not warned and not repaired and request.init != "reset"
+        self.resized |= any(name in LENGTHS for choice in request.choices for name, _ in choice.options)
+        if request.init == "reset" or repaired:
+            return "fresh" if request.init == "reset" else "repaired"
+        return "approximate, with a warning" if warned else "exact"
+
+    def forward(self) -> str:
+        """One forward, and whether it is the original's where nobody was warned."""
+        try:
+            new = run(self.model, self.inputs, throughout=self.truth is not None)
+        except Exception as error:  # a host's own error, for inputs that it took before
+            if self.resized:
+                return "ran: not at this length"
+            raise Finding("doesn't run", described(error)) from error
+        if self.preserved and self.truth is not None and not self.resized:
+            error = relative(self.truth, new)
+            if not error <= EXACT:
+                raise Finding("silent", f"no warning, and the outputs are off by {error:.1e}")
+            return "ran: equal to 1e-9"
+        return "ran"
+
+    def again(self, request: Request) -> str:
+        """The newest request once more: nothing, or the documented error."""
+        before = fingerprint(self.model)
+        with only_our_errors("the same request again"), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                patch_model(self.model, **request.arguments())
+            except PatchError as error:
+                raise Finding("not idempotent", described(error)) from error
+        require_unchanged("the same request again", before, self.model)
+        if any(issubclass(one.category, NotPreservedWarning) for one in caught):
+            raise Finding("not idempotent", "a warning for a request that changes nothing")
+        return "the same request again: no change"
+
+    def saved(self) -> str:
+        """Saved and opened: the same tensors and outputs to the bit."""
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            before = fingerprint(self.model)
+            with only_our_errors("save_pretrained"):
+                self.model.save_pretrained(folder)
+            require_unchanged("save_pretrained", before, self.model, ignored="config")  # as transformers' own does
+            try:
+                other = opened(Path(folder), opener_of(self.model), dtype=self.model.dtype)
+            except Exception as error:
+                raise Finding("doesn't open", described(error)) from error
+        if not same_bits(self.model.state_dict(), other.state_dict()):
+            raise Finding("another model came back", "its tensors differ")
+        try:
+            old = run(self.model, self.inputs)
+        except Exception:  # at another length than that of its inputs
+            return "saved and opened"
+        if not same_bits(old, run(other, self.inputs)):
+            off = relative(old, run(other, self.inputs))
+            raise Finding("another model came back", f"its outputs are off by {off:.1e}")
+        less = any(issubclass(one.category, FingerprintWarning) for one in caught)
+        return f"saved and opened, equal to the bit{' (no full fingerprint)' if less else ''}"
+
+    def step(self) -> str:
+        """The optimizer holds what trains and nothing else, and takes a step."""
+        assert self.optimizer is not None
+        held = [id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
+        present = {id(parameter) for parameter in self.model.parameters() if parameter.requires_grad}
+        if len(held) != len(set(held)) or set(held) != present:
+            raise Finding("optimizer", f"{len(set(held) - present)} gone and {len(present - set(held))} missing")
+        if not {id(parameter) for parameter in self.optimizer.state} <= present:
+            raise Finding("optimizer", "it has the state of parameters that are gone")
+        try:
+            outputs = [x for x in self.model(**self.inputs).values() if isinstance(x, torch.Tensor)]
+        except Exception:  # reported by `forward` where it is wrong
+            return "optimizer: consistent"
+        trained = [x.float().square().mean() for x in outputs if x.requires_grad]
+        if not trained:
+            return "optimizer: consistent"
+        sum(trained).backward()  # type: ignore[union-attr]
+        self.optimizer.step()
+        return "optimizer: consistent, one step"
+
+
+def used_optimizer(model: Any) -> torch.optim.Optimizer:
+    """An optimizer of the model that has a state; the model is as it was."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3
+    return optimizer
+
+
+def order(case: Case) -> str:
+    """Norms and positions in both orders, or at once: the same record of edits, and the same tensors."""
+    first, *others = case.requests
+    later = next((one for one in others if not one.kinds & first.kinds), None)
+    if later is None or (first.kinds | later.kinds) != {"norm", "pos"}:
+        return "order: nothing to compare"
+    ends = []
+    for pair in ((first, later), (later, first)):
+        model, inputs = fresh(case.family, case.head, "float64")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for request in pair:
+                    patch_model(model, **request.arguments())
+        except PatchError as error:
+            ends.append((type(error).__name__, None))
+            continue
+        ends.append((sorted(getattr(model.config, KEY)["edits"]), run(model, inputs, throughout=True)))
+    (edits, outputs), (other_edits, other_outputs) = ends
+    if outputs is None and other_outputs is None:
+        return "order: refused both ways"
+    if outputs is None or other_outputs is None:
+        raise Finding("order", f"one is refused: {edits if outputs is None else other_edits}")
+    error = relative(outputs, other_outputs)
+    if edits != other_edits or not error <= EXACT:
+        raise Finding("order", f"outputs differ by {error:.1e}; edits: {set(edits) ^ set(other_edits)}")
+    return "order: the same model"

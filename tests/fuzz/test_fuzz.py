@@ -1,0 +1,106 @@
+"""The fuzzer: a fixed sample in every run, all of it on request, and whether it sees what it looks for."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import fuzz
+import fuzz_configs
+import fuzz_files
+import fuzz_interrupts
+import fuzz_requests
+import pytest
+from fuzz_models import Finding
+from hypothesis import given, settings
+
+from hfpatch.core.transaction import Transaction
+
+SAMPLE = {"requests": 30, "configs": 60, "files": 40, "interrupts": 8}
+FEW = ("bart", "gpt2", "gpt_neox", "llama", "roberta", "siglip_text_model", "vit")
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample(name: str) -> None:
+    kind = fuzz.KINDS[name]
+
+    @settings(max_examples=SAMPLE[name], derandomize=True, **fuzz.QUIETLY)
+    @given(kind.cases(FEW))
+    def every(case: Any) -> None:
+        kind.check(case)
+
+    every()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("chunk", fuzz.all_chunks())
+def test_a_chunk(chunk: str) -> None:
+    assert fuzz.examined(chunk).findings == []
+
+
+class TestFailuresAreSeen:
+    """Controls."""
+
+    ROPE = fuzz_requests.Request((fuzz_requests.Choice("pos", "rope", (), True),))
+
+    def test_a_patch_that_is_not_undone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        case = fuzz_interrupts.Case("gpt2", 1, "after", 0.9, "interrupt")
+        assert fuzz_interrupts.check(case) == ["after a step: restored to the bit"]
+        monkeypatch.setattr(Transaction, "undo", lambda self, length=0: None)
+        with pytest.raises(Finding, match=r"changed: .*after \d+ of \d+"):
+            fuzz_interrupts.check(case)
+
+    def test_a_warning_that_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        case = fuzz_requests.Case("gpt2", False, "float64", (self.ROPE,), frozenset())
+        assert fuzz_requests.check(case) == ["approximate, with a warning", "ran"]
+        monkeypatch.setattr("hfpatch.patch._warn", lambda *args: None)
+        with pytest.raises(Finding, match="silent: no warning, and the outputs are off"):
+            fuzz_requests.check(case)
+
+    def test_an_error_of_another_type(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*args: Any, **how: Any) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(fuzz_requests, "patch_model", fail)
+        with pytest.raises(Finding, match="untyped: patch_model: ZeroDivisionError"):
+            fuzz_requests.check(fuzz_requests.Case("gpt2", False, "float32", (self.ROPE,), frozenset()))
+
+    def test_a_plan_that_changes_the_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = fuzz_requests.plan_patch
+
+        def careless(model: Any, **how: Any) -> Any:
+            model.wte.weight.data[0, 0] += 1
+            return original(model, **how)
+
+        monkeypatch.setattr(fuzz_requests, "plan_patch", careless)
+        with pytest.raises(Finding, match=r"changed: plan_patch left other .*wte"):
+            fuzz_requests.check(fuzz_requests.Case("gpt2", False, "float32", (self.ROPE,), frozenset({"plan"})))
+
+    def test_another_function_from_a_config(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        case = fuzz_configs.Case("llama", 0, ("rope_parameters", "rope_theta"), "500.0", "near")
+        assert fuzz_configs.check(case) == ["refused: CheckpointError"]
+        monkeypatch.setattr("hfpatch.checkpoint.classes._require_same_function", lambda *_: None)
+        with pytest.raises(Finding, match="silent: the outputs are off"):
+            fuzz_configs.check(case)
+
+    def test_a_hang(self) -> None:
+        def endless() -> None:
+            while True:
+                pass
+
+        with pytest.raises(fuzz_configs.TooLong), fuzz_configs.guarded(0.05):
+            endless()
+
+    def test_code_that_is_run(self) -> None:
+        import subprocess
+
+        with pytest.raises(fuzz_configs.Forbidden, match=r"subprocess\.Popen"), fuzz_configs.guarded():
+            subprocess.run(["true"], check=False)
+
+    def test_a_damage_that_the_full_check_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With samples alone some of a large tensor's numbers may change; the full check must see each of them."""
+        cases = [fuzz_files.Case("gpt2", "float32", False, "zeros", 0.0, (x / 40, 0.9, 0.0)) for x in range(40)]
+        passed = next(case for case in cases if "passes the quick check" in fuzz_files.check(case)[0])
+        monkeypatch.setattr(fuzz_files, "FULL", {"check_fingerprint": True})
+        with warnings.catch_warnings(), pytest.raises(Finding, match="silent: the full check passes"):
+            fuzz_files.check(passed)
