@@ -1,0 +1,87 @@
+"""The table of versions: what counts as a result, and what can't be taken for one."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import versions
+
+REPORT = """<testsuites><testsuite name="pytest" errors="1" failures="1" skipped="1" tests="5">
+<testcase classname="a" name="good"/><testcase classname="a" name="good2"/>
+<testcase classname="a" name="left"><skipped type="pytest.skip"/></testcase>
+<testcase classname="a" name="bad"><failure/></testcase><testcase classname="a" name="worse"><error/></testcase>
+</testsuite></testsuites>"""
+
+
+def without_zeros(version: str) -> str:
+    return re.sub(r"(\.0)+$", "", version)
+
+
+def test_core_tests_exist() -> None:
+    assert [name for name in versions.CORE if not (versions.ROOT / name).exists()] == []
+
+
+def test_committed_results_are_of_rows_and_of_their_pins() -> None:
+    results = json.loads(versions.RESULTS.read_text())
+    assert results.keys() <= versions.ROWS.keys()
+    for name, row in results.items():
+        assert row["asked"] == versions.asked(name), f"run: .ci/matrix {name}"
+        for package, pin in row["asked"].items() if "versions" in row else ():
+            found = row["versions"][package]
+            matches = found.startswith(f"{pin}.") if package == "python" else without_zeros(found) == without_zeros(pin)
+            assert matches, (name, package, found)
+
+
+def test_floors_are_those_of_pyproject() -> None:
+    assert versions.floors().keys() >= {"torch", "transformers", "safetensors", "typer", "peft", "pytest-xdist"}
+
+
+def row(**result: Any) -> dict[str, dict[str, Any]]:
+    told = {"python": "3.11.7", **dict.fromkeys(versions.SHOWN, "1.0")}
+    return {"floors": {"asked": versions.asked("floors"), "versions": told, **result}}
+
+
+def line(results: dict[str, dict[str, Any]]) -> str:
+    return versions.table(results).splitlines()[2 + list(versions.ROWS).index("floors")]
+
+
+def test_counts_are_those_of_the_report(tmp_path: Path) -> None:
+    (tmp_path / "report.xml").write_text(REPORT)
+    counted = versions.outcome(tmp_path / "report.xml", 1)
+    assert counted == {"passed": 2, "failed": 2, "skipped": 1, "failures": ["a::bad", "a::worse"]}
+    assert line(row(**counted)).endswith("2 passed, 2 failed, 1 skipped |")
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 5, -9])
+def test_a_run_that_ended_early_is_no_result(tmp_path: Path, code: int) -> None:
+    (tmp_path / "report.xml").write_text(REPORT)
+    assert "passed" not in line(row(**versions.outcome(tmp_path / "report.xml", code)))
+    assert "passed" not in line(row(**versions.outcome(tmp_path / "none.xml", 0)))
+
+
+def test_rows_without_a_result_are_not_run() -> None:
+    stale = row(passed=9, failed=0, skipped=0)
+    assert "9 passed" in line(stale)
+    stale["floors"]["asked"] = {**stale["floors"]["asked"], "torch": "2.8"}
+    for results in ({}, stale):
+        assert "not run" in line(results)
+        assert "passed" not in line(results)
+
+
+@pytest.mark.parametrize("launcher", ["python3.11", "uv", ""])
+def test_without_such_a_python_a_row_is_not_run(launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("python3.11", "uv"):  # one that is there and can't, as a launcher without that Python; the other isn't
+        if name == launcher:
+            (tmp_path / name).write_text("#!/bin/sh\nexit 127\n")
+            (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = versions.run("floors")
+    assert result["not run"] == "neither python3.11 nor uv could make an environment"
+    assert "passed" not in line({"floors": result})

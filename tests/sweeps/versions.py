@@ -1,0 +1,211 @@
+"""The core tests on the oldest, some older and the newest versions that pyproject.toml allows: `.ci/matrix [ROW ...]`.
+
+Every row gets an environment of its own in a temporary folder: a Python from PATH, else uv; `pip install -e .[test]`
+under its pins; the core tests on one worker. Rows that aren't named keep their results, which are in versions.json and
+from there in the README. Needs only the standard library, and a package index that offers the pinned versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).with_suffix(".json")
+SHOWN = ("torch", "transformers", "huggingface_hub", "accelerate", "peft")
+
+# patching, exact conversion, positions and decoding, saving and loading, remote code, compiling, PEFT and the Trainer
+CORE = (
+    "tests/test_patch.py",
+    "tests/test_edits.py",
+    "tests/convert/test_fold.py",
+    "tests/positions/test_generation.py",
+    "tests/test_checkpoint.py",
+    "tests/test_loading.py",
+    "tests/test_guard.py",
+    "tests/export/test_remote.py",
+    "tests/export/test_modeling.py",
+    "tests/test_compile.py",
+    "tests/test_ecosystem.py",
+    "tests/test_cli.py",
+)
+# a quarter of the time, most of it that of other processes' imports
+LEFT_OUT = (
+    "tests/test_ecosystem.py::test_a_sentence_transformer_in_another_process",
+    "tests/test_loading.py::test_memory_while_loading",
+    "tests/test_compile.py::TestTogetherWith::test_fsdp2",
+    "tests/export/test_remote.py::test_code_that_computes_something_else_is_refused",
+)
+
+
+def floors() -> dict[str, str]:
+    """The oldest version of every package that pyproject.toml allows, with its extras for the recipes and the tests."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    return dict(
+        one.split(">=") for one in [*project["dependencies"], *extras["recipes"], *extras["test"]] if ">=" in one
+    )
+
+
+# name: the Python, and the pins; what isn't pinned is the newest
+ROWS: dict[str, tuple[str, dict[str, str]]] = {
+    "floors": ("3.11", floors()),
+    "torch-2.11": ("3.12", {"torch": "2.11.0", "transformers": "5.17.0"}),
+    "transformers-5.17": ("3.11", {"torch": "2.13.0", "transformers": "5.17.0"}),
+    "transformers-5.20": ("3.11", {"torch": "2.13.0", "transformers": "5.20.2"}),
+    "torch-2.13": ("3.11", {"torch": "2.13.0"}),
+    "newest": ("3.13", {}),
+}
+
+
+def asked(name: str) -> dict[str, str]:
+    version, pins = ROWS[name]
+    return {"python": version, **pins}
+
+
+class NotRunError(Exception):
+    """There is no such Python, or its environment can't be made."""
+
+
+def command(*args: str | Path, env: dict[str, str] | None = None) -> None:
+    subprocess.run([str(one) for one in args], cwd=ROOT, env=env, check=True)
+
+
+def make_environment(folder: Path, version: str) -> Path:
+    """A fresh virtual environment with pip; its Python."""
+    ways = {f"python{version}": ("-m", "venv"), "uv": ("venv", "--quiet", "--seed", "--python", version)}
+    for program, args in ways.items():
+        try:
+            command(program, *args, folder)
+            return folder / "bin/python"
+        except (FileNotFoundError, subprocess.CalledProcessError):  # a launcher may be there without its Python
+            continue
+    raise NotRunError(f"neither python{version} nor uv could make an environment")
+
+
+def install(python: Path, pins: dict[str, str], folder: Path) -> dict[str, str]:
+    """Installs the package, what the tests need and the pins; the environment variables to run it with."""
+    constraints = folder / "constraints.txt"
+    constraints.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
+    env = os.environ | {"PIP_CONSTRAINT": str(constraints), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
+        env.pop(name, None)
+    try:
+        command(python, "-m", "pip", "install", "--quiet", "-e", ".[test]", env=env)
+    except subprocess.CalledProcessError:
+        raise NotRunError("pip could not install it") from None
+    return env
+
+
+def versions(python: Path, env: dict[str, str]) -> dict[str, str]:
+    """Python's version and those of all packages that the row's pins or the table name, without builds (+cpu)."""
+    names = sorted({*floors(), *SHOWN})
+    code = (
+        "import json, platform, sys; from importlib.metadata import version; "
+        "print(json.dumps({'python': platform.python_version()} | {name: version(name) for name in sys.argv[1:]}))"
+    )
+    told = subprocess.run([python, "-c", code, *names], cwd=ROOT, env=env, check=True, capture_output=True, text=True)
+    return {name: version.partition("+")[0] for name, version in json.loads(told.stdout).items()}
+
+
+def run_tests(python: Path, env: dict[str, str], report: Path) -> int:
+    args = ["-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", f"--junitxml={report}", *CORE]
+    left_out = [f"--deselect={test}" for test in LEFT_OUT]
+    return subprocess.run([str(python), *args, *left_out], cwd=ROOT, env=env).returncode
+
+
+def outcome(report: Path, code: int) -> dict[str, Any]:
+    """What pytest's own report says; a run that ended early isn't counted as one that passed."""
+    if code not in (0, 1) or not report.exists():
+        return {"broken": f"pytest ended with {code}"}
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    kinds = [{child.tag for child in case} for case in cases]
+    bad = [case for case, kind in zip(cases, kinds, strict=True) if kind & {"failure", "error"}]
+    skipped = sum("skipped" in kind for kind in kinds)
+    return {
+        "passed": len(cases) - len(bad) - skipped,
+        "failed": len(bad),
+        "skipped": skipped,
+        "failures": [f"{case.get('classname')}::{case.get('name')}" for case in bad],
+    }
+
+
+@contextmanager
+def workplace(keep: bool) -> Iterator[Path]:
+    """A temporary folder; `keep` leaves it for a look at what failed."""
+    folder = Path(tempfile.mkdtemp(prefix="matrix-"))
+    try:
+        yield folder
+    finally:
+        if keep:
+            print(f"kept: {folder}")
+        else:
+            shutil.rmtree(folder)
+
+
+def run(name: str, keep: bool = False) -> dict[str, Any]:
+    """One row's result."""
+    version, pins = ROWS[name]
+    with workplace(keep) as folder:
+        try:
+            python = make_environment(folder / "env", version)
+            env = install(python, pins, folder)
+        except NotRunError as error:
+            return {"asked": asked(name), "not run": str(error)}
+        found = {"asked": asked(name), "versions": versions(python, env)}
+        report = folder / "report.xml"
+        return found | outcome(report, run_tests(python, env, report))
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The rows as a Markdown table; every row of ROWS is in it, run or not."""
+    lines = [
+        "| Python | " + " | ".join(SHOWN) + " | core tests |",
+        "|---|" + "---|" * (len(SHOWN) + 1),
+    ]
+    for name, (version, pins) in ROWS.items():
+        row = results.get(name, {})
+        if row.get("asked") != asked(name):  # a result of other pins says nothing about these
+            row = {"not run": "no result yet"}
+        told = row.get("versions") or {"python": version, **{one: pins.get(one, "newest") for one in SHOWN}}
+        if "passed" in row:
+            said = f"{row['passed']:,} passed, {row['failed']:,} failed, {row['skipped']:,} skipped"
+        else:
+            said = f"not run: {row['not run']}" if "not run" in row else f"broken: {row['broken']}"
+        lines.append("| " + " | ".join([*(told[one] for one in ("python", *SHOWN)), said]) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; default: all")
+    parser.add_argument("--keep", action="store_true", help="leave the environments, to look at what failed")
+    args = parser.parse_args()
+    if unknown := set(args.rows) - set(ROWS):
+        parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in args.rows or ROWS:
+        print(f"== {name}: Python {ROWS[name][0]}, {ROWS[name][1]}", flush=True)
+        results[name] = run(name, args.keep)
+        RESULTS.write_text(json.dumps({one: results[one] for one in ROWS if one in results}, indent=1) + "\n")
+    sys.path.insert(0, str(ROOT / "tests"))
+    import update_readme
+
+    update_readme.main(["versions"])
+    print(table(results))
+    return int(any(row.get("failed") or "broken" in row for row in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
