@@ -1,4 +1,4 @@
-"""Other projects' evaluations, of our models: lm-eval's tasks, and sentence-transformers' evaluators."""
+"""Runs lm-eval's tasks and sentence-transformers' evaluators on saved models."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How far a model does what another one does, on the same inputs."""
+"""Measures how far a model's outputs agree with another model's on the same inputs."""
 
 from collections.abc import Callable
 from typing import Any

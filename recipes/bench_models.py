@@ -83,8 +83,8 @@ MODELS = {
 }
 
 
-def same(models: dict[str, PreTrainedModel], given: dict[str, torch.Tensor]) -> None:
-    """See that the stock sibling computes what the patched model does.
+def require_same_outputs(models: dict[str, PreTrainedModel], given: dict[str, torch.Tensor]) -> None:
+    """Check that the stock sibling computes the same as the patched model.
 
     Raises:
         RecipeError: it doesn't.
@@ -213,7 +213,7 @@ def groups_of(
 def made_and_compared(shape: Shape, config: Any, device: torch.device) -> tuple[Any, dict[str, str], dict[str, Any]]:
     models, missing = subjects(shape, config, device)
     given = inputs(shape, config, device)
-    same(models, given)
+    require_same_outputs(models, given)
     return models, missing, given
 
 

@@ -27,8 +27,8 @@ def replaced(plain: nn.Module, patched: nn.Module) -> list[str]:
     return [path for path in found if path and not any(other.startswith(f"{path}.") for other in found)]
 
 
-class _Passed(torch.autograd.Function):
-    """Tensors as they are; `then` is called when the gradients of all of them are known."""
+class _GradientsKnown(torch.autograd.Function):
+    """Identity on tensors; calls `then` once the gradients of all of them are known."""
 
     @staticmethod
     def forward(ctx: Any, then: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -41,10 +41,10 @@ class _Passed(torch.autograd.Function):
         return None, *grads
 
 
-def passed(then: Callable[[], None], values: list[Any]) -> list[Any]:
-    """The values, of which those that have gradients tell when these are known."""
+def with_gradient_callback(then: Callable[[], None], values: list[Any]) -> list[Any]:
+    """The same values; `then` is called once the gradients of all tensors among them are known."""
     at = [i for i, x in enumerate(values) if isinstance(x, Tensor) and x.requires_grad]
-    found = dict(zip(at, _Passed.apply(then, *(values[i] for i in at)), strict=True)) if at else {}
+    found = dict(zip(at, _GradientsKnown.apply(then, *(values[i] for i in at)), strict=True)) if at else {}
     return [found.get(i, x) for i, x in enumerate(values)]
 
 
@@ -75,11 +75,13 @@ def clocked(model: nn.Module, places: Places) -> Iterator[dict[str, float]]:
                 for name in names:
                     spent[name] += seconds
 
-            given = passed(end, [*args, *kwargs.values()])
+            given = with_gradient_callback(end, [*args, *kwargs.values()])
             begin()
             result = call(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
             end()
-            return tuple(passed(begin, list(result))) if isinstance(result, tuple) else passed(begin, [result])[0]
+            if isinstance(result, tuple):
+                return tuple(with_gradient_callback(begin, list(result)))
+            return with_gradient_callback(begin, [result])[0]
 
         return measured
 

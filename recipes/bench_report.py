@@ -1,4 +1,4 @@
-"""What a reader sees of a benchmark: a table of whole models, one of their parts, and a figure."""
+"""Report of a benchmark: a table of whole models, one of their parts, and a figure."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -167,7 +167,7 @@ def compare(run: Run) -> None:
     run.results["from_scratch"] = not first.steps and not c.model
     run.write_results()
     try:
-        with stop_requests() as run.requests, asked_to_stop_after(c.max_minutes, run.requests):
+        with stop_requests() as run.requests, stop_requested_after(c.max_minutes, run.requests):
             for seed in c.seeds:
                 left = [cell for cell in cells if cell.seed == seed and not done(run, cell)]
                 run.accelerator.print(f"seed {seed}: {len(left)} of {len(cells) // len(c.seeds)} models to train")
@@ -181,7 +181,7 @@ def compare(run: Run) -> None:
 def train_seed(run: Run, baseline: Baseline, cells: list[Cell]) -> None:
     baseline.train(run, f"baseline-{baseline.seed}")
     for cell in cells:
-        if asked_to_stop(run):
+        if stop_requested(run):
             raise Stopped(f"stopped before {cell.name}; everything is saved")
         try:
             train_cell(run, baseline, cell)
@@ -231,8 +231,8 @@ def check_patches(run: Run, baseline: Baseline) -> None:
 
 
 @contextmanager
-def asked_to_stop_after(minutes: float | None, requests: list[float]) -> Iterator[None]:
-    """After so many minutes the run is asked to stop as by Ctrl-C: after the step it is in."""
+def stop_requested_after(minutes: float | None, requests: list[float]) -> Iterator[None]:
+    """Context that stops the run after so many minutes as Ctrl-C does: at the end of the current step."""
     timer = threading.Timer(60 * (minutes or 0), lambda: requests.append(time.monotonic()))
     timer.daemon = True
     if minutes is not None:
@@ -243,8 +243,8 @@ def asked_to_stop_after(minutes: float | None, requests: list[float]) -> Iterato
         timer.cancel()
 
 
-def asked_to_stop(run: Run) -> bool:
-    """Whether any of the processes was."""
+def stop_requested(run: Run) -> bool:
+    """Whether any of the processes was asked to stop."""
     asked = torch.tensor(float(bool(run.requests)), device=run.accelerator.device)
     return bool(run.accelerator.reduce(asked, "sum") > 0)
 

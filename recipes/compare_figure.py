@@ -1,4 +1,4 @@
-"""The curves of recipes/compare.py: means over seeds, and beside them the difference from the control."""
+"""Figure of recipes/compare.py: learning curves (means over seeds), and their differences from the control."""
 
 import io
 import math
@@ -109,14 +109,14 @@ def panels_of(results: Results) -> dict[str, dict[str, Kind]]:
         lines = {}
         for kind in compared:
             if kind.steps == steps and subject in ("", kind.variant):
-                lines[", ".join(told(results, kind)) if ways else kind.variant] = kind
+                lines[", ".join(varied_names(results, kind)) if ways else kind.variant] = kind
         heading = [subject] * bool(subject) + [f"{steps} steps"] * (len(budgets) > 1)
         if lines:
             panels[", ".join(heading) or f"held-out {main_name(results)}"] = lines
     return panels
 
 
-def told(results: Results, kind: Kind) -> list[str]:
+def varied_names(results: Results, kind: Kind) -> list[str]:
     """Start and method, as far as they differ in the grid."""
     compared = [cell.kind for cell in grid_of(results) if not cell.kind.is_control]
     return [getattr(kind, n) for n in ("start", "method") if len({getattr(k, n) for k in compared}) > 1]

@@ -1,4 +1,4 @@
-"""What a reader sees of recipes/compare.py: a reading in plain words, the table, and how to understand it."""
+"""Text report of recipes/compare.py: a summary, the table, and how to read it."""
 
 from collections.abc import Callable
 from statistics import median

@@ -1,4 +1,4 @@
-"""What a reader sees of recipes/stability.py: the table and the figure."""
+"""Report of recipes/stability.py: the table and the figure."""
 
 from collections.abc import Sequence
 from pathlib import Path

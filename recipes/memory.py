@@ -1,4 +1,4 @@
-"""How a process on a CPU gets its memory."""
+"""Settings of the C allocator for CPU runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader sees of a run: the table, the curves, and the machine that it ran on."""
+"""Report of a training run: the table, the curves, and the machine that it ran on."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""One output folder: models that are trained one after another, measured, saved, stopped and resumed."""
+"""One output folder of a recipe: trains models one after another, saves, stops and resumes."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Settings of recipes: flags, YAML, and what is refused before any work."""
+"""Settings of recipes, from flags and YAML files, checked before any work."""
 
 import argparse
 import difflib

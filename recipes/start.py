@@ -1,4 +1,4 @@
-"""Where training begins: the unpatched model, and patched copies of it."""
+"""Models at the start of training: the unpatched one, and patched copies of it."""
 
 import copy
 import warnings

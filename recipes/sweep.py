@@ -1,4 +1,4 @@
-"""What models do with inputs beyond the length that they were trained at."""
+"""Measures models on inputs longer than those that they were trained on."""
 
 import math
 from collections.abc import Callable

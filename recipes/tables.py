@@ -1,4 +1,4 @@
-"""Rows of a table: csv, tsv, json, jsonl and parquet files, and `datasets` ids."""
+"""Reads rows of tables: csv, tsv, json, jsonl and parquet files, and `datasets` ids."""
 
 import csv
 import io

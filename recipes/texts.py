@@ -1,4 +1,4 @@
-"""Where plain text comes from: files, tables with a column of texts, `datasets` ids, or the standard library."""
+"""Reads plain text: files, tables with a column of texts, `datasets` ids, or the standard library."""
 
 import platform
 from collections.abc import Iterable

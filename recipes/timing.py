@@ -1,4 +1,4 @@
-"""Times of things that do the same work, taken in turn, so that whatever else the machine does meets all of them."""
+"""Times alternatives in turn, so that disturbances of the machine affect all of them alike."""
 
 import random
 import time

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import difference, inputs, load, outputs, patch, tiny
+from safetensors.torch import load_file
+from tiny_models import difference, inputs, load, logged, outputs, patch, tiny
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
 
+from hfpatch.checkpoint.marker import MARKER
 from hfpatch.runtime.errors import CheckpointError
 from hfpatch.schemes.norms import DyT
 from hfpatch.schemes.rope import RoPE
@@ -197,7 +199,10 @@ def test_a_trainer_saves_and_resumes(tmp_path: Path) -> None:
     whole = trainer(without_dropout(), tmp_path / "run")
     whole.train()
     resumed = trainer(without_dropout(), tmp_path / "resumed")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+    assert MARKER in load_file(tmp_path / "run/checkpoint-2/model.safetensors")
+    with logged() as lines:
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+    assert not [line for line in lines if MARKER in line]
     assert len(losses(whole)) == 4
     assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)
     assert losses(whole)[-1] != pytest.approx(losses(whole)[0], rel=1e-3)  # control: it learns

@@ -173,9 +173,9 @@ def test_a_log_copies_together_with_its_model(copied) -> None:
     edits.set_parameter(model, "table", None)
     edits.set_attribute(model, "limit", 9)
     edits.set_module(model.inner, "1", None)
-    model.__dict__["way_back"] = edits
+    model.__dict__["undo_record"] = edits
     other = copied(model)
-    other.__dict__.pop("way_back").undo()
+    other.__dict__.pop("undo_record").undo()
     assert isinstance(other.norm, nn.LayerNorm)
     assert other.limit == 4
     assert torch.equal(other.table, edits._log[1][1][2][0])
@@ -246,8 +246,8 @@ def test_values_copy_together_with_their_model(copied) -> None:
     model, edits = tree(), Transaction()
     old = model.table.detach().clone()
     edits.set_values(model, "table", torch.zeros(4, 3))
-    model.__dict__["way_back"] = edits
+    model.__dict__["undo_record"] = edits
     other = copied(model)
-    other.__dict__.pop("way_back").undo()
+    other.__dict__.pop("undo_record").undo()
     assert torch.equal(other.table, old)
     assert not model.table.any()

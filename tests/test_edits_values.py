@@ -153,10 +153,10 @@ def test_rewritten_values_copy_together_with_their_model(copied: Any) -> None:
     edits = Transaction()
     for kind in ("centre", "multiply", "add"):
         rewrite(module, kind, 1, edits)
-    module.__dict__["way_back"] = edits
+    module.__dict__["undo_record"] = edits
     other = copied(module)
     now = bits(module.value)
-    other.__dict__.pop("way_back").undo()
+    other.__dict__.pop("undo_record").undo()
     assert torch.equal(bits(other.value), before)
     assert torch.equal(bits(module.value), now)  # the original is as it was
 

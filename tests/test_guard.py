@@ -160,6 +160,12 @@ def test_a_guard_whose_value_is_lost(saved: Path, tmp_path: Path) -> None:
         AutoConfig.from_pretrained(edited(saved, tmp_path / "1", hfpatch=record))
 
 
+def test_a_guard_of_a_part_whose_value_is_lost() -> None:
+    stored = {"text_config": {"initializer_range": SENTENCE}, "hfpatch": {"guarded": {}}}
+    with pytest.raises(CheckpointError, match=r"lacks the value of text_config\.initializer_range"):
+        released(stored, "here")
+
+
 class CheckedNowhere(PreTrainedConfig):
     """A family of one's own whose class checks none of its settings."""
 

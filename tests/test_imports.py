@@ -19,6 +19,7 @@ ORDER = (
     *(
         "__init__",
         "patch",
+        "outcome",
         "plan",
         "hub",
         "export",

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import infer_record
 import pytest
 import torch
-from daily import todays
 from infer_record import Proposal, propose_record
 from rope_proof import DIFFERENT, SAME
+from sampled import sampled
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel
 
@@ -46,7 +47,7 @@ OTHERS = [
 
 
 def sample(size: int = 6) -> list[str]:
-    return todays([name for name in OTHERS if name in set(zoo.model_types())], size)
+    return sampled([name for name in OTHERS if name in set(zoo.model_types())], size)
 
 
 def proposed(model_type: str) -> Proposal:
@@ -102,7 +103,8 @@ def test_most_recorded_classes_are_found_again() -> None:
 def test_what_is_printed_registers_a_record_that_works(tmp_path: Path) -> None:
     """A family that hfpatch has never heard of: pasted into a file of one's own, its model patches, saves and loads."""
     proposal = propose_record(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=97)))
-    assert proposal.record.stacks == ARCHITECTURES["gpt2"].stacks
+    # that GPT-2 hands position_ids on by itself spares hfpatch that; a proposal doesn't count on it
+    assert proposal.record.stacks == tuple(replace(one, hands_on=False) for one in ARCHITECTURES["gpt2"].stacks)
     file = tmp_path / "mine.py"
     file.write_text(proposal.code().replace("GPT2Model", "use.StrangeModel").replace("'gpt2'", "'strange'"))
     script = tmp_path / "use.py"

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import RECORDED, difference, inputs, load, norms_of, outputs, patch, tiny
+from safetensors.torch import load_file
+from tiny_models import RECORDED, difference, inputs, load, logged, norms_of, outputs, patch, tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
 
+from hfpatch.checkpoint.marker import MARKER
 from hfpatch.runtime.errors import CheckpointError
 from hfpatch.runtime.norms import AffineNorm
 from hfpatch.runtime.rotary import RotaryEmbedding
@@ -45,7 +47,7 @@ def test_shards_of_a_megabyte(model: Any, saved: Path) -> None:
     sizes = [path.stat().st_size for path in saved.glob("*.safetensors")]
     assert len(sizes) >= 2
     index = json.loads((saved / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == set(model.state_dict()) - {"lm_head.weight"}
+    assert set(index["weight_map"]) == set(model.state_dict()) - {"lm_head.weight"} | {MARKER}
     again = load(saved, CAUSAL)
     assert difference(model, again) == 0
     assert again.lm_head.weight is again.transformer.wte.weight
@@ -224,7 +226,10 @@ def test_quantized_while_loading(library: str, tmp_path: Path) -> None:
     if library != "quanto":  # which transformers doesn't save
         again.save_pretrained(tmp_path / "2")
         assert "fingerprint" not in (tmp_path / "2/config.json").read_text()
-        reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "2", device_map="cpu")
+        with logged() as lines:
+            reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "2", device_map="cpu")
+        assert MARKER in load_file(tmp_path / "2/model.safetensors")
+        assert not [line for line in lines if MARKER in line]
         assert relative(outputs(reloaded, **given)[0], eight_bits) < 1e-5
 
 

@@ -21,11 +21,15 @@ from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.norms import AffineNorm
 
-every_placement = pytest.mark.parametrize("placement", ["pre", "post", "olmo2", "sandwich"])
-
 
 def own(name: str) -> str:
     return "post" if name in POST else "pre"
+
+
+def other_placements(*names: str, of: tuple[str, ...] = ("pre", "post", "olmo2", "sandwich")) -> Any:
+    """Each model with each placement that it doesn't have by itself."""
+    pairs = [(name, placement) for name in names or MODELS for placement in of if placement != own(name)]
+    return pytest.mark.parametrize(("name", "placement"), pairs)
 
 
 def randomise_seconds(model: Any) -> None:
@@ -39,14 +43,15 @@ def randomise_seconds(model: Any) -> None:
 
 
 @every_model
-@every_placement
+def test_the_placement_that_a_model_has_is_nothing_to_patch(name: str) -> None:
+    with pytest.raises(NothingToPatchError, match=f"is {own(name)} already"):
+        plan_patch(make(name), placement=own(name))
+
+
+@other_placements()
 def test_it_is_the_formula(name: str, placement: str) -> None:
     model, reference = make(name), MODELS[name][2]
     original = copy.deepcopy(model)
-    if placement == own(name):
-        with pytest.raises(NothingToPatchError, match=f"is {placement} already"):
-            plan_patch(model, placement=placement)
-        return
     patch(model, placement=placement)
     randomise_seconds(model)
     with torch.no_grad():
@@ -90,11 +95,8 @@ def test_the_reference_is_the_model(name: str) -> None:
         assert error(run(model), MODELS[name][2](model, STEPS[own(name)])) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt, post-norm", "bart"])
-@every_placement
+@other_placements("gpt2", "opt, post-norm", "bart")
 def test_saved_loaded_copied_pickled(name: str, placement: str, tmp_path: Path) -> None:
-    if placement == own(name):
-        return
     model = patch(make(name), placement=placement)
     randomise_seconds(model)
     expected = run(model)
@@ -103,11 +105,8 @@ def test_saved_loaded_copied_pickled(name: str, placement: str, tmp_path: Path) 
     assert torch.equal(run(pickle.loads(pickle.dumps(model))), expected)
 
 
-@every_model
-@every_placement
+@other_placements()
 def test_undone_to_the_bit(name: str, placement: str) -> None:
-    if placement == own(name):
-        return
     model = make(name)
     before = fingerprint(model)
     patch(model, placement=placement, reversible=True)
@@ -116,11 +115,8 @@ def test_undone_to_the_bit(name: str, placement: str) -> None:
     assert not changes(before, fingerprint(model))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "opt, post-norm"])
-@pytest.mark.parametrize("placement", ["pre", "post", "sandwich"])
+@other_placements("gpt2", "bert", "opt, post-norm", of=("pre", "post", "sandwich"))
 def test_compiled_whole(name: str, placement: str) -> None:
-    if placement == own(name):
-        return
     model = patch(make(name), placement=placement)
     options = {"use_cache": False} if name != "bert" else {}
     torch.compiler.reset()
@@ -128,11 +124,8 @@ def test_compiled_whole(name: str, placement: str) -> None:
     assert error(compiled(**inputs(model), **options).last_hidden_state, run(model)) < 1e-13
 
 
-@pytest.mark.parametrize("name", ["opt, pre-norm", "opt, post-norm", "gpt2"])
-@pytest.mark.parametrize("placement", ["pre", "post", "olmo2"])
+@other_placements("opt, pre-norm", "opt, post-norm", "gpt2", of=("pre", "post", "olmo2"))
 def test_dropout_acts_on_the_branch_alone(name: str, placement: str) -> None:
-    if placement == own(name):
-        return
     rates = {"resid_pdrop": RATE, "attn_pdrop": 0.0, "embd_pdrop": 0.0} if name == "gpt2" else {"dropout": RATE}
     model = with_dropout(make(name, **rates))
     original = copy.deepcopy(model)

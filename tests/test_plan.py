@@ -127,7 +127,7 @@ def table(plan: Plan) -> list[str]:
 
 def test_the_table_of_gpt2() -> None:
     lines = table(plan_patch(tiny("gpt2", "AutoModelForCausalLM"), norm="rms", pos="rope"))
-    assert lines[0] == "module | now | becomes | kept function | note"
+    assert lines[0] == "module | now | becomes | expected | note"
     assert set(lines[1]) <= {"-", " ", "|"}
     body = {line.split(" | ")[0]: line.split(" | ")[1:] for line in lines[2:-1]}
     assert set(body) == {
@@ -179,7 +179,7 @@ def test_the_table_of_mlps() -> None:
     assert lines[3].split(" | ")[-2:] == ["(kept)", "keep"]
     assert "exact" in table(plan_patch(model, mlp="geglu"))[2]
     assert (
-        "GeGLU(32, 88) | approximate | parameters start afresh"
+        "GeGLU(32, 88) | approximate | parameters are reinitialised"
         in table(plan_patch(model, mlp="geglu", init="reset"))[2]
     )
 
@@ -368,7 +368,7 @@ def test_albert_has_one_row_for_its_repeated_layer() -> None:
 
 def test_nothing_asked() -> None:
     with pytest.raises(
-        OptionError, match="nothing was asked for: pass norm=, pos=, mlp=, placement= or several of them"
+        OptionError, match="no change was requested: pass norm=, pos=, mlp=, placement= or several of them"
     ):
         plan_patch(tiny("gpt2"))
 
@@ -459,11 +459,11 @@ def test_a_patched_config_in_an_unpatched_model() -> None:
 def test_a_patched_model_inside_another() -> None:
     model = tiny("gpt2", "AutoModelForCausalLM")
     patch(model.transformer, norm="rms")
-    with pytest.raises(UnsupportedError, match=r"transformer inside GPT2LMHeadModel was patched by itself"):
+    with pytest.raises(UnsupportedError, match=r"transformer inside GPT2LMHeadModel was patched on its own"):
         plan_patch(model, pos="rope")
     encoder, decoder = tiny("bert"), tiny("bert", "AutoModelForCausalLM", is_decoder=True, add_cross_attention=True)
     outer = EncoderDecoderModel(encoder=patch(encoder, norm="rms"), decoder=decoder)
-    with pytest.raises(UnsupportedError, match=r"encoder inside EncoderDecoderModel was patched by itself"):
+    with pytest.raises(UnsupportedError, match=r"encoder inside EncoderDecoderModel was patched on its own"):
         plan_patch(outer, pos="rope")
 
 

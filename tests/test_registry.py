@@ -11,14 +11,15 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tiny_models import difference, outputs, patch, registered, reload, tiny
+from tiny_models import changes, difference, fingerprint, outputs, patch, registered, reload, tiny
 from torch import Tensor, nn
 
 from hfpatch.core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS, Registry
 from hfpatch.errors import UnknownNameError
+from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.edits import COMPONENTS, Call, register_component
-from hfpatch.runtime.errors import CheckpointError, PatchError
+from hfpatch.runtime.errors import CheckpointError, PatchError, UnsupportedError
 from hfpatch.runtime.norms import AffineNorm, DynamicTanh, NormFacts
 from hfpatch.schemes.norms import RMS, Norm
 from hfpatch.schemes.positions import Position
@@ -175,6 +176,17 @@ def test_a_third_party_norm_is_planned_patched_and_reloaded(
             reload(model, tmp_path)
 
 
+def test_a_third_party_norm_that_names_no_starting_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MedianNorm, "initial_values", AffineNorm.initial_values)
+    model = tiny("gpt2")
+    before = fingerprint(model)
+    with registered(NORMS, "mean", Mean):
+        with pytest.raises(UnsupportedError, match=r"MedianNorm.initial_values\(\) doesn't say where 'power' starts"):
+            patch_model(model, norm="mean", init="reset")
+        assert not changes(before, fingerprint(model))
+        patch(model, norm="mean")  # control
+
+
 @pytest.mark.parametrize("family", ["gpt2", "bert", "bart"])
 def test_a_third_party_position_is_planned_patched_and_reloaded(family: str, tmp_path: Path) -> None:
     with registered(POSITIONS, "tilted", Tilted):
@@ -294,4 +306,4 @@ print("same", float((again(ids)[0] - model(ids)[0]).abs().max()) < 1e-6, again.c
 """
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
-    assert "same True {'norm': 'plugged'}" in done.stdout, done.stderr
+    assert "same True {'norm': 'plugged', 'outcome': 'exact" in done.stdout, done.stderr

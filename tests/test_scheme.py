@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import registered
 
 from hfpatch.core.registry import NORMS, POSITIONS
 from hfpatch.errors import OptionError, UnknownNameError
 from hfpatch.runtime.errors import PatchError
 from hfpatch.schemes.learned import Learned
+from hfpatch.schemes.mlps import SwiGLU
 from hfpatch.schemes.norms import RMS, Derf, DyT, Layer, Norm
 from hfpatch.schemes.positions import ALiBi, NoPE, Position, Sinusoidal
 from hfpatch.schemes.rope import RoPE
@@ -144,6 +146,62 @@ def test_numbers_outside_their_domain(make: Any, value: Any) -> None:
         return
     with pytest.raises(OptionError, match=r"must be a number in \(0, inf\), not"):
         make(value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(DyT, Derf, Sinusoidal, ALiBi, lambda v: Derf(0.5, v), lambda v: RoPE(theta=v)),
+        lambda v: RoPE(scaling={"rope_type": "linear", "factor": v}),
+        lambda v: SwiGLU(d_ff=v),
+    ],
+)
+def test_integers_beyond_64_bits(make: Any) -> None:
+    """torch raises an OverflowError, in the midst of a patch."""
+    with pytest.raises(OptionError, match=r"integer of more than 64 bits\. Choose a smaller one, or write 1e\+30"):
+        make(10**30)
+    make(2**63 - 1)  # control
+
+
+@dataclasses.dataclass(frozen=True)
+class Unchecked(Norm):
+    """A third party's scheme, which checks none of its options."""
+
+    power: float = 2.0
+    deep: bool = False
+    word: str = "a"
+    most: int | None = None
+    sizes: tuple[int, ...] = ()
+    pair: tuple[int, str] = (1, "a")
+    kind: Literal["a", "b"] = "a"
+    names: dict[str, Any] | None = None
+    anything: Any = None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"power": value} for value in ("abc", True, None, [1.0], {}, torch.tensor(1.0))),
+        *({"deep": 1}, {"word": 5}, {"most": 1.5}, {"most": True}, {"sizes": [1, "a"]}, {"sizes": 1}),
+        *({"pair": [1]}, {"pair": ["a", 1]}, {"kind": "c"}, {"names": [1]}),
+    ],
+)
+def test_options_that_a_third_party_doesnt_check(options: dict[str, Any]) -> None:
+    """Of another type than the class declares: refused before anything changes, however the scheme is written."""
+    (option,) = options
+    message = rf"^Unchecked: {option} must be .*, not "
+    with registered(NORMS, "unchecked", Unchecked):
+        with pytest.raises(OptionError, match=message):
+            Norm.resolve(Unchecked(**options))
+        with pytest.raises(OptionError, match=message):
+            Norm.from_json({"name": "unchecked", **options})
+
+
+def test_options_that_a_third_party_declares() -> None:
+    options = {"power": 3, "most": 4, "sizes": [1, 2], "pair": (2, "b"), "kind": "b", "names": {"a": 1}, "anything": []}
+    with registered(NORMS, "unchecked", Unchecked):
+        assert Norm.resolve(Unchecked(**options)) == Norm.from_json({"name": "unchecked", **options})
+        assert Norm.resolve("unchecked:power=3,deep=true,word=b") == Unchecked(3, True, "b")
 
 
 @pytest.mark.parametrize("value", [0, -0.5, 1.0001, 2, math.nan, True, "half"])

@@ -527,3 +527,11 @@ def test_tensors_of_another_dtype_and_shape(saved: Path, tmp_path: Path) -> None
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="isn't the one that was saved"):
         AutoModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("auto_map", ["x", ["x"], {"AutoModel": 5}, {"AutoModel": {}}, {"AutoModel": [5]}], ids=repr)
+def test_a_malformed_auto_map(auto_map: Any, saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path)
+    setting(auto_map=auto_map)(folder)
+    with pytest.raises(CheckpointError, match="its auto_map isn't an object of references"):
+        AutoConfig.from_pretrained(folder)

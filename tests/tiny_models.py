@@ -7,9 +7,10 @@ or position hardly changes an output. Here matrices have a spread of 0.4, gains 
 from __future__ import annotations
 
 import inspect
+import logging
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,6 +201,12 @@ def patch(model: Any, *args: Any, **kwargs: Any) -> Any:
         return patch_model(model, *args, **kwargs)
 
 
+def without_outcomes(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A patch record with its requests as users write them: what was measured isn't the same in every order."""
+    requests = [{name: value for name, value in one.items() if name != "outcome"} for one in record["request"]]
+    return {**record, "request": requests}
+
+
 def load(folder: Path, auto: str | type = "AutoModel", **options: Any) -> Any:
     """A saved model, its weights in memory of their own.
 
@@ -217,6 +224,25 @@ def reload(model: PreTrainedModel, folder: Path, auto: str | type = "AutoModel",
     """The model that an Auto class makes of what this one saves."""
     model.save_pretrained(folder)
     return load(folder, auto, **options)
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What transformers and accelerate log as a warning meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("transformers", "accelerate")]
+    levels = [one.level for one in loggers]
+    for one in loggers:
+        one.addHandler(handler)
+        one.setLevel(logging.WARNING)
+    try:
+        yield lines
+    finally:
+        for one, level in zip(loggers, levels, strict=True):
+            one.removeHandler(handler)
+            one.setLevel(level)
 
 
 @contextmanager

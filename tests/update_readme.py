@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-
-from typer.testing import CliRunner
-
-from hfpatch.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -28,6 +25,10 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/sweeps"), str(ROOT / "rec
 
 
 def _cli(*args: str) -> str:
+    from typer.testing import CliRunner
+
+    from hfpatch.cli import app
+
     return CliRunner().invoke(app, list(args)).output.rstrip()
 
 
@@ -161,6 +162,12 @@ def native_export() -> str:
     return sweep.compact(json.loads(NATIVE_EXPORT.read_text()))
 
 
+def versions() -> str:
+    import versions as sweep
+
+    return sweep.table(json.loads(sweep.RESULTS.read_text()))
+
+
 def speed() -> str:
     """The tables of whole models and of replaced modules; that of norms and rotations by themselves is long."""
     figure = "![Compiled, patched against unpatched](recipes/results/benchmark/benchmark.png)"
@@ -212,6 +219,7 @@ BLOCKS = {
     "native_rope": native_rope,
     "speed": speed,
     "native_export": native_export,
+    "versions": versions,
 }
 
 
@@ -222,13 +230,14 @@ def block(name: str, text: str) -> tuple[int, int]:
     return match.span(1)
 
 
-def main() -> None:
+def main(names: Iterable[str] = ()) -> None:
+    """Writes the named blocks, or all."""
     text = README.read_text()
-    for name, generate in BLOCKS.items():
+    for name in names or BLOCKS:
         start, end = block(name, text)
-        text = f"{text[:start]}{generate()}\n{text[end:]}"
+        text = f"{text[:start]}{BLOCKS[name]()}\n{text[end:]}"
     README.write_text(text)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

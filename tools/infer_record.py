@@ -1,4 +1,4 @@
-"""A record for a family that has none, found by what a small model of its kind does, not by what things are called.
+"""Proposes an architecture record for a family without one, by probing a small model of it.
 
 * A table's output differs from position to position and doesn't depend on what stands there.
 * Keys moved by a constant leave an attention's output alone, since softmax takes no notice; values moved by a constant

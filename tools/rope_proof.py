@@ -1,4 +1,4 @@
-"""What a rotary swap must do to a model in hand, measured on its outputs: no knowledge of the family goes in.
+"""Proves a rotary swap on a model by its outputs: shifting all positions changes none, shifting some changes them.
 
 Each figure is the largest change of any floating output, of the model or of the stack's owner, in units of that
 output's spread. Positions are changed where the rotations read them, one stack at a time, everything else running as

@@ -533,13 +533,13 @@ compare.main({tiny(tmp_path, text, *PART)!r})
 
     def test_time_limit_is_kept(self):
         requests = []
-        with compare.asked_to_stop_after(1e-9, requests):
+        with compare.stop_requested_after(1e-9, requests):
             for _ in range(200):
                 if requests:
                     break
                 signal.sigtimedwait([], 0.01)
         assert requests
-        with compare.asked_to_stop_after(None, never := []):
+        with compare.stop_requested_after(None, never := []):
             pass
         assert never == []
 

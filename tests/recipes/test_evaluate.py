@@ -255,7 +255,7 @@ class TestBootstrap:
 
 
 def finetuned(out, *flags):
-    tiny = "--baseline_steps 3 --steps 2 --eval_every 2 --batch_size 8 --calibration 8 --tracker none --layers 1"
+    tiny = "--baseline_steps 3 --steps 2 --eval_every 2 --batch_size 8 --calibration 64 --tracker none --layers 1"
     assert finetune.main([*tiny.split(), *map(str, flags), "--output_dir", str(out)]) == 0
     return out
 

@@ -13,7 +13,10 @@ import torch.nn.functional as F
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from run_files import ROOT, read_results
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hfpatch.checkpoint.marker import MARKER
 
 CONFIGS = ROOT / "recipes" / "configs" / "accelerate"
 TINY = "--layers 2 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 3 --steps 3"
@@ -94,7 +97,8 @@ def test_two_processes_train_stop_go_on_save_and_load(alone, text, tmp_path, con
         assert results["stages"][name]["end"]["loss"] == pytest.approx(stage["end"]["loss"], abs=1e-4)
     folder = out / "rms+rope"
     saved, alike = (json.loads((where / "rms+rope" / "config.json").read_text()) for where in (out, alone))
-    assert saved["model_type"] == "hfpatch"
+    assert saved["model_type"] == alike["model_type"]
+    assert MARKER in load_file(folder / "model.safetensors")
     assert saved["architectures"] == alike["architectures"]
     assert saved["hfpatch"].keys() == alike["hfpatch"].keys(), "with the fingerprint of its function"
     model = AutoModelForCausalLM.from_pretrained(folder).eval()

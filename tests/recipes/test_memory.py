@@ -10,32 +10,34 @@ import pytest
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 FAULTS = """
-import resource, sys, torch, hfpatch  # which the recipes import
+import resource, statistics, sys, torch, hfpatch  # which the recipes import
 from memory import keep_freed_memory
 if sys.argv[1] == "keep" and not keep_freed_memory():
     sys.exit("not here")
 def use():
     a, b = torch.ones(2**24), torch.ones(2**25)  # 64 and 128 MiB
     (a + 1).sum() + b.sum()
-use()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(6):
+rounds = []
+for _ in range(21):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     use()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    rounds.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(statistics.median(rounds))
 """
 
 
-def faults(how: str) -> int:
+def faults(how: str) -> float:
+    """Page faults of a typical round: now and then kept memory is split otherwise, and a tensor gets new pages once."""
     done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, cwd=RECIPES)
     if "not here" in done.stderr:
         pytest.skip("no glibc, or an accelerator")
-    return int(done.stdout)
+    return float(done.stdout)
 
 
 def test_freed_memory_is_kept() -> None:
     left = faults("leave")
-    assert left > 500, "by pages of 2 MiB; by those of 4 KiB it's 400,000"
-    assert faults("keep") < left / 5, "where tensors lie may move late, and one of them then gets new pages once"
+    assert left > 80, "by pages of 2 MiB; by those of 4 KiB it's 65,000"
+    assert faults("keep") < left / 5
 
 
 def test_not_where_it_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,15 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import transformers
-from repair_cost import Peak, jittered, resident
+from repair_cost import Peak, gpt2_options, jittered, quiet_on_one_thread, resident
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hfpatch.patch import patch_model
@@ -89,21 +87,13 @@ def peaks(way: str, folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--dtype", default="float32")
+    parser = gpt2_options(__doc__)
     parser.add_argument("--norm", default="rms")
     parser.add_argument("--pos", default="rope")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--peak", nargs=2, metavar=("WAY", "FOLDER"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    quiet_on_one_thread()
     if asked.peak:
         print(json.dumps(peaks(asked.peak[0], Path(asked.peak[1]))))
         return

@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfpatch.patch import patch_model, repair_report
@@ -58,6 +59,25 @@ class Peak:
     def __exit__(self, *_: object) -> None:
         self.open = False
         self.thread.join()
+
+
+def gpt2_options(description: str | None) -> argparse.ArgumentParser:
+    """A parser of the size and dtype of a GPT-2."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--dtype", default="float32")
+    return parser
+
+
+def quiet_on_one_thread() -> None:
+    """No warnings and no progress bars; one thread, and the same random numbers in every run."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
 
 
 def main() -> None:

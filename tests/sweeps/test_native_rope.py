@@ -1,4 +1,4 @@
-"""RoPE's settings over model types that rotate by themselves: whether the report is true, and a daily sample of it."""
+"""RoPE's settings over model types that rotate by themselves: whether the report is true, on a sample of types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 import zoo
-from daily import todays
+from sampled import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::hfpatch.errors.NotPreservedWarning")
 FIXED = ["llama", "phi", "gpt_neox"]
@@ -20,7 +20,7 @@ REPORT = json.loads(native_rope.REPORT.read_text())
 
 def _sample() -> list[str]:
     types = [one for one, row in REPORT["types"].items() if "same" in row and one in zoo.model_types()]
-    return todays(types, SAMPLE)
+    return sampled(types, SAMPLE)
 
 
 @pytest.mark.parametrize("model_type", [*FIXED, *_sample()])

@@ -1,4 +1,4 @@
-"""The norm swap over model types: all of them on request, and in every run a sample that moves on day by day."""
+"""The norm swap over model types: all of them on request, and in every run a fixed sample."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 import zoo
-from daily import todays
+from sampled import sampled
 
 FIXED = ["albert", "bloom", "cohere", "convnext", "deberta", "mpt", "nemotron", "olmo"]
 FIXED += ["llama4", "moonshine_streaming", "squeezebert"]  # a head's own config, a norm without a name, (B, C, T) norms
@@ -23,7 +23,7 @@ def _sample() -> list[str]:
     here = set(zoo.model_types())
     good = [one["model_type"] for one in types if one["status"] == "ok" and one["model_type"] in here]
     good = [model_type for model_type in good if model_type not in FIXED]
-    return todays(good, SAMPLE)
+    return sampled(good, SAMPLE)
 
 
 @pytest.mark.parametrize("model_type", [*FIXED, *_sample()])
@@ -96,7 +96,7 @@ class TestFailuresAreSeen:
 
         def forgetful(*args: object, **how: object) -> object:
             plan = original(*args, **how)
-            plan.changes.pop()
+            plan.by_kind["norm"].pop()
             return plan
 
         monkeypatch.setattr(norm_swap, "plan_patch", forgetful)

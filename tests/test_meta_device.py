@@ -1,0 +1,128 @@
+"""The path that a GPU takes, without one: patched models run with weights and inputs on torch's meta device.
+
+Operations there know shapes and devices, and no values. So they raise where a tensor is made on the CPU though the
+model is elsewhere, and where code reads a value: on a GPU the first is an error, and the second waits for the device.
+The unpatched model is the control: what it can't do there itself isn't asked of the patched one.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CONFIGS, inputs, patch, reload, tiny, tiny_config
+from torch import Tensor
+
+from hfpatch.errors import PatchError
+from hfpatch.runtime.norms import RMSNorm
+from hfpatch.runtime.rotary import RotaryEmbedding
+
+sys.path.insert(0, str(Path(__file__).parent / "export"))
+from exported_models import HEADS, REQUESTS
+
+# those whose forward is another one's are left out
+SAME_FORWARD = ("rms parametrized", "rms without shifts", "dyt llm", "swiglu fresh", "only some", "all", "fresh")
+FORWARDS = {name: request for name, request in REQUESTS.items() if name not in SAME_FORWARD}
+
+
+def evaluated(model: Any, given: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        model.eval()(**given)
+
+
+def trained(model: Any, given: dict[str, Tensor]) -> None:
+    returned = model.train()(**given)
+    sum(value.sum() for value in returned.values() if isinstance(value, Tensor) and value.requires_grad).backward()
+    assert all(parameter.grad is None or parameter.grad.is_meta for parameter in model.parameters())
+
+
+def decoded(model: Any, given: dict[str, Tensor]) -> None:
+    """Two steps with a cache."""
+    name = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
+    with torch.no_grad():
+        first = model.eval()(**given, use_cache=True)
+        second = {**given, name: given[name][:, :1]}
+        model(**second, past_key_values=first.past_key_values, use_cache=True)
+
+
+WAYS: tuple[Callable[[Any, dict[str, Tensor]], None], ...] = (evaluated, trained, decoded)
+
+
+# without these settings a host reads values of its inputs: whether a token is one of padding, whether a mask is needed
+CONFIG = {"gpt2": {"pad_token_id": None}, "deberta": {"pad_token_id": None}, "bart": {"attn_implementation": "eager"}}
+HEAD = HEADS | {"bart": "AutoModel"}
+FIRST = ("gpt2", "bert", "llama", "whisper")  # the others take minutes
+
+
+def built(family: str, **options: Any) -> Any:
+    return tiny(family, HEAD.get(family, "AutoModel"), **CONFIG.get(family, {}), **options)
+
+
+def obstacles(model: Any) -> dict[str, str]:
+    """What a model can't do on the meta device, with what it raises."""
+    found = {}
+    for way in WAYS:
+        one = copy.deepcopy(model).to("meta")
+        try:
+            way(one, {name: value.to("meta") for name, value in inputs(one).items()})
+        except Exception as error:  # whatever a host raises
+            found[way.__name__] = f"{error!r:.300}"
+    return found
+
+
+def control(family: str, request: str) -> dict[str, str]:
+    """What the unpatched model can't do; with dynamic scaling, where it rotates by itself, that with such scaling."""
+    config = tiny_config(family)
+    options = {}
+    if request == "dynamic" and getattr(config, "rope_parameters", None):
+        options["rope_parameters"] = {**config.rope_parameters, "rope_type": "dynamic", "factor": 4.0}
+    return obstacles(built(family, **options))
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=() if one in FIRST else pytest.mark.sweep) for one in CONFIGS]
+)
+def test_patched_models_run_where_no_value_is_known(family: str) -> None:
+    assert "evaluated" not in control(family, "rms copy")
+    wrong, tried = {}, 0
+    for request, arguments in FORWARDS.items():
+        model = built(family)
+        try:
+            patch(model, **arguments)
+        except PatchError:
+            continue
+        tried += 1
+        found = obstacles(model)
+        if found and found.keys() - control(family, request).keys():
+            wrong[request] = found
+    assert not wrong
+    assert tried >= 3
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "vit", "whisper"])
+def test_reopened_models_too(family: str, tmp_path: Any) -> None:
+    model = patch(built(family), norm="dyt", **({} if family == "llama" else {"pos": "rope"}))
+    assert (
+        not obstacles(reload(model, tmp_path, HEAD.get(family, "AutoModel"))).keys() - obstacles(built(family)).keys()
+    )
+
+
+def test_control_a_value_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch(built("gpt2"), norm="rms", init="copy")
+    assert not obstacles(model)
+    real = RMSNorm.forward
+    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: real(self, x) * (1.0 if x.sum() > 0 else 2.0))
+    assert obstacles(model).keys() == {"evaluated", "trained", "decoded"}
+
+
+def test_control_a_tensor_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch(built("gpt2"), pos="rope")
+    assert not obstacles(model)
+    real = RotaryEmbedding.forward
+    monkeypatch.setattr(RotaryEmbedding, "forward", lambda self, x: real(self, torch.ones(x.shape)))
+    assert obstacles(model).keys() == {"evaluated", "trained", "decoded"}
