@@ -97,8 +97,7 @@ def patch_model(
 
     Raises:
         PatchError: one of its children, from the plan, before anything changes; also where another thread is patching
-            the same model. Should something fail later, every
-            change is rolled back before the error is passed on.
+            the same model. Should something fail later, every change is rolled back before the error is passed on.
         VerificationError: with init="exact", what should be exact isn't, measured on the model.
     """
     schemes = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
@@ -116,21 +115,28 @@ def patch_model(
         check_optimizer(optimizer, model)
     tokenizer, length = _tokenizer_and_length(tokenizer, pos)
     batches = _checked_calibration(model, calibration, plan, init)
-    edits, report = Transaction(), None
-    dtype, lengths = model.dtype, plan.lengths_in(model.config)
-    if plan.changes:
-        try:
-            report = _carry_out(plan, model, edits, optimizer, batches, fit, init, example_inputs)
-        except VerificationError as error:
-            if init == "exact":
-                raise
-            plan = make_plan(model, checked_request(schemes, only, keep, init), example_inputs, error.measured)
-            batches = batches or _checked_calibration(model, calibration, plan, init)
-            report = _carry_out(plan, model, edits, optimizer, batches, fit, init, example_inputs)
-    if tokenizer is not None:
-        edits.set_attribute(tokenizer, "model_max_length", length)
-    if plan.changes:
-        _keep_on_model(model, UndoRecord(edits, dtype, lengths) if reversible else None, report)
+    before, dtype, lengths = list(model.parameters()), model.dtype, plan.lengths_in(model.config)
+    edits, optimizer_edits, report = Transaction(), Transaction(), None
+    with edits.all_or_nothing(), optimizer_edits.all_or_nothing():
+        if plan.changes:
+            try:
+                report = _carry_out(plan, model, edits, batches, fit, init, example_inputs)
+            except VerificationError as error:
+                if init == "exact":
+                    raise
+                edits.undo()
+                plan = make_plan(model, checked_request(schemes, only, keep, init), example_inputs, error.measured)
+                batches = batches or _checked_calibration(model, calibration, plan, init)
+                report = _carry_out(plan, model, edits, batches, fit, init, example_inputs)
+        if tokenizer is not None:
+            edits.set_attribute(tokenizer, "model_max_length", length)
+        if plan.changes:
+            if optimizer is not None:
+                swap_parameters(model, optimizer, before, edits.replacements(), optimizer_edits)
+            _warn(plan, model, report, init)  # an error, where the user's filter makes it one
+            _keep_as_initialised(model, before)
+            undo_record = (undo_record or UndoRecord(Transaction(), dtype, {})).then(edits, lengths)
+            _keep_on_model(model, edits, undo_record if reversible else None, report)
     return compile_model(model) if compile else model
 
 
@@ -180,7 +186,8 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
     replaced = [(new, old) for old, new in undo_record.edits.replacements()]
     patched_config, device, dtype = model.config, model.device, model.dtype
     undo_record.edits.undo()
-    _keep_on_model(model, None, None)
+    for name in (UNDO_RECORD, REPAIR):
+        vars(model).pop(name, None)
     carry_over_config(model, patched_config, undo_record.lengths)
     for parameter in model.parameters():  # restored ones move to the model's present device and dtype
         if id(parameter) not in present_ids:
@@ -243,64 +250,58 @@ def _carry_out(
     plan: Plan,
     model: PreTrainedModel,
     edits: Transaction,
-    optimizer: Any,
     calibration: Iterable[Any] | None,
     fit: str,
     init: str,
     inputs: Mapping[str, Any] | None,
 ) -> RepairReport | None:
-    """Carry out a plan phase by phase, measure it, repair it, and warn; on any error all is rolled back."""
-    optimizer_edits = Transaction()
-    before = list(model.parameters())
+    """Carry out a plan phase by phase, measure it and repair it."""
     exact, norms, others = plan.phases
     conversion, repairs = plan.conversion, calibration is not None and bool(plan.losses())
     reference = conversion.measure() if conversion is not None else None
     measurement = Measurement(plan, model, inputs, reference, repairs)
-    report = verdict = None
-    try:
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-            exact.apply(model, edits)
-            if conversion is not None and reference is not None:
-                verdict = conversion.verify(reference)
-            original = reference_copy(model, writes=bool(conversion and conversion.moved_shifts)) if repairs else None
-            norms.apply(model, edits)
-            if conversion is not None:
-                conversion.compensate(edits)
-            others.apply(model, edits)
-            give_patched_config(model, plan.record, edits, plan.lengths)
-            edits.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
-            write_outcomes(model, measurement.outcomes(model, verdict), init)
-            if calibration is not None and original is not None:
-                report = repair(model, original, calibration, edits, fit)
-        if optimizer is not None:
-            swap_parameters(model, optimizer, before, edits.replacements(), optimizer_edits)
-        _warn(plan, model, report, init)  # an error, where the user's filter makes it one
-    except BaseException:
-        optimizer_edits.undo()
-        edits.undo()
-        raise
+    verdict = None
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        exact.apply(model, edits)
+        if conversion is not None and reference is not None:
+            verdict = conversion.verify(reference)
+        original = reference_copy(model, writes=bool(conversion and conversion.moved_shifts)) if repairs else None
+        norms.apply(model, edits)
+        if conversion is not None:
+            conversion.compensate(edits)
+        others.apply(model, edits)
+        give_patched_config(model, plan.record, edits, plan.lengths)
+        edits.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
+        write_outcomes(model, measurement.outcomes(model, verdict), init)
+        if calibration is None or original is None:
+            return None
+        return repair(model, original, calibration, edits, fit)
+
+
+def _keep_as_initialised(model: nn.Module, before: Iterable[nn.Parameter]) -> None:
+    """Mark what a patch added, so that a later `init_weights()` doesn't initialise it again."""
     old_ids = set(map(id, before))
-    for module in model.modules():  # a later init_weights() must not initialise them again
+    for module in model.modules():
         is_new = any(id(parameter) not in old_ids for parameter in module.parameters(recurse=False))
         if is_new or isinstance(module, AffineNorm | GatedLinear):
             for value in (*module.modules(), *module.parameters()):
                 vars(value)["_is_hf_initialized"] = True
-    return report
 
 
-def _keep_on_model(model: nn.Module, undo_record: UndoRecord | None, report: RepairReport | None) -> None:
-    """Store a patch's undo log (appended to earlier patches') and repair report on the model; None removes them."""
-    earlier: UndoRecord | None = vars(model).pop(UNDO_RECORD, None)
-    vars(model).pop(REPAIR, None)
-    if undo_record is not None:
-        vars(model)[UNDO_RECORD] = undo_record if earlier is None else earlier.then(undo_record)
-    if report is not None:
-        vars(model)[REPAIR] = report
+def _keep_on_model(
+    model: nn.Module, edits: Transaction, undo_record: UndoRecord | None, report: RepairReport | None
+) -> None:
+    """Store the undo log of all patches, and the latest's repair report, on the model; None removes them."""
+    for name, value in ((UNDO_RECORD, undo_record), (REPAIR, report)):
+        if value is not None:
+            edits.set_attribute(model, name, value)
+        else:
+            edits.drop_key(vars(model), name)
 
 
 def _warn(plan: Plan, model: PreTrainedModel, report: RepairReport | None, init: str) -> None:
     """Warn of what a patch didn't preserve."""
-    caller = 5  # this function, _carry_out, patch_model and its decorator are between
+    caller = 4  # this function, patch_model and its decorator are between
     newest = Record.of(model.config).outcomes(plan.by_kind)
     changed = {request: outcome for request, outcome in newest.items() if not outcome.startswith(EXACT)}
     if changed and init != "reset" and not (report and report.suffices):

@@ -68,7 +68,7 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
     given = made_inputs(model) if example_inputs is None else example_inputs
     reference = Reference(model, fitting(model, given), [])
     edits = Transaction()
-    try:
+    with edits.all_or_nothing():
         for (path, one), rotary_dim in attentions:
             _reorder(edits, path, one, order(rotary_dim, one.head_dim, to))
         found = condensed((edit for change in changes for edit in change.edits), model)
@@ -83,11 +83,8 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
         record = _recorded(Record.of(model.config), replace(part, outcome=verdict.outcome))
         give_patched_config(model, record.with_edits(found), edits)
         edits.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
-    except BaseException:
-        edits.undo()
-        raise
-    if UNDO_RECORD in vars(model):
-        vars(model)[UNDO_RECORD].edits.then(edits)
+        if UNDO_RECORD in vars(model):
+            edits.set_attribute(model, UNDO_RECORD, vars(model)[UNDO_RECORD].then(edits))
     return model
 
 

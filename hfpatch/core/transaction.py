@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import setitem
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -184,15 +185,27 @@ class Transaction:
         return [pair for pair in pairs if all(isinstance(one, kinds) for one in pair)]
 
     def then(self, later: Transaction) -> Transaction:
-        """This transaction with a later one's log appended, so that `undo` reverts both."""
-        self._log += later._log
-        return self
+        """A transaction whose `undo` reverts a later one and this one; what is logged afterwards isn't in it."""
+        both = Transaction()
+        both._log = [*self._log, *later._log]
+        return both
 
     def undo(self, length: int = 0) -> None:
         """Revert changes, newest first, until `length` of them are left in the log."""
         while len(self._log) > length:
-            undo, arguments = self._log.pop()
+            undo, arguments = self._log[-1]
             undo(*arguments)
+            self._log.pop()  # afterwards, so that what an interrupt leaves can be undone by another call
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """While it is open, an error or Ctrl-C undoes the changes that were made since."""
+        length = len(self)
+        try:
+            yield
+        except BaseException:
+            self.undo(length)
+            raise
 
 
 @dataclass
@@ -209,9 +222,9 @@ class UndoRecord:
     dtype: torch.dtype
     lengths: dict[str, Any]
 
-    def then(self, later: UndoRecord) -> UndoRecord:
-        """This record extended by that of a later patch."""
-        return UndoRecord(self.edits.then(later.edits), self.dtype, {**self.lengths, **later.lengths})
+    def then(self, later: Transaction, lengths: Mapping[str, Any] = MappingProxyType({})) -> UndoRecord:
+        """This record extended by the log of a later change, and the lengths that it set."""
+        return UndoRecord(self.edits.then(later), self.dtype, {**self.lengths, **lengths})
 
 
 def _calculated(kind: str, x: Tensor, operand: Tensor, axis: int | None) -> Tensor:

@@ -95,7 +95,6 @@ def repair(
     by_itself = edits is None
     alone = changing(model) if by_itself else nullcontext()  # a patch holds the model already
     edits = Transaction() if edits is None else edits
-    mark = len(edits)
     is_self = isinstance(calibration, str) and calibration == "self"
     calibration = sample_batches(reference) if is_self else require_batches(calibration, model)
     with (
@@ -110,14 +109,11 @@ def repair(
         new = BlockReplay(model, batches, Path(folder) / "new")
         old = BlockReplay(reference, batches, Path(folder) / "old")
         repairer = _Repairer(new, old, batches, edits, fit)
-        try:
+        with edits.all_or_nothing():
             repairer.run()
             if KEY in vars(model.config):
                 record, original = Record.of(model.config), Record.of(reference.config)
                 edits.set_attribute(model.config, KEY, record.repaired(original, repairer.report.outcome()).to_json())
-        except BaseException:
-            edits.undo(mark)
-            raise
     if by_itself and not repairer.report.suffices:
         warnings.warn(f"{type(model).__name__}: {repairer.report.summary()}", NotPreservedWarning, stacklevel=2)
     return repairer.report

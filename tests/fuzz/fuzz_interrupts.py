@@ -24,10 +24,9 @@ from hypothesis import strategies as st
 from tiny_models import fingerprint
 
 import hfpatch
-from hfpatch.core.transaction import Transaction
+from hfpatch.core.transaction import UNDO_RECORD, Transaction
 from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError
-from hfpatch.runtime.record import KEY
 
 ROOT = str(Path(hfpatch.__file__).parent)
 WATCHED = tuple(f"{ROOT}/{part}" for part in ("patch.py", "plan.py", "swap", "exact", "repairs", "contrib", "core"))
@@ -125,7 +124,7 @@ def patched(model: Any, inputs: Any, request: int, optimizer: Any = None) -> Any
         arguments["calibration"] = [inputs, inputs]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return patch_model(model, **arguments, optimizer=optimizer)
+        return patch_model(model, **arguments, optimizer=optimizer, reversible=True)
 
 
 def counted(case: Case, model: Any, inputs: Any, counter: Counter, optimizer: Any = None) -> None:
@@ -165,7 +164,7 @@ def check(case: Case) -> list[str]:
     except BaseException as error:
         if not counter.struck:
             raise Finding("untyped", described(error)) from error
-        if case.where == "call" and KEY in vars(model.config) and same_bits(tensors, dict(model.state_dict())):
+        if case.where == "call" and UNDO_RECORD in vars(model) and same_bits(tensors, dict(model.state_dict())):
             return [f"{place}: after the end, patched as a whole"]
         require_unchanged(f"{described(error)}, {case.where} {counter.strike} of {events},", before, model, optimizer)
         patched(model, inputs, case.request, optimizer)
