@@ -144,6 +144,40 @@ def test_other_settings_are_refused(change: Any, auto: str, saved: Path, tmp_pat
     getattr(transformers, auto).from_pretrained(folder, check_fingerprint=False)
 
 
+IN_CONFIG_SLIGHTLY: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "eps": lambda config: config.update(layer_norm_epsilon=1.1e-5),
+    "theta": in_edits("theta=300.0", "theta=300.001"),
+    "length": lambda config: config.update(n_positions=2 * config["n_positions"]),
+    "dropout": lambda config: config.update(attn_pdrop=0.5),
+    "what the record says": lambda config: config["hfpatch"]["request"][0].update(outcome="exact"),
+}
+
+
+@pytest.mark.parametrize("auto", AUTOS)
+@pytest.mark.parametrize("change", IN_CONFIG_SLIGHTLY.values(), ids=IN_CONFIG_SLIGHTLY)
+def test_what_few_inputs_dont_show_is_told(change: Any, auto: str, saved: Path, tmp_path: Path) -> None:
+    folder, opener = copied(saved, tmp_path), getattr(transformers, auto)
+    with_config(folder, change)
+    with pytest.warns(FingerprintWarning, match=r"its config\.json, or the patch record in it, was edited"):
+        opener.from_pretrained(folder)
+    with pytest.warns(FingerprintWarning, match="was edited"):  # beside settings that are changed on purpose
+        opener.from_pretrained(folder, embd_pdrop=0.3, activation_function="relu")
+    with pytest.raises(CheckpointError, match="was edited after it was saved"):
+        opener.from_pretrained(folder, check_fingerprint="full")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opener.from_pretrained(folder, check_fingerprint=False).save_pretrained(tmp_path / "again")
+        opener.from_pretrained(tmp_path / "again")
+
+
+def test_names_and_labels_may_be_edited(saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path)
+    with_config(folder, lambda config: config.update(id2label={"0": "apple", "1": "pear"}, transformers_version="6"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AutoModel.from_pretrained(folder, check_fingerprint="full")
+
+
 @pytest.mark.parametrize("auto", AUTOS)
 @pytest.mark.parametrize("dtype", [None, "auto", torch.float64, torch.bfloat16, torch.float16])
 def test_the_control_of_refusals(auto: str, dtype: Any, saved: Path, tmp_path: Path) -> None:
@@ -350,7 +384,7 @@ def test_what_a_failure_says(saved: Path, tmp_path: Path) -> None:
 
 def test_what_is_stored(saved: Path) -> None:
     stored = stored_in(saved)["hfpatch"]["fingerprint"]
-    assert stored.keys() == {"version", "GPT2LMHeadModel", "GPT2Model"}
+    assert stored.keys() == {"version", "config", "GPT2LMHeadModel", "GPT2Model"}
     assert stored["version"] == 2
     for name, output in {"GPT2LMHeadModel": "logits", "GPT2Model": "last_hidden_state"}.items():
         recorded = ClassFingerprint.parse(stored[name])
@@ -359,7 +393,7 @@ def test_what_is_stored(saved: Path) -> None:
         assert list(recorded.outputs) == [output]
         assert len(recorded.outputs[output]) == 9
     text = (saved / "config.json").read_text()
-    assert text[text.index('"fingerprint"') :].partition("}")[0].count("\n") <= 5, "lines of config.json"
+    assert text[text.index('"fingerprint"') :].partition("}")[0].count("\n") <= 6, "lines of config.json"
     config = AutoConfig.from_pretrained(saved)
     assert "fingerprint" not in config.hfpatch
     assert "fingerprint" not in str(config.to_dict())
@@ -673,7 +707,12 @@ def line(weights: str = WEIGHTS, ids: Any = IDS, outputs: str = f"last_hidden_st
 
 
 def of(*lines: Any, **more: Any) -> dict[str, Any]:
-    return {"version": 2, **dict(zip(("GPT2Model", "GPT2LMHeadModel"), lines, strict=False)), **more}
+    return {
+        "version": 2,
+        "config": "0" * 32,
+        **dict(zip(("GPT2Model", "GPT2LMHeadModel"), lines, strict=False)),
+        **more,
+    }
 
 
 MALFORMED: dict[str, Any] = {
@@ -681,11 +720,14 @@ MALFORMED: dict[str, Any] = {
     "a list": [],
     "text": line(),
     "empty": {},
-    "no version": {"GPT2Model": line()},
-    "a newer version": {"version": 3, "GPT2Model": line()},
-    "a version as text": {"version": "2", "GPT2Model": line()},
-    "a version that is true": {"version": True, "GPT2Model": line()},
-    "a version of 4,000 digits": {"version": 10**4000, "GPT2Model": line()},
+    "no version": of(line(), version=None),
+    "a newer version": of(line(), version=3),
+    "a version as text": of(line(), version="2"),
+    "a version that is true": of(line(), version=True),
+    "a version of 4,000 digits": of(line(), version=10**4000),
+    "no digest of config.json": {"version": 2, "GPT2Model": line()},
+    "a digest of config.json too short": of(line(), config="0" * 31),
+    "a digest of config.json of capitals": of(line(), config="A" * 32),
     "no class": of(),
     "too many classes": of(**{f"M{i}": line() for i in range(9)}),
     "another entry": of(line(), code="import os"),
@@ -759,7 +801,7 @@ def test_any_damage_of_a_line_is_malformed_or_another_fingerprint(saved: Path) -
         for by in ("", "0", " ", ",", "|", ":", "x", "-", "\0", "é"):
             changed = text[:place] + by + text[place + 1 :]
             try:
-                found = Fingerprint.from_json({"version": 2, "GPT2Model": changed}, "here")
+                found = Fingerprint.from_json(of(changed), "here")
             except CheckpointError:
                 continue
             assert found is not None
@@ -795,14 +837,13 @@ def test_the_control_of_malformed_fingerprints(saved: Path, tmp_path: Path) -> N
     more = line(mask="bool 1x2 1 0", pixel_values="texture 1x3x4x4", outputs=f"a.b[0] {NINE}, c {NINE}")
     for text in (line(), WEIGHTS, more):
         found = Fingerprint.from_json(of(text), "here")
-        assert found is not None
-        assert found.to_json() == of(text)
+        assert {**found.to_json(), "config": found.config} == of(text)
     folder = copied(saved, tmp_path)
     for text in (line(), WEIGHTS):
         with_config(folder, lambda config, text=text: config["hfpatch"].update(fingerprint=of(text)))
         with another:
             AutoModel.from_pretrained(folder)
-    with_config(folder, lambda config: config["hfpatch"].update(fingerprint={"version": 2, "BertModel": line()}))
+    with_config(folder, lambda config: config["hfpatch"].update(fingerprint=of(BertModel=line())))
     AutoModel.from_pretrained(folder)  # of another class there is nothing to compare
     assert isinstance(AutoConfig.from_pretrained(folder), GPT2Config)
 

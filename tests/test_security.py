@@ -529,6 +529,15 @@ def test_tensors_of_another_dtype_and_shape(saved: Path, tmp_path: Path) -> None
         AutoModel.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("architectures", ["x", [5], {"x": 1}, [None]], ids=repr)
+def test_malformed_architectures(architectures: Any, saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path)
+    setting(architectures=architectures)(folder)
+    for opener in (AutoConfig, AutoModel):
+        with pytest.raises(CheckpointError, match=r"its architectures are .*, not a list of names"):
+            opener.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("auto_map", ["x", ["x"], {"AutoModel": 5}, {"AutoModel": {}}, {"AutoModel": [5]}], ids=repr)
 def test_a_malformed_auto_map(auto_map: Any, saved: Path, tmp_path: Path) -> None:
     folder = copied(saved, tmp_path)

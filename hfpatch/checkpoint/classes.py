@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 from safetensors import SafetensorError
@@ -28,11 +29,25 @@ from ..runtime.refuse_host import ENTRY as GUARDED
 from .auto_classes import opening
 from .file_digests import compare, write_digests
 from .files import broken_file, is_plain_name, require_sound_files
-from .fingerprint import Fingerprint, settings_of, without_harmless
+from .fingerprint import Fingerprint, config_digest, settings_of, with_config_digest, without_harmless
 from .marker import MARKER, marked
 from .saving import replacing, require_finished
 
-OPENED = "_hfpatch_opened"  # attribute of a config read from disk: (its fingerprint or None, digest of its settings)
+OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `Opened`
+
+
+class Opened(NamedTuple):
+    """What a config that was read from disk knows of the file.
+
+    Attributes:
+        fingerprint: what is stored in it, if anything.
+        settings: a digest of the settings as they were read, before any were passed to `from_pretrained`.
+        edited: whether the file isn't the one that was saved.
+    """
+
+    fingerprint: Fingerprint | None
+    settings: str
+    edited: bool
 
 
 class HfpatchConfig(PreTrainedConfig):
@@ -129,15 +144,20 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
                     "unpatched one: save the patched base (save_pretrained), open that, and put the adapter on it."
                 )
             settings, fingerprint = _checked_config(config_dict, where)
+            edited = fingerprint is not None and fingerprint.config != config_digest(config_dict)
             found = super().from_dict(settings, **kwargs)
             config: Any = found[0] if isinstance(found, tuple) else found
             overridden = any(hasattr(config, name) for name in without_harmless(kwargs))
             as_saved = super().from_dict(copy.deepcopy(settings)) if overridden else config
-            config.__dict__[OPENED] = fingerprint, settings_of(as_saved)
+            config.__dict__[OPENED] = Opened(fingerprint, settings_of(as_saved), edited)
             return found
 
         def to_dict(self) -> dict[str, Any]:
             return {name: value for name, value in super().to_dict().items() if name != OPENED}
+
+        def to_json_string(self, use_diff: bool = True) -> str:
+            stored = with_config_digest(json.loads(super().to_json_string(use_diff)))
+            return json.dumps(stored, indent=2, sort_keys=True) + "\n"
 
         def __repr__(self) -> str:  # transformers calls it whenever it opens a config
             return f"{host.__name__} {host.to_json_string(self)}"
@@ -192,17 +212,14 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 reason = broken_file(name, subfolder) or error
                 raise CheckpointError(f"{name}: its weights can't be read: {reason}") from error
             model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
-            fingerprint, settings = vars(model.config).pop(OPENED, (None, None))
-            own = _is_own_config(kwargs.get("config"), name)
-            if check_fingerprint and own and settings is not None and fingerprint is None:
-                message = (
-                    f"{name} was saved without a fingerprint, so whether this {cls.__name__} is the one that was saved "
-                    "can't be fully checked. Save it again with all its weights in memory, unquantized and without "
-                    "adapters; or silence this: from_pretrained(..., check_fingerprint=False)."
-                )
-                warnings.warn(message, FingerprintWarning, stacklevel=2)
-            if check_fingerprint and own and fingerprint is not None and settings == settings_of(model.config):
-                _require_same_function(model, fingerprint, info, name)
+            opened: Opened | None = vars(model.config).pop(OPENED, None)
+            if check_fingerprint and opened is not None and _is_own_config(kwargs.get("config"), name):
+                if opened.fingerprint is None:
+                    _warn_of_no_fingerprint(cls.__name__, name)
+                elif opened.settings == settings_of(model.config):
+                    _require_same_function(model, opened.fingerprint, info, name)
+                if opened.edited:
+                    _tell_of_edited_config(name, full)
             return loaded if wants_info else model
 
         def save_pretrained(
@@ -308,6 +325,31 @@ def _require_same_function(model: PreTrainedModel, fingerprint: Fingerprint, inf
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     if not any(key.startswith(prefix) for key in mismatched):
         fingerprint.require(model, name, strict=not mismatched, missing=info.get("missing_keys", ()))
+
+
+def _warn_of_no_fingerprint(class_name: str, name: Any) -> None:
+    message = (
+        f"{name} was saved without a fingerprint, so whether this {class_name} is the one that was saved can't be "
+        "fully checked. Save it again with all its weights in memory, unquantized and without adapters; or silence "
+        "this: from_pretrained(..., check_fingerprint=False)."
+    )
+    warnings.warn(message, FingerprintWarning, stacklevel=3)
+
+
+def _tell_of_edited_config(name: Any, full: bool) -> None:
+    """Warn that config.json isn't the one that was saved: the check's few inputs don't show all that may follow.
+
+    Raises:
+        CheckpointError: the full check was asked for.
+    """
+    message = (
+        f"{name}: its config.json, or the patch record in it, was edited after it was saved. The check runs few "
+        "inputs, on which a small change doesn't show. If the change is as it should be, save_pretrained makes a new "
+        "fingerprint; else download or save it again."
+    )
+    if full:
+        raise CheckpointError(message)
+    warnings.warn(message, FingerprintWarning, stacklevel=3)
 
 
 class _ExportConfig(HfpatchConfig):

@@ -1,12 +1,13 @@
-"""Fingerprint of a saved model: a digest of its weights and the outputs of a small forward, compared on load.
+"""Fingerprint of a saved model: digests of its weights and settings, the outputs of a small forward; compared on load.
 
 A clean loading report isn't enough: weights under other names, a module that was renamed, a setting that changed in
 config.json all give a model that runs and isn't the one that was saved.
 
-What is stored is taken of the model's class and of its base, which other heads share (weight_digest.py and
+Weights and outputs are those of the model's class and of its base, which other heads share (weight_digest.py and
 small_forward.py say how). In config.json each is one line, with a digest for every dtype in which the checkpoint may be
 opened:
 
+    "config": "5d1e...",
     "GPT2Model": "weights: float32 148-0f3c...-a03b..., float16 ... | inputs: input_ids int64 1x12 51 7 ... |
                   outputs: last_hidden_state 1.02 0.31 ..."
 """
@@ -29,7 +30,7 @@ from transformers.integrations.fsdp import is_fsdp_enabled
 
 from ..errors import FingerprintWarning
 from ..runtime.errors import CheckpointError, first_line
-from ..runtime.record import KEY
+from ..runtime.record import FINGERPRINT, KEY
 from .small_forward import SUMS, Sums, deviation, is_finite, run, texture
 from .weight_digest import digest, same_weights
 
@@ -43,6 +44,7 @@ BLUNT = 0.4
 _DRAWS = {"float32": 1, "float16": 1, "bfloat16": 2}  # of noise in the last bit, from fine to coarse
 _LOUDER = 4.0
 _DTYPES = {name: getattr(torch, name) for name in ("float64", *_DRAWS)}
+_CONFIG = "config"  # in config.json, beside the classes
 _MOST_CLASSES, _MOST_ENTRIES, _LONGEST = 4, 2**24, 50_000
 # of a config: what changes no output in eval mode, or what loading itself sets
 _HARMLESS = {"dtype", "torch_dtype", "transformers_version", "name_or_path", "architectures", "id2label", "label2id"}
@@ -193,9 +195,15 @@ class ClassFingerprint:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Fingerprint of a saved model: by name that of its class, and that of its base's."""
+    """Fingerprint of a saved model.
+
+    Attributes:
+        classes: by name that of its class, and that of its base's.
+        config: digest of config.json, as `config_digest` makes it; None before it is written.
+    """
 
     classes: dict[str, ClassFingerprint]
+    config: str | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel, state_dict: Any = None) -> Fingerprint | None:
@@ -232,9 +240,11 @@ class Fingerprint:
         try:
             _require(isinstance(stored, Mapping) and type(stored.get("version")) is int, "it has no version")
             _require(stored["version"] == VERSION, f"version {stored['version']!s:.20} needs another hfpatch")
-            lines = {name: line for name, line in stored.items() if name != "version"}
+            config = stored.get(_CONFIG)
+            _require(isinstance(config, str) and re.fullmatch("[0-9a-f]{32}", config), "no digest of config.json")
+            lines = {name: line for name, line in stored.items() if name not in ("version", _CONFIG)}
             _require(0 < len(lines) <= _MOST_CLASSES, "it is of no class, or of too many")
-            return cls({name: ClassFingerprint.parse(line) for name, line in lines.items()})
+            return cls({name: ClassFingerprint.parse(line) for name, line in lines.items()}, config)
         except (LookupError, RuntimeError, ValueError) as error:
             message = f"{where}: the fingerprint in its patch record is malformed: {error!s:.200}"
             raise CheckpointError(message) from error
@@ -277,8 +287,29 @@ def _warn(model: PreTrainedModel, how: str) -> None:
 
 def settings_of(config: PreTrainedConfig) -> str:
     """A digest of the settings that may change what a model computes."""
-    text = json.dumps(without_harmless(config.to_dict()), sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return _digest_of(without_harmless(config.to_dict()))
+
+
+def config_digest(stored: Mapping[str, Any]) -> str:
+    """A digest of what config.json says of the model and its patch, but for the fingerprint, which it goes into.
+
+    Of the file, not of the settings in memory: those that it doesn't name differ between versions of transformers.
+    """
+    record = {name: value for name, value in stored[KEY].items() if name != FINGERPRINT}
+    settings = {name: value for name, value in stored.items() if name != "auto_map"}  # loading changes it
+    return _digest_of([without_harmless(settings), record])
+
+
+def with_config_digest(stored: dict[str, Any]) -> dict[str, Any]:
+    """The content of config.json with its own digest in the fingerprint, if it has one."""
+    fingerprint = stored[KEY].get(FINGERPRINT)
+    if fingerprint is None:
+        return stored
+    return {**stored, KEY: {**stored[KEY], FINGERPRINT: {**fingerprint, _CONFIG: config_digest(stored)}}}
+
+
+def _digest_of(settings: Any) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def without_harmless(value: Any) -> Any:

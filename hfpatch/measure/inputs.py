@@ -106,6 +106,8 @@ class Inputs:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
+        most = self.find("max_position_embeddings")
+        self.tokens = min(TOKENS, most) if isinstance(most, int) and most > 1 else TOKENS
 
     def __call__(self, name: str, how: Any = ...) -> Any:
         if how is not ...:
@@ -137,7 +139,7 @@ class Inputs:
 
     def states(self) -> Tensor:
         """Hidden states of a text."""
-        return self.normal(BATCH, TOKENS, self.find("hidden_size", "d_model"))
+        return self.normal(BATCH, self.tokens, self.find("hidden_size", "d_model"))
 
     def images(self, *frames: int) -> Tensor:
         """Pixel values, with a frames axis if a number of frames is given."""
@@ -184,9 +186,9 @@ def _sound(make: Inputs) -> Tensor:
 
 
 _BY_NAME: dict[str, Callable[[Inputs], Tensor]] = {
-    "input_ids": lambda make: make.ids(BATCH, TOKENS),
-    "decoder_input_ids": lambda make: make.ids(BATCH, TOKENS),
-    "attention_mask": lambda make: torch.ones(BATCH, TOKENS, dtype=torch.long),
+    "input_ids": lambda make: make.ids(BATCH, make.tokens),
+    "decoder_input_ids": lambda make: make.ids(BATCH, make.tokens),
+    "attention_mask": lambda make: torch.ones(BATCH, make.tokens, dtype=torch.long),
     "inputs_embeds": Inputs.states,
     "encoder_hidden_states": Inputs.states,
     "hidden_states": _states_or_patches,
