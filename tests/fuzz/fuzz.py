@@ -50,9 +50,9 @@ class Kind:
 
 
 KINDS = {
-    "requests": Kind(fuzz_requests.cases, fuzz_requests.check, 40, 50),
-    "configs": Kind(fuzz_configs.cases, fuzz_configs.check, 40, 100),
-    "files": Kind(fuzz_files.cases, fuzz_files.check, 20, 50),
+    "requests": Kind(fuzz_requests.cases, fuzz_requests.check, 41, 50),
+    "configs": Kind(fuzz_configs.cases, fuzz_configs.check, 41, 100),
+    "files": Kind(fuzz_files.cases, fuzz_files.check, 21, 50),
     "interrupts": Kind(fuzz_interrupts.cases, fuzz_interrupts.check, 10, 12),
 }
 QUIETLY: Any = {"database": None, "deadline": None, "suppress_health_check": HealthCheck}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
@@ -36,6 +37,17 @@ def test_a_sample(name: str) -> None:
 @pytest.mark.parametrize("chunk", fuzz.all_chunks())
 def test_a_chunk(chunk: str) -> None:
     assert fuzz.examined(chunk).findings == []
+
+
+def test_the_table() -> None:
+    """It is of a whole run, and of the file beside it."""
+    stored = json.loads((fuzz.HERE / "fuzz.json").read_text())
+    totals = {name: fuzz.Result.from_json(stored[name]) for name in fuzz.KINDS}
+    assert (fuzz.HERE / "fuzz.md").read_text() == fuzz.to_markdown(totals, stored)
+    least = {"requests": 2000, "configs": 4000, "files": 1000, "interrupts": 100}
+    assert {name: one.cases >= least[name] for name, one in totals.items()} == dict.fromkeys(fuzz.KINDS, True)
+    assert len(totals["requests"].families) >= 90
+    assert [finding for one in totals.values() for finding in one.findings] == []
 
 
 class TestFailuresAreSeen:
@@ -79,7 +91,8 @@ class TestFailuresAreSeen:
     def test_another_function_from_a_config(self, monkeypatch: pytest.MonkeyPatch) -> None:
         case = fuzz_configs.Case("llama", 0, ("rope_parameters", "rope_theta"), "500.0", "near")
         assert fuzz_configs.check(case) == ["refused: CheckpointError"]
-        monkeypatch.setattr("hfpatch.checkpoint.classes._require_same_function", lambda *_: None)
+        for check in ("_require_same_function", "_tell_of_edited_config"):
+            monkeypatch.setattr(f"hfpatch.checkpoint.classes.{check}", lambda *_: None)
         with pytest.raises(Finding, match="silent: the outputs are off"):
             fuzz_configs.check(case)
 
