@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 
+_UNMEASURED = " as planned, not measured"
+
+
 class Measurement:
     """Measures how far a patch moves a model's outputs: made before the patch, asked after it.
 
@@ -59,7 +62,7 @@ class Measurement:
             elif kind == "norm" and verdict is not None:
                 found[kind] = verdict.outcome
             else:
-                apart = f"{EXACT} as planned, not measured apart from {', '.join(self.lossy)}"
+                apart = f"{EXACT}{_UNMEASURED} apart from {', '.join(self.lossy)}"
                 found[kind] = apart if self.lossy else measured
             kept = [change.row.reason for change in changes if not change.changes and change.row.reason]
             if kept:
@@ -78,7 +81,7 @@ class Measurement:
                 return Verdict(error, FACTOR * max(floor, least)).outcome
             except Exception as error:
                 self.why_not = f"{type(error).__name__}: {first_line(error)}"
-        return f"{'' if self.lossy else EXACT} as planned, not measured: {self.why_not}"
+        return f"{'' if self.lossy else EXACT}{_UNMEASURED}: {self.why_not}"
 
     def _outputs(self, model: PreTrainedModel) -> dict[str, Tensor]:
         copied = reference_copy(model)
@@ -90,9 +93,14 @@ def write_outcomes(model: PreTrainedModel, outcomes: Mapping[str, str], init: st
     """Put outcomes, by kind, into a patched model's record.
 
     Raises:
-        VerificationError: with init="exact", one isn't exact.
+        VerificationError: with init="exact", one isn't exact, or could be measured and wasn't.
     """
+    has_weights = not any(parameter.is_meta for parameter in model.parameters())
     for outcome in outcomes.values():
-        if init == "exact" and not outcome.startswith(EXACT):
-            raise VerificationError(f"{type(model).__name__}: {outcome}. The model was left unchanged.", outcome)
+        unmeasured = has_weights and outcome.startswith(f"{EXACT}{_UNMEASURED}")
+        if init == "exact" and (unmeasured or not outcome.startswith(EXACT)):
+            advice = " Pass example_inputs={...}, the keyword arguments of one forward." if unmeasured else ""
+            raise VerificationError(
+                f"{type(model).__name__}: {outcome}.{advice} The model was left unchanged.", outcome
+            )
     setattr(model.config, KEY, Record.of(model.config).with_outcomes(outcomes).to_json())

@@ -134,6 +134,12 @@ def test_without_inputs_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = outcomes(patch(tiny("gpt2", LM), norm="layer"))["norm='layer'"]
     assert outcome.startswith("exact as planned, not measured: UnsupportedError")
     model = tiny("gpt2", LM)
+    before = fingerprint(model)
+    with pytest.raises(VerificationError, match=r"not measured: .* Pass example_inputs=.* was left unchanged"):
+        patch_model(model, norm="layer", init="exact")
+    assert not changes(before, fingerprint(model))
+    exact = patch(copy.deepcopy(model), norm="layer", init="exact", example_inputs=inputs(model))
+    assert next(iter(outcomes(exact).values())).startswith("exact: outputs differ by ")
     given = outcomes(patch(model, pos="rope", example_inputs=inputs(model)))["pos='rope'"]
     assert given.startswith("approximate: outputs differ by ")
 
