@@ -19,6 +19,10 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"-m {config.option.markexpr!r}; slow tests: -m slow, whole sweeps: -m sweep, those of a GPU: -m gpu"
+
+
 def pytest_collection_finish() -> None:
     """What has been imported stays: accelerate collects garbage after every stage, and needn't look through it."""
     gc.collect()

@@ -452,6 +452,7 @@ def run(script: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=env)
 
 
+@pytest.mark.slow
 def test_a_process_without_hfpatch_fails_loudly(tmp_path: Path) -> None:
     patch(tiny("gpt2", GPT2LMHeadModel), norm="rms").save_pretrained(tmp_path)
     script = f"""
@@ -474,6 +475,7 @@ assert "hfpatch" not in sys.modules
     assert done.stdout.splitlines() == ["ValueError True"] * 5, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_with_hfpatch_loads_by_any_auto_class(tmp_path: Path) -> None:
     model = patch(tiny("gpt2", GPT2LMHeadModel), **BOTH)
     model.save_pretrained(tmp_path)

@@ -177,6 +177,7 @@ def test_patch_composes_with_an_earlier_patch(checkpoint: Path, tmp_path: Path) 
     assert without_outcomes(config.hfpatch)["request"] == [{"norm": "rms"}, {"pos": "rope"}]
 
 
+@pytest.mark.slow
 def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     weights = []
     for i, seed in enumerate(("1", "1", "2")):
@@ -346,6 +347,7 @@ def with_tokenizer(checkpoint: Path) -> Path:
     return checkpoint
 
 
+@pytest.mark.slow
 def test_verify_prints_saves_and_plots(with_tokenizer: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     called("patch", str(with_tokenizer), str(tmp_path / "out"), "--norm", "rms", "--pos", "rope")

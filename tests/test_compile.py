@@ -86,7 +86,7 @@ def without_cache(model):
 
 CASES = [(family, request_) for family in RECORDED for request_ in SCHEMES]
 MIXED = random.Random(0).sample(CASES, len(CASES))
-SAMPLE = 24  # the sweep runs all
+SAMPLE = 12  # the sweep runs all
 
 
 def case_name(value):
@@ -169,6 +169,7 @@ def test_graph_breaks_are_errors():
     assert compiled_calls(model) == {}, "the model is as it was"
 
 
+@pytest.mark.slow
 def test_many_models_in_one_process():
     """More graphs than torch's limit of eight recompilations: each model has its own."""
     originals = {}
@@ -191,6 +192,7 @@ def test_many_models_in_one_process():
         assert len(graphs) == count, "the others didn't push its graphs out"
 
 
+@pytest.mark.slow
 def test_generating_with_a_static_cache():
     model = patch(deeper("gpt2"), norm="rms", pos="rope")
     ids = inputs(model)["input_ids"]
@@ -248,6 +250,7 @@ def inside(names, part):
     return {name.partition(part)[2] for name in names if part in name}
 
 
+@pytest.mark.slow
 def test_compiled_code_checks_no_more_of_a_norm_than_before():
     """Where a token is decoded these checks take longer than the norm itself."""
     model = deeper("gpt2")
@@ -405,6 +408,7 @@ class TestTogetherWith:
         assert len(graphs) == 1
         AcceleratorState._reset_state(reset_partial_state=True)
 
+    @pytest.mark.slow
     def test_inductor(self, model):
         """The real backend, once."""
         given = inputs(model) | {"use_cache": False}
@@ -412,6 +416,7 @@ class TestTogetherWith:
         compile_model(model)
         self.assert_same(self.gradients(model, given), expected)
 
+    @pytest.mark.slow
     def test_fsdp2(self, tmp_path):
         """Two processes over gloo: blocks compiled, then sharded; losses as in one process."""
         script = Path(__file__).with_name("compiled_fsdp.py")

@@ -131,6 +131,7 @@ torch.save(torch.as_tensor(encoder.encode(sys.argv[3:])), sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_a_sentence_transformer_in_another_process(tmp_path: Path) -> None:
     """Patched, saved and opened where nobody knows of the patch but the import; embeddings are the same."""
     library = pytest.importorskip("sentence_transformers")
@@ -255,6 +256,7 @@ class Logits(torch.nn.Module):
         return self.model(input_ids=input_ids, use_cache=False).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("request_", [BOTH, {"norm": "rms", "pos": "alibi"}], ids=["dyt and rope", "rms and alibi"])
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_torch_export(family: str, request_: dict[str, Any], tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_most_recorded_classes_are_found_again() -> None:
     assert sum(same.values()) >= 0.75 * len(same)
 
 
+@pytest.mark.slow
 def test_what_is_printed_registers_a_record_that_works(tmp_path: Path) -> None:
     """A family that hfpatch has never heard of: pasted into a file of one's own, its model patches, saves and loads."""
     proposal = propose_record(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=97)))
@@ -167,6 +168,7 @@ def test_figures_are_printed() -> None:
     assert "512 tokens" in text
 
 
+@pytest.mark.slow
 def test_command_line() -> None:
     command = [sys.executable, infer_record.__file__, "opt"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

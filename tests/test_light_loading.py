@@ -16,6 +16,8 @@ from torch import Tensor
 
 import hfpatch
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(hfpatch.__file__).parent
 NEEDED = {"__init__", "errors", "runtime", "checkpoint"}
 TO_CHECK = {*NEEDED, "measure"}  # for a fingerprint's small forward

@@ -138,6 +138,7 @@ print(rise({plain!r}), rise({patched!r}), rise({patched!r}, check_fingerprint=Fa
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")
 def test_memory_while_loading(saved: Path, tmp_path: Path) -> None:
     """Built on the meta device and filled tensor by tensor: no second copy, and nearly no more than unpatched."""

@@ -56,7 +56,7 @@ WAYS: tuple[Callable[[Any, dict[str, Tensor]], None], ...] = (evaluated, trained
 # without these settings a host reads values of its inputs: whether a token is one of padding, whether a mask is needed
 CONFIG = {"gpt2": {"pad_token_id": None}, "deberta": {"pad_token_id": None}, "bart": {"attn_implementation": "eager"}}
 HEAD = HEADS | {"bart": "AutoModel"}
-FIRST = ("gpt2", "bert", "llama", "whisper")  # the others take minutes
+FIRST, SLOW = ("gpt2",), ("bert", "llama", "whisper")  # the others take minutes
 
 
 def built(family: str, **options: Any) -> Any:
@@ -85,7 +85,12 @@ def control(family: str, request: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one in FIRST else pytest.mark.sweep) for one in CONFIGS]
+    "family",
+    [
+        *FIRST,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW),
+        *(pytest.param(one, marks=pytest.mark.sweep) for one in CONFIGS if one not in (*FIRST, *SLOW)),
+    ],
 )
 def test_patched_models_run_where_no_value_is_known(family: str) -> None:
     assert "evaluated" not in control(family, "rms copy")

@@ -115,6 +115,7 @@ def test_undone_to_the_bit(name: str, placement: str) -> None:
     assert not changes(before, fingerprint(model))
 
 
+@pytest.mark.slow
 @other_placements("gpt2", "bert", "opt, post-norm", of=("pre", "post", "sandwich"))
 def test_compiled_whole(name: str, placement: str) -> None:
     model = patch(make(name), placement=placement)

@@ -33,12 +33,14 @@ def test_type_checkers_see_the_same_names() -> None:
     assert sorted(seen) == sorted(hfpatch.__all__)
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_before_it_is_used() -> None:
     code = "import sys, hfpatch; print([n for n in ('hfpatch.hub', 'hfpatch.export.native') if n in sys.modules])"
     assert run(code) == "[]"
     assert run("from hfpatch import NORMS, POSITIONS; print('rms' in NORMS, 'rope' in POSITIONS)") == "True True"
 
 
+@pytest.mark.slow
 def test_a_patched_checkpoint_opens_after_the_import_alone(tmp_path: Path) -> None:
     from tiny_models import patch, tiny
 

@@ -291,6 +291,7 @@ def test_a_broken_entry_point_hurts_only_who_asks_for_it(tmp_path: Path, monkeyp
             registry["broken"]
 
 
+@pytest.mark.slow
 def test_an_entry_point_serves_patching_and_loading_in_a_fresh_process(tmp_path: Path) -> None:
     install(tmp_path, "[hfpatch.norms]\nplugged = hfpatch_plugged:Plugged\n")
     script = f"""

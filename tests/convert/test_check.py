@@ -58,6 +58,7 @@ def test_the_floor_lies_between_what_rounding_does_and_what_a_change_does(dtype:
     assert not moved.holds
 
 
+@pytest.mark.slow
 def test_means_of_wide_models_in_half_precision() -> None:
     """At width 2,560 the mean of rounding errors of several layers is more than that of one."""
     torch.manual_seed(5)

@@ -313,6 +313,7 @@ def test_lenses_and_centring_share_a_class() -> None:
         assert both.transformer.h[0].attn.__dict__.keys() >= {CENTRED, LENS}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_fullgraph_compilation() -> None:
     model = run_time()

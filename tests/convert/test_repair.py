@@ -150,6 +150,7 @@ def test_a_repair_with_a_reference_is_the_repair_of_the_patch() -> None:
 HERE = dict.fromkeys(["transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head"], "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_map", [{"": "disk"}, {**HERE, "transformer.h": "disk"}])
 def test_a_reference_that_lies_on_disk_is_loaded_block_by_block(device_map: dict[str, str], tmp_path: Path) -> None:
     original = tiny("gpt2", LM)
@@ -247,6 +248,7 @@ def test_experts_have_no_projection_and_that_is_said(family: str) -> None:
     assert given
 
 
+@pytest.mark.slow
 def test_tied_weights_arent_touched() -> None:
     original = tiny("gpt2", LM)
     model = patch(copy.deepcopy(original), "dyt", "rope", calibration=batches(original))
@@ -263,6 +265,7 @@ def test_tied_weights_arent_touched() -> None:
 # Batches
 
 
+@pytest.mark.slow
 def test_the_result_doesnt_depend_on_how_sequences_are_batched() -> None:
     original = tiny("gpt2", LM, dtype=torch.float64).double()
     parts = [{"input_ids": row[None]} for row in joined(batches(original, 4))["input_ids"]]

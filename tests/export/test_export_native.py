@@ -105,6 +105,7 @@ def expected(model: Any, case: Case) -> dict[str, Any]:
     return stored | ({"tokens": model.generate(**given, **GENERATED)} if case.head == LM else {})
 
 
+@pytest.mark.slow
 def test_transformers_alone_opens_them(tmp_path: Path) -> None:
     """The same outputs under padding and, token for token, the same texts, where hfpatch can't be imported."""
     jobs, made = [], {}

@@ -25,23 +25,29 @@ from hfpatch.export.remote import export_remote
 from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.lens import host_class
 
-NINE = ("gpt2", "bert", "roberta", "distilbert", "bart", "opt", "gpt_neo", "vit", "whisper")
 CASES = [
-    *(("gpt2", request) for request in ("rms exact", "rms parametrized", "rms without shifts", "dyt", "deepnorm")),
-    *(("gpt2", request) for request in ("rope", "dynamic", "nope", "alibi", "sinusoidal", "learned")),
-    *(("gpt2", request) for request in ("swiglu fresh", "only some", "fresh")),
-    *((family, "all") for family in NINE),
+    *(("gpt2", request) for request in ("rms exact", "dyt", "rope", "only some", "fresh")),
+    *((family, "all") for family in ("gpt2", "bert", "bart", "vit", "whisper")),
+    ("bert", "batch"),
+    ("vit", "axial"),
+    *((family, "dyt") for family in ("llama", "t5", "convnext")),
+    ("llama", "rope"),
+]
+MORE = [
+    *(("gpt2", request) for request in ("rms parametrized", "rms without shifts", "deepnorm")),
+    *(("gpt2", request) for request in ("dynamic", "nope", "alibi", "sinusoidal", "learned", "swiglu fresh")),
+    *((family, "all") for family in ("roberta", "distilbert", "opt", "gpt_neo")),
     *((family, "rms exact") for family in ("vit", "nemotron")),
-    *(("bert", request) for request in ("batch", "deepnorm", "sandwich", "rms without shifts", "swiglu")),
-    *(("vit", request) for request in ("axial", "deepnorm")),
-    *((family, "dyt") for family in ("llama", "t5", "cohere", "convnext", "deberta")),
-    *(("llama", request) for request in ("rope", "interleaved", "nope")),
+    *(("bert", request) for request in ("deepnorm", "sandwich", "rms without shifts", "swiglu")),
+    ("vit", "deepnorm"),
+    *((family, "dyt") for family in ("cohere", "deberta")),
+    *(("llama", request) for request in ("interleaved", "nope")),
     *(("t5", request) for request in ("rope", "nope")),
     ("bloom", "rope"),
 ]
 WITH_HEADS = [("gpt2", "all"), ("bert", "all"), ("bart", "all"), ("vit", "all"), ("llama", "dyt")]
 # minutes: every family of tiny_models with every request that it takes
-SWEPT = [(family, request) for family in CONFIGS for request in REQUESTS if (family, request) not in CASES]
+SWEPT = [(family, request) for family in CONFIGS for request in REQUESTS if (family, request) not in CASES + MORE]
 SWEPT.remove(("deberta", "learned"))  # whose relative positions hang on the same length: it comes back nowhere
 
 
@@ -241,6 +247,13 @@ def test_a_host_with_other_names_is_refused(opened: dict[str, Any]) -> None:
     assert re.search(r"GPT2LMHeadModel of transformers .* has no h\.\*\.ln_1", opened["probes"]["another_version"])
 
 
+@pytest.mark.slow
+def test_more_families_and_requests(tmp_path: Path) -> None:
+    answers = _asked(tmp_path, [_exported(build(*case), "-".join(case), tmp_path) for case in MORE])["cases"]
+    assert len(answers) == len(MORE)
+    assert not {name: found for name, found in answers.items() if not isinstance(found, dict) or found["difference"]}
+
+
 @pytest.mark.sweep
 def test_every_family_with_every_request(tmp_path: Path) -> None:
     cases, refused = [], []
@@ -260,6 +273,7 @@ def test_every_family_with_every_request(tmp_path: Path) -> None:
     assert len(answers) > 200
 
 
+@pytest.mark.slow
 def test_code_that_computes_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The export opens its own result in another process; nothing is left where outputs differ."""
     written = remote.write_code

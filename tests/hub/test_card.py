@@ -244,6 +244,7 @@ def test_a_card_without_metadata_and_one_with_broken_metadata(folder: Checkpoint
 # On the Hub
 
 
+@pytest.mark.slow
 def test_it_reads_back_from_the_hub(hub: LocalHub, client: HubClient, saved: Path, name: str) -> None:
     original = f"{name}-original"
     client.call("upload", str(saved), original, "---\nlicense: apache-2.0\n---\n", token=OWNER)

@@ -146,6 +146,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_a_process_without_hfpatch_refuses_it_unless_it_brings_its_code(
     hub: LocalHub, client: HubClient, pushed: str, saved: Path, tmp_path: Path
 ) -> None:

@@ -237,7 +237,7 @@ def test_a_native_export(hub: LocalHub, client: HubClient, name: str, tmp_path: 
 FORMS = {"plugin": "GPT2LMHeadModel", "remote": "GPT2LMHeadModel", "native": "GPTNeoXForCausalLM"}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["plugin", "native", pytest.param("remote", marks=pytest.mark.slow)])
 def test_a_model_in_memory_in_each_form(hub: LocalHub, client: HubClient, name: str, tmp_path: Path, form: str) -> None:
     client.call("save_tokenizer", str(tmp_path / "words"))
     opened, off = client.call("push_form", name, form, tokenizer=str(tmp_path / "words"), token=OWNER)
@@ -254,6 +254,7 @@ def test_a_model_in_memory_in_each_form(hub: LocalHub, client: HubClient, name: 
     assert commits(hub.repo(name)) == 1
 
 
+@pytest.mark.slow
 def test_a_folder_in_another_form(hub: LocalHub, client: HubClient, saved: Path, name: str, tmp_path: Path) -> None:
     folder = shutil.copytree(saved, tmp_path / "mine")
     client.call("save_tokenizer", str(folder))
@@ -286,6 +287,7 @@ def test_a_form_that_there_isnt(
     assert hub.requests == []
 
 
+@pytest.mark.slow
 def test_a_form_by_the_command_line(hub: LocalHub, client: HubClient, saved: Path, name: str) -> None:
     status, said, _ = client.call("cli", "push", str(saved), name, "--form", "remote", "--dry-run", token=OWNER)
     assert status == 0

@@ -240,6 +240,7 @@ OLD_DYNAMO = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param("bert", marks=OLD_DYNAMO), "vit"])
 @pytest.mark.parametrize("training", [True, False])
 def test_compiled_whole(family: str, training: bool) -> None:

@@ -392,6 +392,7 @@ def test_undone_to_the_bit(name: str) -> None:
     assert not changes(before, fingerprint(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "opt, post-norm", "bert"])
 def test_compiled_whole(name: str) -> None:
     model = patch(make(name), norm=DeepNorm(alpha=ALPHA))

@@ -312,6 +312,7 @@ def test_compiles_without_graph_breaks_for_all(name: str, request_: dict) -> Non
     compiles_without_graph_breaks(name, request_)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "request_"), sampled(COMPILED, 25), ids=case_id)
 def test_compiles_without_graph_breaks(name: str, request_: dict) -> None:
     compiles_without_graph_breaks(name, request_)
@@ -330,6 +331,7 @@ def compiles_without_graph_breaks(name: str, request_: dict) -> None:
     assert all((compiled_grads[key] - grads[key]).abs().max() <= 1e-11 * largest[key] + rounding for key in grads)
 
 
+@pytest.mark.slow
 def test_compiles_with_inductor() -> None:
     torch._dynamo.reset()
     model = patched("gpt2", norm="rms", pos="rope")

@@ -113,6 +113,7 @@ def test_left_padding_changes_nothing(name: str, use_cache: bool) -> None:
     assert difference(generated(model, padded, use_cache=use_cache), plain) <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
 @pytest.mark.parametrize("pos", ["rope", "alibi"])
 def test_a_compiled_static_cache(name: str, pos: str) -> None:

@@ -342,6 +342,7 @@ def test_nothing_is_remembered_of_longer_inputs(scaling: dict[str, Any]) -> None
         assert torch.equal(model(tokens(1, 40)).logits, before)
 
 
+@pytest.mark.slow
 @by_length
 def test_saved_compiled_and_moved(scaling: dict[str, Any], tmp_path: Path) -> None:
     model = patched(make("gpt2"), pos=RoPE(scaling=scaling))

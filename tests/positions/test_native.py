@@ -356,6 +356,7 @@ def test_frequencies_that_an_attention_cant_apply() -> None:
         plan_patch(model, pos=RoPE(scaling={"rope_type": "linear", "factor": 2.0}))
 
 
+@pytest.mark.slow
 def test_settings_that_a_config_doesnt_keep() -> None:
     """dots3's config computes the share of each head that is turned, so a checkpoint would come back with its own."""
     model, _ = zoo.tiny("dots3_note_text")
@@ -420,7 +421,10 @@ def test_the_config_tells() -> None:
     assert config.text_config.rope_parameters["rope_theta"] == theta, "a config that others may share was changed"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "phi", "qwen2_vl", "modernbert", "mimi"])
+@pytest.mark.parametrize(
+    "model_type",
+    [*(("llama", "gemma3_text", "phi", "qwen2_vl", "modernbert")), pytest.param("mimi", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("request_", [RoPE(), RoPE(theta=77.0), "nope"], ids=str)
 def test_save_and_load(model_type: str, request_: Any, tmp_path: Path) -> None:
     model, given = zoo.tiny(model_type)

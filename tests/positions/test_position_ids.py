@@ -182,6 +182,7 @@ def test_packed_sequences_are_as_each_alone() -> None:
     assert difference(both, torch.cat(alone, 1)) <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gpt_neo", "distilbert", "clip_text_model"])
 def test_compiles_without_graph_breaks(model_type: str) -> None:
     torch._dynamo.reset()

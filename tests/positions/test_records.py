@@ -18,7 +18,7 @@ from hfpatch.sites import stacks
 from hfpatch.sites.records.record import Stack
 
 OWNERS = proof.here()
-SAMPLE = 10
+SAMPLE = 6
 
 
 @pytest.mark.parametrize("owner", sorted(OWNERS, key=lambda owner: HOMES[owner]))

@@ -35,6 +35,7 @@ def run(out: Path, *flags: str) -> dict[str, Any]:
     return json.loads((out / "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_whole_models(tmp_path: Path) -> None:
     found = run(tmp_path, *MODELS, *["--models", "gpt2", "vit", "llama-1b", "--patches", "control", "rms", "rope"])
     groups = {(g["case"], g["work"]): g for g in found["groups"]}

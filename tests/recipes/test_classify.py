@@ -244,6 +244,7 @@ class TestHead:
         with pytest.raises(RecipeError, match=r"--max_length 25 is beyond the 24 tokens that .* takes"):
             make(tmp_path / "out", data=str(folder / "many.json"), model=str(tmp_path / "m"), max_length=25)
 
+    @pytest.mark.slow
     def test_a_classifier_of_the_same_labels_keeps_its_head(self, finished, folder, tmp_path):
         data, model = str(folder / "many.json"), str(finished / "control")
         task = make(tmp_path, data=data, model=model, baselines=False)
@@ -400,6 +401,7 @@ class TestRuns:
         assert model.config.id2label == {0: "apple", 1: "pear", 2: "plum"}
         assert measure(many, model) == pytest.approx(read_results(finished)["stages"]["rms"]["end"], abs=1e-5)
 
+    @pytest.mark.slow
     def test_resumed_run_equals_an_uninterrupted_one(self, finished, folder, tmp_path):
         for steps in (15, 6):  # in the baseline, then in the first variant; with dropout
             assert finetune.main(tiny(tmp_path, folder / "many.json", "--resume", "--stop_after", steps)) == 130

@@ -54,6 +54,7 @@ def finished(text, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_a_repair_is_done_once_for_all_methods(text, tmp_path, monkeypatch):
     """And no figure depends on that."""
     repairs = []
@@ -480,6 +481,7 @@ class TestGrid:
         assert not [name for name in found if name.startswith(("dyt", "control", "state"))], "only figures are kept"
         assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
 
+    @pytest.mark.slow
     def test_more_seeds_come_on_top_and_models_are_kept_if_asked(self, finished, text, tmp_path):
         argv = tiny(tmp_path, text, "--variants", "dyt", "--starts", "copied", "--steps", 2)
         assert compare.main([*argv, "--seeds", "3"]) == 0
@@ -489,6 +491,7 @@ class TestGrid:
         assert (tmp_path / "dyt-copied-finetune-2-seed-0" / "model.safetensors").exists()
         assert not (tmp_path / "dyt-copied-finetune-2-seed-3").exists()
 
+    @pytest.mark.slow
     def test_killed_grid_goes_on(self, finished, text, tmp_path):
         """kill -9 in the middle of a model: the rest is as if nothing had happened."""
         script = f"""
@@ -512,6 +515,7 @@ compare.main({tiny(tmp_path, text, *PART)!r})
         assert compare.main([*tiny(tmp_path, text, *PART), "--resume"]) == 0
         assert figures(tmp_path) == part_of(finished, tmp_path)
 
+    @pytest.mark.slow
     def test_time_limit_stops_and_reports(self, finished, text, tmp_path, capsys, monkeypatch):
         # As if the minutes were over when the second model is built.
         stage = run.Run.stage
@@ -543,6 +547,7 @@ compare.main({tiny(tmp_path, text, *PART)!r})
             pass
         assert never == []
 
+    @pytest.mark.slow
     def test_diverged_model_is_a_result(self, text, tmp_path, monkeypatch):
         train_step = run.Run.train_step
 
@@ -564,6 +569,7 @@ compare.main({tiny(tmp_path, text, *PART)!r})
         )
         assert "failed 1 of 1" in (tmp_path / "results.md").read_text("utf-8")
 
+    @pytest.mark.slow
     def test_without_labels_the_control_has_none_either(self, text, tmp_path):
         argv = tiny(tmp_path, text, "--variants", "dyt", "--starts", "auto", "--steps", 2, "--seeds", 0)
         assert compare.main([*argv, "--methods", "distil", "--distil_weight", "1"]) == 0
@@ -573,6 +579,7 @@ compare.main({tiny(tmp_path, text, *PART)!r})
             "utf-8"
         )
 
+    @pytest.mark.slow
     def test_from_scratch(self, text, tmp_path):
         argv = tiny(tmp_path, text, "--variants", "dyt", "--starts", "reset", "--steps", 2, "--seeds", 0)
         argv[argv.index("--baseline_steps") + 1] = "0"

@@ -16,6 +16,8 @@ from transformers.activations import NewGELUActivation
 
 from hfpatch.compile import compile_model, compiled_calls
 
+pytestmark = pytest.mark.slow
+
 TINY = "--layers 2 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 4 --steps 3"
 TINY += " --tracker none --eval_every 2 --save_every 2 --heldout_blocks 9 --curve_blocks 6 --warmup_steps 1"
 TINY += " --start copied"

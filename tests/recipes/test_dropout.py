@@ -11,6 +11,8 @@ import run
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+pytestmark = pytest.mark.slow
+
 TINY = "--batch_size 4 --steps 1 --eval_every 1 --warmup_steps 1 --calibration 4 --tracker none"
 LM = f"{TINY} --block_size 16 --heldout_blocks 4 --curve_blocks 4"
 RECIPES = {

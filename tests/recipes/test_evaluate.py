@@ -283,6 +283,7 @@ def viewers(tmp_path_factory):
     return finetuned(tmp_path_factory.mktemp("viewers"), *flags.split())
 
 
+@pytest.mark.slow
 def test_classifiers_have_the_figures_of_their_run(classifiers, texts, tmp_path):
     models = [classifiers / "rope", classifiers / "control"]
     flags = ["--task", "classify", "--data", texts / "two.csv", "--against", classifiers / "control"]
@@ -296,6 +297,7 @@ def test_classifiers_have_the_figures_of_their_run(classifiers, texts, tmp_path)
     assert "| rope " in (tmp_path / "results.md").read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_image_models_have_the_figures_of_their_run(viewers, tmp_path):
     models = [viewers / "rope", viewers / "control"]
     flags = ["--task", "image", "--heldout_images", 40, "--against", viewers / "baseline"]

@@ -137,12 +137,14 @@ class TestStopping:
         assert "baseline: done before" in capsys.readouterr().out
         assert figures(tmp_path) == figures(finished)
 
+    @pytest.mark.slow
     def test_stopping_with_the_last_step_of_a_stage(self, finished, text, tmp_path):
         assert finetune.main(tiny(tmp_path, "--text", text, "--stop_after", 5)) == 130
         assert read_results(tmp_path)["stages"] == {}
         assert finetune.main(tiny(tmp_path, "--text", text, "--resume")) == 0
         assert figures(tmp_path) == figures(finished)
 
+    @pytest.mark.slow
     def test_resuming_with_dropout(self, text, tmp_path, finished):
         tokenizer = AutoTokenizer.from_pretrained(finished / "tokenizer")
         torch.manual_seed(0)
@@ -160,6 +162,7 @@ class TestStopping:
         losses = figures(tmp_path / "once")["dyt"]["train_loss"]
         assert losses != figures(finished)["dyt"]["train_loss"]
 
+    @pytest.mark.slow
     def test_more_variants_reuse_the_baseline(self, finished, text, tmp_path):
         assert finetune.main(tiny(tmp_path, "--text", text, variants="control")) == 0
         assert finetune.main(tiny(tmp_path, "--text", text, "--resume", variants="dyt control")) == 0
@@ -176,6 +179,7 @@ class TestStopping:
         assert finetune.main(tiny(tmp_path, "--text", text_2, "--resume")) == 2
         assert "data (its content)" in capsys.readouterr().err
 
+    @pytest.mark.slow
     def test_settings_that_came_later_had_their_defaults(self, text, tmp_path, capsys):
         assert finetune.main(tiny(tmp_path, "--text", text, "--stop_after", 1, variants="control")) == 130
         results = read_results(tmp_path)
@@ -185,6 +189,7 @@ class TestStopping:
         assert "other settings: compile, layers changed" in capsys.readouterr().err
         assert finetune.main(tiny(tmp_path, "--text", text, "--resume", variants="control")) == 0
 
+    @pytest.mark.slow
     def test_ctrl_c_finishes_the_step_and_saves(self, finished, text, tmp_path, capsys, monkeypatch):
         train_step = run.Run.train_step
 
@@ -211,6 +216,7 @@ class TestStopping:
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
 
+    @pytest.mark.slow
     def test_killed_run_goes_on(self, finished, text, tmp_path):
         """kill -9 leaves no time to save: the run goes on from the last state that it had saved by itself."""
         argv = tiny(tmp_path, "--text", text, variants="dyt control")
@@ -234,6 +240,7 @@ finetune.main({argv!r})
         expected.pop("rms+rope")
         assert figures(tmp_path) == expected
 
+    @pytest.mark.slow
     def test_full_disk_keeps_the_last_good_state(self, finished, text, tmp_path, capsys, monkeypatch):
         save_state, calls = run.Accelerator.save_state, []
 
@@ -283,6 +290,7 @@ def in_process(*argv):
     return subprocess.run(command, env={**os.environ, **settings}, capture_output=True, timeout=120, text=True)
 
 
+@pytest.mark.slow
 class TestEarlyStop:
     def test_goes_back_to_the_best_point(self, text, tmp_path):
         """A learning rate that spoils the model: the best point is the first one."""
@@ -316,6 +324,7 @@ class TestEarlyStop:
 
 
 class TestOptions:
+    @pytest.mark.slow
     def test_gradient_checkpointing_changes_no_figure(self, finished, text, tmp_path):
         assert finetune.main(tiny(tmp_path, "--text", text, "--gradient_checkpointing", variants="dyt control")) == 0
         ours = figures(tmp_path)
@@ -323,6 +332,7 @@ class TestOptions:
             assert ours[name]["train_loss"] == pytest.approx(figures(finished)[name]["train_loss"], abs=1e-5)
         assert "gradient_checkpointing" not in (tmp_path / "dyt" / "config.json").read_text()
 
+    @pytest.mark.slow
     def test_from_scratch(self, text, tmp_path):
         argv = tiny(tmp_path, "--text", text, "--start", "reset", variants="layer dyt control")
         argv[argv.index("--baseline_steps") + 1] = "0"
@@ -333,6 +343,7 @@ class TestOptions:
         assert stages["dyt"]["end"] != stages["control"]["end"]
         assert "every model starts from scratch" in (tmp_path / "results.md").read_text("utf-8")
 
+    @pytest.mark.slow
     def test_starts_differ(self, text, tmp_path):
         starts = {}
         for start in ("repaired", "self", "copied"):
@@ -368,6 +379,7 @@ def heldout_loss(model, tokenizer, text):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
 
 
+@pytest.mark.slow
 def test_two_processes_follow_one(finished, text, tmp_path):
     recipe = [ROOT / "recipes" / "finetune.py", *tiny(tmp_path, "--text", text, variants="dyt control")]
     done = in_process("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, *recipe)
@@ -560,6 +572,7 @@ def bert(text, tmp_path_factory):
 
 
 class TestMaskedModel:
+    @pytest.mark.slow
     def test_end_to_end(self, bert, text, tmp_path, capsys):
         argv = tiny(tmp_path, "--text", text, "--model", bert, "--learning_rate", "1e-2")
         argv[argv.index("--baseline_steps") + 1] = "0"
@@ -642,6 +655,7 @@ class TestData:
         assert (sizes[tokens == tokenizer.eos_token_id] == 0).all()
 
 
+@pytest.mark.slow
 def test_repairs_show_their_progress_once(text, tmp_path):
     """Only the main one of two processes draws."""
     argv = tiny(tmp_path, "--text", text, "--calibration", 4, "--start", "self", variants="dyt")

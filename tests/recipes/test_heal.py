@@ -108,6 +108,7 @@ class TestFigures:
 
 
 class TestStopping:
+    @pytest.mark.slow
     def test_resumed_run_equals_an_uninterrupted_one(self, finished, text, tmp_path, capsys):
         for steps in (3, 10):  # in the baseline; in the healing
             stop = ["--method", "distil", "--stop_after", steps, *["--resume"][: steps == 10]]
@@ -119,6 +120,7 @@ class TestStopping:
         assert "swapped: done before" in capsys.readouterr().out
         assert figures(tmp_path) == figures(finished)
 
+    @pytest.mark.slow
     def test_ctrl_c_does_not_wait_for_a_repair(self, text, tmp_path, capsys, monkeypatch):
         def interrupted(*args):
             os.kill(os.getpid(), signal.SIGINT)
@@ -131,6 +133,7 @@ class TestStopping:
         assert heal.main(tiny(tmp_path, text, "--resume")) == 0
         assert "baseline: done before" in capsys.readouterr().out
 
+    @pytest.mark.slow
     def test_stopping_with_the_last_step(self, text, tmp_path, capsys):
         flags = ["--method", "distil", "--no_control"]
         assert heal.main(tiny(tmp_path / "once", text, *flags)) == 0

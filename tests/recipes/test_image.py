@@ -99,6 +99,7 @@ class TestRun:
         found = processor(digits.heldout[0][0][None], return_tensors="pt", input_data_format="channels_first")
         assert torch.allclose(found["pixel_values"][0], expected, atol=1e-6)
 
+    @pytest.mark.slow
     def test_goes_on_from_a_saved_model(self, finished, tmp_path):
         argv = tiny(tmp_path, "--model", finished / "control", variants="rms control")
         argv[argv.index("--baseline_steps") + 1] = "0"

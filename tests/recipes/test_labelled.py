@@ -34,6 +34,7 @@ def builtins():
     return read()
 
 
+@pytest.mark.slow
 class TestMaskedBuiltins:
     def test_size(self, builtins):
         assert len(builtins.labels) == 24

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfpatch.checkpoint.marker import MARKER
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = ROOT / "recipes" / "configs" / "accelerate"
 TINY = "--layers 2 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 3 --steps 3"
 TINY += " --tracker none --eval_every 2 --save_every 2 --heldout_blocks 8 --curve_blocks 4 --warmup_steps 1"

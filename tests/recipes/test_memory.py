@@ -34,6 +34,7 @@ def faults(how: str) -> float:
     return float(done.stdout)
 
 
+@pytest.mark.slow
 def test_freed_memory_is_kept() -> None:
     left = faults("leave")
     assert left > 80, "by pages of 2 MiB; by those of 4 KiB it's 65,000"

@@ -51,6 +51,7 @@ def test_a_grid_is_not_listed_by_another_recipes_results(text, tmp_path, capsys)
     assert "holds results of finetune.py" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ones_own_are_replaced_as_ever(text, tmp_path, capsys):
     argv = [*TINY.split(), "--text", str(text), "--output_dir", str(tmp_path)]
     for steps in ("2", "1"):

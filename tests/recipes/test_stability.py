@@ -204,6 +204,7 @@ class TestVerdict:
         assert depth_report.mean_curve([[]]).tolist() == []
 
 
+@pytest.mark.slow
 class TestStopping:
     def test_ctrl_c_keeps_finished_cells_and_resuming_gives_the_same(
         self, finished, undrawn, text, tmp_path, capsys, monkeypatch
