@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from .errors import VerificationError
 from .exact.check import Reference, Verdict
 from .measure.inputs import example_inputs
-from .measure.outputs import FACTOR, deviations, last_bit, noise_floor, outputs_of
+from .measure.outputs import FACTOR, Deviation, deviations, last_bit, noise_floor, outputs_of
 from .measure.quiet_forward import fitting, quiet
 from .repairs.reference import reference_copy
-from .runtime.errors import first_line
+from .runtime.errors import UnsupportedError, first_line
 from .runtime.record import KEY
 from .schemes.request import EXACT, LOST, Record
 
@@ -70,18 +71,33 @@ class Measurement:
         return found
 
     def _measured(self, model: PreTrainedModel) -> str:
-        """The measured part of an outcome, with its first word where the whole patch should be exact."""
+        """The measured part of an outcome, with its first word where the whole patch should be exact.
+
+        Raises:
+            UnsupportedError: the model ran before, and no longer does.
+        """
         if not self.why_not:
             try:
-                found, least = deviations(self.before, self._outputs(model)), last_bit(model)
-                if self.lossy:
-                    return f": outputs differ by {max(one.rms_error for one in found):.2g}"
-                error = max(one.max_error for one in found)
-                floor = least if error <= FACTOR * least else noise_floor(reference_copy(model), self.inputs)
-                return Verdict(error, FACTOR * max(floor, least)).outcome
-            except Exception as error:
+                found = deviations(self.before, self._outputs(model))
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # whatever a forward may raise
                 self.why_not = f"{type(error).__name__}: {first_line(error)}"
+                if not self.plan.lengths:  # for a new length the inputs may be too long
+                    raise UnsupportedError(
+                        f"{type(model).__name__} doesn't run after this patch: {self.why_not.rstrip('.')}. The model "
+                        "was left unchanged."
+                    ) from error
+            else:
+                return self._compared(model, found)
         return f"{'' if self.lossy else EXACT}{_UNMEASURED}: {self.why_not}"
+
+    def _compared(self, model: PreTrainedModel, found: list[Deviation]) -> str:
+        if self.lossy:
+            return f": outputs differ by {max(one.rms_error for one in found):.2g}"
+        error, least = max(one.max_error for one in found), last_bit(model)
+        floor = least if error <= FACTOR * least else noise_floor(reference_copy(model), self.inputs)
+        return Verdict(error, FACTOR * max(floor, least)).outcome
 
     def _outputs(self, model: PreTrainedModel) -> dict[str, Tensor]:
         copied = reference_copy(model)

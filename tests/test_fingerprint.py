@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hfpatch.checkpoint import fingerprint, weight_digest
-from hfpatch.checkpoint.fingerprint import ClassFingerprint, Fingerprint
+from hfpatch.checkpoint.fingerprint import ClassFingerprint, Fingerprint, config_digest
 from hfpatch.checkpoint.small_forward import cut_down, texture
 from hfpatch.errors import FingerprintWarning, OptionError
 from hfpatch.runtime.errors import CheckpointError, PatchError
@@ -844,7 +844,11 @@ def test_the_control_of_malformed_fingerprints(saved: Path, tmp_path: Path) -> N
         with another:
             AutoModel.from_pretrained(folder)
     with_config(folder, lambda config: config["hfpatch"].update(fingerprint=of(BertModel=line())))
-    AutoModel.from_pretrained(folder)  # of another class there is nothing to compare
+    with pytest.raises(CheckpointError, match="was edited"):  # and of this class there is nothing to compare
+        AutoModel.from_pretrained(folder)
+    digest = config_digest(stored_in(folder))
+    with_config(folder, lambda config: config["hfpatch"].update(fingerprint=of(BertModel=line(), config=digest)))
+    AutoModel.from_pretrained(folder)
     assert isinstance(AutoConfig.from_pretrained(folder), GPT2Config)
 
 

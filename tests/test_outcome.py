@@ -21,7 +21,7 @@ from hfpatch.measure.inputs import example_inputs
 from hfpatch.outcome import Measurement
 from hfpatch.patch import outcomes, patch_model, repair_report, unpatch_model
 from hfpatch.repairs.repair import repair
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.errors import PatchError, UnsupportedError
 
 LM = "AutoModelForCausalLM"
 NUMBER = r"(\d\S*\d)"
@@ -158,6 +158,17 @@ def test_a_forward_that_fails_after_the_patch_is_a_reason() -> None:
     """Twelve tokens are too many for it then."""
     (outcome,) = outcomes(patch(tiny("gpt2", LM), pos="learned:max_positions=8")).values()
     assert outcome.startswith("approximate as planned, not measured: IndexError: ")
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_model_that_doesnt_run_any_more_is_left_as_it_was(calibrated: bool) -> None:
+    """Batch norm needs the padding, which LongT5's local attention has in a mask of five axes."""
+    model, given = zoo.tiny("longt5")
+    before = fingerprint(model)
+    more = {"calibration": [given] * 8} if calibrated else {}
+    with pytest.raises(PatchError, match="padding can't be read from an attention mask"):
+        patch_model(model, norm="batch", **more)
+    assert not changes(before, fingerprint(model))
 
 
 # Planned as exact, and measured otherwise

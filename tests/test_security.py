@@ -538,6 +538,18 @@ def test_malformed_architectures(architectures: Any, saved: Path, tmp_path: Path
             opener.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("base", ["gpt_neo", "bert", "openai-gpt"])
+def test_another_familys_record(base: str, saved: Path, tmp_path: Path) -> None:
+    """Refused before a model of that family is built, of whatever size."""
+    folder = copied(saved, tmp_path)
+    path = folder / "config.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({**stored, "hfpatch": {**stored["hfpatch"], "base_model_type": base}}))
+    for opener in (AutoConfig, AutoModel):
+        with pytest.raises(CheckpointError, match=rf"record is of a '{base}' model, and its architecture, .*'gpt2'"):
+            opener.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("auto_map", ["x", ["x"], {"AutoModel": 5}, {"AutoModel": {}}, {"AutoModel": [5]}], ids=repr)
 def test_a_malformed_auto_map(auto_map: Any, saved: Path, tmp_path: Path) -> None:
     folder = copied(saved, tmp_path)

@@ -53,6 +53,19 @@ def opening(config_class: type) -> Iterator[tuple[Any, tuple[Any, ...]]]:
             yield auto, models
 
 
+def model_types_of(class_name: str) -> set[str]:
+    """The model types for which an Auto class opens a class of this name."""
+    found = set()
+    for auto in auto_classes():
+        mapping = auto._model_mapping
+        named = dict(mapping._model_mapping)
+        for config, models in mapping._extra_content.items():
+            classes = models if isinstance(models, tuple | list) else (models,)
+            named[config.model_type] = tuple(one.__name__ for one in classes)
+        found |= {one for one, names in named.items() if class_name in ((names,) if isinstance(names, str) else names)}
+    return found
+
+
 def auto_classes_of(model_class: type, config_class: type, order: Iterable[str] = USUAL) -> list[str]:
     """Names of the public Auto classes that open this class, in this order, others behind them, AutoModel last."""
     first = list(order)

@@ -20,13 +20,13 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..errors import FingerprintWarning, OptionError
-from ..runtime.classes import PatchedConfig, PatchedModel, own_code
+from ..runtime.classes import ARCHITECTURE, PatchedConfig, PatchedModel, own_code
 from ..runtime.edits import parse_edits
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import LENS, host_class, once_per_class
 from ..runtime.record import FINGERPRINT, KEY, MODEL_TYPE, checked
 from ..runtime.refuse_host import ENTRY as GUARDED
-from .auto_classes import opening
+from .auto_classes import model_types_of, opening
 from .file_digests import compare, write_digests
 from .files import broken_file, is_plain_name, require_sound_files
 from .fingerprint import Fingerprint, config_digest, settings_of, with_config_digest, without_harmless
@@ -73,6 +73,7 @@ class HfpatchConfig(PreTrainedConfig):
                 "If it comes from a package of its own, import that first; else install the transformers version that "
                 "the checkpoint was made with."
             ) from error
+        _require_its_architecture(config_dict, base, where)
         return registered_config_class(host).from_dict(config_dict, **kwargs)
 
 
@@ -82,6 +83,27 @@ def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
     others = {auto: ref for auto, ref in auto_map.items() if own_code(ref) is None}
     kept = {name: value for name, value in stored.items() if name != "auto_map"}
     return {**kept, "auto_map": others} if others else kept
+
+
+def _require_its_architecture(config_dict: dict[str, Any], base: str, where: Any) -> None:
+    """Refuse a config.json whose architecture belongs to another family than its patch record.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    listed = config_dict.get("architectures")
+    for name in listed if isinstance(listed, list) else ():  # the host's config refuses what is no list of names
+        name = str(name).removeprefix(ARCHITECTURE)
+        families = model_types_of(name)
+        if not families or base in families:
+            continue
+        own_config = getattr(getattr(transformers, name, None), "config_class", None)
+        family = getattr(own_config, "model_type", base)  # of a part, while the Auto classes go by the whole's
+        if family != base:
+            raise CheckpointError(
+                f"{where}: its patch record is of a {base!r} model, and its architecture, {name}, of {family!r}. "
+                "config.json was edited or is damaged. Download or save it again."
+            )
 
 
 def _checkpoint_name(config_dict: dict[str, Any]) -> Any:
@@ -218,8 +240,8 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                     _warn_of_no_fingerprint(cls.__name__, name)
                 elif opened.settings == settings_of(model.config):
                     _require_same_function(model, opened.fingerprint, info, name)
-                if opened.edited:
-                    _tell_of_edited_config(name, full)
+                if opened.fingerprint is not None and opened.edited:
+                    _tell_of_edited_config(name, refuse=full or not opened.fingerprint.knows(model))
             return loaded if wants_info else model
 
         def save_pretrained(
@@ -336,18 +358,18 @@ def _warn_of_no_fingerprint(class_name: str, name: Any) -> None:
     warnings.warn(message, FingerprintWarning, stacklevel=3)
 
 
-def _tell_of_edited_config(name: Any, full: bool) -> None:
+def _tell_of_edited_config(name: Any, refuse: bool) -> None:
     """Warn that config.json isn't the one that was saved: the check's few inputs don't show all that may follow.
 
     Raises:
-        CheckpointError: the full check was asked for.
+        CheckpointError: it is to be refused: the full check was asked for, or there was nothing to compare.
     """
     message = (
         f"{name}: its config.json, or the patch record in it, was edited after it was saved. The check runs few "
         "inputs, on which a small change doesn't show. If the change is as it should be, save_pretrained makes a new "
         "fingerprint; else download or save it again."
     )
-    if full:
+    if refuse:
         raise CheckpointError(message)
     warnings.warn(message, FingerprintWarning, stacklevel=3)
 

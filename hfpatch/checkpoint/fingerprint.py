@@ -249,6 +249,10 @@ class Fingerprint:
             message = f"{where}: the fingerprint in its patch record is malformed: {error!s:.200}"
             raise CheckpointError(message) from error
 
+    def knows(self, model: PreTrainedModel) -> bool:
+        """Whether there is something to compare a model with: its class or its base's."""
+        return any(type(one).__name__ in self.classes for one in (model, model.base_model))
+
     def require(self, model: PreTrainedModel, where: str, strict: bool = True, missing: Collection[str] = ()) -> None:
         """Refuse a model that isn't the one that was saved, as far as they can be compared.
 

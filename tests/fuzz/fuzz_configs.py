@@ -40,7 +40,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"norm": "derf", "init": "reset"},
     {"mlp": "geglu"},
 ]
-ROUNDING = 1e-4  # by the output's size, in float32
+ROUNDING = 1e-3  # by the output's size, in float32; what attention in another implementation makes of some models
 SECONDS = 8.0  # of CPU time to open a tiny model; more is a hang
 _temporary = tempfile.TemporaryDirectory(prefix="fuzz-")  # removed when the process ends
 

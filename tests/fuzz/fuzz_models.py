@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -57,11 +58,28 @@ def built(family: str, head: bool = False) -> tuple[Any, dict[str, Any]]:
 
 
 def fresh(family: str, head: bool = False, dtype: str = "float32") -> tuple[Any, dict[str, Any]]:
-    """A copy of the model, and the inputs, in a dtype."""
+    """A copy of the model, and the inputs, in a dtype.
+
+    In half precision only the Parameters are, as when it is opened so: computed buffers stay in float32.
+    """
     model, inputs = built(family, head)
     to = DTYPES[dtype]
     floats = {name: x.to(to) for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    return copy.deepcopy(model).to(to), {**inputs, **floats}
+    model = copy.deepcopy(model)
+    if to.itemsize < 4:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(to)
+    return model.to(to) if to.itemsize >= 4 else model, {**inputs, **floats}
+
+
+@cache
+def comes_back(family: str, head: bool, dtype: str) -> bool:
+    """Whether the unpatched model, saved and opened again in this dtype, has the same tensors."""
+    model, _ = fresh(family, head, dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        other = opened(Path(folder), opener_of(model), dtype=model.dtype)
+    return same_bits(model.state_dict(), other.state_dict())
 
 
 @cache
