@@ -50,10 +50,10 @@ class Kind:
 
 
 KINDS = {
-    "requests": Kind(fuzz_requests.cases, fuzz_requests.check, 41, 50),
-    "configs": Kind(fuzz_configs.cases, fuzz_configs.check, 41, 100),
+    "requests": Kind(fuzz_requests.cases, fuzz_requests.check, 21, 100),
+    "configs": Kind(fuzz_configs.cases, fuzz_configs.check, 21, 200),
     "files": Kind(fuzz_files.cases, fuzz_files.check, 21, 50),
-    "interrupts": Kind(fuzz_interrupts.cases, fuzz_interrupts.check, 10, 12),
+    "interrupts": Kind(fuzz_interrupts.cases, fuzz_interrupts.check, 6, 20),
 }
 QUIETLY: Any = {"database": None, "deadline": None, "suppress_health_check": HealthCheck}
 PARTS = 20  # of the families; a chunk draws from one of them

@@ -40,13 +40,6 @@ CORE = (
     "tests/test_ecosystem.py",
     "tests/test_cli.py",
 )
-# a quarter of the time, most of it that of other processes' imports
-LEFT_OUT = (
-    "tests/test_ecosystem.py::test_a_sentence_transformer_in_another_process",
-    "tests/test_loading.py::test_memory_while_loading",
-    "tests/test_compile.py::TestTogetherWith::test_fsdp2",
-    "tests/export/test_remote.py::test_code_that_computes_something_else_is_refused",
-)
 
 
 def floors() -> dict[str, str]:
@@ -125,9 +118,8 @@ def versions(python: Path, env: dict[str, str]) -> dict[str, str]:
 
 
 def run_tests(python: Path, env: dict[str, str], report: Path) -> int:
-    args = ["-m", "pytest", "-m", "not sweep", "-q", "-n", "1", "-p", "no:cacheprovider", f"--junitxml={report}", *CORE]
-    left_out = [f"--deselect={test}" for test in LEFT_OUT]
-    return subprocess.run([str(python), *args, *left_out], cwd=ROOT, env=env).returncode
+    args = ["-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", f"--junitxml={report}", *CORE]
+    return subprocess.run([str(python), *args], cwd=ROOT, env=env).returncode
 
 
 def outcome(report: Path, code: int) -> dict[str, Any]:
