@@ -98,7 +98,8 @@ def patch_model(
     Raises:
         PatchError: one of its children, from the plan, before anything changes; also where another thread is patching
             the same model. Should something fail later, every change is rolled back before the error is passed on.
-        VerificationError: with init="exact", what should be exact isn't, measured on the model, or couldn't be measured.
+        VerificationError: with init="exact", what should be exact isn't, measured on the model, or cannot be
+            measured.
     """
     schemes = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
     plan = make_plan(model, checked_request(schemes, only, keep, init), example_inputs)
