@@ -2,9 +2,7 @@
 
 import gc
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -13,7 +11,6 @@ import pytest
 import torch
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 torch.set_num_threads(1)
 logging.set_verbosity_error()
 logging.disable_progress_bar()

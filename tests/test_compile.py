@@ -419,7 +419,7 @@ class TestTogetherWith:
     @pytest.mark.slow
     def test_fsdp2(self, tmp_path):
         """Two processes over gloo: blocks compiled, then sharded; losses as in one process."""
-        script = Path(__file__).with_name("compiled_fsdp.py")
+        script = Path(__file__).parent / "support/compiled_fsdp.py"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stderr[-2000:]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+from update_readme import BLOCKS, README, block
 
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import ARCHITECTURES, NORMS
@@ -20,9 +21,6 @@ from hfpatch.errors import NotPreservedWarning
 from hfpatch.export import export_model
 from hfpatch.patch import patch_model
 from hfpatch.sites.stacks import find_stacks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from update_readme import BLOCKS, README, block
 
 
 @pytest.mark.parametrize("name", sorted(BLOCKS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import site
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +22,8 @@ PLACES = RESULTS / "places/results.md"
 PARTS = RESULTS / "parts/results.json"
 REPAIR = ROOT / "tests/sweeps/repair.md"
 
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/sweeps"), str(ROOT / "recipes")]
+site.addsitedir(str(ROOT / "tests/sweeps"))
+site.addsitedir(str(ROOT / "recipes"))
 
 
 def _cli(*args: str) -> str:

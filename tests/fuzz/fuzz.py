@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import site
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sweeps"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import fuzz_configs
 import fuzz_files

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import sys
 import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import transformers

@@ -51,7 +51,11 @@ class HubClient:
     def __init__(self, endpoint: str, home: Path):
         ours = re.compile(r"HF_|HUGGING|TRANSFORMERS_OFFLINE|.*_PROXY$", re.IGNORECASE)
         inherited = {name: value for name, value in os.environ.items() if not ours.match(name)}
-        paths = [str(Path(hfpatch.__file__).parents[1]), str(Path(__file__).parent), str(Path(__file__).parents[1])]
+        paths = [
+            str(Path(hfpatch.__file__).parents[1]),
+            str(Path(__file__).parent),
+            str(Path(__file__).parents[1] / "support"),
+        ]
         settings = {
             "HF_ENDPOINT": endpoint,
             "HF_HOME": str(home),

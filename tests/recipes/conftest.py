@@ -1,13 +1,7 @@
 """Recipes are imported as the scripts that they are, and run on the CPU."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from accelerate.state import AcceleratorState
-
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent / "recipes"), str(TESTS)]
 
 
 @pytest.fixture(scope="module", autouse=True)

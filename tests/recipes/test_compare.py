@@ -495,8 +495,7 @@ class TestGrid:
     def test_killed_grid_goes_on(self, finished, text, tmp_path):
         """kill -9 in the middle of a model: the rest is as if nothing had happened."""
         script = f"""
-import os, sys
-sys.path.insert(0, {str(ROOT / "recipes")!r})
+import os
 import compare, run
 train_step = run.Run.train_step
 def killed(self, where, *args):
@@ -506,7 +505,7 @@ def killed(self, where, *args):
 run.Run.train_step = killed
 compare.main({tiny(tmp_path, text, *PART)!r})
 """
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(ROOT), str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")])
         settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         killed = subprocess.run([sys.executable, "-c", script], env={**os.environ, **settings}, timeout=120)
         assert killed.returncode == -signal.SIGKILL

@@ -221,8 +221,7 @@ class TestStopping:
         """kill -9 leaves no time to save: the run goes on from the last state that it had saved by itself."""
         argv = tiny(tmp_path, "--text", text, variants="dyt control")
         script = f"""
-import os, sys
-sys.path.insert(0, {str(ROOT / "recipes")!r})
+import os
 import finetune, run
 train_step = run.Run.train_step
 def killed(self, where, *args):
@@ -284,7 +283,7 @@ finetune.main({argv!r})
 
 def in_process(*argv):
     """Python in a process of its own, on the CPU and on this repository's hfpatch."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")])
     settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, *map(str, argv)]
     return subprocess.run(command, env={**os.environ, **settings}, capture_output=True, timeout=120, text=True)

@@ -50,10 +50,8 @@ PartialState._prepare_backend = gloo
 """
 # Stopped in the middle of the patched model, then taken up again: in one launch, for its time.
 SCRIPT = """
-import sys
 from pathlib import Path
 {first}
-sys.path.insert(0, {recipes!r})
 import finetune
 assert finetune.main([*{argv!r}, "--stop_after", "5"]) == 130
 (state,) = Path({out!r}).glob("state/*")
@@ -66,10 +64,10 @@ def launch(config, argv, out, tmp_path):
     """The exit status 0, and what was printed."""
     script, deepspeed = tmp_path / "stop_and_go.py", config == "deepspeed.yaml"
     first = DEEPSPEED_ON_A_CPU if deepspeed else ""
-    script.write_text(SCRIPT.format(recipes=str(ROOT / "recipes"), argv=argv, out=str(out), first=first), "utf-8")
+    script.write_text(SCRIPT.format(argv=argv, out=str(out), first=first), "utf-8")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / config)]
     command += ["--mixed_precision", "no", str(script)]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")])
     settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "ACCELERATE_USE_CPU": str(not deepspeed)}
     if deepspeed:
         settings |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}

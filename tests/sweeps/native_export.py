@@ -2,8 +2,8 @@
 
     python tests/sweeps/native_export.py            # writes native_export.json and native_export.md beside it
 
-The cases are those of tests/native_cases.py: tiny random models with gains, shifts and biases far from zero. Each
-candidate's outputs are compared with the patched model's (hfpatch/export/equality.py says on which inputs).
+The cases are those of tests/support/native_cases.py: tiny random models with gains, shifts and biases far from zero.
+Each candidate's outputs are compared with the patched model's (hfpatch/export/equality.py says on which inputs).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
+import site
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
 import transformers

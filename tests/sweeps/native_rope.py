@@ -13,19 +13,19 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import sys
+import site
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
+
 import torch
 import transformers
-from transformers import PretrainedConfig
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import workers
+from transformers import PretrainedConfig
 from zoo import Unbuildable, last_line, model_types, tiny
 
 from hfpatch.measure.outputs import outputs_of

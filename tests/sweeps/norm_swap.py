@@ -15,7 +15,7 @@ import argparse
 import copy
 import json
 import math
-import sys
+import site
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
 import transformers

@@ -3,7 +3,7 @@
     python tests/sweeps/positions.py                   # all types; writes positions.json and positions.md beside itself
     python tests/sweeps/positions.py gpt2 clip         # these types; prints what it found
 
-The proof is that of tests/positions/proof.py: moving all positions of a stack by a constant leaves every output alone
+The proof is that of tests/support/proof.py: moving all positions of a stack by a constant leaves every output alone
 (*shift*), zeroing them doesn't (*active*), no attention is left out, without positions an encoder of text is *blind* to
 order, decoding with a cache equals decoding without (*cached*), text of four times the old length runs (*length*), and
 a saved model loads as what it was. In models that contain a class of another type's only that class's own outputs are
@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import site
 import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "positions"))
+site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
+site.addsitedir(str(Path(__file__).resolve().parents[2] / "tools"))
 
 import proof
 import torch

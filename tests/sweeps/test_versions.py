@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import versions
 
 REPORT = """<testsuites><testsuite name="pytest" errors="1" failures="1" skipped="1" tests="5">

@@ -28,16 +28,16 @@ SHOWN = ("torch", "transformers", "huggingface_hub", "accelerate", "peft")
 # patching, exact conversion, positions and decoding, saving and loading, remote code, compiling, PEFT and the Trainer
 CORE = (
     "tests/test_patch.py",
-    "tests/test_edits.py",
-    "tests/convert/test_fold.py",
-    "tests/positions/test_generation.py",
-    "tests/test_checkpoint.py",
-    "tests/test_loading.py",
-    "tests/test_guard.py",
+    "tests/core/test_edits.py",
+    "tests/exact/test_fold.py",
+    "tests/runtime/test_generation.py",
+    "tests/checkpoint/test_checkpoint.py",
+    "tests/checkpoint/test_loading.py",
+    "tests/runtime/test_guard.py",
     "tests/export/test_remote.py",
     "tests/export/test_modeling.py",
     "tests/test_compile.py",
-    "tests/test_ecosystem.py",
+    "tests/contracts/test_ecosystem.py",
     "tests/test_cli.py",
 )
 
@@ -196,10 +196,7 @@ def main() -> int:
         print(f"== {name}: Python {ROWS[name][0]}, {ROWS[name][1]}", flush=True)
         results[name] = run(name, args.keep)
         RESULTS.write_text(json.dumps({one: results[one] for one in ROWS if one in results}, indent=1) + "\n")
-    sys.path.insert(0, str(ROOT / "tests"))
-    import update_readme
-
-    update_readme.main(["versions"])
+    subprocess.run([sys.executable, str(ROOT / "tests/update_readme.py"), "versions"], check=True)
     print(table(results))
     return int(any(row.get("failed") or "broken" in row for row in results.values()))
 

@@ -6,12 +6,11 @@ All classes take about a minute a scheme (pytest -m sweep); by default a fixed s
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import proof
 import pytest
 import torch
 from rope_proof import difference, floating_tensors
@@ -24,9 +23,6 @@ from hfpatch.plan import plan_patch
 from hfpatch.runtime.attention import BIAS
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.sites.stacks import find_stacks
-
-sys.path.insert(0, str(Path(__file__).parent))
-import proof
 
 TYPES = sorted({proof.HOMES[owner] for owner in proof.here()})
 SAMPLE = 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+import zoo
 from torch import Tensor
 
 from hfpatch.checkpoint.classes import patched_model_class
@@ -26,9 +26,6 @@ from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.records.biases import BIASES
 from hfpatch.sites.stacks import find_stacks
 from hfpatch.swap import biases as swap_relative
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import zoo
 
 
 @dataclass(frozen=True)

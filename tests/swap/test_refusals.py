@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import proof
 import pytest
+import tiny_models
 import torch
 import zoo
 
@@ -19,9 +18,6 @@ from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import PositionError, UnsupportedError
 from hfpatch.sites.records.refused import REFUSED, WITHOUT_GRID
 from hfpatch.sites.stacks import find_stacks
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import tiny_models
 
 
 def patched(model: Any, **options: Any) -> Any:

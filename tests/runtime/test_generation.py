@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from position_checks import RECORDED, difference, generated, generator, patched
 from torch import Tensor
 from transformers import CompileConfig
 
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.runtime.attention import AttentionLens
 from hfpatch.runtime.handing_down import HandedDown
-
-sys.path.insert(0, str(Path(__file__).parent))
-from checks import RECORDED, difference, generated, generator, patched
 
 MORE = ["ctrl", "gpt_bigcode", "trocr"]  # tables in buffers, one key for all heads
 CAUSAL = [name for name in RECORDED if any(stack.causal for stack in ARCHITECTURES[name].stacks)] + MORE

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zoo
+from position_checks import RECORDED, TEXT, base, difference, generated, generator, owners, patched, states, tokens
+from position_families import make
 from torch import Tensor, nn
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 from transformers.models.whisper.modeling_whisper import sinusoids
@@ -23,11 +25,6 @@ from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.tables import ComputedPositions
 from hfpatch.schemes.positions import Sinusoidal
-
-sys.path.insert(0, str(Path(__file__).parent))
-import zoo
-from checks import RECORDED, TEXT, base, difference, generated, generator, owners, patched, states, tokens
-from families import make
 
 REFUSED = {"vit"}  # a grid of patches
 SERVED = [name for name in RECORDED if name not in REFUSED]

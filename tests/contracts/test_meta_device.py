@@ -8,22 +8,18 @@ The unpatched model is the control: what it can't do there itself isn't asked of
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from exported_models import HEADS, REQUESTS
 from tiny_models import CONFIGS, inputs, patch, reload, tiny, tiny_config
 from torch import Tensor
 
 from hfpatch.errors import PatchError
 from hfpatch.runtime.norms import RMSNorm
 from hfpatch.runtime.rotary import RotaryEmbedding
-
-sys.path.insert(0, str(Path(__file__).parent / "export"))
-from exported_models import HEADS, REQUESTS
 
 # those whose forward is another one's are left out
 SAME_FORWARD = ("rms parametrized", "rms without shifts", "dyt llm", "swiglu fresh", "only some", "all", "fresh")

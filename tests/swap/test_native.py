@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zoo
 from transformers import AutoModel, PretrainedConfig
 
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError
@@ -23,9 +23,6 @@ from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.pairing import pairing_of, reordered_rows, rotating_attentions
 from hfpatch.sites.rotations import ROPE_SETTINGS_PATH, find_rotations
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import zoo
 
 FAMILIES = [
     *("llama", "mistral", "phi", "phi3", "gpt_neox", "gpt_neox_japanese", "falcon", "stablelm", "cohere", "cohere2"),

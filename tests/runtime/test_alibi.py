@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
-
-from hfpatch.checkpoint.classes import patched_model_class
-from hfpatch.errors import OptionError
-from hfpatch.plan import plan_patch
-from hfpatch.runtime.alibi import LinearBias, slopes_of
-from hfpatch.runtime.attention import BIAS, AttentionLens
-from hfpatch.runtime.errors import PositionError, UnsupportedError
-from hfpatch.runtime.lens import LENS
-from hfpatch.schemes.positions import ALiBi
-
-sys.path.insert(0, str(Path(__file__).parent))
 import zoo
-from checks import (
+from position_checks import (
     RECORDED,
     TEXT,
     base,
@@ -36,9 +21,20 @@ from checks import (
     states,
     tokens,
 )
-from families import make
+from position_families import make
+from torch import Tensor, nn
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
+from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.errors import OptionError
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.alibi import LinearBias, slopes_of
+from hfpatch.runtime.attention import BIAS, AttentionLens
+from hfpatch.runtime.errors import PositionError, UnsupportedError
+from hfpatch.runtime.lens import LENS
+from hfpatch.schemes.positions import ALiBi
 
 REFUSED = {"mvp"}  # compares its mask's shape with one head's
 SERVED = [name for name in RECORDED if name not in REFUSED]

@@ -8,7 +8,6 @@ import io
 import json
 import pickle
 import random
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from position_families import FAMILIES, inputs, logits, make
 from sampled import sampled
 from transformers import AutoModelForCausalLM
 
@@ -29,9 +29,6 @@ from hfpatch.runtime.errors import CheckpointError
 from hfpatch.runtime.qk_layouts import Fused, Projections, with_turned_output
 from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.positions import Position
-
-sys.path.insert(0, str(Path(__file__).parent))
-from families import FAMILIES, inputs, logits, make
 
 ALL = sorted(FAMILIES)
 DECODERS = [name for name in ALL if FAMILIES[name].decodes]
@@ -463,7 +460,7 @@ def test_control_frequencies(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_save_and_load(name: str, request_: dict, tmp_path: Path) -> None:
     model, given = patched(name, **request_), inputs(name)
     model.save_pretrained(tmp_path)
-    # the class by way of the record, as AutoModelFor* finds it (tests/test_checkpoint.py goes through all heads)
+    # the class by way of the record, as AutoModelFor* finds it (test_checkpoint.py goes through all heads)
     loaded = patched_model_class(type(make(name))).from_pretrained(tmp_path).eval()
     assert torch.equal(logits(loaded, given), logits(model, given))
     assert loaded.state_dict().keys() == model.state_dict().keys()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tiny_models import patch, randomise, tiny
 
 from hfpatch.schemes.mlps import SwiGLU
@@ -115,8 +115,6 @@ def own_scheme(folder: Path, name: str, more: str = "") -> Any:
     cls = own_class(name)
     (folder / f"{name}.py").write_text(OWN.format(cls=cls) + more)
     (folder / f"{name}_scheme.py").write_text(SCHEME.format(name=name, cls=cls))
-    sys.path.insert(0, str(folder))
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(folder)
         return importlib.import_module(f"{name}_scheme").Own
-    finally:
-        sys.path.pop(0)

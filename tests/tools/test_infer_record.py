@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import infer_record
+import proof
 import pytest
 import torch
+import zoo
 from infer_record import Proposal, propose_record
 from rope_proof import DIFFERENT, SAME
 from sampled import sampled
@@ -20,10 +22,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.sites.records.record import Stack
-
-sys.path.insert(0, str(Path(__file__).parent / "positions"))
-import proof
-import zoo
 
 # families of text whose proposal does what the committed record does
 FIXED = ["albert", "bart", "bert", "clip_text_model", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "roberta", "xlm"]

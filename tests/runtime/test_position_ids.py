@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from position_checks import difference, patched, tokens, zoo
 from torch import Tensor
 from transformers import AutoModel
 
@@ -24,9 +24,6 @@ from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.sites.records import decoders, encoders, text_towers
 from hfpatch.sites.records.biases import BIASES
 from hfpatch.sites.stacks import FoundStack, find_stacks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from checks import difference, patched, tokens, zoo
 
 # one of each way to the attentions: the host's own; layers in lists of layers; the owner's own list; tokens before or
 # behind those that have position_ids; windows; a decoder; biases for a table

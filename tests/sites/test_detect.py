@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_norms import Kind, every_kind
+from norm_kinds import Kind, every_kind
 from tiny_models import changes, fingerprint, tiny
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from torch import Tensor
 from transformers import AutoModel
 
@@ -26,9 +26,6 @@ from hfpatch.runtime.qk_layouts import Projections, with_turned_output
 from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.positions import Position
 from hfpatch.schemes.rope import RoPE
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import zoo
 
 LINE, GRID = RoPE(), RoPE(axes=2)
 WIDE, TALL = (3, 6), (8, 2)  # rows and columns of patches

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+import zoo
+from position_checks import RECORDED, base, difference, generated, owners, patched, states, tokens
+from position_families import make
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -26,11 +28,6 @@ from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.rotary import AdaptiveRotaryEmbedding
 from hfpatch.schemes.request import Record
 from hfpatch.schemes.rope import RoPE
-
-sys.path.insert(0, str(Path(__file__).parent))
-import zoo
-from checks import RECORDED, base, difference, generated, owners, patched, states, tokens
-from families import make
 
 IMAGES = {"vit"}  # a grid's number of patches isn't a length
 SEQUENCES = [name for name in RECORDED if name not in IMAGES]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from pathlib import Path
 from typing import Any
 
+import proof
 import pytest
+import tiny_models
 import torch
 import transformers
+import zoo
+from position_checks import difference, patched
+from position_families import make
 from rope_proof import floating_tensors
 from torch import Tensor
 
@@ -22,13 +26,6 @@ from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import host_class
 from hfpatch.runtime.record import KEY
 from hfpatch.schemes.learned import GRID_METHODS, Learned
-
-sys.path.insert(0, str(Path(__file__).parent))
-import proof
-import tiny_models
-import zoo
-from checks import difference, patched
-from families import make
 
 OLD, NEW = 64, 96  # the zoo's images, of 4 x 4 patches of 16 pixels, and 6 x 6
 # families whose hosts interpolate in every forward, when they are asked to

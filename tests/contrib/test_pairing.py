@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zoo
 from transformers import AutoModel
 
 from hfpatch.contrib import convert_pairing as reorder
@@ -27,9 +27,6 @@ from hfpatch.schemes.rope import RoPE
 from hfpatch.sites import pairing as layouts
 from hfpatch.sites.pairing import pairing_of, rotating_attentions
 from hfpatch.sites.rotations import find_rotations
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import zoo
 
 # Families that rotate by themselves: separate and fused projections, grouped heads, biases, norms between the
 # projections and the rotation, partial rotation, both pairings, types of layers.

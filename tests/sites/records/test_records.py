@@ -1,7 +1,8 @@
 """Every architecture record on a tiny model of its family: what a new record has to pass, without a test of its own.
 
-test_contract.py goes deeper, on nine families; proof.py says what is measured here. Shift and active are measured on
-every class that owns a table; the rest on a fixed sample of them (sweeps/positions.py does all).
+tests/contracts/test_contract.py goes deeper, on nine families; tests/support/proof.py says what is measured here. Shift
+and active are measured on every class that owns a table; the rest on a fixed sample of them (tests/sweeps/positions.py
+does all).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every architecture record has to pass, for each class that owns a table, on the tiny models of tests/zoo.py.
+"""What every architecture record has to pass, for each class that owns a table, on the tiny models of zoo.py.
 
     model, inputs = patched("clip")          # in float64; angles stay in float32
     for proof in prove(model, inputs): ...   # shift and active, measured on each stack that the inputs reach
@@ -11,29 +11,12 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import sys
 import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
-from transformers.models.auto import modeling_auto
-
-from hfpatch.checkpoint.classes import patched_model_class
-from hfpatch.core.registry import ARCHITECTURES
-from hfpatch.errors import NotPreservedWarning
-from hfpatch.measure.inputs import make_inputs
-from hfpatch.measure.randomness import own_randomness, randomise
-from hfpatch.measure.shrink import shrunk
-from hfpatch.patch import patch_model
-from hfpatch.sites.records.record import Stack
-from hfpatch.sites.stacks import FoundStack, find_stacks, max_positions
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tools"))
 import zoo
 from rope_proof import (
     DIFFERENT,
@@ -47,6 +30,18 @@ from rope_proof import (
     reached,
     steps_alike,
 )
+from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
+
+from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.errors import NotPreservedWarning
+from hfpatch.measure.inputs import make_inputs
+from hfpatch.measure.randomness import own_randomness, randomise
+from hfpatch.measure.shrink import shrunk
+from hfpatch.patch import patch_model
+from hfpatch.sites.records.record import Stack
+from hfpatch.sites.stacks import FoundStack, find_stacks, max_positions
 
 __all__ = ["DIFFERENT", "EXACT", "SAME", "prove_stack", "reached"]
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
+import proof
 import pytest
+import tiny_models
 import torch
+import zoo
+from position_checks import patched
+from position_families import make
 from rope_proof import floating_tensors
 
 from hfpatch.checkpoint.classes import patched_model_class
@@ -15,13 +19,6 @@ from hfpatch.core.transaction import Transaction
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.swap.config_diff import Derived, derive
-
-sys.path.insert(0, str(Path(__file__).parent / "positions"))
-import proof
-import tiny_models
-import zoo
-from checks import patched
-from families import make
 
 NEW = 512
 RELATIVE = {"relative_attention": True, "position_biased_input": True, "pos_att_type": ["c2p", "p2c"]}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zoo
+from position_checks import RECORDED, TEXT, base, difference, generated, generator, owners, patched, states, tokens
+from position_families import inputs, logits, make
 from torch import nn
 
 from hfpatch.checkpoint.classes import patched_model_class
@@ -17,11 +19,6 @@ from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.schemes.learned import METHODS, Learned
-
-sys.path.insert(0, str(Path(__file__).parent))
-import zoo
-from checks import RECORDED, TEXT, base, difference, generated, generator, owners, patched, states, tokens
-from families import inputs, logits, make
 
 SERVED = [name for name in RECORDED if name != "vit"]  # a grid of patches, see test_image_size.py
 TABLE = torch.arange(5.0)[:, None] * torch.tensor([[1.0, -2.0]]) + torch.tensor([[0.0, 7.0]])

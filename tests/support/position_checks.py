@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+import zoo
 from torch import Tensor
 
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import zoo
 
 # families of every build whose tables are recorded; what is proved here on each, test_schemes.py measures on all others
 FAMILIES = (

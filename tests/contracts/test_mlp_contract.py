@@ -51,7 +51,7 @@ FAMILIES = {
     "distilbert": ("AutoModel", "gelu"),
     "albert": ("AutoModel", "gelu"),
     "t5": ("AutoModel", "relu"),
-    # of tests/zoo.py
+    # of tests/support/zoo.py
     "clip": (None, "quick_gelu"),
     "gptj": (None, "gelu"),
     "timesformer": (None, "gelu"),
