@@ -29,6 +29,7 @@ from encoder import (
     write_pooling,
 )
 from passages import Corpus, Ids, Lengths, Pair, Passages, one_line
+from scipy import stats
 from tasks import Batch, Figures, Task, load
 from texts import TextConfig, read_texts
 from torch import nn
@@ -377,8 +378,7 @@ def spearman_of_pairs(a: torch.Tensor, b: torch.Tensor) -> float | None:
     if len(a) < 3:
         return None
     upper = torch.triu_indices(len(a), len(a), offset=1)
-    ranks = [(x @ x.T)[*upper].double().argsort().argsort().double() for x in (a, b)]
-    return torch.corrcoef(torch.stack(ranks))[0, 1].item()
+    return float(stats.spearmanr(*((x @ x.T)[*upper].double().numpy() for x in (a, b))).statistic)
 
 
 def by_row(found: list[tuple[torch.Tensor, torch.Tensor]], count: int) -> torch.Tensor:

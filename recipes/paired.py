@@ -1,12 +1,12 @@
 """Figures of a grid against its control: paired by seed and budget, with an interval and a verdict."""
 
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
+from scipy import stats
 from settings import CONTROL
 
 LEVEL = 0.95  # of every interval
@@ -64,8 +64,6 @@ def t_interval(figures: Sequence[float]) -> Interval:
 
 def t_quantile(freedom: int) -> float:
     """Student's t below which all but (1 - LEVEL) / 2 lie."""
-    from scipy import stats
-
     return float(stats.t.ppf((1 + LEVEL) / 2, freedom))
 
 
@@ -310,7 +308,8 @@ def ranks(results: Record, axis: str, budgets: Mapping[str, int] | None = None) 
     complete = [block for block in blocks.values() if len(block) == len(values)]
     if len(values) < 2 or not complete:
         return []
-    mean = {v: fmean(rank_of(block[v], list(block.values())) for block in complete) for v in values}
+    ranked = stats.rankdata([[block[value] for value in values] for block in complete], axis=1)  # 1 for the least
+    mean = dict(zip(values, ranked.mean(0).tolist(), strict=True))
     values.sort(key=lambda value: mean[value])
     found = []
     for value in values:
@@ -322,13 +321,7 @@ def ranks(results: Record, axis: str, budgets: Mapping[str, int] | None = None) 
     return found
 
 
-def rank_of(figure: float, figures: list[float]) -> float:
-    """1 for the least; equal figures share the mean of their ranks."""
-    return 1 + sum(f < figure for f in figures) + (sum(f == figure for f in figures) - 1) / 2
-
-
 def sign_test(a: Sequence[float], b: Sequence[float]) -> float:
     """Two-sided p that as many of the pairs lie to one side by chance; equal pairs don't count."""
-    above, below = (sum(f(x, y) for x, y in zip(a, b, strict=True)) for f in (operator.gt, operator.lt))
-    n = above + below
-    return min(1.0, 2 * sum(math.comb(n, k) for k in range(max(above, below), n + 1)) / 2**n)
+    above = [x > y for x, y in zip(a, b, strict=True) if x != y]
+    return float(stats.binomtest(sum(above), len(above)).pvalue) if above else 1.0
