@@ -262,17 +262,14 @@ def rankings(results: Record) -> list[Ranking]:
     return [ranking for ranking in found if ranking.ranks]
 
 
-def equal_times(results: Record, timed: Record | None = None) -> dict[str, int]:
+def equal_times(results: Record) -> dict[str, int]:
     """For each method the budget that takes as long as the slowest method's smallest one, to within ALIKE.
 
     Time is that of a step, the median over all variants, starts and seeds, against the control's of the same seed and
     budget. Empty where a method has no such budget or no time, and where all have the same.
-
-    Args:
-        timed: results that tell the times, where others ran beside this grid.
     """
     ratios: dict[str, list[float]] = {cell.kind.method: [] for cell in grid_of(results) if not cell.kind.is_control}
-    for found in summarise(timed or results):
+    for found in summarise(results):
         if found.kind.method in ratios and not found.kind.is_control:
             ratios[found.kind.method].extend(found.time)
     if not ratios or not all(ratios.values()):
