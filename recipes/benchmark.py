@@ -30,11 +30,11 @@ from bench_places import place_groups
 from bench_report import benchmark_report, draw_benchmark
 from data import RecipeError
 from memory import keep_freed_memory
+from progress import Progress
 from report import hardware, versions
 from run import exit_status, require_own_folder, write_json
 from settings import check_numbers, check_output_folder, parse_variant, read_settings
 from timing import MODES
-from tqdm.auto import tqdm
 
 PARTS = {"models": model_groups, "places": place_groups, "micro": micro_groups}
 # of a setting that isn't given: on a CPU, on a GPU
@@ -140,16 +140,16 @@ def benchmark(config: BenchmarkConfig, command: str) -> None:
     results = {"command": command, "config": asdict(config), "hardware": hardware(accelerator)}
     results |= {"versions": versions(), "memory_kept": keep_freed_memory(), "groups": []}
     try:
-        with tqdm(unit="group", dynamic_ncols=True) as bar:
+        total = sum(1 for part in config.parts for _ in PARTS[part](config, accelerator.device))  # makes nothing
+        with Progress("benchmark", total) as bar:
             for part in config.parts:
                 for group, measure in PARTS[part](config, accelerator.device):
-                    bar.set_postfix_str(f"{group['case']}, {group['work']}")
                     late = time.perf_counter() - started > 60 * config.minutes
                     measured = {"left_out": "out of time", "timings": []} if late else measure()
                     results["groups"].append(group | measured)
                     results["wall_seconds"] = time.perf_counter() - started
                     write_json(out / "results.json", results)
-                    bar.update()
+                    bar.step(len(results["groups"]), f"{group['case']}, {group['work']}")
     finally:  # Ctrl-C too: what was measured is reported
         if results["groups"]:
             text = benchmark_report(results)

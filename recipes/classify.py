@@ -46,21 +46,12 @@ class ClassificationConfig(DataConfig):
     layers: int | None = field(default=None, metadata={"help": "of the encoder made from scratch; none: by --size"})
     width: int | None = field(default=None, metadata={"help": "likewise; a head takes 32 of it"})
     vocab_size: int | None = field(default=None, metadata={"help": "of its tokenizer; none: by --size"})
-    punctuation: Literal["apart", "together"] | None = field(
-        default=None,
-        metadata={"help": "the tokenizer made from scratch cuts it apart from words, as BERT's does, or leaves both "
-                  "together up to the next space, so that 'len(x)' may be one piece; none: apart, but together in the "
-                  "default data, which is code"},
-    )  # fmt: skip
     placement: Literal["pre", "post"] = field(
         default="pre",
         metadata={"help": "of its norms: before each branch, which learns sooner and where an RMSNorm can replace a "
                   "LayerNorm exactly, or after each residual sum, as in BERT"},
     )  # fmt: skip
     dropout: float = field(default=0.1, metadata={"help": "of the encoder made from scratch"})
-    embedding_rate: float | None = field(
-        default=None, metadata={"help": "learning rate of the embeddings, times the others'; none: 1, from scratch 3"}
-    )
     curve_texts: int = field(default=1000, metadata={"help": "development texts behind the curves, at most"})
     baselines: bool = field(default=True, metadata={"help": "also measure tf-idf with logistic regression"})
     output_dir: str = field(default="runs/classify", metadata={"help": "where results, models and states go"})
@@ -95,8 +86,6 @@ class Classification(Task):
             raise RecipeError(f"--width must be a multiple of 32, not {config.width}")
         if not config.dropout < 1:
             raise RecipeError(f"--dropout must be below 1, not {config.dropout:g}")
-        if config.embedding_rate is not None and not config.embedding_rate > 0:
-            raise RecipeError(f"--embedding_rate must be positive, not {config.embedding_rate:g}")
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config, self.accelerator = config, accelerator
@@ -109,8 +98,8 @@ class Classification(Task):
         self.labels, self.keep_head = label_order(texts.labels, given)
         with accelerator.main_process_first():
             if given is None:
-                words = config.punctuation or ("apart" if config.data else "together")
-                self.tokenizer = train_bpe(texts, self.sizes["vocab_size"], words, out / "tokenizer")
+                code = config.data is None
+                self.tokenizer = train_bpe(texts, self.sizes["vocab_size"], code, out / "tokenizer")
             else:
                 self.tokenizer = load(AutoTokenizer, config.model)
             baselines = measure_baselines(texts, config.baselines, out / "baselines.json")
@@ -242,13 +231,12 @@ class Classification(Task):
     def parameter_groups(self, model: nn.Module, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
         """A word's vector learns from its own texts alone: from scratch it takes longer steps than what all share."""
         groups = super().parameter_groups(model, learning_rate, weight_decay)
+        if self.config.model:
+            return groups
         words = getattr(model, "module", model).get_input_embeddings().weight
-        rate = learning_rate * (self.config.embedding_rate or (1.0 if self.config.model else 3.0))
         for group in groups:
             group["params"] = [p for p in group["params"] if p is not words]
-        return (
-            [*groups, {"params": [words], "lr": rate, "weight_decay": weight_decay}] if words.requires_grad else groups
-        )
+        return [*groups, {"params": [words], "lr": 3 * learning_rate, "weight_decay": weight_decay}]
 
     # -- training and measuring
 
@@ -366,18 +354,19 @@ class Drawn(Dataset):
         return np.concatenate(groups)
 
 
-def train_bpe(texts: LabelledData, vocab_size: int, words: str, folder: Path) -> transformers.PreTrainedTokenizerBase:
+def train_bpe(texts: LabelledData, vocab_size: int, code: bool, folder: Path) -> transformers.PreTrainedTokenizerBase:
     """BERT's tokenizer, but with pieces learnt from the training texts, by BPE: WordPiece's trainer isn't reproducible.
 
-    Lower case, without accents; a piece at the beginning of a word differs from one inside; [CLS] text [SEP].
+    Lower case, without accents; a piece at the beginning of a word differs from one inside; [CLS] text [SEP]. Of code
+    a word is all up to the next space, so that 'len(x)' may be one piece; else punctuation is cut apart, as BERT does.
     """
-    key, stamp = f"{vocab_size} {words} {texts.sha256}", folder / "trained_on.txt"
+    key, stamp = f"{vocab_size} {code} {texts.sha256}", folder / "trained_on.txt"
     if not (stamp.exists() and stamp.read_text() == key):
         names = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")}
         tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-        cut = {"apart": pre_tokenizers.BertPreTokenizer, "together": pre_tokenizers.WhitespaceSplit}
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut[words](), pre_tokenizers.Metaspace()])
+        cut = pre_tokenizers.WhitespaceSplit() if code else pre_tokenizers.BertPreTokenizer()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.Metaspace()])
         tokenizer.decoder = decoders.Metaspace()
         trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[*names.values()], show_progress=False)
         tokenizer.train_from_iterator((item.text for item in texts.splits["train"]), trainer)

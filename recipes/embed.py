@@ -29,6 +29,7 @@ from encoder import (
     write_pooling,
 )
 from passages import Corpus, Ids, Lengths, Pair, Passages, one_line
+from scipy import stats
 from tasks import Batch, Figures, Task, load
 from texts import TextConfig, read_texts
 from torch import nn
@@ -56,10 +57,6 @@ class EmbeddingConfig(TextConfig):
         metadata={"help": "the model that embeddings are compared with, a folder or Hub id; none: --model"},
     )
     max_length: int = field(default=256, metadata={"help": "tokens of a text, with special ones; the rest is cut off"})
-    very_long: int = field(
-        default=0, metadata={"help": "tokens of very long passages to learn from; the reference reads them in windows"}
-    )
-    very_long_share: float = field(default=0.2, metadata={"help": "share of the batches with very long passages"})
     heldout_passages: int = field(default=128, metadata={"help": "held-out passages behind the table's similarity"})
     heldout_pairs: int = field(default=128, metadata={"help": "held-out pairs behind the table's retrieval"})
     curve_passages: int = field(default=48, metadata={"help": "held-out passages behind the curves"})
@@ -106,7 +103,6 @@ class Embedding(Task):
     name = "embed"
     Config = EmbeddingConfig
     at_least = dict.fromkeys(("heldout_pairs", "curve_passages"), 1) | {"heldout_passages": 3, "max_length": 16}
-    at_least |= {"very_long": 0, "very_long_share": 0}
     main = "similarity"
     higher_is_better = True
 
@@ -114,10 +110,6 @@ class Embedding(Task):
     def check(cls, config: Any) -> None:
         if config.model is None:
             raise RecipeError("--task embed needs a --model: embeddings aren't learnt from scratch here")
-        if config.very_long and config.very_long <= config.max_length:
-            raise RecipeError(f"--very_long must be more than --max_length {config.max_length}, not {config.very_long}")
-        if config.very_long_share > 1:
-            raise RecipeError(f"--very_long_share must be at most 1, not {config.very_long_share}")
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config, self.device = config, accelerator.device
@@ -139,11 +131,7 @@ class Embedding(Task):
                     f"the {name} text has no passage to embed (docstrings of Python source, or paragraphs, of 30 "
                     "characters or more): give more text"
                 )
-        special, share = len(self.before) + len(self.after), config.very_long_share if config.very_long else 0.0
-        very_long = max(0, config.very_long - special)
-        self.lengths = Lengths(config.max_length - special, config.batch_size, very_long, share)
-        if share and config.batch_size // accelerator.num_processes < very_long // self.lengths.longest:
-            raise RecipeError(f"--batch_size {config.batch_size} is too small for --very_long {config.very_long}")
+        self.lengths = Lengths(config.max_length - len(self.before) - len(self.after), config.batch_size)
         own = config.text or config.dataset
         self.hold_out(outside=[] if own else language_reference())
         count = len(self.kinds["query"])
@@ -201,7 +189,7 @@ class Embedding(Task):
         if longest > self.tokenizer.model_max_length:  # a patch lifted the limit
             path = folder / "tokenizer_config.json"
             path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"model_max_length": longest}, indent=2))
-        write_pooling(folder, self.pooling, settings["hidden_size"], min(max(c.max_length, c.very_long), longest))
+        write_pooling(folder, self.pooling, settings["hidden_size"], min(c.max_length, longest))
 
     # -- learning
 
@@ -210,7 +198,7 @@ class Embedding(Task):
 
     def collate(self, items: list[dict[str, Any]]) -> Batch:
         """Passages as input_ids and attention_mask, (B, T); pairs as query_... and target_...; rows, (B,)."""
-        batch = self.pad([item["passage"] for item in items if item["passage"] is not None])
+        batch = self.pad([item["passage"] for item in items])
         for side in ("query", "target"):
             if side in items[0]:
                 padded = self.pad([item[side][: self.lengths.longest] for item in items])
@@ -229,7 +217,7 @@ class Embedding(Task):
         return {"input_ids": ids, "attention_mask": mask}
 
     def inputs(self, batch: Batch) -> Batch:
-        """As the given model takes them; very long passages are cut off."""
+        """As the given model takes them; longer passages are cut off."""
         return {name: batch[name][:, : self.longest] for name in ("input_ids", "attention_mask")}
 
     def side(self, batch: Batch, name: str) -> Batch:
@@ -390,8 +378,7 @@ def spearman_of_pairs(a: torch.Tensor, b: torch.Tensor) -> float | None:
     if len(a) < 3:
         return None
     upper = torch.triu_indices(len(a), len(a), offset=1)
-    ranks = [(x @ x.T)[*upper].double().argsort().argsort().double() for x in (a, b)]
-    return torch.corrcoef(torch.stack(ranks))[0, 1].item()
+    return float(stats.spearmanr(*((x @ x.T)[*upper].double().numpy() for x in (a, b))).statistic)
 
 
 def by_row(found: list[tuple[torch.Tensor, torch.Tensor]], count: int) -> torch.Tensor:

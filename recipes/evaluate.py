@@ -86,8 +86,8 @@ class EvaluateConfig:
 
 
 # A task's settings of training, of curves and of models made from scratch; --models takes the place of --model.
-UNUSED = {"learning_rate", "calibration", "variants", "model", "layers", "width", "vocab_size", "size", "punctuation"}
-UNUSED |= {"placement", "dropout", "embedding_rate", "patch_size", "shift", "very_long", "very_long_share"}
+UNUSED = {"learning_rate", "calibration", "variants", "model", "layers", "width", "vocab_size", "size"}
+UNUSED |= {"placement", "dropout", "patch_size", "shift"}
 UNUSED |= {"curve_blocks", "curve_texts", "curve_passages", "curve_images"}
 AT_LEAST = dict.fromkeys(("batch_size", "trained_length", "sweep_tokens", "lm_eval_limit"), 1)
 AT_LEAST |= {"lengths": 8, "resamples": 100, "seed": 0}

@@ -1,7 +1,6 @@
 """Image classification: scikit-learn's bundled digits, folders of images by class, or a `datasets` id."""
 
 import hashlib
-import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,11 +47,6 @@ class ImageClassificationConfig:
     layers: int = field(default=4, metadata={"help": "of the ViT made from scratch"})
     width: int = field(default=64, metadata={"help": "of the ViT made from scratch; a head takes 16 of it"})
     shift: int = field(default=1, metadata={"help": "training images are moved by up to so many pixels, either way"})
-    resolutions: list[float] = field(
-        default_factory=lambda: [1.5, 2.0],
-        metadata={"help": "also measure accuracy on held-out images enlarged by these factors: more patches than in "
-                  "training; a learned table is interpolated"},
-    )  # fmt: skip
     heldout_images: int = field(default=2000, metadata={"help": "at most so many behind the table"})
     curve_images: int = field(default=500, metadata={"help": "at most so many behind the curves"})
 
@@ -71,8 +65,6 @@ class ImageClassification(Task):
     def check(cls, config: Any) -> None:
         if config.model is None and (config.width < 16 or config.width % 16):
             raise RecipeError(f"--width must be a multiple of 16, not {config.width}")
-        if any(not factor > 1 for factor in config.resolutions):
-            raise RecipeError(f"--resolutions must be more than 1, not {min(config.resolutions):g}")
         size = config.image_size or (32 if config.data else 8)
         if config.model is None and size % (config.patch_size or default_patch(size)):
             patch = config.patch_size or default_patch(size)
@@ -143,36 +135,16 @@ class ImageClassification(Task):
         return F.cross_entropy(logits, batch["labels"], reduction="none"), torch.ones_like(batch["labels"])
 
     def figures(self, model: nn.Module, loader: Any, gather: Callable[[Any], Any]) -> Figures:
-        """Cross-entropy in nats, accuracy and, on the table's images, accuracy at larger resolutions."""
-        factors = self.config.resolutions if loader.dataset is self.heldout else []
-        takes = inspect.signature(getattr(model, "module", model).forward).parameters
-        options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in takes else {}
+        """Cross-entropy in nats, and accuracy."""
         seen: list[torch.Tensor] = []
         for batch in loader:
-            images, labels = batch["pixel_values"], batch["labels"]
-            logits = model(pixel_values=images).logits.float()
-            columns = [F.cross_entropy(logits, labels, reduction="none"), (logits.argmax(-1) == labels).float()]
-            for factor in factors:
-                larger = F.interpolate(images, scale_factor=factor, mode="bilinear", align_corners=False)
-                answers = answer(model, larger, options)
-                columns.append((answers == labels).float())
-            seen.append(gather(torch.stack(columns, 1)))
-        means = torch.cat(seen).double().mean(0).tolist()
-        names = ["loss", "accuracy", *(f"accuracy_at_{factor:g}x" for factor in factors)]
-        return dict(zip(names, means, strict=True))
+            logits, labels = model(pixel_values=batch["pixel_values"]).logits.float(), batch["labels"]
+            terms = F.cross_entropy(logits, labels, reduction="none")
+            seen.append(gather(torch.stack([terms, (logits.argmax(-1) == labels).float()], 1)))
+        return dict(zip(("loss", "accuracy"), torch.cat(seen).double().mean(0).tolist(), strict=True))
 
     def size(self, batch: Batch) -> int:
         return len(batch["labels"])
-
-
-def answer(model: nn.Module, images: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    try:
-        return model(pixel_values=images, **options).logits.argmax(-1)
-    except (ValueError, RuntimeError) as error:
-        raise RecipeError(
-            f"the model doesn't take images of {' x '.join(map(str, images.shape[-2:]))}: {first_line(error)} "
-            "(--resolutions, an empty list in a YAML file, leaves them out)"
-        ) from None
 
 
 def default_patch(size: int) -> int:

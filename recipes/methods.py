@@ -53,9 +53,6 @@ class MethodConfig:
     distil_layers: Literal["last", "all"] = field(
         default="last", metadata={"help": "distil: which hidden states; means over the channels don't count"}
     )
-    teacher_dtype: Literal["float32", "bfloat16", "float16"] = field(
-        default="float32", metadata={"help": "distil: the teacher's precision"}
-    )
     lora_rank: int = field(default=0, metadata={"help": "rank of low-rank adapters (needs peft); 0: train everything"})
     lora_alpha: float = field(default=16.0, metadata={"help": "LoRA: adapters are scaled by it over the rank"})
     lora_targets: list[str] | None = field(
@@ -158,8 +155,7 @@ class Distil(Method):
         theirs = {id(parameter) for parameter in teacher.parameters()}
         if any(id(parameter) in theirs for parameter in model.parameters()):
             raise ValueError("teacher and student share parameters")
-        dtype = getattr(torch, self.config.teacher_dtype)
-        self.teacher = teacher.eval().requires_grad_(False).to(model.device, dtype)
+        self.teacher = teacher.eval().requires_grad_(False).to(model.device)
         return super().prepare(model)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -179,9 +175,9 @@ class Distil(Method):
             return own(student.model, self.teacher, batch).mean()
         if student.output is None:
             student(**self.task.inputs(batch))
-        teacher, dtype = Recorded(self.teacher, student.hidden), getattr(torch, self.config.teacher_dtype)
+        teacher = Recorded(self.teacher, student.hidden)
         with torch.no_grad():
-            teacher(**{name: narrowed(value, dtype) for name, value in student.inputs.items()})
+            teacher(**student.inputs)
         c, mask = self.config, student.inputs.get("attention_mask")
         ours, theirs = student.output, teacher.output
         if getattr(ours, "logits", None) is None:
@@ -252,11 +248,6 @@ def mean_of(terms: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None or terms.shape != mask.shape:
         return terms.mean()
     return terms[mask.bool()].mean()
-
-
-def narrowed(value: Any, dtype: torch.dtype) -> Any:
-    """An input of a model in `dtype`: pixels follow it, token ids don't."""
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def last_state(output: Any) -> Tensor:

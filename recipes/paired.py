@@ -1,12 +1,12 @@
 """Figures of a grid against its control: paired by seed and budget, with an interval and a verdict."""
 
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
+from scipy import stats
 from settings import CONTROL
 
 LEVEL = 0.95  # of every interval
@@ -64,8 +64,6 @@ def t_interval(figures: Sequence[float]) -> Interval:
 
 def t_quantile(freedom: int) -> float:
     """Student's t below which all but (1 - LEVEL) / 2 lie."""
-    from scipy import stats
-
     return float(stats.t.ppf((1 + LEVEL) / 2, freedom))
 
 
@@ -264,17 +262,14 @@ def rankings(results: Record) -> list[Ranking]:
     return [ranking for ranking in found if ranking.ranks]
 
 
-def equal_times(results: Record, timed: Record | None = None) -> dict[str, int]:
+def equal_times(results: Record) -> dict[str, int]:
     """For each method the budget that takes as long as the slowest method's smallest one, to within ALIKE.
 
     Time is that of a step, the median over all variants, starts and seeds, against the control's of the same seed and
     budget. Empty where a method has no such budget or no time, and where all have the same.
-
-    Args:
-        timed: results that tell the times, where others ran beside this grid.
     """
     ratios: dict[str, list[float]] = {cell.kind.method: [] for cell in grid_of(results) if not cell.kind.is_control}
-    for found in summarise(timed or results):
+    for found in summarise(results):
         if found.kind.method in ratios and not found.kind.is_control:
             ratios[found.kind.method].extend(found.time)
     if not ratios or not all(ratios.values()):
@@ -310,7 +305,8 @@ def ranks(results: Record, axis: str, budgets: Mapping[str, int] | None = None) 
     complete = [block for block in blocks.values() if len(block) == len(values)]
     if len(values) < 2 or not complete:
         return []
-    mean = {v: fmean(rank_of(block[v], list(block.values())) for block in complete) for v in values}
+    ranked = stats.rankdata([[block[value] for value in values] for block in complete], axis=1)  # 1 for the least
+    mean = dict(zip(values, ranked.mean(0).tolist(), strict=True))
     values.sort(key=lambda value: mean[value])
     found = []
     for value in values:
@@ -322,13 +318,7 @@ def ranks(results: Record, axis: str, budgets: Mapping[str, int] | None = None) 
     return found
 
 
-def rank_of(figure: float, figures: list[float]) -> float:
-    """1 for the least; equal figures share the mean of their ranks."""
-    return 1 + sum(f < figure for f in figures) + (sum(f == figure for f in figures) - 1) / 2
-
-
 def sign_test(a: Sequence[float], b: Sequence[float]) -> float:
     """Two-sided p that as many of the pairs lie to one side by chance; equal pairs don't count."""
-    above, below = (sum(f(x, y) for x, y in zip(a, b, strict=True)) for f in (operator.gt, operator.lt))
-    n = above + below
-    return min(1.0, 2 * sum(math.comb(n, k) for k in range(max(above, below), n + 1)) / 2**n)
+    above = [x > y for x, y in zip(a, b, strict=True) if x != y]
+    return float(stats.binomtest(sum(above), len(above)).pvalue) if above else 1.0

@@ -118,23 +118,19 @@ class Lengths:
     """Of passages, in tokens without special ones.
 
     Args:
-        longest: of most passages.
+        longest: of all passages.
         group: so many passages share a length, so that a batch holds little padding.
-        very_long: of the rest; their groups hold fewer passages, for equal work.
-        share: of the groups that are very long.
     """
 
     longest: int
     group: int
-    very_long: int = 0
-    share: float = 0.0
 
 
 class Passages(Dataset):
     """Passages of a corpus. Item i depends on (seed, first + i) and the lengths, and on nothing else.
 
     A third of the groups are texts as they are, of similar lengths; the others are cut to lengths that are spread
-    evenly over the logarithm, from 16 tokens up. An item that a group of very long ones leaves out is None.
+    evenly over the logarithm, from 16 tokens up.
     """
 
     def __init__(self, corpus: Corpus, lengths: Lengths, seed: int, first: int, count: int) -> None:
@@ -146,13 +142,11 @@ class Passages(Dataset):
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> Ids | None:
+    def __getitem__(self, index: int) -> Ids:
         lengths, (group, place) = self.lengths, divmod(self.first + index, self.lengths.group)
         shared, own = (np.random.default_rng((self.seed, group, n)) for n in (0, 1 + place))
         kind = shared.integers(len(self.weights))
-        if shared.random() < lengths.share:
-            length = int(shared.integers(lengths.longest, lengths.very_long + 1))
-            return None if place % (length // lengths.longest) else self.cut(kind, length, own)
+        shared.random()  # decides nothing any more: without it every passage would differ from earlier versions'
         if shared.random() < 1 / 3:
             return self.whole(kind, shared.random(), own)[: lengths.longest]
         shortest = min(16, lengths.longest)

@@ -23,12 +23,12 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DataLoaderConfiguration, DistributedType, parse_flag_from_env, set_seed
 from compiled import compiled, really_called
 from data import RecipeError
+from progress import Progress
 from report import hardware, versions
 from settings import FREE_TO_CHANGE, check, read_run
 from tasks import Batch, Figures, Task, find_task
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from tqdm.auto import tqdm
 
 from hfpatch.runtime.errors import PatchError
 
@@ -206,8 +206,7 @@ class Run:
         """Steps of training up to `steps`, with points of the curve and saved states on the way."""
         c = self.config
         batches, units, times = iter(loader), 0, []
-        bar = tqdm(total=steps, initial=record["step"], desc=name, unit="step", disable=not self.main)
-        with bar:
+        with Progress(name, steps, record["step"], self.main) as bar:
             for step in range(record["step"] + 1, steps + 1):
                 self.steps_taken += 1
                 stop = bool(self.requests) or self.steps_taken == c.stop_after
@@ -227,8 +226,7 @@ class Run:
                     figure = record["curve"][-1][self.task.main]
                     self.accelerator.log({f"{name}/heldout_{self.task.main}": figure}, step=step)
                     record["stopped_early"] = self.out_of_patience(name, record)
-                bar.set_postfix_str(f"loss {loss:.3f}, {rate:,} {self.task.unit}/s", refresh=False)
-                bar.update()
+                bar.step(step, f"loss {loss:.3f}, {rate:,} {self.task.unit}/s")
                 last = step == steps or record.get("stopped_early", False)
                 if stop or last or step % c.save_every == 0:
                     self.save_state(name, record)

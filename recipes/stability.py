@@ -45,13 +45,13 @@ from data import (
 from depth_report import depth_report, draw_depths
 from lm import token_nats
 from memory import keep_freed_memory
+from progress import Progress
 from report import hardware, versions
 from run import Stopped, exit_status, require_own_folder, stop_requests, write_json
 from settings import check_numbers, check_output_folder, read_settings
 from tasks import Batch
 from torch import nn
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
@@ -228,20 +228,21 @@ class Sweep:
         loader = DataLoader(blocks, batch_size=c.batch_size, generator=torch.Generator())
         model, optimizer, scheduler, loader = self.accelerator.prepare(model, optimizer, scheduler, loader)
         model.train()
-        shown = self.accelerator.is_main_process
-        for step, batch in enumerate(tqdm(loader, desc=name, unit="step", disable=not shown, dynamic_ncols=True), 1):
-            loss = self.backward(name, step, model, batch)
-            if step == 1:
-                record["layer_grad_norm"] = self.layer_norms(model)
-            norm = self.accelerator.clip_grad_norm_(model.parameters(), c.max_grad_norm or math.inf).item()
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                record["not_finite_at"] = step
-                break
-            record["loss"].append(round(loss, 4))
-            record["grad_norm"].append(float(f"{norm:.4g}"))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+        with Progress(name, c.steps, main=self.accelerator.is_main_process) as bar:
+            for step, batch in enumerate(loader, 1):
+                loss = self.backward(name, step, model, batch)
+                if step == 1:
+                    record["layer_grad_norm"] = self.layer_norms(model)
+                norm = self.accelerator.clip_grad_norm_(model.parameters(), c.max_grad_norm or math.inf).item()
+                if not (math.isfinite(loss) and math.isfinite(norm)):
+                    record["not_finite_at"] = step
+                    break
+                record["loss"].append(round(loss, 4))
+                record["grad_norm"].append(float(f"{norm:.4g}"))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                bar.step(step, f"loss {loss:.3f}")
         self.accelerator.free_memory()
         return record | {"seconds": time.perf_counter() - begun}
 

@@ -8,6 +8,7 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 from compiled import require_blocks
 from data import RecipeError
+from progress import in_terminal
 from run import Run
 from settings import CONTROL, parse_variant
 from tasks import Task
@@ -114,7 +115,7 @@ def patched(
     if start == "repaired":
         items = DataLoader(task.train_set(seed, 0, calibration), batch_size, collate_fn=task.collate)
         options["calibration"] = [task.inputs(batch) for batch in items]
-    with show_progress(PartialState().is_main_process), warnings.catch_warnings():
+    with show_progress(in_terminal(PartialState().is_main_process)), warnings.catch_warnings():
         if start == "self":
             options["calibration"] = sample_batches(model, sequences=calibration, seed=seed)
         warnings.simplefilter("ignore", NotPreservedWarning)  # what isn't preserved is what the table shows

