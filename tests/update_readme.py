@@ -54,8 +54,9 @@ def with_curves(folder: str, caption: str) -> str:
 
 
 def compared(folder: str, caption: str) -> str:
-    """A report of compare.py without its definitions, which the one of `classify` has."""
-    blocks = (RESULTS / folder / "results.md").read_text().strip().split("\n\n")
+    """A report of compare.py without sentences that repeat rows, and its definitions, which that of `classify` has."""
+    report = re.sub(r"(?m)^\* \*\*.*\n", "", (RESULTS / folder / "results.md").read_text())
+    blocks = report.strip().split("\n\n")
     told = [block for block in blocks if not re.match(r"# |\*\w", block)]
     figure = f"![{caption}](recipes/results/{folder}/curves.png)"
     return "\n\n".join([*told, f"[What the columns mean](recipes/results/{folder}/results.md)", figure])
