@@ -365,8 +365,8 @@ def _verify_files(model: str, head: str | None, trust: bool) -> None:
     tensors, size, same = compare(model, {})
     typer.echo(f"{tensors} tensors ({size:,} bytes) are those that were saved, byte by byte.")
     built = opened(model, head, trust, **same)
-    fingerprint, _ = vars(config)[OPENED]
-    passes = "but was saved without a fingerprint" if fingerprint is None else "and passes the check of its fingerprint"
+    unchecked = vars(config)[OPENED].fingerprint is None
+    passes = "but was saved without a fingerprint" if unchecked else "and passes the check of its fingerprint"
     typer.echo(f"{type(built).__name__} opens, {passes}.")
 
 

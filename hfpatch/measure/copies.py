@@ -41,7 +41,8 @@ def copy_with(module: nn.Module, tensor: Callable[[str, Tensor], Tensor], memo: 
     for name, parameter in module.named_parameters():
         value = tensor(name, parameter)
         if value is not parameter:
-            value = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            trains = parameter.requires_grad and not value.is_inference()  # torch 2.9 refuses both at once
+            value = nn.Parameter(value, requires_grad=trains)
             vars(value).update(vars(parameter))
         known[id(parameter)] = value
     known |= {id(buffer): tensor(name, buffer) for name, buffer in module.named_buffers()}

@@ -179,6 +179,8 @@ def test_a_head_outside_the_auto_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["internlm3", "glmga"])
 def test_a_class_that_another_familys_config_names(family: str, tmp_path: Path) -> None:
     """InternLM3 is a LlamaModel with a config of its own: the whole of its model, not a part."""
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip("not in this version of transformers")
     model, given = zoo.tiny(family)
     again = reload(patch(model, norm="layer"), tmp_path)
     assert type(again.config).__name__ == type(model.config).__name__
