@@ -50,6 +50,7 @@ _MOST_CLASSES, _MOST_ENTRIES, _LONGEST = 4, 2**24, 50_000
 _HARMLESS = {"dtype", "torch_dtype", "transformers_version", "name_or_path", "architectures", "id2label", "label2id"}
 _HARMLESS |= {"problem_type", "return_dict", "use_cache", "quantization_config", "attn_implementation", KEY}
 _HARMLESS |= {"output_attentions", "output_hidden_states", "experts_implementation", "distributed_config", "model_type"}
+_HARMLESS |= {"transformers_weights"}  # the file's name: what is in it is compared
 
 
 @dataclass(frozen=True)

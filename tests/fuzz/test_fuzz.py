@@ -92,7 +92,7 @@ class TestFailuresAreSeen:
         case = fuzz_configs.Case("llama", 0, ("rope_parameters", "rope_theta"), "500.0", "near")
         assert fuzz_configs.check(case) == ["refused: CheckpointError"]
         for check in ("_require_same_function", "_tell_of_edited_config"):
-            monkeypatch.setattr(f"hfpatch.checkpoint.classes.{check}", lambda *_: None)
+            monkeypatch.setattr(f"hfpatch.checkpoint.classes.{check}", lambda *_, **__: None)
         with pytest.raises(Finding, match="silent: the outputs are off"):
             fuzz_configs.check(case)
 

@@ -197,7 +197,7 @@ def test_rows_without_a_position_are_zeros() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "opt", "whisper"])
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies(name: str, how: Any) -> None:
-    from families import inputs, logits
+    from position_families import inputs, logits
 
     model = patched(make(name), pos="sinusoidal")
     twin = how(model)

@@ -14,6 +14,7 @@ from proof import DIFFERENT, EXACT, SAME, Stack
 from rope_proof import Proof, decodes_alike, difference, outputs, prove, steps_alike
 
 from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.qk_layouts import Fused, Projections, WindowProjections
 from hfpatch.sites.records.record import Architecture
 from hfpatch.sites.stacks import find_stacks
@@ -83,11 +84,11 @@ class TestFaultsAreSeen:
         """Each text would be at one position: nothing distinguishes its tokens."""
         wrong = dataclasses.replace(stack(owner).projections, time=1)
         if isinstance(wrong, WindowProjections):
-            with pytest.raises(RuntimeError, match="size of tensor"):
+            with pytest.raises(UnsupportedError, match=r"doesn't run after this patch: .* size of tensor"):
                 measured(owner, projections=wrong)
         else:
             assert measured(owner, projections=stack(owner).projections).holds
-            with pytest.raises(RuntimeError, match="size of tensor"):
+            with pytest.raises(UnsupportedError, match=r"doesn't run after this patch: .* size of tensor"):
                 measured(owner, projections=wrong)
             assert not measured(owner, projections=wrong, time=1).holds
 
