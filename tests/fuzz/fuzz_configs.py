@@ -236,7 +236,7 @@ def copied(folder: Path, to: Path, config: Any) -> Path:
 
 
 def attempt(folder: Path, opener: Any, inputs: Any) -> tuple[str, Any]:
-    """("opened", (tensors, outputs)), the same "with a warning" of ours, ("runs not", error), ("refused", error)."""
+    """("opened", (tensors, outputs)), ("runs not", error), both also "with a warning" of ours; ("refused", error)."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -244,13 +244,12 @@ def attempt(folder: Path, opener: Any, inputs: Any) -> tuple[str, Any]:
                 model = opened(folder, opener)
         except (Exception, TooLong) as error:
             return "refused", error
+        warned = " with a warning" if any(issubclass(one.category, FingerprintWarning) for one in caught) else ""
         try:
             with guarded():
-                result = dict(model.state_dict()), run(model, inputs)
+                return f"opened{warned}", (dict(model.state_dict()), run(model, inputs))
         except (Exception, TooLong) as error:
-            return "runs not", error
-    warned = any(issubclass(one.category, FingerprintWarning) for one in caught)
-    return "opened with a warning" if warned else "opened", result
+            return f"runs not{warned}", error
 
 
 def check(case: Case) -> list[str]:
@@ -272,6 +271,8 @@ def check(case: Case) -> list[str]:
             raise Finding("ran code", error) from error
         if status.startswith("opened"):
             return [_judged(one, status, *result)]
+        if status == "runs not with a warning" and not isinstance(result, TooLong):
+            return ["opened with a warning, doesn't run"]
         if isinstance(result, PatchError) and status == "refused":
             return [f"refused: {type(result).__name__}"]
         return [_as_stock(one, case, place, status, result)]
