@@ -376,6 +376,7 @@ def test_norm_and_position_one_after_the_other_equal_both_at_once(family: str) -
 NORM_CHAINS = list(itertools.permutations(["rms", "dyt", "derf", "layer"], 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", NORM_CHAINS, ids="-".join)
 @pytest.mark.parametrize("family", ["gpt2", "cohere"])
 def test_norm_after_norm(family: str, chain: tuple[str, str], tmp_path: Path) -> None:
@@ -404,6 +405,7 @@ POSITION_CHAINS: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", POSITION_CHAINS.values(), ids=POSITION_CHAINS)
 @every_family
 def test_position_after_position(family: str, chain: list[Any], tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ every_head = pytest.mark.parametrize(("family", "head"), HEADS, ids=[head for _,
 # Round trips
 
 
+@pytest.mark.slow
 @every_head
 def test_every_head_comes_back_the_same(family: str, head: str, tmp_path: Path) -> None:
     model = tiny(family, head)
@@ -101,6 +102,7 @@ NORM_SWAPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "norm"), NORM_SWAPS, ids="-".join)
 def test_families_without_a_record_take_norms(family: str, norm: str, tmp_path: Path) -> None:
     model = randomise(patch(tiny(family), norm=norm), seed=5)

@@ -129,6 +129,7 @@ def require_refused(folder: Path) -> None:
 CHANGES = [(SHARDED, SHARDED), (SHARDED, WHOLE), (WHOLE, SHARDED)]
 
 
+@pytest.mark.slow
 @needs_fork
 @pytest.mark.parametrize(("before", "after"), CHANGES[::2])
 def test_killed_at_each_operation(

@@ -424,6 +424,7 @@ def test_whisper_labels_beyond_the_old_length() -> None:
         make("whisper")(**{**inputs("whisper"), "decoder_input_ids": None}, labels=labels)
 
 
+@pytest.mark.slow
 @every_family
 @every_request
 def test_bfloat16_runs(name: str, request_: dict) -> None:
@@ -455,6 +456,7 @@ def test_control_frequencies(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- copies and checkpoints -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_family
 @every_request
 def test_save_and_load(name: str, request_: dict, tmp_path: Path) -> None:

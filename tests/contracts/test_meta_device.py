@@ -105,6 +105,7 @@ def test_patched_models_run_where_no_value_is_known(family: str) -> None:
     assert tried >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "vit", "whisper"])
 def test_reopened_models_too(family: str, tmp_path: Any) -> None:
     model = patch(built(family), norm="dyt", **({} if family == "llama" else {"pos": "rope"}))

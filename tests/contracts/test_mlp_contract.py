@@ -135,6 +135,7 @@ def activation_error(family: str, scheme: str) -> float:
     return float((first_activation(patch(model, mlp=scheme), given) - before).abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "scheme"),
     [
@@ -290,6 +291,7 @@ def test_options_of_fresh_weights(family: str, scheme: str, tmp_path: Path) -> N
 # --- checkpoints and copies -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_family
 @pytest.mark.parametrize(("scheme", "init"), [("swiglu", "auto"), ("geglu", "reset")])
 def test_save_and_load(family: str, scheme: str, init: str, tmp_path: Path) -> None:
@@ -417,6 +419,7 @@ def test_a_half_precision_model_keeps_its_dtype_and_its_function(family: str) ->
     assert torch.equal(answer(model, given), before)
 
 
+@pytest.mark.slow
 @six
 def test_one_graph(family: str) -> None:
     model, given = patched(family, torch.float32, mlp="swiglu", init="reset" if family in ("opt", "vit") else "auto")
@@ -444,6 +447,7 @@ def test_lora_on_gate_and_up_merges_exactly(family: str) -> None:
 # --- together with the rest of a patch --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @six
 def test_the_order_of_patches_is_irrelevant(family: str) -> None:
     request = {"norm": "rms", "pos": "rope", "mlp": "swiglu"}

@@ -55,6 +55,7 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda r: "-".join(map(str, r.values())))
 def test_every_scheme_reloads_to_the_same_embeddings(request_: dict[str, Any], tmp_path: Path) -> None:
     model = load()

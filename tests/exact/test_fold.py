@@ -613,6 +613,7 @@ def test_on_the_meta_device() -> None:
 # Back, again, saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "opt", "vit", "dinov2", "bert", "albert"])
 @pytest.mark.parametrize("mode", ["fold", "parametrize"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -49,6 +49,7 @@ def fitted(report: RepairReport) -> list[tuple[float, float]]:
 
 
 # separate, fused, grouped queries, local windows, post-norm
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bert", "distilbert", "biogpt", "roberta-prelayernorm"])
 def test_maps_come_nearer_in_every_attention(family: str) -> None:
     original = zoo.tiny(family)[0]

@@ -114,6 +114,7 @@ def test_parallel_residuals(family: str) -> None:
     assert given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pos", ["rope", "nope"])
 @pytest.mark.parametrize("norm", [None, "dyt"])
 def test_positions_alone_and_with_a_norm(pos: str, norm: str | None) -> None:
@@ -584,6 +585,7 @@ def test_hooks_that_cant_be_copied_are_no_obstacle() -> None:
     assert repair_report(model).kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)])
 def test_the_callers_context_makes_no_difference(context: Callable) -> None:
     model, other = tiny("gpt2", LM), tiny("gpt2", LM)
@@ -595,6 +597,7 @@ def test_the_callers_context_makes_no_difference(context: Callable) -> None:
     model(**data[0]).logits.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_precisions(dtype: torch.dtype) -> None:
     original = tiny("gpt2", LM).to(dtype)

@@ -168,6 +168,7 @@ def test_any_length_and_padding(model_type: str) -> None:
     assert difference(states(model, given)[:, :9], alone) <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", SERVED)
 def test_saved_and_loaded(model_type: str, tmp_path: Path) -> None:
     model, inputs = base(model_type, "alibi:max_bias=6")

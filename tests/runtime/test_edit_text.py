@@ -37,6 +37,7 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_text_of_every_edit_is_read_back(family: str) -> None:
     model, seen = tiny(family), 0

@@ -57,6 +57,7 @@ def test_greedy_beams_and_samples(name: str, pos: str) -> None:
     assert torch.equal(*samples)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pos"),
     [(name, "rope") for name in TEXT] + [(n, p) for n in ("gpt2", "opt", "bart") for p in ("alibi", "sinusoidal")],

@@ -92,6 +92,7 @@ NOT_MIXED = (
 MIXABLE = [owner for owner in ON_A_GRID if owner not in NOT_MIXED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("owner", MIXABLE)
 def test_without_positions_patches_may_change_places(owner: str) -> None:
     """No second table, no bias was left in: states change places as the patches do. With rotation they don't."""

@@ -108,6 +108,7 @@ def test_a_patched_model_is_the_original_with_another_table(model_type: str) -> 
         assert difference(ours[1:], theirs[1:]) <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", SERVED)
 def test_longer_than_the_old_table_saved_and_loaded(model_type: str, tmp_path: Path) -> None:
     model, inputs = base(model_type, "sinusoidal:layout=tensor2tensor")

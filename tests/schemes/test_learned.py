@@ -70,6 +70,7 @@ def lengths(model_type: str) -> tuple[int, int]:
     return table.num_embeddings - first, first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", SERVED)
 def test_extended_keeps_the_function_on_what_fitted_before(model_type: str, tmp_path: Path) -> None:
     original, given = base(model_type)

@@ -111,6 +111,7 @@ def test_smaller_images() -> None:
 # --- what the host derives --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", INTERPOLATE + ALIKE)
 def test_is_the_model_that_its_config_describes(model_type: str, tmp_path: Path) -> None:
     model, inputs = proof.tiny(model_type)

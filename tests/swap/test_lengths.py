@@ -42,6 +42,7 @@ def config_lengths(model: Any, model_type: str) -> list[int]:
     return [getattr(module.config, stacks[type(module).__name__].config_length) for module in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", SEQUENCES)
 @pytest.mark.parametrize("pos", ["rope", "learned"])
 def test_configs_say_the_new_length(model_type: str, pos: str, tmp_path: Path) -> None:

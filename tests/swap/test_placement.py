@@ -105,6 +105,7 @@ def test_saved_loaded_copied_pickled(name: str, placement: str, tmp_path: Path) 
     assert torch.equal(run(pickle.loads(pickle.dumps(model))), expected)
 
 
+@pytest.mark.slow
 @other_placements()
 def test_undone_to_the_bit(name: str, placement: str) -> None:
     model = make(name)

@@ -33,6 +33,7 @@ def _sample() -> list[str]:
     return sampled(good, SAMPLE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", FIXED)
 def test_all_norms_are_exact(model_type: str) -> None:
     result = exact.examine(model_type)
@@ -41,6 +42,7 @@ def test_all_norms_are_exact(model_type: str) -> None:
     assert result.control > 1e-3  # without the centring the swap isn't the same function
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", [*FIXED, *_sample()])
 def test_patch_model_carries_it_out(model_type: str) -> None:
     """What the sweep found, written to a model with other weights, in float64 and then in its own precision."""

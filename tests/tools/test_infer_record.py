@@ -62,6 +62,7 @@ def differences(found: Stack, written: Stack) -> list[str]:
     return [name for name in names if getattr(found, name) != getattr(written, name)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", [*FIXED, *sample()])
 def test_a_recorded_family_is_found_again(model_type: str) -> None:
     proposal = proposed(model_type)

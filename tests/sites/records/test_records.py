@@ -22,6 +22,7 @@ OWNERS = proof.here()
 SAMPLE = 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("owner", sorted(OWNERS, key=lambda owner: HOMES[owner]))
 def test_only_differences_of_positions_count(owner: str) -> None:
     model, inputs = proof.patched(HOMES[owner])
