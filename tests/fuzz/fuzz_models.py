@@ -69,6 +69,24 @@ def fresh(family: str, head: bool = False, dtype: str = "float32") -> tuple[Any,
     return model.to(to) if to.itemsize >= 4 else model, {**inputs, **floats}
 
 
+def train(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """A forward and a backward; whether there is anything to train."""
+    outputs = [x for x in model(**inputs).values() if isinstance(x, Tensor) and x.requires_grad]
+    if outputs:
+        torch.stack([x.float().square().mean() for x in outputs]).sum().backward()
+    return bool(outputs)
+
+
+@cache
+def trains(family: str, head: bool, dtype: str) -> bool:
+    """Whether the unpatched model can be trained on these inputs: RWKV's backward fails with its state."""
+    try:
+        train(*fresh(family, head, dtype))
+    except Exception:  # whatever a forward or a backward raises
+        return False
+    return True
+
+
 @cache
 def comes_back(family: str, head: bool, dtype: str) -> bool:
     """Whether the unpatched model, saved and opened again in this dtype, has the same tensors."""
