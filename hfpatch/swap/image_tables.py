@@ -74,8 +74,6 @@ def grid_table_change(item: FoundStack, part: Part, row: Row) -> Change:
         row.reason = f"holds {rows} x {columns} patches already"
         return Change(row)
     new = layout.resized(weight.detach(), scheme, rows, columns, usual)
-    if part.init == "reset":
-        _start_afresh(new, layout, rows * columns, item.owner.config)
     row.action, row.becomes = "replace", f"Learned({rows} x {columns} patches, {method})"
     row.reason = f"{IMAGE_SIZE}={size}"
     row.loss = f"its {layout.rows} x {layout.columns} positions are stretched over {rows} x {columns}"
@@ -91,6 +89,8 @@ def grid_table_change(item: FoundStack, part: Part, row: Row) -> Change:
         holder, attribute = (table, "weight") if isinstance(table, nn.Embedding) else item.holder()
         parameter = holder._parameters[attribute]
         assert parameter is not None
+        if part.init == "reset":  # only now: a plan draws no random number
+            _start_afresh(new, layout, rows * columns, item.owner.config)
         if not parameter.is_meta:
             parameter.data.copy_(new)
 

@@ -222,6 +222,15 @@ def test_new_rows_train_and_the_optimizer_follows() -> None:
     assert held == {id(parameter) for parameter in model.parameters()}
 
 
+@pytest.mark.parametrize("pos", ["learned", "learned:image_size=80"])
+def test_rows_that_start_afresh_leave_the_random_stream_as_it_was(pos: str) -> None:
+    model, before = make("vit"), torch.get_rng_state()
+    plan_patch(model, pos=pos, init="reset")
+    assert torch.equal(torch.get_rng_state(), before)
+    patched(model, pos=pos, init="reset")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_fresh_rows() -> None:
     original, model = make("vit"), patched(make("vit"), pos="learned:image_size=80", init="reset")
     table = table_of(model)[0]
