@@ -15,7 +15,7 @@ from .measure.inputs import example_inputs
 from .measure.outputs import FACTOR, Deviation, deviations, last_bit, noise_floor, outputs_of
 from .measure.quiet_forward import fitting, quiet
 from .repairs.reference import reference_copy
-from .runtime.errors import UnsupportedError, first_line
+from .runtime.errors import UnsupportedError, described
 from .runtime.record import KEY
 from .schemes.request import EXACT, LOST, Record
 
@@ -52,7 +52,7 @@ class Measurement:
                 self.inputs = fitting(model, example_inputs(model) if inputs is None else inputs)
                 self.before = self._outputs(model)
             except Exception as error:  # whatever a forward on generated inputs may raise
-                self.why_not = f"{type(error).__name__}: {first_line(error)}"
+                self.why_not = described(error)
 
     def outcomes(self, model: PreTrainedModel, verdict: Verdict | None) -> dict[str, str]:
         """By kind, what the patch came to; `verdict` is that of the exact conversion's check."""
@@ -82,7 +82,7 @@ class Measurement:
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # whatever a forward may raise
-                self.why_not = f"{type(error).__name__}: {first_line(error)}"
+                self.why_not = described(error)
                 if not self.plan.lengths:  # for a new length the inputs may be too long
                     raise UnsupportedError(
                         f"{type(model).__name__} doesn't run after this patch: {self.why_not.rstrip('.')}. The model "

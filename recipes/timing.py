@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from hfpatch.compile import compiled_calls, uncompile_model
-from hfpatch.runtime.errors import first_line
+from hfpatch.runtime.errors import described
 
 MODES = ("eager", "compiled")
 AT_LEAST = 0.003  # seconds that one sample lasts: shorter work is repeated within it
@@ -86,7 +86,7 @@ def race(entrants: list[Entrant], repeats: int, device: torch.device) -> list[di
                 with _having_its_turn(entrant, weights):
                     once = _first_runs(entrant, timing, device)
             except Exception as error:  # of a kernel, a compiler or a device: the others are measured all the same
-                timing.failed = f"{type(error).__name__}: {first_line(error)}"
+                timing.failed = described(error)
                 continue
             running.append((entrant, timing, max(1, round(AT_LEAST / once))))
         for _ in range(repeats):

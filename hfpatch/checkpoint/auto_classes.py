@@ -37,6 +37,11 @@ def opened_classes(auto: Any, config_class: type) -> tuple[Any, ...]:
         found = auto._model_mapping.get(config_class, ())
     except ValueError:  # transformers names a class there that it doesn't have
         return ()
+    return _several(found)
+
+
+def _several(found: Any) -> tuple[Any, ...]:
+    """What a mapping of transformers has for a type of models: one, or several."""
     return tuple(found) if isinstance(found, tuple | list) else (found,)
 
 
@@ -60,9 +65,8 @@ def model_types_of(class_name: str) -> set[str]:
         mapping = auto._model_mapping
         named = dict(mapping._model_mapping)
         for config, models in mapping._extra_content.items():
-            classes = models if isinstance(models, tuple | list) else (models,)
-            named[config.model_type] = tuple(one.__name__ for one in classes)
-        found |= {one for one, names in named.items() if class_name in ((names,) if isinstance(names, str) else names)}
+            named[config.model_type] = tuple(one.__name__ for one in _several(models))
+        found |= {one for one, names in named.items() if class_name in _several(names)}
     return found
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -177,9 +176,8 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
         def to_dict(self) -> dict[str, Any]:
             return {name: value for name, value in super().to_dict().items() if name != OPENED}
 
-        def to_json_string(self, use_diff: bool = True) -> str:
-            stored = with_config_digest(json.loads(super().to_json_string(use_diff)))
-            return json.dumps(stored, indent=2, sort_keys=True) + "\n"
+        def settings_on_disk(self, use_diff: bool) -> dict[str, Any]:
+            return with_config_digest(super().settings_on_disk(use_diff))
 
         def __repr__(self) -> str:  # transformers calls it whenever it opens a config
             return f"{host.__name__} {host.to_json_string(self)}"
@@ -238,10 +236,11 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             if check_fingerprint and opened is not None and _is_own_config(kwargs.get("config"), name):
                 if opened.fingerprint is None:
                     _warn_of_no_fingerprint(cls.__name__, name)
-                elif opened.settings == settings_of(model.config):
-                    _require_same_function(model, opened.fingerprint, info, name)
-                if opened.fingerprint is not None and opened.edited:
-                    _tell_of_edited_config(name, refuse=full or not opened.fingerprint.knows(model))
+                else:
+                    if opened.settings == settings_of(model.config):
+                        _require_same_function(model, opened.fingerprint, info, name)
+                    if opened.edited:
+                        _tell_of_edited_config(name, refuse=full or not opened.fingerprint.knows(model))
             return loaded if wants_info else model
 
         def save_pretrained(

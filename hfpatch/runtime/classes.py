@@ -57,7 +57,10 @@ class PatchedConfig:
         return super().from_dict(settings, **kwargs)  # type: ignore[misc]
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """The config on disk."""
+        return json.dumps(self.settings_on_disk(use_diff), indent=2, sort_keys=True) + "\n"
+
+    def settings_on_disk(self, use_diff: bool) -> dict[str, Any]:
+        """What config.json holds."""
         stored = json.loads(super().to_json_string(use_diff=use_diff))  # type: ignore[misc]
         if stored.get("architectures"):
             stored["architectures"] = [
@@ -66,7 +69,7 @@ class PatchedConfig:
         if auto_map := _without_host_code(stored.pop("auto_map", {})):
             stored["auto_map"] = auto_map
         stored["model_type"] = KEY if "AutoConfig" in auto_map else MODEL_TYPE
-        return json.dumps(guarded(self, stored), indent=2, sort_keys=True) + "\n"
+        return guarded(self, stored)
 
 
 class PatchedModel:

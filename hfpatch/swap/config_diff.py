@@ -19,7 +19,7 @@ from ..measure.copies import host_on_meta, unpatched_config
 from ..runtime.attention import AttentionLens
 from ..runtime.constants import Rows
 from ..runtime.edits import LENS_SLOT, Call, Edit
-from ..runtime.errors import UnsupportedError, first_line
+from ..runtime.errors import UnsupportedError, described
 from ..runtime.lens import host_class
 from ..sites.rotations import config_paths
 
@@ -118,7 +118,7 @@ def host_with(model: Any, settings: list[Setting]) -> Any:
     try:
         return host_on_meta(model, config)
     except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error):.120}"
+        reason = described(error, 120)
         raise UnsupportedError(
             f"{host_class(type(model)).__name__} can't be built with {_text(settings)} ({reason}). {_ADVICE}"
         ) from error

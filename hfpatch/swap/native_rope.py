@@ -23,7 +23,7 @@ from ..measure.outputs import max_error, outputs_of
 from ..measure.twin import twin
 from ..runtime.apply import apply
 from ..runtime.edits import LENS_SLOT, Call, Edit
-from ..runtime.errors import UnsupportedError, first_line
+from ..runtime.errors import UnsupportedError, described, first_line
 from ..runtime.host_rotary import HostRotary, Unrotated, settings_in
 from ..runtime.rotary import ORIGINAL
 from ..schemes.request import Part
@@ -211,7 +211,7 @@ def _require_served(model: nn.Module, rotation: NativeRotation, new: Settings, e
         before, after = (rotation.frequencies(rotation.rebuilt(settings)) for settings in (old, new))
         _require_phases(rotation, old, new)
     except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error):.200}"
+        reason = described(error, 200)
         raise UnsupportedError(f"{where} can't be made with {new!r}: {reason}") from error
     if _PARTIAL in new and _partial(new) != _partial(old):
         whole = "whole heads" if _partial(old) == 1 else "a fixed part of each head"

@@ -23,7 +23,7 @@ from ..runtime.attention import (
     no_bias,
 )
 from ..runtime.edits import Call
-from ..runtime.errors import UnsupportedError, first_line
+from ..runtime.errors import UnsupportedError, described
 from ..runtime.lens import LENS, host_class, lensed_class
 from ..schemes.positions import Position
 
@@ -103,7 +103,7 @@ def _mask_handling(
         alone = torch.cat([run(token, everywhere) for token in states.split(1, dim=time)], dim=time)
         whole, slight, of_first = (run(states, heads) for heads in (everywhere, everywhere * _SLIGHT, first))
     except Exception as error:  # whatever somebody else's forward raises about a mask that it doesn't expect
-        reason = f"{type(error).__name__}: {first_line(error):.120}"
+        reason = described(error, 120)
         return f"couldn't be tried with a mask of its own for every head ({reason})"
     if not _is_equal(alone, whole):
         return "doesn't add its mask to its scores"

@@ -15,7 +15,7 @@ from ..measure.copies import copy_with
 from ..measure.outputs import Outputs
 from ..measure.quiet_forward import cast
 from ..measure.randomness import seeded
-from ..runtime.errors import UnsupportedError, first_line
+from ..runtime.errors import UnsupportedError, described
 
 _OPTIONS = {"output_hidden_states": True, "return_dict": True, "use_cache": False}  # of a copy's config
 
@@ -61,7 +61,7 @@ class Subject:
             return copied
         except Exception as error:
             raise UnsupportedError(
-                f"{self} can't be copied, and is only run in copies so that it stays as it is: {_reason(error)}"
+                f"{self} can't be copied, and is only run in copies so that it stays as it is: {described(error, 300)}"
             ) from error
 
     def run(self, model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype, number: int) -> Outputs:
@@ -78,7 +78,7 @@ class Subject:
             shapes = [f"{name} {tuple(value.shape)}" for name, value in batch.items() if isinstance(value, Tensor)]
             raise UnsupportedError(
                 f"{self} doesn't run in {str(dtype).removeprefix('torch.')} on batch {number} ({', '.join(shapes)}): "
-                f"{_reason(error)}"
+                f"{described(error, 300)}"
             ) from error
         outputs.tensors = outputs.floats
         if not outputs.tensors:
@@ -92,7 +92,3 @@ def isolated(*models: nn.Module) -> Iterator[None]:
     devices = {p.device for model in models for p in model.parameters() if p.device.type == "cuda"}
     with torch.no_grad(), seeded(0, devices):
         yield
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error):.300}"
