@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import pickle
 import sys
 import threading
 import warnings
@@ -20,6 +19,7 @@ import torch
 import transformers
 import zoo
 from tiny_models import (
+    COPIES,
     RECORDED,
     changes,
     difference,
@@ -766,22 +766,6 @@ def test_unpatch_takes_back_all_patches(first: dict, second: dict) -> None:
     patch(model, **second, reversible=True)
     unpatch_model(model)
     assert not changes(before, fingerprint(model))
-
-
-def by_torch_save(model: nn.Module) -> nn.Module:
-    import io
-
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "torch.save": by_torch_save,
-}
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)

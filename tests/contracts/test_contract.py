@@ -4,9 +4,7 @@ was broken on purpose must fail."""
 from __future__ import annotations
 
 import copy
-import io
 import json
-import pickle
 import random
 import warnings
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from position_families import FAMILIES, inputs, logits, make
 from sampled import sampled
+from tiny_models import COPIES, require_a_model_of_its_own
 from transformers import AutoModelForCausalLM
 
 from hfpatch.checkpoint.classes import patched_model_class
@@ -482,30 +481,8 @@ def test_control_save_and_load(tmp_path: Path) -> None:
     assert difference(logits(loaded, given), logits(model, given)) > 1e-2
 
 
-def _torch_saved(model: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "torch.save": _torch_saved,
-}
-
-
 @every_family
 @pytest.mark.parametrize("how", sorted(COPIES))
 def test_copies(name: str, how: str) -> None:
     model, given = patched(name, norm="dyt", pos="rope"), inputs(name)
-    expected = logits(model, given)
-    twin = COPIES[how](model)
-    assert type(twin) is type(model)
-    assert torch.equal(logits(twin, given), expected)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.mul_(1.5)
-    assert torch.equal(logits(model, given), expected), "the copy shares parameters with the original"
-    assert not torch.equal(logits(twin, given), expected), "control: the copy doesn't use its own parameters"
+    require_a_model_of_its_own(COPIES[how](model), model, lambda one: logits(one, given))

@@ -4,8 +4,6 @@ it must fail."""
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 import zoo
 from tiny_models import (
     CONFIGS,
+    COPIES,
     changes,
     difference,
     fingerprint,
@@ -24,6 +23,7 @@ from tiny_models import (
     patch,
     registered,
     reload,
+    require_a_model_of_its_own,
     tiny,
     without_outcomes,
 )
@@ -368,32 +368,11 @@ def test_a_scheme_of_ones_own(tmp_path: Path) -> None:
             plan_patch(tiny("gpt2"), mlp="tanhglu")
 
 
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "torch.save": lambda model: torch.load(_saved(model), weights_only=False),
-}
-
-
-def _saved(model: nn.Module) -> io.BytesIO:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return buffer
-
-
 @six
 @pytest.mark.parametrize("how", COPIES)
 def test_copies(family: str, how: str) -> None:
     model, given = patched(family, mlp="swiglu")
-    expected, twin = answer(model, given), COPIES[how](model)
-    assert type(twin) is type(model)
-    assert torch.equal(answer(twin, given), expected)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.mul_(1.5)
-    assert torch.equal(answer(model, given), expected), "the copy shares parameters with the original"
-    assert not torch.equal(answer(twin, given), expected), "control: the copy doesn't use its own parameters"
+    require_a_model_of_its_own(COPIES[how](model), model, lambda one: answer(one, given))
 
 
 # --- precision, compilation, adapters ---------------------------------------------------------------------------

@@ -30,9 +30,11 @@ import fuzz_requests
 import torch
 import transformers
 import workers
-from fuzz_models import FAMILIES, Finding, described
+from fuzz_models import FAMILIES, Finding
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+
+from hfpatch.runtime.errors import described
 
 HERE = Path(__file__).resolve().parent
 Check = Callable[[Any], list[str]]

@@ -20,14 +20,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fuzz_models import FAMILIES, Finding, described, fresh, opened, opener_of, relative, run, same_bits
+from fuzz_models import FAMILIES, Finding, fresh, opened, opener_of, relative, run, same_bits
 from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
 from hfpatch.errors import FingerprintWarning
 from hfpatch.patch import patch_model
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.errors import PatchError, described
 from hfpatch.runtime.record import KEY
 from hfpatch.runtime.refuse_host import ENTRY as GUARDED
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from fuzz_configs import Forbidden, TooLong, guarded, leaves, mutated, mutations
-from fuzz_models import DTYPES, Finding, described, opened, opener_of, relative, run, same_bits
+from fuzz_models import DTYPES, Finding, opened, opener_of, relative, run, same_bits
 from hypothesis import strategies as st
 from tiny_models import inputs, patch, tiny
 from torch import Tensor
 
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.errors import PatchError, described
 
 # wide enough for tensors of which the quick check reads samples
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
-from fuzz_models import FAMILIES, Finding, described, fresh, same_bits
+from fuzz_models import FAMILIES, Finding, fresh, same_bits
 from fuzz_requests import require_unchanged, used_optimizer
 from hypothesis import strategies as st
 from tiny_models import fingerprint
@@ -26,7 +26,7 @@ from tiny_models import fingerprint
 import hfpatch
 from hfpatch.core.transaction import UNDO_RECORD, Transaction
 from hfpatch.patch import patch_model
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.errors import PatchError, described
 
 ROOT = str(Path(hfpatch.__file__).parent)
 WATCHED = tuple(f"{ROOT}/{part}" for part in ("patch.py", "plan.py", "swap", "exact", "repairs", "contrib", "core"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,6 @@ class Finding(AssertionError):  # noqa: N818
     def __init__(self, kind: str, details: object) -> None:
         super().__init__(f"{kind}: {details}")
         self.kind = kind
-
-
-def described(error: BaseException | None) -> str:
-    """An error's type and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]:.300}"
 
 
 @cache
@@ -78,16 +73,6 @@ def train(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
 
 
 @cache
-def trains(family: str, head: bool, dtype: str) -> bool:
-    """Whether the unpatched model can be trained on these inputs: RWKV's backward fails with its state."""
-    try:
-        train(*fresh(family, head, dtype))
-    except Exception:  # whatever a forward or a backward raises
-        return False
-    return True
-
-
-@cache
 def comes_back(family: str, head: bool, dtype: str) -> bool:
     """Whether the unpatched model, saved and opened again in this dtype, has the same tensors."""
     model, _ = fresh(family, head, dtype)
@@ -98,11 +83,11 @@ def comes_back(family: str, head: bool, dtype: str) -> bool:
 
 
 @cache
-def runs(family: str, head: bool, dtype: str) -> bool:
-    """Whether the unpatched model runs in this dtype."""
+def works(how: Callable[..., Any], family: str, head: bool, dtype: str) -> bool:
+    """Whether the unpatched model runs in this dtype (`run`), or can be trained (`train`): RWKV's backward fails."""
     try:
-        run(*fresh(family, head, dtype))
-    except Exception:  # whatever a forward raises
+        how(*fresh(family, head, dtype))
+    except Exception:  # whatever a forward or a backward raises
         return False
     return True
 

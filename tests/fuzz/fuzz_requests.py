@@ -20,16 +20,14 @@ from fuzz_models import (
     Finding,
     built,
     comes_back,
-    described,
     fresh,
     opened,
     opener_of,
     relative,
     run,
-    runs,
     same_bits,
     train,
-    trains,
+    works,
 )
 from hypothesis import strategies as st
 from tiny_models import changes, fingerprint
@@ -37,7 +35,7 @@ from tiny_models import changes, fingerprint
 from hfpatch.errors import FingerprintWarning, NotPreservedWarning, VerificationError
 from hfpatch.patch import outcomes, patch_model, unpatch_model
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.errors import PatchError, described
 from hfpatch.runtime.record import KEY
 from hfpatch.schemes.request import EXACT as EXACTLY
 from hfpatch.schemes.request import INITS, KINDS
@@ -210,7 +208,7 @@ def check(case: Case) -> list[str]:
     Raises:
         Finding: something that must never happen did.
     """
-    if not runs(case.family, case.head, case.dtype):
+    if not works(run, case.family, case.head, case.dtype):
         return [f"the unpatched model doesn't run in {case.dtype}"]
     found = Run(case).carried_out()
     if "order" in case.checks:
@@ -366,7 +364,7 @@ class Run:
             raise Finding("optimizer", f"{len(set(held) - present)} gone and {len(present - set(held))} missing")
         if not {id(parameter) for parameter in self.optimizer.state} <= present:
             raise Finding("optimizer", "it has the state of parameters that are gone")
-        if self.resized or not trains(self.case.family, self.case.head, self.case.dtype):
+        if self.resized or not works(train, self.case.family, self.case.head, self.case.dtype):
             return "optimizer: consistent"
         try:
             trained = train(self.model, self.inputs)

@@ -18,6 +18,7 @@ from position_checks import (
     generator,
     owners,
     patched,
+    require_the_same_with_a_cache,
     states,
     tokens,
 )
@@ -183,15 +184,12 @@ def test_decoding(model_type: str) -> None:
     """With a cache (dynamic, static), in beams, in eager attention: as without a cache."""
     model, prompt = generator(model_type, "alibi")
     plain = generated(model, prompt, use_cache=False)
-    assert difference(generated(model, prompt), plain) <= 1e-4
-    static = {"cache_implementation": "static", "disable_compile": True}
-    assert difference(generated(model, prompt, **static), plain) <= 1e-4
+    require_the_same_with_a_cache(model, prompt, plain)
     beams = generated(model, prompt, num_beams=3, use_cache=False)
     assert difference(generated(model, prompt, num_beams=3), beams) <= 1e-4
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
-        assert difference(generated(model, prompt), plain) <= 1e-4
-        assert difference(generated(model, prompt, **static), plain) <= 1e-4
+        require_the_same_with_a_cache(model, prompt, plain)
 
 
 @pytest.mark.parametrize("model_type", DECODERS)

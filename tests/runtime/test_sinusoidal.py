@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from position_checks import RECORDED, TEXT, base, difference, generated, generator, owners, patched, states, tokens
+from position_checks import (
+    RECORDED,
+    TEXT,
+    base,
+    difference,
+    generated,
+    generator,
+    owners,
+    patched,
+    require_the_same_with_a_cache,
+    states,
+    tokens,
+)
 from position_families import make
 from torch import Tensor, nn
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
@@ -128,9 +140,7 @@ def test_longer_than_the_old_table_saved_and_loaded(model_type: str, tmp_path: P
 def test_decoding(model_type: str) -> None:
     model, prompt = generator(model_type, "sinusoidal")
     plain = generated(model, prompt, use_cache=False)
-    assert difference(generated(model, prompt), plain) <= 1e-4
-    static = {"cache_implementation": "static", "disable_compile": True}
-    assert difference(generated(model, prompt, **static), plain) <= 1e-4
+    require_the_same_with_a_cache(model, prompt, plain)
     assert difference(plain, generated(*generator(model_type, "nope"), use_cache=False)) > 1e-2  # control
 
 

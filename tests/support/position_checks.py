@@ -80,3 +80,9 @@ def generated(model: Any, given: dict[str, Any], **options: Any) -> Tensor:
     with torch.no_grad():
         logits = torch.stack(model.generate(**given, **{**settings, **options}).logits)
     return logits.masked_fill(~logits.isfinite(), 0.0)
+
+
+def require_the_same_with_a_cache(model: Any, given: dict[str, Any], plain: Tensor) -> None:
+    """A dynamic cache and a static one give the logits that came without."""
+    assert difference(generated(model, given), plain) <= 1e-4
+    assert difference(generated(model, given, cache_implementation="static", disable_compile=True), plain) <= 1e-4

@@ -6,8 +6,11 @@ or position hardly changes an output. Here matrices have a spread of 0.4, gains 
 
 from __future__ import annotations
 
+import copy
 import inspect
+import io
 import logging
+import pickle
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -347,3 +350,29 @@ def norms_of(model: nn.Module, kind: type | Callable[[nn.Module], bool]) -> list
     """Names of the modules of a class."""
     test = (lambda module: isinstance(module, kind)) if isinstance(kind, type) else kind
     return [name for name, module in model.named_modules() if test(module)]
+
+
+def by_torch_save(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": by_torch_save,
+}
+
+
+def require_a_model_of_its_own(twin: Any, model: Any, answer: Callable[[Any], Tensor]) -> None:
+    """A copy is the same model, and shares no Parameter with it."""
+    expected = answer(model)
+    assert type(twin) is type(model)
+    assert torch.equal(answer(twin), expected)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(answer(model), expected), "the copy shares parameters with the original"
+    assert not torch.equal(answer(twin), expected), "control: the copy doesn't use its own parameters"

@@ -1,8 +1,9 @@
 """The core tests on the oldest, some older and the newest versions that pyproject.toml allows: `.ci/matrix [ROW ...]`.
 
-Every row gets an environment of its own in a temporary folder: a Python from PATH, else uv; `pip install -e .[test]`
-under its pins; the core tests on one worker. Rows that aren't named keep their results, which are in versions.json and
-from there in the README. Needs only the standard library, and a package index that offers the pinned versions.
+Every row gets an environment of its own in a temporary folder: a Python from PATH, else uv; the package with its extra
+`test`, installed by uv under the row's pins; the core tests on one worker. Rows that aren't named keep their results,
+which are in versions.json and from there in the README. Needs only the standard library, and a package index that
+offers the pinned versions.
 """
 
 from __future__ import annotations
