@@ -24,17 +24,17 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its profiler, which counts mem
 import torch
 import transformers
 from accelerate import Accelerator
-from bench_micro import micro_groups
-from bench_models import MODELS, model_groups
-from bench_places import place_groups
-from bench_report import benchmark_report, draw_benchmark
-from data import RecipeError
-from memory import keep_freed_memory
-from progress import Progress
-from report import hardware, versions
-from run import exit_status, require_own_folder, write_json
-from settings import check_numbers, check_output_folder, parse_variant, read_settings
-from timing import MODES
+from hfrecipes.bench_micro import micro_groups
+from hfrecipes.bench_models import MODELS, model_groups
+from hfrecipes.bench_places import place_groups
+from hfrecipes.bench_report import benchmark_report, draw_benchmark
+from hfrecipes.corpus import RecipeError
+from hfrecipes.memory import keep_freed_memory
+from hfrecipes.progress import Progress
+from hfrecipes.report import hardware, versions
+from hfrecipes.settings import check_numbers, check_output_folder, parse_variant, read_settings
+from hfrecipes.timing import MODES
+from hfrecipes.training import exit_status, require_own_folder, write_json
 
 PARTS = {"models": model_groups, "places": place_groups, "micro": micro_groups}
 # of a setting that isn't given: on a CPU, on a GPU

@@ -29,15 +29,17 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
 
 import torch
-from compare_figure import draw_curves
-from compare_report import compare_report
-from data import RecipeError
-from html_report import html_report
-from memory import keep_freed_memory
-from methods import METHODS, Distil, Method, MethodConfig, check_method, objective, try_out
-from paired import Cell, Kind, read_cells
-from report import table
-from run import (
+from hfrecipes.compare_figure import draw_curves
+from hfrecipes.compare_report import compare_report
+from hfrecipes.corpus import RecipeError
+from hfrecipes.html_report import html_report
+from hfrecipes.memory import keep_freed_memory
+from hfrecipes.methods import METHODS, Distil, Method, MethodConfig, check_method, objective, try_out
+from hfrecipes.paired import Cell, Kind, read_cells
+from hfrecipes.report import table
+from hfrecipes.settings import CONTROL, FREE_TO_CHANGE, check, parse_variant, read_run
+from hfrecipes.start import INIT, Baseline
+from hfrecipes.training import (
     DivergedError,
     Run,
     Stopped,
@@ -48,8 +50,6 @@ from run import (
     run_recipe,
     stop_requests,
 )
-from settings import CONTROL, FREE_TO_CHANGE, check, parse_variant, read_run
-from start import INIT, Baseline
 
 from hfpatch.plan import plan_patch
 

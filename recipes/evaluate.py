@@ -31,19 +31,19 @@ import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
-from agreement import agreement
-from classify import Classification
-from data import RecipeError
-from embed import Embedding, ranks
-from encoder import find_model
-from image import preprocessing
-from lm import is_masked
-from memory import keep_freed_memory
-from report import data_line, hardware, machine, show, table, versions
-from run import require_own_folder
-from settings import check_numbers, check_output_folder, chosen_task, read_settings, spell_out
-from sweep import SWEEPS, Row, draw
-from tasks import Task, find_task, load
+from hfrecipes.agreement import agreement
+from hfrecipes.classify import Classification
+from hfrecipes.corpus import RecipeError
+from hfrecipes.embed import Embedding, ranks
+from hfrecipes.encoder import find_model
+from hfrecipes.image import preprocessing
+from hfrecipes.lm import is_masked
+from hfrecipes.memory import keep_freed_memory
+from hfrecipes.report import data_line, hardware, machine, show, table, versions
+from hfrecipes.settings import check_numbers, check_output_folder, chosen_task, read_settings, spell_out
+from hfrecipes.sweep import SWEEPS, Row, draw
+from hfrecipes.tasks import Task, find_task, load
+from hfrecipes.training import require_own_folder
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
@@ -217,12 +217,12 @@ class Evaluation:
                     self.fail(source, model, f"at {row.length:,} tokens {broken}")
             self.rows += rows
         if self.config.lm_eval:
-            from adapters import lm_eval_figures
+            from hfrecipes.adapters import lm_eval_figures
 
             c = self.config
             found["lm_eval"] = lm_eval_figures(model, task.tokenizer, c.lm_eval, c.batch_size, c.lm_eval_limit)
         if self.config.sentence_transformers:
-            from adapters import sentence_transformers_figures
+            from hfrecipes.adapters import sentence_transformers_figures
 
             found["sentence_transformers"] = sentence_transformers_figures(source, task)
         return found

@@ -25,11 +25,11 @@ import sys
 # Threads that spin while they wait make a step ten times slower as soon as something else wants a core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
-from memory import keep_freed_memory
-from methods import Method
-from report import draw_curves, report
-from run import Run, run_recipe, stop_requests
-from start import Baseline
+from hfrecipes.memory import keep_freed_memory
+from hfrecipes.methods import Method
+from hfrecipes.report import draw_curves, report
+from hfrecipes.start import Baseline
+from hfrecipes.training import Run, run_recipe, stop_requests
 from transformers import PreTrainedModel
 
 

@@ -25,14 +25,14 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
 import torch
-from agreement import agreement
-from data import RecipeError
-from memory import keep_freed_memory
-from methods import MethodConfig, check_method, objective, try_out
-from report import draw_healing, heal_report
-from run import Run, folder_name, run_recipe, stop_requests
-from settings import CONTROL, parse_variant
-from start import Baseline
+from hfrecipes.agreement import agreement
+from hfrecipes.corpus import RecipeError
+from hfrecipes.memory import keep_freed_memory
+from hfrecipes.methods import MethodConfig, check_method, objective, try_out
+from hfrecipes.report import draw_healing, heal_report
+from hfrecipes.settings import CONTROL, parse_variant
+from hfrecipes.start import Baseline
+from hfrecipes.training import Run, folder_name, run_recipe, stop_requests
 from transformers import PreTrainedModel
 
 SWAPPED, HEALED = "swapped", "healed"

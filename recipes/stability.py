@@ -31,7 +31,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
-from data import (
+from hfrecipes.corpus import (
     Causal,
     RecipeError,
     TrainBlocks,
@@ -42,14 +42,14 @@ from data import (
     read_text_files,
     train_tokenizer,
 )
-from depth_report import depth_report, draw_depths
-from lm import token_nats
-from memory import keep_freed_memory
-from progress import Progress
-from report import hardware, versions
-from run import Stopped, exit_status, require_own_folder, stop_requests, write_json
-from settings import check_numbers, check_output_folder, read_settings
-from tasks import Batch
+from hfrecipes.depth_report import depth_report, draw_depths
+from hfrecipes.lm import token_nats
+from hfrecipes.memory import keep_freed_memory
+from hfrecipes.progress import Progress
+from hfrecipes.report import hardware, versions
+from hfrecipes.settings import check_numbers, check_output_folder, read_settings
+from hfrecipes.tasks import Batch
+from hfrecipes.training import Stopped, exit_status, require_own_folder, stop_requests, write_json
 from torch import nn
 from torch.utils.data import DataLoader
 

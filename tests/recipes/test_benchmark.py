@@ -6,16 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import bench_micro
-import bench_models
-import bench_places
 import benchmark
 import numpy as np
 import pytest
-import timing
 import torch
-from bench_report import benchmark_report, in_place, of_copy
-from timing import Entrant, race
+from hfrecipes import bench_micro, bench_models, bench_places, timing
+from hfrecipes.bench_report import benchmark_report, in_place, of_copy
+from hfrecipes.timing import Entrant, race
 from torch import nn
 
 from hfpatch.compile import compile_model

@@ -4,15 +4,15 @@ import json
 import shutil
 import sys
 
-import classify
 import finetune
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from data import RecipeError
+from hfrecipes import classify
+from hfrecipes.corpus import RecipeError
+from hfrecipes.start import patched
 from run_files import read_results
-from start import patched
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
 

@@ -10,16 +10,11 @@ import subprocess
 import sys
 
 import compare
-import compare_figure
-import compare_report
-import html_report
 import numpy as np
-import paired
 import pytest
-import run
-import settings
-import start
-from paired import Cell, Kind
+from hfrecipes import compare_figure, compare_report, html_report, paired, settings, start
+from hfrecipes import training as run
+from hfrecipes.paired import Cell, Kind
 from run_files import ROOT, read_results
 
 TINY = "--layers 1 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 3 --tracker none"
@@ -491,7 +486,8 @@ class TestGrid:
         """kill -9 in the middle of a model: the rest is as if nothing had happened."""
         script = f"""
 import os
-import compare, run
+import compare
+from hfrecipes import training as run
 train_step = run.Run.train_step
 def killed(self, where, *args):
     if where == "step 3 of dyt-copied-finetune-3-seed-0":

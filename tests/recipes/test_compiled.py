@@ -3,12 +3,12 @@
 import functools
 import json
 
-import compiled
 import finetune
 import heal
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from hfrecipes import compiled
 from run_files import read_results
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification

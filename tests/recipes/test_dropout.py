@@ -3,11 +3,11 @@
 import json
 
 import compare
-import data
 import finetune
 import heal
 import pytest
-import run
+from hfrecipes import corpus as data
+from hfrecipes import training as run
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 

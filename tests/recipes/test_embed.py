@@ -5,20 +5,16 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-import data
-import embed
-import encoder
 import finetune
 import heal
-import methods
 import numpy as np
-import passages
 import pytest
-import settings
 import torch
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
+from hfrecipes import corpus as data
+from hfrecipes import embed, encoder, methods, passages, settings
 from tiny_encoder import POSITIONS
 from tiny_models import randomise
 from transformers import AutoModel, AutoTokenizer, BartConfig, BartModel

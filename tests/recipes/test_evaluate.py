@@ -7,14 +7,14 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-import data
 import evaluate
 import finetune
 import numpy as np
 import pytest
-import sweep
 import torch
 import torch.nn.functional as F
+from hfrecipes import corpus as data
+from hfrecipes import sweep
 from tiny_encoder import make_tokenizer
 from tiny_models import randomise
 from transformers import (

@@ -17,17 +17,15 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import data
 import finetune
-import lm
 import numpy as np
-import progress
 import pytest
-import run
-import settings
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
+from hfrecipes import corpus as data
+from hfrecipes import lm, progress, settings
+from hfrecipes import training as run
 from run_files import ROOT, read_results
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -229,7 +227,8 @@ class TestStopping:
         argv = tiny(tmp_path, "--text", text, variants="dyt control")
         script = f"""
 import os
-import finetune, run
+import finetune
+from hfrecipes import training as run
 train_step = run.Run.train_step
 def killed(self, where, *args):
     if where == "step 4 of dyt":
@@ -491,7 +490,7 @@ class TestBadInput:
 
     def test_what_accelerate_refuses(self, text, tmp_path, capsys):
         # Here: a second precision in one process. Elsewhere: one that the device lacks.
-        AcceleratorState(mixed_precision="no")
+        Accelerator(mixed_precision="no")
         assert finetune.main(tiny(tmp_path, "--text", text, "--mixed_precision", "bf16")) == 2
         assert "RecipeError: accelerate refuses: AcceleratorState has already" in capsys.readouterr().err
 

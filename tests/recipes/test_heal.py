@@ -6,12 +6,10 @@ import signal
 
 import heal
 import pytest
-import report
-import run
-import settings
-import start
 import torch
-from run import Run
+from hfrecipes import report, settings, start
+from hfrecipes import training as run
+from hfrecipes.training import Run
 from run_files import ROOT, read_results
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM

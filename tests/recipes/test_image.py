@@ -4,15 +4,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import finetune
-import image
 import numpy as np
 import pytest
-import run
-import settings
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from data import RecipeError
+from hfrecipes import image, settings
+from hfrecipes import training as run
+from hfrecipes.corpus import RecipeError
 from PIL import Image
 from run_files import ROOT, read_results
 from torch.utils.data import DataLoader

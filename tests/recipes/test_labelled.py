@@ -5,9 +5,9 @@ import json
 import random
 import sys
 
-import labelled
 import pytest
-from data import Document, RecipeError
+from hfrecipes import labelled
+from hfrecipes.corpus import Document, RecipeError
 from run_files import write_table
 
 SINGLE = [{"text": f"text {i}: naïve, dög\nsecond line", "label": ["good", "bad"][i % 3 == 0]} for i in range(60)]

@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 
-import data
 import finetune
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from hfrecipes import corpus as data
 from run_files import ROOT, read_results
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer

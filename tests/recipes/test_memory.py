@@ -11,7 +11,7 @@ import pytest
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 FAULTS = """
 import resource, statistics, sys, torch, hfpatch  # which the recipes import
-from memory import keep_freed_memory
+from hfrecipes.memory import keep_freed_memory
 if sys.argv[1] == "keep" and not keep_freed_memory():
     sys.exit("not here")
 def use():
@@ -42,7 +42,7 @@ def test_freed_memory_is_kept() -> None:
 
 
 def test_not_where_it_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memory import keep_freed_memory
+    from hfrecipes.memory import keep_freed_memory
 
     monkeypatch.setattr("ctypes.CDLL", lambda name: object())
     assert not keep_freed_memory()

@@ -3,14 +3,14 @@
 import copy
 from types import SimpleNamespace
 
-import methods
 import pytest
 import torch
 import torch.nn.functional as F
-from agreement import agreement
-from data import RecipeError
-from start import patched
-from tasks import Task
+from hfrecipes import methods
+from hfrecipes.agreement import agreement
+from hfrecipes.corpus import RecipeError
+from hfrecipes.start import patched
+from hfrecipes.tasks import Task
 from tiny_models import tiny
 from torch import nn
 

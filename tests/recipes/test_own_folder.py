@@ -9,9 +9,9 @@ import evaluate
 import finetune
 import heal
 import pytest
-import run
 import stability
-from data import RecipeError
+from hfrecipes import training as run
+from hfrecipes.corpus import RecipeError
 from run_files import read_results
 
 RECIPES = {module.__name__: module for module in (finetune, heal, compare, stability, evaluate, benchmark)}

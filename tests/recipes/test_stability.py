@@ -5,13 +5,13 @@ import math
 import os
 import signal
 
-import data
-import depth_report
 import numpy as np
 import pytest
 import stability
 import torch
 import yaml
+from hfrecipes import corpus as data
+from hfrecipes import depth_report
 from run_files import ROOT, read_results
 from torch import nn
 from transformers import PreTrainedTokenizerFast

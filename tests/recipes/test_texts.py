@@ -3,9 +3,8 @@
 import sys
 
 import pytest
-import tables
-import texts
-from data import RecipeError, split_documents
+from hfrecipes import tables, texts
+from hfrecipes.corpus import RecipeError, split_documents
 from run_files import write_table
 
 ROWS = [{"text": f"row {i}: naïve\nsecond line", "n": i} for i in range(30)] + [{"text": "  ", "n": 30}]

@@ -10,13 +10,14 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.nn.functional as F
-from data import Causal, HeldOutBlocks, Masked
-from embed import Embedding, ranks, retrieval
-from lm import LanguageModelling
 from matplotlib.ticker import NullLocator
-from report import COLOURS
 from torch import nn
 from transformers import PreTrainedModel
+
+from .corpus import Causal, HeldOutBlocks, Masked
+from .embed import Embedding, ranks, retrieval
+from .lm import LanguageModelling
+from .report import COLOURS
 
 BUCKETS = 16  # of positions, in the drawing
 FEWEST = 8  # documents that are worth a retrieval

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data import Document, RecipeError, read_standard_library, read_text_files
-from tables import FORMATS, load_datasets, read_table, stream_rows
+from .corpus import Document, RecipeError, read_standard_library, read_text_files
+from .tables import FORMATS, load_datasets, read_table, stream_rows
 
 
 @dataclass

@@ -12,9 +12,10 @@ from functools import wraps
 from typing import Any
 
 import torch
-from bench_models import DECODING, FORWARD, NATIVE, TRAINING, UNPATCHED, Groups, forward, groups_of, training_step
-from timing import Entrant, race
 from torch import Tensor, nn
+
+from .bench_models import DECODING, FORWARD, NATIVE, TRAINING, UNPATCHED, Groups, forward, groups_of, training_step
+from .timing import Entrant, race
 
 TOKENS = 8  # that are decoded for each repeat
 Places = dict[str, list[str]]  # by patch, the paths of the modules that it replaced

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from data import Document
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
+
+from .corpus import Document
 
 SHORTEST = 30  # characters of a docstring or paragraph that says something
 FEWEST = 8  # tokens of a run to cut passages from

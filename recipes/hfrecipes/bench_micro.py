@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from timing import MODES, Entrant, race
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from hfpatch.compile import compile_model
 from hfpatch.patch import patch_model
+
+from .timing import MODES, Entrant, race
 
 HEAD_DIM, TOKENS = 64, 512
 KINDS = ("norm", "norm of a sum", "rotary")

@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
-from data import RecipeError
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from hfpatch.runtime.errors import PatchError, first_line
+
+from .corpus import RecipeError
 
 Batch = dict[str, torch.Tensor]
 Figures = dict[str, float | None]
@@ -144,4 +145,4 @@ def find_task(name: str) -> type[Task]:
     if name not in TASKS:
         raise RecipeError(f"no task is called {name!r}; there are {', '.join(TASKS)}")
     module, _, kind = TASKS[name].partition(".")
-    return getattr(importlib.import_module(module), kind)
+    return getattr(importlib.import_module(f".{module}", __package__), kind)

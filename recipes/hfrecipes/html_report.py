@@ -5,8 +5,8 @@ import re
 from html import escape
 from typing import Any
 
-from compare_figure import MOST_BANDS, svg_curves
-from compare_report import (
+from .compare_figure import MOST_BANDS, svg_curves
+from .compare_report import (
     budget,
     columns,
     definitions,
@@ -19,8 +19,8 @@ from compare_report import (
     span,
     title,
 )
-from paired import BETTER, SAME, WORSE, Interval, Summary, rankings, read_cells, summarise
-from report import data_line, machine, show
+from .paired import BETTER, SAME, WORSE, Interval, Summary, rankings, read_cells, summarise
+from .report import data_line, machine, show
 
 SIGNS = {BETTER: "▲", SAME: "●", WORSE: "▼"}  # beside the word: a verdict isn't told by colour alone
 WIDE, HIGH = 130, 22  # of an interval's drawing, in pixels

@@ -6,12 +6,6 @@ from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import set_seed
-from compiled import require_blocks
-from data import RecipeError
-from progress import in_terminal
-from run import Run
-from settings import CONTROL, parse_variant
-from tasks import Task
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -21,6 +15,13 @@ from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.repairs.sample import sample_batches
+
+from .compiled import require_blocks
+from .corpus import RecipeError
+from .progress import in_terminal
+from .settings import CONTROL, parse_variant
+from .tasks import Task
+from .training import Run
 
 INIT = {"copied": {"init": "copy"}, "reset": {"init": "reset"}}  # patch_model's, where it isn't its default
 

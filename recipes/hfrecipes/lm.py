@@ -10,7 +10,17 @@ import torch
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
-from data import (
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+)
+
+from .corpus import (
     Causal,
     HeldOutBlocks,
     Masked,
@@ -21,17 +31,8 @@ from data import (
     split_documents,
     train_tokenizer,
 )
-from tasks import Batch, Figures, Task, load, load_whole
-from texts import TextConfig, read_texts
-from torch import nn
-from torch.utils.data import DataLoader
-from transformers import (
-    MODEL_FOR_MASKED_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoTokenizer,
-)
+from .tasks import Batch, Figures, Task, load, load_whole
+from .texts import TextConfig, read_texts
 
 
 @dataclass

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from paired import (
+from .paired import (
     BETTER,
     ONE_SEED,
     SAME,
@@ -21,8 +21,8 @@ from paired import (
     summarise,
     t_quantile,
 )
-from report import data_line, machine, show, table
-from settings import CONTROL
+from .report import data_line, machine, show, table
+from .settings import CONTROL
 
 STEADY = 0.02  # share of a step's time: what lies within it is called the same
 BUSY = 1.3  # timings of the same thing that differ by more than this factor say little

@@ -17,8 +17,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from data import RecipeError, fingerprint, split_documents
-from encoder import (
+from scipy import stats
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from .corpus import RecipeError, fingerprint, split_documents
+from .encoder import (
     MINILM,
     POOLINGS,
     find_model,
@@ -28,13 +33,9 @@ from encoder import (
     special_tokens,
     write_pooling,
 )
-from passages import Corpus, Ids, Lengths, Pair, Passages, one_line
-from scipy import stats
-from tasks import Batch, Figures, Task, load
-from texts import TextConfig, read_texts
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from .passages import Corpus, Ids, Lengths, Pair, Passages, one_line
+from .tasks import Batch, Figures, Task, load
+from .texts import TextConfig, read_texts
 
 SCALE = 20.0  # of cosines in the contrastive loss
 CHUNK = 32  # held-out pairs that are told apart at a time, whatever the batch

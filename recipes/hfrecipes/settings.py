@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from data import RecipeError
-from tasks import TASKS, find_task
 from transformers import HfArgumentParser
 
 from hfpatch.core.registry import MLPS, NORMS, POSITIONS
+
+from .corpus import RecipeError
+from .tasks import TASKS, find_task
 
 CONTROL = "control"
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-from bench_micro import BASIS, COPY
-from bench_models import NATIVE, UNPATCHED
-from bench_places import TOKENS
-from report import COLOURS, machine, table
-from timing import MODES, middle, ratios
+
+from .bench_micro import BASIS, COPY
+from .bench_models import NATIVE, UNPATCHED
+from .bench_places import TOKENS
+from .report import COLOURS, machine, table
+from .timing import MODES, middle, ratios
 
 Group = dict[str, Any]
 Timing = dict[str, Any]

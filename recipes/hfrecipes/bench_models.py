@@ -9,10 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from data import RecipeError
-from settings import parse_variant
-from start import switch_off_dropout
-from timing import MODES, Entrant, race
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,6 +16,11 @@ from hfpatch.compile import compile_model
 from hfpatch.export.native import native_model
 from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError, first_line
+
+from .corpus import RecipeError
+from .settings import parse_variant
+from .start import switch_off_dropout
+from .timing import MODES, Entrant, race
 
 UNPATCHED, NATIVE = "unpatched", "native"
 TRAINING, FORWARD, DECODING = "training step", "forward", "decoding"

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from methods import last_state, takes_several, terms_of_divergence
-from tasks import Batch, Figures, Task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
+from .methods import last_state, takes_several, terms_of_divergence
+from .tasks import Batch, Figures, Task
 
 
 @torch.no_grad()

@@ -12,14 +12,15 @@ import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
-from data import RecipeError
-from labelled import DataConfig, Labelled, LabelledData, read_labelled
-from settings import CONTROL
-from tasks import Batch, Figures, Task, load, load_whole
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+
+from .corpus import RecipeError
+from .labelled import DataConfig, Labelled, LabelledData, read_labelled
+from .settings import CONTROL
+from .tasks import Batch, Figures, Task, load, load_whole
 
 # Layers, width and tokens of the encoder made from scratch.
 SIZES = {

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from data import RecipeError
-from embed import Embedding
-from encoder import find_model
 from transformers import PreTrainedModel
 
 from hfpatch.runtime.errors import first_line
+
+from .corpus import RecipeError
+from .embed import Embedding
+from .encoder import find_model
 
 
 def lm_eval_figures(
@@ -52,7 +53,7 @@ def is_file(task: str) -> bool:
 @contextmanager
 def out_of_the_way() -> Iterator[None]:
     """Recipes aren't found by import: lm-eval's tasks import a package that is called evaluate, too."""
-    here, name = str(Path(__file__).parent), "evaluate"
+    here, name = str(Path(__file__).parents[1]), "evaluate"
     path, ours = list(sys.path), sys.modules.get(name)
     sys.path[:] = [folder for folder in sys.path if str(Path(folder).resolve()) != here]
     sys.modules.pop(name, None)

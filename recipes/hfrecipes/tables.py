@@ -8,9 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data import RecipeError
-
 from hfpatch.runtime.errors import first_line
+
+from .corpus import RecipeError
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
 Table = list[dict[str, Any]]

@@ -14,10 +14,11 @@ import torch
 import transformers
 from accelerate import Accelerator
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
-from settings import CONTROL
-from tasks import Figures
 
 import hfpatch
+
+from .settings import CONTROL
+from .tasks import Figures
 
 matplotlib.use("Agg")  # to a file, with or without a screen
 LOWER_IS_BETTER = {"loss", "perplexity", "bits_per_byte"}

@@ -11,11 +11,12 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
-from compare_report import main_name
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
-from paired import Kind, control_kind, control_of, grid_of, read_cells, t_interval
-from report import COLOURS
-from settings import CONTROL
+
+from .compare_report import main_name
+from .paired import Kind, control_kind, control_of, grid_of, read_cells, t_interval
+from .report import COLOURS
+from .settings import CONTROL
 
 DASHES = ["-", (0, (4, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5))]  # a colour that comes again has another one
 MOST_PANELS = 6

@@ -20,15 +20,16 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from data import RecipeError
-from run import Objective
-from settings import CONTROL
-from start import INIT, keeps_dropout, patched, switch_off_dropout
-from tasks import Batch, Task
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hfpatch.runtime.errors import first_line
+
+from .corpus import RecipeError
+from .settings import CONTROL
+from .start import INIT, keeps_dropout, patched, switch_off_dropout
+from .tasks import Batch, Task
+from .training import Objective
 
 Teacher = Callable[[], PreTrainedModel]  # makes a copy of the unpatched model
 METHODS = ("finetune", "distil")

@@ -21,16 +21,17 @@ import torch
 import transformers
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DataLoaderConfiguration, DistributedType, parse_flag_from_env, set_seed
-from compiled import compiled, really_called
-from data import RecipeError
-from progress import Progress
-from report import hardware, versions
-from settings import FREE_TO_CHANGE, check, read_run
-from tasks import Batch, Figures, Task, find_task
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hfpatch.runtime.errors import PatchError
+
+from .compiled import compiled, really_called
+from .corpus import RecipeError
+from .progress import Progress
+from .report import hardware, versions
+from .settings import FREE_TO_CHANGE, check, read_run
+from .tasks import Batch, Figures, Task, find_task
 
 
 class TrainingError(RuntimeError):

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from data import RecipeError
 from torch import nn
 
 from hfpatch.compile import compile_model, compiled_calls, uncompile_model
 from hfpatch.runtime.errors import UnsupportedError
+
+from .corpus import RecipeError
 
 
 def require_blocks(model: nn.Module) -> None:

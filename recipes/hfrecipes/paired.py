@@ -7,7 +7,8 @@ from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 from scipy import stats
-from settings import CONTROL
+
+from .settings import CONTROL
 
 LEVEL = 0.95  # of every interval
 ALIKE = 0.1  # share by which times may differ that are called equal

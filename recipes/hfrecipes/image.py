@@ -11,14 +11,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from data import RecipeError
-from tasks import Batch, Figures, Task, load, load_whole
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedModel, ViTConfig
 from transformers import ViTForImageClassification as ViT
 
 from hfpatch.runtime.errors import first_line
+
+from .corpus import RecipeError
+from .tasks import Batch, Figures, Task, load, load_whole
 
 HELD_OUT = 0.2  # share of images where the data has no split of its own
 HELD_OUT_NAMES = ("test", "val", "validation", "valid", "dev")

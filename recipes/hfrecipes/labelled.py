@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from data import Document, RecipeError, read_standard_library
-from tables import FORMATS, Table, load_datasets, read_table
-
 from hfpatch.runtime.errors import first_line
+
+from .corpus import Document, RecipeError, read_standard_library
+from .tables import FORMATS, Table, load_datasets, read_table
 
 # The 24 that most functions of Python 3.11's standard library use.
 BUILTINS = {"bytes", "dict", "getattr", "hasattr", "id", "int", "isinstance", "len", "list", "map", "max", "next"}

@@ -7,7 +7,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
-from report import COLOURS, machine, show, table
+
+from .report import COLOURS, machine, show, table
 
 MARGIN = 0.05  # nats: what a model must know beyond how often each token occurs
 LABELS = {"post": "post-norm", "pre": "pre-norm", "deepnorm": "DeepNorm"}

@@ -1,0 +1,1 @@
+"""What the recipes share: settings, tasks, training, statistics and reports."""
