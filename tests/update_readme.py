@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import site
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -190,4 +190,8 @@ def main(names: Iterable[str] = ()) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "blocks", nargs="*", choices=[*BLOCKS], default=[], metavar="BLOCK", help=f"{', '.join(BLOCKS)}; none: all"
+    )
+    main(parser.parse_args().blocks)
