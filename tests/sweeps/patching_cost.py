@@ -7,6 +7,7 @@ One thread, CPU seconds, medians of five.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import platform
 import time
@@ -70,6 +71,7 @@ def rows() -> list[tuple[str, str, float]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
