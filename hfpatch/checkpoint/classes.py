@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -226,8 +227,9 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 kwargs["use_safetensors"] = True
                 cache = {option: kwargs.get(option) for option in ("cache_dir", "revision")}
                 require_sound_files(name, subfolder, kwargs.get("variant"), **cache)
+            load = functools.partial(super().from_pretrained, name, *args, **kwargs)
             try:
-                loaded = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+                loaded = _with_loading_info(load)
             except SafetensorError as error:
                 reason = broken_file(name, subfolder) or error
                 raise CheckpointError(f"{name}: its weights can't be read: {reason}") from error
@@ -334,6 +336,19 @@ class _RefusedPart:
 def _is_own_config(config: Any, name: Any) -> bool:
     """Whether the config passed for opening a checkpoint is the checkpoint's own, as far as its name tells."""
     return not isinstance(config, PreTrainedConfig) or config.name_or_path in ("", str(name))
+
+
+def _with_loading_info(load: Callable[..., Any]) -> Any:
+    """A loaded model and what transformers says of its weights; the model alone where its host can't say that.
+
+    `from_pretrained` of transformers' DecisionMixin sets an attribute on what it takes for the model, a tuple.
+    """
+    try:
+        return load(output_loading_info=True)
+    except AttributeError as error:
+        if not str(error).startswith("'tuple' object"):
+            raise
+        return load()
 
 
 def _require_same_function(model: PreTrainedModel, fingerprint: Fingerprint, info: dict[str, Any], name: str) -> None:

@@ -12,6 +12,7 @@ from .components import OWN as _OWN  # noqa: F401  # the import registers them a
 from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SCALE_SLOT, Call, Edit, children_at, modules_at, pattern_of, value_text
 from .errors import CheckpointError, PatchError, first_line
 from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, with_lens
+from .record import KEY
 
 # what an edit raises that doesn't fit the model
 _MISFITS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError)
@@ -129,8 +130,17 @@ class Tree:
             return
         start, path = (self.model, rest) if first == HEAD else (self.model.get_submodule(self.base), pattern)
         for _, way in modules_at(start, path):
-            inner = [one for one in way if one is not self.model]
-            yield way[-1], self.fresh and any(hasattr(type(one), "hfpatch_model") for one in inner)
+            yield way[-1], self.fresh and any(self._is_patched(one) for one in way if one is not self.model)
+
+    def _is_patched(self, inner: nn.Module) -> bool:
+        """Whether an inner model was patched when it was built.
+
+        ShieldGemma2 builds its base by an Auto class from its own config: the record's names aren't inside that base's.
+        """
+        if not hasattr(type(inner), "hfpatch_model"):
+            return False
+        same_record = getattr(inner.config, KEY, None) == getattr(self.model.config, KEY, None)
+        return not (same_record and Tree(inner).base)
 
     def places(self, patterns: Iterable[str]) -> Iterator[tuple[str, nn.Module | None, str]]:
         """(pattern, module, assigned name) of every place that a pattern matches.

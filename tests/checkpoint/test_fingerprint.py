@@ -221,6 +221,13 @@ def test_no_family_gives_a_false_alarm(model_type: str, tmp_path: Path) -> None:
         model, _ = zoo.tiny(model_type)
     except zoo.Unbuildable as error:
         pytest.skip(str(error))
+    try:
+        model.save_pretrained(tmp_path)
+        type(model).from_pretrained(tmp_path)
+    except AttributeError as error:  # inkling_audio
+        pytest.skip(f"transformers can't open it unpatched: {error}")
+    if model_type == "diffusion_gemma":
+        pytest.skip("it ties norms by the names of their parameters, which DynamicTanh doesn't have (README, Limits)")
     patched = False
     for request in ({"norm": "rms", "init": "copy"}, {"norm": "dyt"}, {"pos": "rope"}):
         try:
@@ -232,11 +239,7 @@ def test_no_family_gives_a_false_alarm(model_type: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     ways: list[dict[str, Any]] = [{"dtype": dtype} for dtype in (torch.float32, torch.bfloat16, torch.float16)]
     for way in [*ways, {"attn_implementation": "eager"}]:
-        try:
-            type(model).from_pretrained(tmp_path, **way)
-        except CheckpointError as error:
-            if "would open only a part" not in str(error):  # ShieldGemma2 builds its inner model by an Auto class
-                raise
+        type(model).from_pretrained(tmp_path, **way)
 
 
 def test_sums_in_another_order_are_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

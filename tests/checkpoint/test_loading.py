@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+import zoo
+from safetensors.torch import load_file, save_file
 from tiny_models import RECORDED, difference, inputs, load, logged, norms_of, outputs, patch, tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
 
 from hfpatch.checkpoint.marker import MARKER
+from hfpatch.errors import FingerprintWarning
 from hfpatch.runtime.errors import CheckpointError
-from hfpatch.runtime.norms import AffineNorm
+from hfpatch.runtime.norms import AffineNorm, DynamicTanh
 from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.norms import DyT
 from hfpatch.schemes.rope import RoPE
@@ -167,6 +170,32 @@ def test_attention_implementations(family: str, tmp_path: Path) -> None:
         again = AutoModel.from_pretrained(tmp_path, attn_implementation=implementation)
         assert again.config._attn_implementation == implementation
         assert difference(model, again) < 2e-5
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "shieldgemma2",  # it builds its base by an Auto class, from its own config
+        "jev",  # its own from_pretrained takes the pair that output_loading_info gives for the model
+    ],
+)
+def test_hosts_that_load_in_a_way_of_their_own(model_type: str, tmp_path: Path) -> None:
+    try:
+        model, _ = zoo.tiny(model_type)
+    except zoo.Unbuildable as error:  # an older transformers
+        pytest.skip(str(error))
+    patch(model, norm="dyt", init="copy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FingerprintWarning)  # no inputs can be made for jev
+        model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert norms_of(loaded, DynamicTanh) == norms_of(model, DynamicTanh) != []
+    assert all(map(torch.equal, loaded.state_dict().values(), model.state_dict().values()))
+    weights = load_file(tmp_path / "model.safetensors")
+    gain = next(name for name in weights if name.endswith("gain"))
+    save_file({**weights, gain: weights[gain] + 1}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError):
+        type(model).from_pretrained(tmp_path)
 
 
 def test_an_attention_implementation_that_isnt_there(saved: Path) -> None:
