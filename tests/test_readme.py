@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
-from update_readme import BLOCKS, README, block
+from update_readme import BLOCKS, README, RESULTS, block
 
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import ARCHITECTURES, NORMS
@@ -27,7 +27,13 @@ from hfpatch.sites.stacks import find_stacks
 def test_generated_block_is_up_to_date(name: str) -> None:
     text = README.read_text()
     start, end = block(name, text)
-    assert text[start:end].strip() == BLOCKS[name]().strip(), "run: python tests/update_readme.py"
+    try:
+        written = BLOCKS[name]().strip()
+    except FileNotFoundError:
+        if RESULTS.exists():
+            raise
+        pytest.skip("recipes/results isn't part of an sdist")
+    assert text[start:end].strip() == written, "run: python tests/update_readme.py"
 
 
 def examples(containing: str) -> str:
