@@ -52,7 +52,7 @@ def cells(race: dict[str, Any], timing: Timing) -> dict[str, str]:
         told[f"{mode} / {over}"] = "{:.3f} ({:.3f}-{:.3f})".format(*ratio)
     if mode == "compiled":
         told["first call"] = f"{timing['first_seconds']:.0f} s"
-    if timing["modules"]:
+    if timing["modules"] and ratio:
         before, after = (t["inside_seconds"][subject] for t in (basis, timing))
         told |= {"modules": str(timing["modules"]), "before": show_time(before), "after": show_time(after)}
     return told

@@ -1,23 +1,20 @@
 """The benchmark runs end to end; what it times is the same function, and its figures are those of its runs."""
 
-import copy
 import itertools
 import json
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import benchmark
 import numpy as np
 import pytest
 import torch
-from hfrecipes import bench_micro, bench_models, bench_places, timing
+from hfrecipes import bench_micro, bench_places, timing
 from hfrecipes.bench_report import against_basis
 from hfrecipes.timing import Entrant, Race
 from torch import nn
 
 from hfpatch.compile import compile_model
-from hfpatch.patch import patch_model
 
 SMALL = ["--layers", "1", "--width", "64", "--vocab_size", "50", "--new_tokens", "2", "--block_size", "8"]
 QUICK = [*SMALL, "--repeats", "2", "--widths", "64", "--modes", "eager"]
@@ -39,45 +36,31 @@ def raced(works, mode="eager", repeats=2):
 
 class TestRun:
     @pytest.mark.slow
-    def test_whole_models_and_their_parts(self, tmp_path):
-        flags = ["--models", "gpt2", "vit", "llama-1b", "--patches", "control", "rms", "rope"]
-        found, table = run(tmp_path, *flags)
-        races = {(race["part"], race["case"], race["work"]): race["timings"] for race in found["races"]}
-        works = ["training step", "forward", "decoding"]
-        models = [("gpt2", work) for work in works] + [("vit", work) for work in works[:2]]
-        models += [("llama-1b", work) for work in works]
-        micro = [(f"{kind}, 64 float32", work) for kind in ("norm", "rotary") for work in
-                 ("forward", "forward and backward")]  # fmt: skip
-        assert [*races] == [("models", *m) for m in models] + [("places", *m) for m in models] + [
-            ("micro", *m) for m in micro
-        ]
-        both = ["unpatched", "control", "rms", "rope"]
-        subjects = {"gpt2": [*both, "rope, native"], "vit": both, "llama-1b": [*both, "rope, native"]}
-        for (part, case, _), timings in races.items():
-            if part == "models":
-                assert [t["subject"] for t in timings] == subjects[case]
-            for found in timings:
-                left_out = case == "llama-1b" and (found["subject"] == "rms" or part == "places")
-                assert left_out or (len(found["seconds"]) == 2 and found["failed"] is None)
-        assert "* llama-1b, forward, eager, rms: " in table, "what couldn't be patched is said, with its reason"
-        assert "compiled" not in table.splitlines()[0], "no column for what wasn't measured"
-        assert (tmp_path / "benchmark.png").stat().st_size > 10_000
-
-    @pytest.mark.slow
-    def test_compiled_next_to_eager(self, tmp_path, monkeypatch):
+    def test_every_part_in_both_modes(self, tmp_path, monkeypatch):
         monkeypatch.setattr(timing, "compile_model", partial(compile_model, backend="eager"))  # seconds, not minutes
-        flags = ["--layers", "2", "--patches", "rms", "--models", "gpt2", "--parts", "models", "micro"]
-        found, table = run(tmp_path, *flags, "--modes", "compiled", "eager")
-        assert all(t["seconds"] and not t["failed"] for race in found["races"] for t in race["timings"])
-        headings = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "| case" in line]
+        flags = ["--models", "gpt2", "vit", "--patches", "rope", "rope:axes=2", "--layers", "2"]
+        found, text = run(tmp_path, *flags, "--modes", "compiled", "eager")
+        seen = {}
+        for race in found["races"]:
+            measured = [t["subject"] for t in race["timings"] if len(t["seconds"]) == 2 and not t["failed"]]
+            if race["part"] == "models":
+                assert measured == ["unpatched", "rope", "rope, native" if race["case"] == "gpt2" else "rope:axes=2"]
+            seen.setdefault((race["part"], race["case"], race["mode"]), []).append(race["work"])
+        works = ["training step", "forward", "decoding"]
+        assert seen["models", "gpt2", "compiled"] == seen["places", "gpt2", "eager"] == works
+        assert seen["models", "vit", "eager"] == works[:2]
+        assert seen["micro", "rotary, 64 float32", "compiled"] == ["forward", "forward and backward"]
+        assert "* gpt2, forward, eager, rope:axes=2: " in text, "what couldn't be patched is said, with its reason"
+        headings = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "| case" in line]
         assert headings[0] == ["case", "work", "subject", "eager", "compiled", "eager / unpatched",
                                "compiled / unpatched", "first call"]  # fmt: skip
-        assert headings[1][5] == "eager / basis", "where tests/update_readme.py looks for it"
+        assert headings[1][3:] == ["eager", "eager / unpatched", "modules", "before", "after"]
+        assert headings[2][5] == "eager / basis", "where tests/update_readme.py looks for it"
+        assert (tmp_path / "benchmark.png").stat().st_size > 10_000
 
     def test_places(self, tmp_path):
         flags = ["--parts", "places", "--models", "gpt2", "bert", "--patches", "control", "rms", "rope", "rms+rope"]
-        found, table = run(tmp_path, *flags)
-        for race in found["races"]:
+        for race in run(tmp_path, *flags)[0]["races"]:
             plain, *patched = race["timings"]
             modules = {one["subject"]: one["modules"] for one in patched}
             assert modules["control"] == modules["rms+rope"] == modules["rms"] + modules["rope"]
@@ -86,7 +69,6 @@ class TestRun:
                 assert list(one["inside_seconds"]) == [one["subject"]], "and a patched one in its own"
                 parts = zip(one["inside_seconds"][one["subject"]], one["seconds"], strict=True)
                 assert all(0 < part < whole for part, whole in parts)
-        assert "| before |" in " ".join(table.split())
 
     def test_out_of_time(self, tmp_path):
         found, table = run(tmp_path, "--parts", "micro", "--minutes", "0")
@@ -128,23 +110,6 @@ class TestRun:
 
 
 class TestPlaces:
-    def test_what_a_patch_replaced(self):
-        config = SimpleNamespace(layers=2, width=64, vocab_size=50, block_size=8)
-        plain = bench_models.MODELS["gpt2"].model(config, CPU)
-        patched = patch_model(copy.deepcopy(plain), pos="rope")
-        expected = {"transformer.wpe", "transformer.h.0.attn", "transformer.h.1.attn"}
-        assert bench_places.replaced(plain, patched) == expected, "not what holds them, whose class differs too"
-        assert bench_places.replaced(plain, copy.deepcopy(plain)) == set()
-
-    def test_time_forward(self, monkeypatch):
-        clock = itertools.count()
-        monkeypatch.setattr(bench_places.time, "perf_counter", lambda: float(next(clock)))  # one second a call
-        model = nn.Sequential(nn.Identity(), nn.Identity())
-        spent = bench_places.put_clocks(model, {"rms": {"0"}, "rope": {"1"}, "control": {"0", "1"}})
-        for _ in range(3):
-            model(torch.ones(1))
-        assert spent == {"rms": 3, "rope": 3, "control": 6}
-
     @pytest.mark.filterwarnings("ignore:Full backward hook")
     def test_time_backward_is_from_the_gradient_of_what_a_module_returns_to_that_of_what_it_is_given(self, monkeypatch):
         class Wait(torch.autograd.Function):
