@@ -3,17 +3,17 @@
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import quantile_test
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
-from hfpatch.compile import compiled_calls, uncompile_model
+from hfpatch.compile import compile_model, compiled_calls
 from hfpatch.runtime.errors import described
 
 MODES = ("eager", "compiled")
@@ -22,192 +22,94 @@ AT_LEAST = 0.003  # seconds that one sample lasts: shorter work is repeated with
 
 @dataclass
 class Entrant:
-    """One of the things that are timed.
+    """One of the things that are timed against one another, and what was measured of it.
 
     Attributes:
         subject: what it is, as "rope" or "LayerNorm".
-        mode: eager or compiled.
         once: does the work once.
-        model: whose regions `once` runs: compiled ones by `compile_model`, or the same ones uncompiled.
-        moved: bytes that the work has to read and write at least; None where that isn't the limit.
+        model: whose weights the work reads; compiled, if the mode says so, as `compile` says.
         inside: seconds that parts of the work took, by name, to which it adds.
-    """
-
-    subject: str
-    mode: str
-    once: Callable[[], Any]
-    model: nn.Module | None = None
-    moved: int | None = None
-    inside: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class Timing:
-    """What was measured of an entrant.
-
-    Attributes:
-        seconds: of the work done once, sample after sample.
-        inside: of parts of it, by name.
+        modules: how many modules are timed inside.
+        seconds: measured, of the work done once, sample after sample; inside_seconds: of the parts.
         first_seconds: of the first call, compilation included.
-        graphs, breaks: that the first call and the warm-up made.
-        peak_bytes: of the device's memory, above what was held before, of the work done once.
         failed: why there is nothing else.
     """
 
     subject: str
-    mode: str
-    moved: int | None = None
+    once: Callable[[], Any] | None = None
+    model: nn.Module | None = None
+    compile: dict[str, Any] = field(default_factory=dict)
+    inside: dict[str, float] = field(default_factory=dict)
+    modules: int | None = None
     seconds: list[float] = field(default_factory=list)
-    inside: dict[str, list[float]] = field(default_factory=dict)
+    inside_seconds: dict[str, list[float]] = field(default_factory=dict)
     first_seconds: float | None = None
-    graphs: int = 0
-    breaks: int = 0
-    peak_bytes: int | None = None
     failed: str | None = None
 
-
-def race(entrants: list[Entrant], repeats: int, device: torch.device) -> list[dict[str, Any]]:
-    """Time them in turn, `repeats` samples each after runs that warm them up; one that fails is left out.
-
-    Each round has an order of its own, and all models' weights lie in the same memory: decoding reads all of them for
-    every token, and of two equal models one takes up to 5 % longer, by where in memory it lies. Those that are equal
-    stay there from one model's turn to the next.
-
-    Returns:
-        For each a `Timing` as a dictionary, in the order given.
-    """
-    timings, running = [], []
-    order = random.Random(0)
-    with _in_one_place(entrants) as weights:
-        for entrant in entrants:
-            timing = Timing(entrant.subject, entrant.mode, entrant.moved)
-            timings.append(timing)
-            try:
-                with _having_its_turn(entrant, weights):
-                    once = _first_runs(entrant, timing, device)
-            except Exception as error:  # of a kernel, a compiler or a device: the others are measured all the same
-                timing.failed = described(error)
-                continue
-            running.append((entrant, timing, max(1, round(AT_LEAST / once))))
-        for _ in range(repeats):
-            for entrant, timing, times in order.sample(running, len(running)):
-                with _having_its_turn(entrant, weights):
-                    before = dict(entrant.inside)
-                    timing.seconds.append(_clock(entrant.once, device, times))
-                for name, seconds in entrant.inside.items():
-                    timing.inside.setdefault(name, []).append((seconds - before[name]) / times)
-    return [asdict(timing) for timing in timings]
-
-
-def _first_runs(entrant: Entrant, timing: Timing, device: torch.device) -> float:
-    """Compile, warm up, and count what that made. Returns the seconds of a warm run."""
-    before = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-    timing.first_seconds = _clock(entrant.once, device)
-    once = min(_clock(entrant.once, device) for _ in range(2))
-    timing.graphs = counters["stats"]["unique_graphs"] - before[0]
-    timing.breaks = sum(counters["graph_break"].values()) - before[1]
-    if entrant.mode == "compiled" and entrant.model is not None:
-        calls = compiled_calls(entrant.model)
-        if not calls or not all(calls.values()):
-            raise RuntimeError("its compiled code isn't called")
-    timing.peak_bytes = _peak_bytes(entrant.once, device)
-    return once
-
-
-def _peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """The most memory that tensors take while it runs, above what is taken before."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        _clock(run, device)
-        return torch.cuda.max_memory_allocated() - held
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    held = peak = 0
-    for event in profile.profiler.kineto_results.events():  # in the order of time; freed bytes are negative
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
+    def measured(self) -> dict[str, Any]:
+        names = ("subject", "modules", "seconds", "inside_seconds", "first_seconds", "failed")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass
-class Weights:
-    """Parameters of models that lie in the same memory.
+class Race:
+    """Things that do the same work; the first is what the others are compared with.
 
     Attributes:
-        of: each model's parameters and the values that they have, the same tensor where they are equal.
-        laid: what lies in a place, by its address.
+        part, case, work, mode: of the benchmark, as "models", "gpt2", "forward", "eager".
+        entrants: makes what is timed.
     """
 
-    of: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = field(default_factory=dict)
-    laid: dict[int, Tensor] = field(default_factory=dict)
+    part: str
+    case: str
+    work: str
+    mode: str
+    entrants: Callable[[], Iterable[Entrant]]
 
-    def lay(self, model: nn.Module) -> None:
-        """Put a model's values where its parameters lie, unless they lie there already."""
-        for parameter, values in self.of[model]:
-            if self.laid.get(parameter.data_ptr()) is not values:
-                parameter.data.copy_(values)
-                self.laid[parameter.data_ptr()] = values
+    def run(self, repeats: int, device: torch.device) -> list[dict[str, Any]]:
+        """Time the entrants in turn after runs that warm them up, each round in an order of its own.
 
-    def forget_changed(self, model: nn.Module, versions: list[int]) -> None:
-        """What was written to since then, as in a training step, isn't what was laid any more."""
-        for (parameter, _), version in zip(self.of[model], versions, strict=True):
-            if parameter._version != version:
-                self.laid.pop(parameter.data_ptr(), None)
-
-
-@contextmanager
-def _in_one_place(entrants: list[Entrant]) -> Iterator[Weights]:
-    """While it lasts, the models' parameters share memory, the n-th of a shape with the n-th of that shape."""
-    places: dict[Any, Tensor] = {}
-    known: dict[Any, list[Tensor]] = {}
-    weights, own = Weights(), []
-    for model in dict.fromkeys(entrant.model for entrant in entrants if entrant.model is not None):
-        number: Counter[Any] = Counter()
-        weights.of[model] = []
-        for parameter in model.parameters():
-            values = parameter.data
-            own.append((parameter, values))
-            shape = (values.shape, values.stride(), values.dtype, values.device)
-            place = shape, number[shape]
-            number[shape] += 1
-            if place not in places:
-                places[place] = torch.empty_like(values)
-            same = known.setdefault(place, [])
-            equal = next((other for other in same if torch.equal(other, values)), None)
-            if equal is None:
-                same.append(equal := values)
-            weights.of[model].append((parameter, equal))
-            parameter.data = places[place]
-    try:
-        yield weights
-    finally:
-        for parameter, values in own:
-            parameter.data = values
+        One that fails is left out, with the reason.
+        """
+        torch.compiler.reset()
+        order, memory, running = random.Random(0), SharedMemory(), []
+        entrants = list(self.entrants())
+        for entrant in entrants:
+            if entrant.failed:
+                continue
+            try:
+                with memory.holding(entrant.model):
+                    once = first_runs(entrant, self.mode, device)
+                running.append((entrant, max(1, round(AT_LEAST / once))))
+            except Exception as error:  # of a kernel, a compiler or a device: the others are measured all the same
+                entrant.failed = described(error)
+        for _ in range(repeats):
+            for entrant, times in order.sample(running, len(running)):
+                before = dict(entrant.inside)
+                with memory.holding(entrant.model):
+                    entrant.seconds.append(clock(entrant.once, device, times))
+                for name, seconds in entrant.inside.items():
+                    entrant.inside_seconds.setdefault(name, []).append((seconds - before[name]) / times)
+        return [entrant.measured() for entrant in entrants]
 
 
-@contextmanager
-def _having_its_turn(entrant: Entrant, weights: Weights) -> Iterator[None]:
-    """The model's values where its weights lie; its compiled regions for a compiled entrant, none for an eager one."""
-    model = entrant.model
-    if model is None:
-        yield
-        return
-    weights.lay(model)
-    versions = [parameter._version for parameter, _ in weights.of[model]]
-    calls = {module: module._compiled_call_impl for module in model.modules()}
-    if entrant.mode != "compiled":
-        uncompile_model(model)
-    try:
-        yield
-    finally:
-        for module, call in calls.items():
-            module._compiled_call_impl = call
-        weights.forget_changed(model, versions)
+def first_runs(entrant: Entrant, mode: str, device: torch.device) -> float:
+    """Compile and warm up. Returns the seconds of a warm run.
+
+    Raises:
+        RuntimeError: what was compiled isn't what runs.
+    """
+    if mode == "compiled":
+        compile_model(entrant.model, **entrant.compile)
+    entrant.first_seconds = clock(entrant.once, device)
+    once = min(clock(entrant.once, device) for _ in range(2))
+    if mode == "compiled" and not all(compiled_calls(entrant.model).values()):
+        raise RuntimeError("its compiled code isn't called")
+    return once
 
 
-def _clock(run: Callable[[], Any], device: torch.device, times: int = 1) -> float:
+def clock(run: Callable[[], Any], device: torch.device, times: int = 1) -> float:
+    """Seconds that one run takes, of several in a row; a GPU is waited for."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     started = time.perf_counter()
@@ -217,9 +119,32 @@ def _clock(run: Callable[[], Any], device: torch.device, times: int = 1) -> floa
     return (time.perf_counter() - started) / times
 
 
-def ratios(timing: dict[str, Any], other: dict[str, Any]) -> list[float]:
-    """Ratios of samples of the same round."""
-    return [a / b for a, b in zip(timing["seconds"], other["seconds"], strict=True)]
+class SharedMemory:
+    """Memory in which the weights of all models lie while it is their turn, the n-th of a shape where the n-th lies.
+
+    Where in memory they lie makes up to 5 % of the time in which a model decodes a token, which reads all of them.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[Any, Tensor] = {}
+
+    @contextmanager
+    def holding(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model's weights lie there; behind it they are the model's own and as they were before."""
+        number: Counter[Any] = Counter()
+        own = [(parameter, parameter.data) for parameter in model.parameters()]
+        for parameter, values in own:
+            shape = values.shape, values.stride(), values.dtype
+            number[shape] += 1
+            place = (shape, number[shape])
+            if place not in self.places:
+                self.places[place] = torch.empty_like(values)
+            parameter.data = self.places[place].copy_(values)
+        try:
+            yield
+        finally:
+            for parameter, values in own:
+                parameter.data = values
 
 
 def middle(values: list[float]) -> tuple[float, float, float]:
@@ -227,8 +152,6 @@ def middle(values: list[float]) -> tuple[float, float, float]:
 
     The range of values that are too few for one, less than six.
     """
-    from scipy.stats import quantile_test
-
     found = quantile_test(values).confidence_interval(0.95)
     low, high = np.where(np.isnan(found), (min(values), max(values)), found)
     return float(np.median(values)), float(low), float(high)
