@@ -45,12 +45,6 @@ def test_another_recipes_results_stay(name, resume, text, tmp_path, capsys, monk
     assert (tmp_path / "state").exists()
 
 
-def test_a_grid_is_not_listed_by_another_recipes_results(text, tmp_path, capsys):
-    write_results(tmp_path, "finetune", stages={})
-    assert compare.main(["--output_dir", str(tmp_path), "--text", str(text), "--list"]) == 2
-    assert "holds results of finetune.py" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_ones_own_are_replaced_as_ever(text, tmp_path, capsys):
     argv = [*TINY.split(), "--text", str(text), "--output_dir", str(tmp_path)]
