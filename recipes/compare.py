@@ -14,6 +14,7 @@ In the output folder: report.html, results.md, results.json, curves.png. A grid 
 kill -9) reports what is finished, and goes on with --resume; results.json of a killed one is reported then.
 """
 
+import copy
 import os
 import shutil
 import sys
@@ -34,11 +35,11 @@ from hfrecipes.compare_report import compare_report
 from hfrecipes.corpus import RecipeError
 from hfrecipes.html_report import html_report
 from hfrecipes.memory import keep_freed_memory
-from hfrecipes.methods import METHODS, Distil, Method, MethodConfig, check_method, objective, try_out
+from hfrecipes.methods import METHODS, Distil, Method, MethodConfig, objective, with_adapters
 from hfrecipes.paired import Cell, Kind, read_cells
 from hfrecipes.report import table
-from hfrecipes.settings import CONTROL, FREE_TO_CHANGE, check, parse_variant, read_run
-from hfrecipes.start import INIT, Baseline
+from hfrecipes.settings import CONTROL, FREE_TO_CHANGE, check, read_run
+from hfrecipes.start import Baseline, check_patch
 from hfrecipes.training import (
     DivergedError,
     Run,
@@ -48,10 +49,7 @@ from hfrecipes.training import (
     read_results,
     require_own_folder,
     run_recipe,
-    stop_requests,
 )
-
-from hfpatch.plan import plan_patch
 
 STARTS = ("repaired", "self", "auto", "copied", "reset")
 
@@ -66,7 +64,7 @@ class CompareConfig(MethodConfig):
     )
     methods: list[str] = field(
         default_factory=lambda: ["finetune"],
-        metadata={"help": f"how patched copies are trained: {', '.join(METHODS)}; see heal.py"},
+        metadata={"choices": METHODS, "help": "how patched copies are trained; see heal.py"},
     )
     starts: list[str] | None = field(
         default=None, metadata={"help": f"how patched copies begin: {', '.join(STARTS)}; none: as --start says"}
@@ -98,8 +96,7 @@ class CompareConfig(MethodConfig):
                 raise RecipeError(f"--{name} names nothing to compare" + " with the control" * (name == "variants"))
             if len(set(values)) < len(values):
                 raise RecipeError(f"a value is named twice in --{name} {' '.join(map(str, values))}")
-        for method in self.methods:
-            check_method(method, self)
+        super().check()
         if unknown := [start for start in self.starts if start not in STARTS]:
             raise RecipeError(f"--starts {unknown[0]} is not known; there are {', '.join(STARTS)}")
         if self.patience is not None:
@@ -167,7 +164,7 @@ def compare(run: Run) -> None:
     run.results["from_scratch"] = not first.steps and not c.model
     run.write_results()
     try:
-        with stop_requests() as run.requests, stop_requested_after(c.max_minutes, run.requests):
+        with stop_requested_after(c.max_minutes, run.requests):
             for seed in c.seeds:
                 left = [cell for cell in cells if cell.seed == seed and not done(run, cell)]
                 run.accelerator.print(f"seed {seed}: {len(left)} of {len(cells) // len(c.seeds)} models to train")
@@ -199,11 +196,10 @@ def train_cell(run: Run, baseline: Baseline, cell: Cell) -> None:
     if not cell.kind.is_control:
         method = objective(name, run.task, baseline.copy, run.config, variant)
     else:
-        method = Distil(run.task, baseline.copy, run.config) if name else Method(run.task, run.config)
+        method = Distil(run.task, run.config, baseline.copy) if name else Method(run.task, run.config)
 
     def build() -> Any:
-        several = len(run.config.methods) * len(run.config.steps) > 1
-        return method.prepare(baseline.patched(variant, start, keep=several))
+        return method.prepare(baseline.patched(variant, start))
 
     run.stage(cell.name, build, steps, seed=cell.seed, first=baseline.steps, objective=method)
 
@@ -225,9 +221,9 @@ def check_patches(run: Run, baseline: Baseline) -> None:
     """
     c = run.config
     for variant, start in product(c.variants, c.starts):
-        plan_patch(baseline.model, **parse_variant(variant), **INIT.get(start, {}))
-        for method in c.methods:
-            try_out(method, run.task, baseline.model, c, variant, start)
+        check_patch(baseline.model, variant, start)
+    if c.lora_rank:
+        with_adapters(copy.deepcopy(baseline.model), c)  # unknown --lora_targets are refused before anything is trained
 
 
 @contextmanager
