@@ -13,26 +13,28 @@ In the output folder: report.html, results.md, results.json, curves.png. A grid 
 goes on with --resume, and trains no model twice; one stopped by Ctrl-C or SIGTERM reports what is finished.
 """
 
+import copy
 import os
 import shutil
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
 
+from hfrecipes.command import DivergedError
 from hfrecipes.compare_report import compare_report, draw_grid, html_report
 from hfrecipes.corpus import RecipeError
 from hfrecipes.memory import keep_freed_memory
-from hfrecipes.methods import METHODS, Distil, Method, MethodConfig, objective, try_out
+from hfrecipes.methods import METHODS, Distil, Method, MethodConfig, objective, with_adapters
+from hfrecipes.options import COUNT, NOT_NEGATIVE, option
 from hfrecipes.paired import Cell
-from hfrecipes.settings import CONTROL, FREE_TO_CHANGE, check_numbers, parse_variant
-from hfrecipes.start import INIT, Baseline
-from hfrecipes.training import DivergedError, Run, folder_name, run_recipe, stop_requests
-
-from hfpatch.plan import plan_patch
+from hfrecipes.results import folder_name
+from hfrecipes.settings import CONTROL, FREE_TO_CHANGE
+from hfrecipes.start import Baseline, check_patch
+from hfrecipes.training import Run, run_recipe
 
 STARTS = ("repaired", "self", "auto", "copied", "reset")
 # What may change when a grid goes on: finished models keep their figures, others come on top.
@@ -43,28 +45,19 @@ GRID = {"variants", "methods", "starts", "seeds", "steps", "start", "seed", "mar
 class CompareConfig(MethodConfig):
     """The grid; what is trained on what are the flags of finetune.py."""
 
-    variants: list[str] = field(
-        default_factory=lambda: ["rms", "dyt", "rope", "rms+rope"],
-        metadata={"help": "patches, by registered names as in rms+rope or dyt:alpha=0.8; the control is always there"},
+    variants: list[str] = option(
+        ["rms", "dyt", "rope", "rms+rope"],
+        "patches, by registered names as in rms+rope or dyt:alpha=0.8; the control is always there",
     )
-    methods: list[str] = field(
-        default_factory=lambda: ["finetune"],
-        metadata={"choices": [*METHODS], "help": "how patched copies are trained; see heal.py"},
+    methods: list[str] = option(["finetune"], "how patched copies are trained; see heal.py", METHODS)
+    starts: list[str] | None = option(None, "how patched copies begin; none: as --start says", STARTS)
+    seeds: list[int] | None = option(
+        None, "of weights and of the order of the data; none: five, the first is --seed", NOT_NEGATIVE
     )
-    starts: list[str] | None = field(
-        default=None, metadata={"choices": STARTS, "help": "how patched copies begin; none: as --start says"}
-    )
-    seeds: list[int] | None = field(
-        default=None, metadata={"help": "of weights and of the order of the data; none: five, the first is --seed"}
-    )
-    steps: list[int] = field(
-        default_factory=lambda: [150], metadata={"help": "budgets: steps after the patch, the control's as well"}
-    )
-    margin: float = field(
-        default=0.005, metadata={"help": "a difference below this share of the control's figure counts as none"}
-    )
-    keep_models: bool = field(default=False, metadata={"help": "keep the trained models, not only their figures"})
-    output_dir: str = field(default="runs/compare", metadata={"help": "where the results go"})
+    steps: list[int] = option([150], "budgets: steps after the patch, the control's as well", COUNT)
+    margin: float = option(0.005, "a difference below this share of the control's figure counts as none", NOT_NEGATIVE)
+    keep_models: bool = option(False, "keep the trained models, not only their figures")
+    output_dir: str = option("runs/compare", "where the results go")
 
     def __post_init__(self) -> None:
         self.starts = self.starts or [self.start]
@@ -76,11 +69,11 @@ class CompareConfig(MethodConfig):
         self.start = next((start for start in self.starts if start != "reset"), "reset")
 
     def check(self) -> None:
+        super().check()
         if not self.variants:
             raise RecipeError("--variants names nothing to compare with the control")
         if self.patience is not None:
             raise RecipeError("--patience would stop models at different steps, and budgets must be equal")
-        check_numbers(self, {"seeds": 0, "margin": 0})
 
 
 def cells_of(config: Any) -> list[Cell]:
@@ -102,36 +95,24 @@ def compare(run: Run) -> None:
     """Train what isn't trained yet, and report all that is, also when it is stopped."""
     c, cells = run.config, cells_of(run.config)
     first = Baseline(run.task, c, c.seeds[0], [])
-    check_patches(run, first)
+    for variant, start in product(c.variants, c.starts):
+        check_patch(first.model, variant, start)
+    if c.lora_rank:
+        with_adapters(copy.deepcopy(first.model), c)  # unknown --lora_targets are refused before anything is trained
     run.open_results(FREE_TO_CHANGE | GRID)
     run.results["control_method"] = control_method(c)
     run.results["grid"] = [cell._asdict() for cell in cells]
     run.results["from_scratch"] = not first.steps and not c.model
     try:
-        with stop_requests() as run.requests:
-            for seed in c.seeds:
-                left = [cell for cell in cells if cell.seed == seed and cell.name not in run.results["stages"]]
-                run.accelerator.print(f"seed {seed}: {len(left)} of {len(cells) // len(c.seeds)} models to train")
-                if left:
-                    train_seed(run, first if seed == c.seeds[0] else Baseline(run.task, c, seed, []), left)
+        for seed in c.seeds:
+            left = [cell for cell in cells if cell.seed == seed and cell.name not in run.results["stages"]]
+            run.accelerator.print(f"seed {seed}: {len(left)} of {len(cells) // len(c.seeds)} models to train")
+            if left:
+                train_seed(run, first if seed == c.seeds[0] else Baseline(run.task, c, seed, []), left)
     finally:
         if any(cell.name in run.results["stages"] for cell in cells):
             run.report(compare_report, draw_reports, "report.html")
     run.accelerator.end_training()
-
-
-def check_patches(run: Run, baseline: Baseline) -> None:
-    """Every patch is tried out from every start and with every method, as far as that takes no data.
-
-    Raises:
-        PatchError: hfpatch refuses one.
-        RecipeError: a method can't be put together, or the model can't draw sequences for a repair.
-    """
-    c = run.config
-    for variant, start in product(c.variants, c.starts):
-        plan_patch(baseline.model, **parse_variant(variant), **INIT.get(start, {}))
-        for method in c.methods:
-            try_out(method, run.task, baseline.model, c, variant, start)
 
 
 def train_seed(run: Run, baseline: Baseline, cells: list[Cell]) -> None:
@@ -153,7 +134,7 @@ def train_cell(run: Run, baseline: Baseline, cell: Cell) -> None:
     if cell.variant != CONTROL:
         method = objective(cell.method, run.task, baseline.copy, run.config, cell.variant)
     elif cell.method:
-        method = Distil(run.task, teacher=baseline.copy, config=run.config)
+        method = Distil(run.task, run.config, baseline.copy)
     else:
         method = Method(run.task, run.config)
 

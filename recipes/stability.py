@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,16 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from hfrecipes.command import exit_status
 from hfrecipes.corpus import RecipeError
 from hfrecipes.depth_report import depth_report, draw_depths
 from hfrecipes.memory import keep_freed_memory
+from hfrecipes.options import COUNT, NOT_NEGATIVE, POSITIVE, Range, option
 from hfrecipes.progress import Progress
 from hfrecipes.report import hardware, versions
-from hfrecipes.settings import check_numbers, check_output_folder, read_settings
+from hfrecipes.results import read_results, require_own_folder, write_json
+from hfrecipes.settings import check_output_folder, read_settings
 from hfrecipes.texts import TextConfig, read_texts
-from hfrecipes.training import exit_status, read_results, require_own_folder, write_json
 from torch import Tensor, nn
 
 from hfpatch.patch import patch_model
@@ -44,40 +46,36 @@ from hfpatch.plan import plan_patch
 
 NATIVE = {"post": False, "pre": True}  # OPT's do_layer_norm_before
 BYTES, HEAD = 256, 16
+AT_LEAST_TWO = Range("at least 2", lambda number: number >= 2)  # one to predict the other from
 
 
 @dataclass
 class StabilityConfig:
     """The sweep is these defaults; recipes/configs/stability.yaml spells them out."""
 
-    variants: list[str] = field(
-        default_factory=lambda: ["post", "pre", "deepnorm"],
-        metadata={"help": "post: LN(x + f(x)); pre: x + f(LN(x)); or a norm by registered name, with options as in "
-                  "deepnorm:alpha=2, which the post-norm model is patched to"},
-    )  # fmt: skip
-    depths: list[int] = field(default_factory=lambda: [6, 18, 50, 100], metadata={"help": "numbers of layers"})
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "of weights and batches"})
-    text: list[str] | None = field(
-        default=None, metadata={"help": "UTF-8 text files; none: the default text of --task lm"}
+    variants: list[str] = option(
+        ["post", "pre", "deepnorm"],
+        "post: LN(x + f(x)); pre: x + f(LN(x)); or a norm by registered name, with options as in deepnorm:alpha=2, "
+        "which the post-norm model is patched to",
     )
-    output_dir: str = field(default="runs/stability", metadata={"help": "where the results go"})
-    steps: int = field(default=300, metadata={"help": "of every model"})
-    batch_size: int = field(default=8, metadata={"help": "blocks in a batch"})
-    block_size: int = field(default=32, metadata={"help": "bytes in a block"})
-    learning_rate: float = field(default=2e-3, metadata={"help": "AdamW's, constant after the warmup"})
-    warmup_steps: int = field(default=0, metadata={"help": "steps of linear warmup, which post-norm is said to need"})
-    width: int = field(default=32, metadata={"help": "of the models; a head takes 16 of it"})
-    resume: bool = field(default=False, metadata={"help": "go on where a run with the same settings stopped"})
+    depths: list[int] = option([6, 18, 50, 100], "numbers of layers", COUNT)
+    seeds: list[int] = option([0, 1, 2], "of weights and batches", NOT_NEGATIVE)
+    text: list[str] | None = option(None, "UTF-8 text files; none: the default text of --task lm")
+    output_dir: str = option("runs/stability", "where the results go")
+    steps: int = option(300, "of every model", COUNT)
+    batch_size: int = option(8, "blocks in a batch", COUNT)
+    block_size: int = option(32, "bytes in a block", AT_LEAST_TWO)
+    learning_rate: float = option(2e-3, "AdamW's, constant after the warmup", POSITIVE)
+    warmup_steps: int = option(0, "steps of linear warmup, which post-norm is said to need", NOT_NEGATIVE)
+    width: int = option(32, "of the models; a head takes 16 of it", COUNT)
+    resume: bool = option(False, "go on where a run with the same settings stopped")
 
 
-AT_LEAST = dict.fromkeys(("depths", "steps", "batch_size", "width"), 1) | {"block_size": 4}
-AT_LEAST |= dict.fromkeys(("seeds", "warmup_steps", "learning_rate"), 0)
 FREE_TO_CHANGE = {"variants", "depths", "seeds", "output_dir", "resume"}  # finished models stay comparable
 
 
 def check(config: StabilityConfig) -> None:
     """Refuse what can't work before anything is read, trained or written."""
-    check_numbers(config, AT_LEAST)
     if config.width % HEAD:
         raise RecipeError(f"--width must be a multiple of {HEAD}, not {config.width}")
     for variant in config.variants:

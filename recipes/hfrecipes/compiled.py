@@ -20,11 +20,8 @@ def require_blocks(model: nn.Module) -> None:
     """
     try:
         uncompile_model(compile_model(model))
-    except UnsupportedError:
-        raise RecipeError(
-            f"--compile compiles the block that a model repeats, and this {type(model).__name__} repeats none: "
-            "take more than one layer, or leave --compile out"
-        ) from None
+    except UnsupportedError as error:
+        raise RecipeError(f"--compile needs a model of more than one layer: {error}") from None
 
 
 @contextmanager
@@ -37,7 +34,6 @@ def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    require_blocks(model)
     config = model.config.get_text_config()
     kept = getattr(config, "use_cache", None)
     compile_model(model)
@@ -46,8 +42,7 @@ def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
             config.use_cache = False
         yield
     except torch._dynamo.exc.TorchDynamoException as error:
-        lines = [line.strip().removeprefix("Explanation: ") for line in str(error).splitlines() if line.strip()]
-        reason = ": ".join(lines[:2]) or type(error).__name__  # of a graph break the second one says what is meant
+        reason = " ".join(str(error).split())[:200]
         raise RecipeError(f"--compile: {type(model).__name__} can't be compiled ({reason}): leave it out") from error
     finally:
         uncompile_model(model)
@@ -68,6 +63,6 @@ def really_called(model: nn.Module) -> Iterator[None]:
     silent = [name for name, calls in after.items() if calls == before[name]]
     if silent and (len(silent) == len(after) or not model.training):
         raise RecipeError(
-            f"--compile: {len(silent)} of {len(after)} blocks of {type(model).__name__} ran uncompiled, {silent[0]} "
-            "among them: they are handed a key-value cache, or a wrapper's hooks go past their __call__. Leave it out"
+            f"--compile: {len(silent)} of {len(after)} blocks of {type(model).__name__} ran uncompiled ({silent[0]}): "
+            "they are handed a key-value cache, or a wrapper's hooks go past their __call__. Leave it out"
         )
