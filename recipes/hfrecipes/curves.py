@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Panel:
     Attributes:
         figure: what they show; lines: by name.
         control: what they are compared with, if there is something, and what it is called.
-        levels: further figures, drawn as lines across.
+        before: the figure before the patch, drawn as a line across.
         margin: a difference from the control within it counts as none.
     """
 
@@ -42,7 +42,7 @@ class Panel:
     lines: dict[str, Curve]
     control: Curve | None = None
     control_name: str = "control"
-    levels: dict[str, float] = field(default_factory=dict)
+    before: float | None = None
     margin: float = 0.0
 
 
@@ -55,10 +55,9 @@ def curve_of(stages: dict[int, dict[str, Any]], figure: str) -> Curve:
 def draw_panels(panels: Sequence[Panel], path: Path) -> None:
     """A row of two plots for each panel; lines of one name look the same in all."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
-    figure, axes = plt.subplots(
-        len(panels), 2, figsize=(11, 1 + 3.6 * len(panels)), squeeze=False, layout="constrained"
-    )
-    for panel, (left, right) in zip(panels, axes, strict=True):
+    rows = max(1, len(panels))  # where every model failed there is nothing to draw
+    figure, axes = plt.subplots(rows, 2, figsize=(11, 1 + 3.6 * rows), squeeze=False, layout="constrained")
+    for panel, (left, right) in zip(panels, axes, strict=False):
         bands = len(panel.lines) <= MOST_BANDS
         for name, curve in panel.lines.items():
             i = names.index(name)
@@ -67,15 +66,14 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
             if panel.control is not None:
                 gaps = (curve - panel.control).dropna(axis=1, how="all").dropna()
                 draw_line(right, gaps, half_width(gaps.std(axis=1), gaps.shape[1]) * bands, look)
-        for i, (name, level) in enumerate(panel.levels.items()):
-            left.axhline(level, color="#888888", ls=["--", ":"][i % 2], lw=1.2, label=name)
+        if panel.before is not None:
+            left.axhline(panel.before, color="#888888", ls="--", lw=1.2, label="before the patch")
         left.set(ylabel=panel.figure)
         left.set_title(panel.title, loc="left")
         right.set_visible(panel.control is not None)
         if panel.control is not None:
-            draw_line(
-                left, panel.control, panel.control.std(axis=1) * bands, CONTROL_LINE | {"label": panel.control_name}
-            )
+            look = CONTROL_LINE | {"label": panel.control_name}
+            draw_line(left, panel.control, panel.control.std(axis=1) * bands, look)
             finish_differences(right, panel)
         for axis in (left, right):
             count_steps(axis)

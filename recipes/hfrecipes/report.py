@@ -163,17 +163,16 @@ def back_at(results: Results, name: str) -> int | None:
 
 def draw_curves(results: Results, path: Path) -> None:
     """The main figure of every variant while training and, with a control, the gap to it."""
-    draw_stages(results, {name: name for name in results["config"]["variants"]}, {}, path)
+    draw_stages(results, {name: name for name in results["config"]["variants"] if name != CONTROL}, path)
 
 
-def draw_stages(results: Results, names: dict[str, str], levels: dict[str, float], path: Path) -> None:
-    """The curves of some stages, given with what they are called, and of the control."""
+def draw_stages(results: Results, names: dict[str, str], path: Path) -> None:
+    """Curves of some stages, given with what they are called, and of the control if there is one."""
     stages, main = results["stages"], results["main"]
-    curves = {name: curve_of({0: stages[name]}, main) for name in [*names, CONTROL] if name in stages}
-    control = curves.pop(CONTROL, None)
-    levels = {"before the patch": stages["baseline"]["curve"][-1][main]} | levels
-    lines = {names[name]: curve for name, curve in curves.items()}
-    draw_panels([Panel("After the patch", f"held-out {words(main)}", lines, control, levels=levels)], path)
+    lines = {label: curve_of({0: stages[name]}, main) for name, label in names.items()}
+    control = curve_of({0: stages[CONTROL]}, main) if CONTROL in stages else None
+    before = stages["baseline"]["curve"][-1][main]
+    draw_panels([Panel("After the patch", f"held-out {words(main)}", lines, control, before=before)], path)
 
 
 # -- recipes/heal.py
@@ -228,6 +227,4 @@ def recovered(results: Results, name: str, against: float) -> str:
 
 def draw_healing(results: Results, path: Path) -> None:
     """`draw_curves` of one healed model and its control."""
-    config = results["config"]
-    levels = {"after the patch": results["stages"]["swapped"]["curve"][0][results["main"]]}
-    draw_stages(results, {"healed": f"{config['patch']}, {config['method']}"}, levels, path)
+    draw_stages(results, {"healed": f"{results['config']['patch']}, {results['config']['method']}"}, path)

@@ -166,11 +166,11 @@ class TestStatistics:
         found = by_variant(results)["dyt"]
         assert (found.failed, found.seeds, found.reason) == (1, 2, "loss nan in step 3")
         assert "1 of 3 failed" in compare_report.compare_report(results)
-        for seed in range(3):
-            results["stages"][f"dyt-auto-finetune-20-seed-{seed}"] = {"failed": "loss nan in step 3"}
-        assert by_variant(results)["dyt"].verdict == "failed"
-        compare.draw_reports(results, tmp_path / "curves.png")
-        assert "Failed: dyt (loss nan in step 3)." in (tmp_path / "report.html").read_text("utf-8")
+        for kind in ("dyt-auto-finetune-20", "control-20"):
+            results["stages"] |= {f"{kind}-seed-{seed}": {"failed": "loss nan in step 3"} for seed in range(3)}
+            assert by_variant(results)["dyt"].verdict == "failed"
+            compare.draw_reports(results, tmp_path / "curves.png")
+            assert "Failed: dyt (loss nan in step 3)." in (tmp_path / "report.html").read_text("utf-8")
 
     def test_ranking(self):
         results = planted({"dyt": 0.1, "rope": 0.2}, methods=("finetune", "distil"), noise=0, seeds=3)
