@@ -130,7 +130,7 @@ def row(results: Results, s: Any) -> dict[str, str]:
         "recovered": text(s.recovered, "{:.0%}"),
         "time a step": text(s.time, f"{{:.2f}} x ({s.time_low:.2f} to {s.time_high:.2f})"),
         "seeds": str(s.seeds) if s.seeds == s.asked else f"{s.seeds} of {s.asked}",
-        "seeds needed": text(s.needed, "{:.0f}"),
+        "seeds needed": text(s.needed, "{:,.0f}"),
     }
 
 

@@ -62,7 +62,7 @@ def read_grid(results: Results) -> pd.DataFrame:
     return grid
 
 
-def half_width(sd: Any, n: int) -> Any:
+def half_width(sd: Any, n: Any) -> Any:
     """Of the t-interval of a mean (Student 1908): t(n - 1) sd / sqrt(n), two-sided; NaN for a single figure."""
     return stats.t.ppf((1 + LEVEL) / 2, n - 1) * sd / np.sqrt(n)
 
@@ -83,8 +83,9 @@ def verdict(low: float, high: float, margin: float, higher_is_better: bool) -> s
 
 
 def seeds_needed(sd: float, margin: float) -> float:
-    """About how many seeds bring the interval's half width down to the margin, at the spread seen so far; or NaN."""
-    return next((n for n in range(2, 1000) if half_width(sd, n) <= margin), math.nan)
+    """About how many seeds bring the interval's half width down to the margin, at the spread seen so far."""
+    counts = np.arange(2.0, 100_000)
+    return np.min(counts, where=half_width(sd, counts) <= margin, initial=math.inf)
 
 
 def summarise(results: Results) -> pd.DataFrame:

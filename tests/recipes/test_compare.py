@@ -1,6 +1,5 @@
 """The grid against its control: equal budgets, honest verdicts, reports, stops and refusals."""
 
-import html.parser
 import math
 import os
 import re
@@ -196,24 +195,6 @@ class TestStatistics:
         assert paired.sign_test(pd.Series([0.0])) == 1
 
 
-class Tags(html.parser.HTMLParser):
-    """What a page refers to, and whether its tags are closed in order."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.open, self.references, self.problems = [], [], []
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        self.references += [value for name, value in attributes if name in ("src", "href", "srcset", "data", "action")]
-        if tag not in ("meta", "br", "link", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        if not self.open or self.open.pop() != tag:
-            self.problems.append(tag)
-
-
 @pytest.fixture
 def results():
     return planted({"rms": 0.0, "dyt": 0.1}, starts=("auto", "copied"), seeds=3)
@@ -244,15 +225,16 @@ class TestReport:
         results["data"]["source"] = results["command"] = results["config"]["model"] = "<img src=x onerror='y'>"
         compare.draw_reports(results, tmp_path / "curves.png")
         page = (tmp_path / "report.html").read_text("utf-8")
-        tags, found = Tags(page), by_variant(results)['a"b&c']
-        assert (tags.problems, tags.open) == ([], [])
-        assert [reference[:10] for reference in tags.references] == ["data:image"], "nothing is loaded from elsewhere"
+        found = by_variant(results)['a"b&c']
+        assert re.findall(r"<[^>]* (?:src|href|data|action)=.([^;>]*)", page) == ["data:image/png"], (
+            "nothing from elsewhere"
+        )
         assert not re.search(r"https?:|@import|<script|url\(", page)
+        assert page.count("<img") == 1
         assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
         assert f"{found.difference:+.4f}" in page
         assert "<summary>extra</summary>" in page, "further figures of the task"
         assert "<summary>none</summary>" not in page
-        assert Tags('<p><b></p><img src="https://x">').problems, "the parser would find it"
 
     def test_curves(self, results, monkeypatch):
         drawn = []
@@ -275,14 +257,15 @@ class TestReport:
 
 class TestGrid:
     def test_a_control_for_each_seed_and_budget(self, finished):
-        results = read_results(finished)
-        grid = paired.read_grid(results)
+        grid = paired.read_grid(read_results(finished))
         assert list(grid.name[grid.variant == "control"]) == [
             f"control-{steps}-seed-{seed}" for seed in (0, 3) for steps in (2, 3)
         ]
         assert len(grid) == 2 * 2 * (1 + 2)
         assert grid.done.all()
-        assert [name for name in results["stages"] if name.startswith("baseline")] == ["baseline-0", "baseline-3"]
+        found = {path.name for path in finished.iterdir()}
+        assert {"report.html", "results.md", "results.json", "curves.png", "baseline-0", "baseline-3"} <= found
+        assert not [name for name in found if name.startswith(("dyt", "control", "state"))], "only figures are kept"
 
     def test_models_of_a_seed_share_baseline_and_batches(self, finished):
         stages = read_results(finished)["stages"]
@@ -295,12 +278,6 @@ class TestGrid:
             first = {stages[f"control-{steps}-seed-{seed}"]["train_loss"][0] for steps in (2, 3)}
             assert len(first) == 1, "the same first batch, whatever the budget"
         assert stages["control-2-seed-0"]["start"] != stages["control-2-seed-3"]["start"]
-
-    def test_files(self, finished):
-        found = {path.name for path in finished.iterdir()}
-        assert {"report.html", "results.md", "results.json", "curves.png", "baseline-0", "baseline-3"} <= found
-        assert not [name for name in found if name.startswith(("dyt", "control", "state"))], "only figures are kept"
-        assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
 
     def test_other_settings_can_not_go_on(self, finished, text, capsys):
         before = (finished / "results.json").read_bytes()
@@ -428,10 +405,6 @@ class TestSettings:
     )
     def test_refused_at_once(self, text, tmp_path, capsys, monkeypatch, flags, named):
         monkeypatch.setattr(run.Run, "stage", lambda *a, **k: pytest.fail("training began"))
-        try:
-            status = compare.main(tiny(tmp_path, text, *flags.split()))
-        except SystemExit as stop:  # argparse's own
-            status = stop.code
-        assert status == 2
-        assert named in capsys.readouterr().err.strip().splitlines()[-1]
+        assert compare.main(tiny(tmp_path, text, *flags.split())) == 2
+        assert named in capsys.readouterr().err
         assert not (tmp_path / "results.json").exists()

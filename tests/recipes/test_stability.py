@@ -100,20 +100,18 @@ class TestFigures:
         assert found.index.tolist() == list(range(2, 41, 2))
         assert found[0].tolist()[:2] == [0.5, 2.5]
 
-    @pytest.mark.parametrize("step", [1, 3])
-    def test_a_model_that_diverges_is_recorded_and_the_rest_goes_on(self, step, finished, text, tmp_path, monkeypatch):
+    def test_a_model_that_diverges_is_recorded_and_the_rest_goes_on(self, finished, text, tmp_path, monkeypatch):
         clip, calls = nn.utils.clip_grad_norm_, []
 
         def broken(*args):
             calls.append(1)
-            return clip(*args) * (math.nan if len(calls) == step else 1)
+            return clip(*args) * (math.nan if len(calls) == 1 else 1)
 
         monkeypatch.setattr(nn.utils, "clip_grad_norm_", broken)
         assert stability.main(tiny(tmp_path, text, "--depths", 1)) == 0
         first, *others = figures(tmp_path).values()
         expected = figures(finished)
-        assert first["not_finite_at"] == step
-        assert first["loss"] == expected["post, 1 layers, seed 0"]["loss"][: step - 1]
+        assert (first["not_finite_at"], first["loss"]) == (1, [])
         assert others == [expected["pre, 1 layers, seed 0"], expected["deepnorm, 1 layers, seed 0"]]
         assert json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
         assert "diverged" in (tmp_path / "results.md").read_text().splitlines()[4]
