@@ -7,21 +7,8 @@ import torch
 from torch import nn
 
 from hfpatch.compile import compile_model, compiled_calls, uncompile_model
-from hfpatch.runtime.errors import UnsupportedError
 
 from .corpus import RecipeError
-
-
-def require_blocks(model: nn.Module) -> None:
-    """Compile's own refusal, before anything is trained; nothing is compiled yet.
-
-    Raises:
-        RecipeError: the model has no block that it repeats.
-    """
-    try:
-        uncompile_model(compile_model(model))
-    except UnsupportedError as error:
-        raise RecipeError(f"--compile needs a model of more than one layer: {error}") from None
 
 
 @contextmanager
@@ -29,7 +16,8 @@ def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
     """Inside, the model's blocks run as compiled code, and without a key-value cache, with which they wouldn't.
 
     Raises:
-        RecipeError: there are no blocks, or they can't be captured as one graph or be compiled.
+        UnsupportedError: there are no blocks.
+        RecipeError: they can't be captured as one graph, or be compiled.
     """
     if not wanted:
         yield

@@ -9,13 +9,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+from hfpatch.compile import compile_model, uncompile_model
 from hfpatch.core.progress import show_progress
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.repairs.sample import sample_batches
 
-from .compiled import require_blocks
 from .corpus import RecipeError
 from .progress import in_terminal
 from .settings import CONTROL, parse_variant
@@ -29,9 +29,8 @@ class Baseline:
     """The unpatched model, trained for `--baseline_steps`; every copy begins as it ended.
 
     Raises:
-        RecipeError: the model doesn't fit the data, can't draw the sequences that it would be repaired on, or repeats
-            no block to compile.
-        PatchError: hfpatch refuses one of the variants, all of which are tried out on paper.
+        RecipeError: the model doesn't fit the data, or can't draw the sequences that it would be repaired on.
+        PatchError: it repeats no block to compile, or a variant is refused; all are tried out on paper.
     """
 
     def __init__(self, task: Task, config: Any, seed: int, variants: list[str]) -> None:
@@ -43,7 +42,7 @@ class Baseline:
         if config.model and not config.keep_dropout:
             switch_off_dropout(self.model)
         if config.compile:
-            require_blocks(self.model)
+            uncompile_model(compile_model(self.model))  # refused before anything is trained
         for variant in variants:
             check_patch(self.model, variant, config.start)
 

@@ -153,14 +153,6 @@ class TestStopping:
         assert finetune.main(tiny(tmp_path / "often", text, *given, "--resume", variants="dyt")) == 0
         assert figures(tmp_path / "often") == figures(tmp_path / "once")
 
-    @pytest.mark.slow
-    def test_more_variants_reuse_the_baseline(self, finished, text, tmp_path):
-        assert finetune.main(tiny(tmp_path, text, variants="control")) == 0
-        assert finetune.main(tiny(tmp_path, text, "--resume", variants="dyt control")) == 0
-        expected = figures(finished)
-        expected.pop("rms+rope")
-        assert figures(tmp_path) == expected
-
     def test_other_settings_can_not_resume(self, text, tmp_path, capsys):
         assert finetune.main(tiny(tmp_path, text, "--stop_after", 1)) == 130
         assert finetune.main(tiny(tmp_path, text, "--resume", "--seed", 1)) == 2
@@ -192,7 +184,10 @@ class TestStopping:
 
     @pytest.mark.slow
     def test_killed_run_goes_on(self, finished, text, tmp_path):
-        """kill -9 leaves no time to save: the run goes on from the last state that it had saved by itself."""
+        """kill -9 leaves no time to save: the run goes on from the last state that it had saved by itself.
+
+        Another variant may come on top; it begins with the same baseline.
+        """
         argv = tiny(tmp_path, text, variants="dyt control")
         script = f"""
 import os
@@ -209,10 +204,9 @@ finetune.main({argv!r})
         assert in_process("-c", script).returncode == -signal.SIGKILL
         (state,) = (tmp_path / "state").iterdir()
         assert state.name.endswith("2-dyt")
-        assert in_process(ROOT / "recipes" / "finetune.py", *argv, "--resume").returncode == 0
-        expected = figures(finished)
-        expected.pop("rms+rope")
-        assert figures(tmp_path) == expected
+        more = tiny(tmp_path, text, "--resume")
+        assert in_process(ROOT / "recipes" / "finetune.py", *more).returncode == 0
+        assert figures(tmp_path) == figures(finished)
 
     @pytest.mark.slow
     def test_full_disk_keeps_the_last_good_state(self, finished, text, tmp_path, capsys, monkeypatch):
@@ -451,33 +445,18 @@ def bert(text, tmp_path_factory):
     return folder
 
 
-class TestMaskedModel:
-    @pytest.mark.slow
-    def test_end_to_end(self, bert, text, tmp_path):
-        argv = tiny(tmp_path, text, "--model", bert, "--learning_rate", "1e-2", "--baseline_steps", 0)
-        assert finetune.main(argv) == 0
-        found = read_results(tmp_path)
-        stages = found["stages"]
-        assert found["data"]["objective"] == "masked"
-        assert stages["control"]["start"] == stages["baseline"]["end"] == stages["baseline"]["start"]
-        assert stages["control"]["end"]["loss"] < stages["control"]["start"]["loss"]
-        assert stages["dyt"]["start"] != stages["control"]["start"]
-        assert stages["dyt"]["end"]["bits_per_byte"] is None
-        assert not (tmp_path / "baseline").exists(), "an untouched model isn't copied"
-
-    def test_masks(self, bert):
-        tokenizer = AutoTokenizer.from_pretrained(bert)
-        task = data.Masked(tokenizer, 16)
-        tokens = torch.arange(10, 24)
-        batches = [task(tokens, seed=i) for i in range(400)]
-        assert all(torch.equal(task(tokens, seed=7)[k], batches[7][k]) for k in ("input_ids", "labels"))
-        labels = torch.stack([b["labels"] for b in batches])
-        inputs = torch.stack([b["input_ids"] for b in batches])
-        chosen = labels != -100
-        assert not chosen[:, [0, -1]].any(), "[CLS] and [SEP] aren't asked for"
-        assert chosen[:, 1:-1].float().mean() == pytest.approx(0.15, abs=0.02)
-        assert (inputs[chosen] == tokenizer.mask_token_id).float().mean() == pytest.approx(0.8, abs=0.05)
-        assert (inputs[chosen] == labels[chosen]).float().mean() == pytest.approx(0.1, abs=0.04)
+@pytest.mark.slow
+def test_masked_model(bert, text, tmp_path):
+    argv = tiny(tmp_path, text, "--model", bert, "--learning_rate", "1e-2", "--baseline_steps", 0)
+    assert finetune.main(argv) == 0
+    found = read_results(tmp_path)
+    stages = found["stages"]
+    assert found["data"]["objective"] == "masked"
+    assert stages["control"]["start"] == stages["baseline"]["end"] == stages["baseline"]["start"]
+    assert stages["control"]["end"]["loss"] < stages["control"]["start"]["loss"]
+    assert stages["dyt"]["start"] != stages["control"]["start"]
+    assert stages["dyt"]["end"]["bits_per_byte"] is None
+    assert not (tmp_path / "baseline").exists(), "an untouched model isn't copied"
 
 
 class TestData:
