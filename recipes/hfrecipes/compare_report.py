@@ -167,8 +167,8 @@ def other_figures(results: Results) -> dict[str, pd.DataFrame]:
 def every_model(results: Results) -> pd.DataFrame:
     grid = read_grid(results)
     shown = grid.loc[grid.done, [*Cell._fields, "swapped", "end", "difference", "failed"]]
-    shown = shown.rename(columns={"swapped": "after the swap"})
-    return shown.map(lambda value: f"{value:.4f}" if isinstance(value, float) else str(value)).replace("nan", "-")
+    shown = shown.rename(columns={"swapped": "after the swap"}).astype(object)
+    return shown.map(lambda value: "-" if pd.isna(value) else f"{value:.4f}" if isinstance(value, float) else str(value))
 
 
 # -- words

@@ -147,9 +147,9 @@ def ranking(results: Results, axis: str) -> pd.DataFrame:
     grid = read_grid(results)
     grid = grid[grid.variant != CONTROL]
     sign = -1 if results["higher_is_better"] else 1
-    grid["score"] = (sign * grid.end).mask(grid.failed.notna(), math.inf)  # the least is the best
+    scores = (sign * grid.end).mask(grid.failed.notna(), math.inf)  # the least is the best
     others = [name for name in Cell._fields if name != axis]
-    scores = grid.pivot(index=others, columns=axis, values="score").dropna()
+    scores = grid.assign(score=scores).pivot(index=others, columns=axis, values="score").dropna()
     if scores.empty or len(scores.columns) < 2:
         return pd.DataFrame()
     ranks = scores.rank(axis=1).mean().sort_values(kind="stable")
