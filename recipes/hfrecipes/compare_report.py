@@ -168,7 +168,9 @@ def every_model(results: Results) -> pd.DataFrame:
     grid = read_grid(results)
     shown = grid.loc[grid.done, [*Cell._fields, "swapped", "end", "difference", "failed"]]
     shown = shown.rename(columns={"swapped": "after the swap"}).astype(object)
-    return shown.map(lambda value: "-" if pd.isna(value) else f"{value:.4f}" if isinstance(value, float) else str(value))
+    return shown.map(
+        lambda value: "-" if pd.isna(value) else f"{value:.4f}" if isinstance(value, float) else str(value)
+    )
 
 
 # -- words
