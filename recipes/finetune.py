@@ -1,19 +1,14 @@
 """What a patch costs, and how fast training heals it.
 
-A model (by default a small GPT-2, trained on the spot) is copied once per variant. Each copy is patched; what the patch
-couldn't keep is repaired on a few inputs of the training data (`--start`, `--calibration`); then each gets the same
-further budget: the same batches in the same order, with the same optimizer. One copy stays unpatched: the control.
-Held-out figures (`--task lm`: loss, perplexity and bits per byte) are measured before the patch, right after it and
-after healing.
+A model (by default a small GPT-2, trained on the spot) is copied once per variant. Each copy is patched and repaired
+(`--start`); then each gets the same further budget: the same batches in the same order, with the same optimizer. One
+copy stays unpatched: the control. Held-out figures are measured before the patch, right after it and after healing.
 
     python recipes/finetune.py                                        # nothing to prepare, nothing downloaded
     python recipes/finetune.py recipes/configs/lm.yaml --steps 50     # a YAML file first, flags on top of it
     python recipes/finetune.py --model gpt2 --text notes/*.txt --variants rms+rope control
-    accelerate launch --num_cpu_threads_per_process 2 recipes/finetune.py
     accelerate launch --config_file recipes/configs/accelerate/fsdp2.yaml --num_processes 8 recipes/finetune.py
-    ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 -- recipes/finetune.py --start copied
-
-torchrun takes flags such as --start for abbreviations of its own, unless `--` stands before the script.
+    ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 -- recipes/finetune.py    # -- or it takes flags for its own
 
 In the output folder: results.md, results.json, curves.png, one folder per trained model. `--resume` goes on where a
 stopped run was, to the bit on one machine.
@@ -29,7 +24,7 @@ from hfrecipes.memory import keep_freed_memory
 from hfrecipes.methods import Method
 from hfrecipes.report import draw_curves, report
 from hfrecipes.start import Baseline
-from hfrecipes.training import Run, run_recipe, stop_requests
+from hfrecipes.training import Run, run_recipe
 from transformers import PreTrainedModel
 
 
@@ -38,14 +33,13 @@ def finetune(run: Run) -> None:
     c = run.config
     baseline, method = Baseline(run.task, c, c.seed, c.variants), Method(run.task, c)
     run.open_results()
-    with stop_requests() as run.requests:
-        baseline.train(run)
-        for name in c.variants:  # they go on in the data where the baseline stopped
+    baseline.train(run)
+    for name in c.variants:  # they go on in the data where the baseline stopped
 
-            def build(name: str = name) -> PreTrainedModel:
-                return method.prepare(baseline.patched(name))
+        def build(name: str = name) -> PreTrainedModel:
+            return method.prepare(baseline.patched(name))
 
-            run.stage(name, build, c.steps, seed=c.seed, first=baseline.steps, objective=method)
+        run.stage(name, build, c.steps, seed=c.seed, first=baseline.steps, objective=method)
     run.report(report, draw_curves, "and a folder per trained model")
     run.accelerator.end_training()
 

@@ -1,24 +1,23 @@
 """Bring a patched model back.
 
-One model (by default a small GPT-2, trained on the spot), one patch. A copy is patched and what the patch couldn't keep
-is repaired (`--start`); then it is trained by a method (`--method`): on the task's loss, or by distillation from the
-unpatched model. An unpatched copy gets the same budget: the control. Figures are measured before the patch, right after
-it, and in the end, and so is how far each model agrees with the unpatched one.
+One model (by default a small GPT-2, trained on the spot), one patch. A copy is patched and repaired (`--start`), then
+trained by a method (`--method`): on the task's loss, or by distillation from the unpatched model. An unpatched copy
+gets the same budget: the control. Figures are measured before the patch, right after it, and in the end, and so is how
+far each model agrees with the unpatched one.
 
     python recipes/heal.py                                         # nothing to prepare, nothing downloaded
     python recipes/heal.py recipes/configs/lm.yaml --patch dyt --method distil
     python recipes/heal.py --model gpt2 --text notes/*.txt --patch rms+rope --lora_rank 16
-    python recipes/heal.py --method distil --start copied
-    accelerate launch --num_cpu_threads_per_process 2 recipes/heal.py      # with torchrun: -- before the script
 
 In the output folder: results.md, results.json, curves.png; of the models: baseline (where it was trained), swapped,
 healed and control. `--resume` goes on where a stopped run was, to the bit on one machine.
 """
 
 import argparse
+import copy
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 # Threads that spin while they wait make a step ten times slower as soon as something else wants a core.
@@ -28,11 +27,13 @@ import torch
 from hfrecipes.agreement import agreement
 from hfrecipes.corpus import RecipeError
 from hfrecipes.memory import keep_freed_memory
-from hfrecipes.methods import MethodConfig, check_method, objective, try_out
+from hfrecipes.methods import METHODS, MethodConfig, objective, with_adapters
+from hfrecipes.options import option
 from hfrecipes.report import draw_healing, heal_report
+from hfrecipes.results import folder_name
 from hfrecipes.settings import CONTROL, parse_variant
 from hfrecipes.start import Baseline
-from hfrecipes.training import Run, folder_name, run_recipe, stop_requests
+from hfrecipes.training import Run, run_recipe
 from transformers import PreTrainedModel
 
 SWAPPED, HEALED = "swapped", "healed"
@@ -42,45 +43,36 @@ SWAPPED, HEALED = "swapped", "healed"
 class HealConfig(MethodConfig):
     """Flags of recipes/heal.py besides training's and the task's."""
 
-    patch: str = field(
-        default="rms+rope",
-        metadata={"help": "a norm, a position scheme, an MLP, or several joined by +, by registered name, with options "
-                  "as in dyt:alpha=0.8"},
-    )  # fmt: skip
-    method: str = field(
-        default="finetune",
-        metadata={"help": "finetune, or distil where the unpatched model knows the data"},
+    patch: str = option(
+        "rms+rope",
+        "a norm, a position scheme, an MLP, or several joined by +, by registered name, with options as in "
+        "dyt:alpha=0.8",
     )
-    no_control: bool = field(
-        default=False,
-        metadata={"help": "leave out the unpatched copy of equal budget; where distil uses no labels there is none"},
+    method: str = option("finetune", "how it is trained back", METHODS)
+    no_control: bool = option(
+        False, "leave out the unpatched copy of equal budget; where distil uses no labels there is none"
     )
-    output_dir: str = field(default="runs/heal", metadata={"help": "where results, models and states go"})
-    variants: list[str] = field(default_factory=list, metadata={"help": argparse.SUPPRESS})  # finetune.py's
+    output_dir: str = option("runs/heal", "where results, models and states go")
+    variants: list[str] = option([], argparse.SUPPRESS)  # finetune.py's
 
     def check(self) -> None:
-        """Refuse what can't work before anything is read.
-
-        Raises:
-            RecipeError: says which setting.
-        """
-        check_method(self.method, self)
+        super().check()
         if self.method == "distil" and self.distil_weight == 1:
             self.no_control = True  # without labels there is nothing that an unpatched copy would learn
         if not parse_variant(self.patch):
             raise RecipeError(f"--patch {self.patch} patches nothing")
         if self.model is None and self.baseline_steps == 0:
-            raise RecipeError(
-                "--baseline_steps 0 leaves a model from scratch untrained: there is nothing to heal back to"
-            )
+            raise RecipeError("--baseline_steps 0 leaves a model from scratch untrained: there is nothing to heal")
 
 
 def heal(run: Run) -> None:
     """A baseline, its unpatched copy, and its patched copy right after the patch and healed: each a stage."""
     c = run.config
     baseline = Baseline(run.task, c, c.seed, [c.patch])
-    try_out(c.method, run.task, baseline.model, c, c.patch, c.start)
+    if c.lora_rank:
+        with_adapters(copy.deepcopy(baseline.model), c)  # unknown --lora_targets are refused before anything is trained
     method = objective(c.method, run.task, baseline.copy, c, c.patch)
+    plain = objective("finetune", run.task, baseline.copy, c, CONTROL)
     run.open_results()
     swapped = run.out / SWAPPED
 
@@ -92,14 +84,12 @@ def heal(run: Run) -> None:
         run.accelerator.wait_for_everyone()
         return model
 
-    with stop_requests() as run.requests:
-        baseline.train(run)
-        run.stage(SWAPPED, swap, 0, seed=c.seed)
-        options: dict[str, Any] = {"seed": c.seed, "first": baseline.steps}
-        if not c.no_control:
-            plain = objective("finetune", run.task, baseline.copy, c, CONTROL)
-            run.stage(CONTROL, lambda: plain.prepare(baseline.copy()), c.steps, objective=plain, **options)
-        run.stage(HEALED, lambda: method.prepare(run.task.load(str(swapped))), c.steps, objective=method, **options)
+    baseline.train(run)
+    run.stage(SWAPPED, swap, 0, seed=c.seed)
+    options: dict[str, Any] = {"seed": c.seed, "first": baseline.steps}
+    if not c.no_control:
+        run.stage(CONTROL, lambda: plain.prepare(baseline.copy()), c.steps, objective=plain, **options)
+    run.stage(HEALED, lambda: method.prepare(run.task.load(str(swapped))), c.steps, objective=method, **options)
     compare_with_teacher(run, baseline)
     run.report(heal_report, draw_healing, "and a folder per model")
     run.accelerator.end_training()
@@ -119,10 +109,8 @@ def compare_with_teacher(run: Run, baseline: Baseline) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if any(flag.partition("=")[0] == "--variants" for flag in argv):  # which a file for finetune.py may name
-        print(
-            "RecipeError: heal.py brings one patch back: --patch; compare.py takes several --variants", file=sys.stderr
-        )
+    if "--variants" in argv:  # which a file for finetune.py may name
+        print("RecipeError: heal.py brings one --patch back; compare.py takes several --variants", file=sys.stderr)
         return 2
     return run_recipe("heal.py", argv, __doc__.split("\n\n")[1], heal, HealConfig)
 

@@ -1,335 +1,259 @@
-"""Text report of recipes/compare.py: a summary, the table, and how to read it."""
+"""Report of recipes/compare.py: what the grid says, its tables and curves, as Markdown and as one HTML file."""
 
-from collections.abc import Callable
-from statistics import median
+import base64
+import math
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
+from jinja2 import Environment, FileSystemLoader
+
+from .curves import ABOUT, Panel, curve_of, draw_panels
 from .paired import (
     BETTER,
+    FAILED,
+    KIND,
     ONE_SEED,
     SAME,
     UNDECIDED,
     WORSE,
-    Interval,
-    Kind,
-    Ranking,
-    Summary,
-    grid_of,
-    rankings,
-    read_cells,
-    seeds_needed,
+    Cell,
+    ranking,
+    read_grid,
     summarise,
-    t_quantile,
 )
-from .report import data_line, machine, show, table
+from .report import provenance, settings_line, show, table, words
 from .settings import CONTROL
 
-STEADY = 0.02  # share of a step's time: what lies within it is called the same
-BUSY = 1.3  # timings of the same thing that differ by more than this factor say little
-MANY = 12  # kinds: of more, the reading tells of the best of each variant only
+AXES = ("method", "start")  # whose values are ranked
+SIGNS = {BETTER: "▲", SAME: "●", WORSE: "▼"}  # a verdict isn't told by colour alone
 
 Results = dict[str, Any]
 
 
 def compare_report(results: Results) -> str:
     """The results as Markdown that is also aligned in a terminal."""
-    summaries = summarise(results)
-    lines = [f"# {title(results)}", "", *(f"* {line}" for line in reading(results, summaries)), ""]
-    lines += [*table(columns(results, summaries)), ""]
-    for ranking in rankings(results):
-        lines += [*table(rank_columns(ranking)), ""]
-    lines += [f"*{name}*: {text}" for name, text in definitions(results, summaries).items()]
-    lines += ["", budget(results), data_line(results["data"]), f"`{results['command']}`", machine(results)]
-    return "\n".join(lines) + "\n"
+    found = contents(results)
+    lines = [f"# {found['title']}", "", *(f"* {line}" for line in found["told"]), ""]
+    for frame in found["tables"].values():
+        lines += [*table([[name, *frame[name]] for name in frame]), ""]
+    lines += [f"*{name}*: {text}" for name, text in found["definitions"].items()]
+    return "\n".join([*lines, "", *found["provenance"]]) + "\n"
 
 
-def title(results: Results) -> str:
-    variants = [v for v in dict.fromkeys(cell.kind.variant for cell in grid_of(results)) if v != CONTROL]
-    return f"{', '.join(variants) or 'no variant'} against the unpatched control"
+def html_report(results: Results, curves: Path) -> str:
+    """The results as a page that loads nothing from elsewhere and runs no script.
+
+    Args:
+        curves: the drawing, which becomes part of it.
+    """
+    page = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    settings = {"setting": results["config"].keys(), "value": map(str, results["config"].values())}
+    return page.get_template("report.html.j2").render(
+        **contents(results),
+        curves=base64.b64encode(curves.read_bytes()).decode(),
+        about_curves=ABOUT,
+        folded={
+            **other_figures(results),
+            "Every model": every_model(results),
+            "All settings": pd.DataFrame(settings),
+        },
+        signs=SIGNS,
+    )
+
+
+def contents(results: Results) -> dict[str, Any]:
+    """What both have, in this order."""
+    figures, variants = main_table(results), dict.fromkeys(asked["variant"] for asked in results["grid"])
+    return {
+        "title": f"{', '.join(name for name in variants if name != CONTROL)} against the unpatched control",
+        "told": reading(results),
+        "tables": {"At the end": figures, **ranking_tables(results)},
+        "definitions": {name: text for name, text in definitions(results).items() if name in figures},
+        "provenance": [settings_line(results), *provenance(results)],
+    }
 
 
 # -- names and numbers
 
 
-def label(kind: Kind, results: Results) -> str:
+def varied(results: Results) -> list[str]:
+    """The columns of `KIND` in which models of the grid differ, the control aside."""
+    grid = pd.DataFrame(asked for asked in results["grid"] if asked["variant"] != CONTROL)
+    return [name for name in KIND if grid[name].nunique() > 1]
+
+
+def label(kind: Any, results: Results) -> str:
     """A kind by what tells it from the others of the grid: "rms", "rms (copied, distil)", "rms (300 steps)"."""
-    kinds = {cell.kind for cell in grid_of(results)}
-    told = [n for n in ("start", "method") if len({getattr(k, n) for k in kinds if not k.is_control}) > 1]
-    how = [getattr(kind, name) for name in told if not kind.is_control]
-    how += [f"{kind.steps} steps"] * (len({k.steps for k in kinds}) > 1)
-    return kind.variant + (f" ({', '.join(how)})" if how else "")
+    named = {"start": kind.start, "method": kind.method, "steps": f"{kind.steps} steps"}
+    how = ", ".join(text for name, text in named.items() if text and name in varied(results))
+    return kind.variant + f" ({how})" * bool(how)
 
 
-def main_name(results: Results) -> str:
-    return results["main"].replace("_", " ")
+def text(figure: float, form: str = "{:+z.4f}") -> str:
+    """A figure, by default a difference; "-" where there is none."""
+    return "-" if math.isnan(figure) else form.format(figure)
 
 
-def signed(figure: float) -> str:
-    """A difference: four decimals, fewer for large ones."""
-    if abs(figure) < 0.00005:
-        return "0.0000"
-    return f"{figure:+.4f}" if abs(figure) < 10 else f"{figure:+.2f}" if abs(figure) < 1000 else f"{figure:+,.0f}"
+def span(low: float, high: float) -> str:
+    return "-" if math.isnan(low) else f"{text(low)} to {text(high)}"
 
 
-def unsigned(figure: float) -> str:
-    return signed(abs(figure)).lstrip("+")
+def spread(mean: float, sd: float) -> str:
+    """Mean ± standard deviation."""
+    return "-" if math.isnan(mean) else show(mean) + ("" if math.isnan(sd) else f" ± {show(sd)}")
 
 
-def mean_sd(interval: Interval, form: Callable[[float], str] = show) -> str:
-    if not interval.n:
-        return "-"
-    return form(interval.mean) + (f" ± {form(interval.sd)}" if interval.sd is not None else "")
+# -- tables
 
 
-def span(interval: Interval) -> str:
-    if interval.low is None or interval.high is None:
-        return ""
-    return f"{signed(interval.low)} to {signed(interval.high)}"
+def main_table(results: Results) -> pd.DataFrame:
+    """Text of a row for each kind; columns in which all rows agree, or that no row fills, are left out."""
+    frame = pd.DataFrame(row(results, s) for s in summarise(results).itertuples())
+    left_out = [name for name in KIND[1:] if name not in varied(results)]
+    return frame.drop(columns=left_out).loc[:, lambda rest: (rest != "-").any()]
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-# -- the table
-
-
-def columns(results: Results, summaries: list[Summary]) -> list[list[str]]:
-    """Columns of the table with their headings; those in which all rows agree are left out."""
-    rows = [row(results, s) for s in summaries]
-    names = list(rows[0]) if rows else []
-    kept = [n for n in names if n not in ("start", "method", "steps") or len({r[n] for r in rows} - {"-"}) > 1]
-    kept = [n for n in kept if n not in ("after the swap", "recovered") or not results["from_scratch"]]
-    return [[name, *(row[name] for row in rows)] for name in kept]
-
-
-def row(results: Results, s: Summary) -> dict[str, str]:
-    kind, control = s.kind, s.kind.is_control
-    seeds = (
-        f"{s.figure.n} of {s.figure.n + len(s.failed) + len(s.missing)}" if s.failed or s.missing else f"{s.figure.n}"
-    )
-    compared = not control and s.figure.n > 0
+def row(results: Results, s: Any) -> dict[str, str]:
+    verdict = [s.verdict] * (s.seeds > 0 and s.variant != CONTROL)
+    failed = [f"{s.failed} of {s.asked} failed"] * (s.failed > 0)
     return {
-        "variant": kind.variant,
-        "start": "-" if control else kind.start,
-        "method": "-" if control else kind.method,
-        "steps": str(kind.steps),
-        "verdict": (failure(s) if s.failed else s.verdict) if not control or s.failed else "-",
-        main_name(results): mean_sd(s.figure),
-        "difference": signed(s.difference.mean) if compared else "-",
-        "95 % interval": (span(s.difference) or "-") if compared else "-",
-        "after the swap": signed(s.cost.mean) if compared else "-",
-        "recovered": percent(s.recovered) if s.recovered is not None else "-",
-        "time a step": f"{median(s.time):.2f} x" if s.time and compared else "-",
-        "seeds": seeds,
+        "variant": s.variant,
+        "start": s.start or "-",
+        "method": s.method or "-",
+        "steps": str(s.steps),
+        "verdict": ", ".join(verdict + failed) or "-",
+        words(results["main"]): spread(s.mean, s.sd),
+        "difference": text(s.difference),
+        "95 % interval": span(s.low, s.high),
+        "after the swap": text(s.cost),
+        "recovered": text(s.recovered, "{:.0%}"),
+        "time a step": text(s.time, f"{{:.2f}} x ({s.time_low:.2f} to {s.time_high:.2f})"),
+        "seeds": str(s.seeds) if s.seeds == s.asked else f"{s.seeds} of {s.asked}",
+        "seeds needed": text(s.needed, "{:,.0f}"),
     }
 
 
-def failure(s: Summary) -> str:
-    failed = f"failed {len(s.failed)} of {s.figure.n + len(s.failed)}"
-    return failed if s.verdict in ("failed", "") else f"{failed}, else {s.verdict}"
+def ranking_tables(results: Results) -> dict[str, pd.DataFrame]:
+    """By heading, for each axis of the grid that has several values: text of a row for each of them."""
+    found = {}
+    for axis in AXES:
+        ranks = ranking(results, axis)
+        rows = [
+            {
+                axis: r.Index,
+                "mean rank": f"{r.rank:.2f} of {len(ranks)}",
+                "best": f"{r.best} of {r.count}",
+                f"against {ranks.index[0]}": text(r.difference),
+                "95 % interval": span(r.low, r.high),
+                "sign test p": text(r.chance, "{:.2g}"),
+            }
+            for r in ranks.itertuples()
+        ]
+        if rows:
+            found[f"{axis.capitalize()}s against each other, the rest and the seed being equal"] = pd.DataFrame(rows)
+    return found
 
 
-def rank_columns(ranking: Ranking) -> list[list[str]]:
-    found = ranking.ranks
-    return [
-        [ranking.axis + " at equal time" * bool(ranking.budgets), *(ranking.named(rank.value) for rank in found)],
-        ["mean rank", *(f"{rank.mean:.2f} of {len(found)}" for rank in found)],
-        ["best", *(f"{rank.best} of {rank.count}" for rank in found)],
-        [f"against {found[0].value}", *(signed(rank.behind.mean) if rank.behind else "-" for rank in found)],
-        ["95 % interval", *((rank.behind and span(rank.behind)) or "-" for rank in found)],
-        ["sign test p", *("-" if rank.chance is None else f"{rank.chance:.2g}" for rank in found)],
-    ]
+def other_figures(results: Results) -> dict[str, pd.DataFrame]:
+    """Further figures of the task: tables without what depends on which way is better."""
+    ends = [stage["end"] for stage in results["stages"].values() if "end" in stage]
+    names = [name for name, value in ends[0].items() if value is not None and name != results["main"]] if ends else []
+    tables = {name: main_table(results | {"main": name}) for name in names}
+    judged = ["verdict", "recovered", "seeds needed"]
+    return {words(name): frame.drop(columns=judged, errors="ignore") for name, frame in tables.items()}
+
+
+def every_model(results: Results) -> pd.DataFrame:
+    grid = read_grid(results)
+    shown = grid.loc[grid.done, [*Cell._fields, "swapped", "end", "difference", "failed"]]
+    shown = shown.rename(columns={"swapped": "after the swap"}).astype(object)
+    return shown.map(
+        lambda value: "-" if pd.isna(value) else f"{value:.4f}" if isinstance(value, float) else str(value)
+    )
 
 
 # -- words
 
 
-def reading(results: Results, summaries: list[Summary]) -> list[str]:
-    """What the figures say, one sentence or a few for each kind; the first ones for the grid as a whole."""
-    lines = [line for line in (progress(results), overview(results, summaries)) if line]
-    compared = [s for s in summaries if not s.kind.is_control]
-    told = compared if len(compared) <= MANY else best_of_each(results, compared)
-    if len(told) < len(compared):
-        lines.append(
-            "Told here is, of each variant, the way with the best mean at the largest budget, which is partly luck."
-        )
-    lines += [sentence(results, s) for s in told]
-    lines += [rank_sentence(ranking, main_name(results)) for ranking in rankings(results)]
-    decided = sum(s.difference.low is not None for s in compared)
-    if decided >= 5:
-        lines.append(
-            f"There are {decided} intervals at 95 %: by chance alone about {decided / 20:.1g} of them would miss the "
-            "true difference."
-        )
+def reading(results: Results) -> list[str]:
+    """What the figures say: which kinds are better, the same, worse or undecided, and what ranks first."""
+    done, asked = int(read_grid(results).done.sum()), len(results["grid"])
+    lines = [f"Not finished: {done} of {asked} models are there, and what follows is about these."] * (done < asked)
+    told = {
+        BETTER: "better than the control of equal budget",
+        SAME: f"the same as the control of equal budget, to {margin(results)}",
+        WORSE: "worse than the control of equal budget",
+        UNDECIDED: f"undecided, since the difference may be chance and its interval reaches beyond {margin(results)}",
+        ONE_SEED: "one seed, which doesn't tell a difference from chance",
+        FAILED: "failed",
+    }
+    compared = [s for s in summarise(results).itertuples() if s.variant != CONTROL]
+    for found, meaning in told.items():
+        if names := [label(s, results) + f" ({s.reason})" * bool(s.failed) for s in compared if s.verdict == found]:
+            lines.append(f"{meaning[0].upper()}{meaning[1:]}: {', '.join(names)}.")
+    lines += [ranking_line(ranks, axis) for axis in AXES if not (ranks := ranking(results, axis)).empty]
+    intervals = sum(not math.isnan(s.low) for s in compared)
+    if intervals >= 5:
+        missed = f"by chance alone about {intervals / 20:.1g} of them would miss the true difference"
+        lines.append(f"There are {intervals} intervals at 95 %: {missed}.")
     return lines
 
 
-def progress(results: Results) -> str:
-    done, asked = len(read_cells(results)), len(results["grid"])
-    return f"Not finished: {done} of {asked} models are there, and what follows is about these." if done < asked else ""
+def margin(results: Results) -> str:
+    return f"±{100 * results['config']['margin']:g} % of the control's {words(results['main'])}"
 
 
-def overview(results: Results, summaries: list[Summary]) -> str:
-    found = {v: [label(s.kind, results) for s in summaries if s.verdict == v] for v in (BETTER, SAME, WORSE, UNDECIDED)}
-    parts = [
-        f"{v}: {', '.join(names) if len(names) <= MANY // 2 else len(names)}" for v, names in found.items() if names
-    ]
-    return f"Against a control of equal budget: {'; '.join(parts)}." if parts else ""
+def ranking_line(ranks: pd.DataFrame, axis: str) -> str:
+    first, second = list(ranks.itertuples())[:2]
+    order = ", ".join(f"{r.Index} {r.rank:.2f}" for r in ranks.itertuples())
+    best = f"best in {first.best} of {first.count} comparisons; mean ranks: {order}"
+    chance = f"against {second.Index} that {'could be chance' if second.chance > 0.05 else 'is more than chance'}"
+    return f"Of the {axis}s, {first.Index} ranks first ({best}); {chance} (sign test, p = {second.chance:.2g})."
 
 
-def best_of_each(results: Results, compared: list[Summary]) -> list[Summary]:
-    largest = max(s.kind.steps for s in compared)
-    sign = -1 if results["higher_is_better"] else 1
-    best: dict[str, Summary] = {}
-    for s in compared:
-        if s.kind.steps == largest and s.figure.n:
-            rival = best.get(s.kind.variant)
-            if rival is None or sign * s.difference.mean < sign * rival.difference.mean:
-                best[s.kind.variant] = s
-    return list(best.values())
-
-
-def sentence(results: Results, s: Summary) -> str:
-    name, main = label(s.kind, results), main_name(results)
-    if not s.figure.n:
-        return f"**{name}** can't be trained like this: {failures(s)}."
-    limit = f"±{unsigned(s.margin)} ({100 * results['config']['margin']:g} % of the control's)"
-    away = f"{'higher' if s.difference.mean > 0 else 'lower'} by {unsigned(s.difference.mean)}, " + (
-        f"95 % interval {span(s.difference)}"
-    )
-    said = {
-        SAME: f"is **as good as the control**: the difference in {main} is {signed(s.difference.mean)}, and its 95 % "
-        f"interval, {span(s.difference)}, lies within the {limit} that count as none",
-        BETTER: f"is **better than the control**: {main} is {away}",
-        WORSE: f"is **worse than the control**: {main} is {away}",
-        UNDECIDED: f"is **undecided**: {main} differs by {signed(s.difference.mean)}, which may be chance (95 % "
-        f"interval {span(s.difference)}), and the interval reaches beyond the {limit} that count as none"
-        f"{more_seeds(s)}",
-        ONE_SEED: f"has **one seed**: {main} differs by {signed(s.difference.mean)}, and nothing says how much of "
-        "that is chance; take five seeds",
-    }[s.verdict]
-    parts = [f"**{name}** {said}."]
-    parts += [f"{failures(s)}.".capitalize()] if s.failed else []
-    parts += [] if results["from_scratch"] else [cost_sentence(s)]
-    return " ".join([*parts, time_sentence(s), worth(s)]).replace("  ", " ").strip()
-
-
-def failures(s: Summary) -> str:
-    reasons = "; ".join(dict.fromkeys(s.failed.values()))
-    return f"{len(s.failed)} of {s.figure.n + len(s.failed)} seeds failed ({reasons})"
-
-
-def more_seeds(s: Summary) -> str:
-    needed = seeds_needed(s.difference, s.margin)
-    return f"; about {needed} seeds would bring it down to that" if needed and needed > s.difference.n else ""
-
-
-def cost_sentence(s: Summary) -> str:
-    if abs(s.cost.mean) <= s.margin:
-        return f"The swap itself cost nothing that matters ({signed(s.cost.mean)})."
-    if s.recovered is None:
-        chance = ", which may be chance" if s.cost.low is None or s.cost.low <= 0 <= s.cost.high else ""
-        return f"Right after the swap it was better already ({signed(s.cost.mean)}{chance})."
-    back = "more than all" if s.recovered > 1 else percent(s.recovered) if s.recovered > 0 else "nothing"
-    return f"Right after the swap it was {signed(s.cost.mean)}; training gave back {back} of that."
-
-
-def time_sentence(s: Summary) -> str:
-    if not s.time:
-        return ""
-    low, high = min(s.time), max(s.time)
-    between = f" ({low:.2f} to {high:.2f} over seeds)" if len(s.time) > 1 else ""
-    busy = "; timings that far apart say little (was the machine busy?)" if speed(s) == "unclear" else ""
-    return f"A training step took {median(s.time):.2f} times the control's{between}{busy}."
-
-
-def speed(s: Summary) -> str:
-    """faster or slower where all seeds agree and the difference is more than a few percent."""
-    if not s.time or max(s.time) > BUSY * min(s.time):
-        return "unclear"
-    if min(s.time) > 1 + STEADY:
-        return "slower"
-    return "faster" if max(s.time) < 1 - STEADY else "steady"
-
-
-def worth(s: Summary) -> str:
-    """Whether the swap is worth it, on these figures."""
-    told = {
-        (BETTER, "slower"): "Worth it, where the slower step is.",
-        (BETTER, "steady"): "Worth it on these figures.",
-        (BETTER, "faster"): "Worth it twice: better, and faster.",
-        (BETTER, "unclear"): "Worth it, if its speed turns out to be right.",
-        (SAME, "slower"): "Nothing gained here and a slower step: it needs a reason that this table doesn't show.",
-        (SAME, "steady"): "Neither gained nor lost here: free to choose.",
-        (SAME, "faster"): "Worth it: as good, and faster.",
-        (SAME, "unclear"): "Neither gained nor lost here, as far as its speed is right.",
-        (WORSE, "slower"): "Not worth it at this budget: worse, and slower.",
-        (WORSE, "steady"): "Not worth it at this budget, unless for a reason that this table doesn't show.",
-        (WORSE, "faster"): "A trade of quality for speed.",
-        (WORSE, "unclear"): "Not worth it at this budget, unless for a reason that this table doesn't show.",
-    }
-    return told.get((s.verdict, speed(s)), "")
-
-
-def rank_sentence(ranking: Ranking, main: str) -> str:
-    first, second = ranking.ranks[:2]
-    among = {"method": "the methods", "start": "the starts"}[ranking.axis]
-    if ranking.budgets:
-        among = f"{', '.join(map(ranking.named, ranking.budgets))}, which take about the same time"
-    order = ", ".join(f"{rank.value} {rank.mean:.2f}" for rank in ranking.ranks)
-    if first.mean == second.mean:
-        best = f"{first.best} and {second.best} of {first.count}"
-        return f"Of {among}, {first.value} and {second.value} rank alike: best in {best} comparisons ({order})."
-    text = f"Of {among}, {first.value} ranks first: best in {first.best} of {first.count} comparisons ({order})."
-    told = "could be chance" if second.chance > 0.05 else "is more than chance"
-    gap = ""
-    if second.behind:  # which rank and mean need not agree about
-        way = "higher" if second.behind.mean > 0 else "lower"
-        gap = f", whose mean {main} is {way} by {unsigned(second.behind.mean)}"
-    return f"{text} Its lead over {second.value}{gap}, {told} (sign test, p = {second.chance:.2g})."
-
-
-def definitions(results: Results, summaries: list[Summary]) -> dict[str, str]:
+def definitions(results: Results) -> dict[str, str]:
     """What the columns mean."""
     better = "higher" if results["higher_is_better"] else "lower"
-    margin = f"{100 * results['config']['margin']:g} %"
-    largest = max((s.difference.n for s in summaries), default=0)
-    quantile = f" (t = {t_quantile(largest - 1):.3f} for {largest} seeds)" if largest > 1 else ""
-    found = {
-        main_name(results): f"on held-out data, mean ± standard deviation over seeds; {better} is better.",
-        "difference": "from the unpatched control of the same seed, baseline, data and number of steps"
-        + (", distilled from itself since no method here looks at labels" if results["control_method"] else "")
-        + "; the mean over seeds. Pairs are compared, so what a seed does to both isn't in it.",
-        "95 % interval": f"of the mean difference, by Student's t over seeds{quantile}.",
-        "verdict": f"same: the interval lies within ±{margin} of the control's figure; better, worse: it lies on one "
-        "side of zero and reaches beyond that; undecided: it holds zero and reaches beyond.",
+    distilled = ", distilled from itself since no method here looks at labels" * bool(results["control_method"])
+    return {
+        words(results["main"]): f"on held-out data, mean ± standard deviation over seeds; {better} is better.",
+        "difference": f"from the unpatched control of the same seed, baseline, data and number of steps{distilled}; "
+        "the mean over seeds. Pairs are compared, so what a seed does to both isn't in it.",
+        "95 % interval": "of the mean difference, by Student's t over seeds.",
+        "verdict": f"same: the interval lies within {margin(results)}; better, worse: it lies on one side of zero and "
+        "reaches beyond that; undecided: it holds zero and reaches beyond.",
+        "after the swap": "the difference before any training.",
+        "recovered": "how much of that is gone at the end; - where the swap cost less than the margin.",
+        "time a step": "of training (the median), against the control's on the same machine; median and range over "
+        "seeds.",
+        "seeds needed": "about as many as would bring the interval's half width down to the margin.",
     }
-    if not results["from_scratch"]:
-        found["after the swap"] = "the difference before any training."
-        found["recovered"] = "how much of that is gone at the end; - where the swap cost less than the margin."
-    found["time a step"] = (
-        "of training (the median step), against the control's on the same machine; median over seeds."
-    )
-    return found
 
 
-# -- what it was measured on
+# -- curves
 
 
-def budget(results: Results) -> str:
-    c = results["config"]
-    steps = " and ".join(map(str, c["steps"])) + " steps"
-    begin = "from scratch" if results["from_scratch"] else baseline(results)
-    seeds = ", ".join(map(str, c["seeds"]))
-    accumulation = c.get("gradient_accumulation_steps", 1)
-    batch = f"{c['batch_size']} x {accumulation}" if accumulation > 1 else f"{c['batch_size']}"
-    rate = f"learning rate {c['learning_rate']:g}"
-    items = f"{batch} x {c['block_size']} tokens" if "block_size" in c else f"{batch} items"
-    return f"Task {results['task']}, {begin}; {steps} of {items}; {rate}; seeds {seeds}."
+def draw_grid(results: Results, path: Path) -> None:
+    """A panel for each budget, and for each variant where the ways to start or to train differ."""
+    grid, told = read_grid(results), set(varied(results))
+    grid = grid[grid.done & grid.failed.isna()]
+    patched = grid[grid.variant != CONTROL]
+    ways = [name for name in ("start", "method") if name in told]
+    by = ["steps", "variant"] if ways else ["steps"]
+    panels = []
+    for (steps, *variant), cells in (grid if patched.empty else patched).groupby(by, sort=False):
+        heading = [*variant, *[f"{steps} steps"] * ("steps" in told)]
+        lines = {
+            ", ".join(name): grid_curve(results, kind) for name, kind in cells.groupby(ways or ["variant"], sort=False)
+        }
+        controls = grid[(grid.variant == CONTROL) & (grid.steps == steps)]
+        none = results["config"]["margin"] * abs(controls.end.mean())
+        control = None if controls.empty else grid_curve(results, controls)
+        panels.append(Panel(", ".join(heading), f"held-out {words(results['main'])}", lines, control, margin=none))
+    draw_panels(panels, path)
 
 
-def baseline(results: Results) -> str:
-    trained = [stage["step"] for name, stage in results["stages"].items() if name.startswith("baseline-")]
-    source = results["config"].get("model") or "a model made from scratch"
-    return f"starting from {source}" + (f", trained for {max(trained)} steps first" if any(trained) else "")
+def grid_curve(results: Results, cells: pd.DataFrame) -> pd.DataFrame:
+    stages = {cell.seed: results["stages"][cell.name] for cell in cells.itertuples()}
+    return curve_of(stages, results["main"])

@@ -7,24 +7,8 @@ import torch
 from torch import nn
 
 from hfpatch.compile import compile_model, compiled_calls, uncompile_model
-from hfpatch.runtime.errors import UnsupportedError
 
 from .corpus import RecipeError
-
-
-def require_blocks(model: nn.Module) -> None:
-    """Compile's own refusal, before anything is trained; nothing is compiled yet.
-
-    Raises:
-        RecipeError: the model has no block that it repeats.
-    """
-    try:
-        uncompile_model(compile_model(model))
-    except UnsupportedError:
-        raise RecipeError(
-            f"--compile compiles the block that a model repeats, and this {type(model).__name__} repeats none: "
-            "take more than one layer, or leave --compile out"
-        ) from None
 
 
 @contextmanager
@@ -32,12 +16,12 @@ def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
     """Inside, the model's blocks run as compiled code, and without a key-value cache, with which they wouldn't.
 
     Raises:
-        RecipeError: there are no blocks, or they can't be captured as one graph or be compiled.
+        UnsupportedError: there are no blocks.
+        RecipeError: they can't be captured as one graph, or be compiled.
     """
     if not wanted:
         yield
         return
-    require_blocks(model)
     config = model.config.get_text_config()
     kept = getattr(config, "use_cache", None)
     compile_model(model)
@@ -46,8 +30,7 @@ def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
             config.use_cache = False
         yield
     except torch._dynamo.exc.TorchDynamoException as error:
-        lines = [line.strip().removeprefix("Explanation: ") for line in str(error).splitlines() if line.strip()]
-        reason = ": ".join(lines[:2]) or type(error).__name__  # of a graph break the second one says what is meant
+        reason = " ".join(str(error).split())[:200]
         raise RecipeError(f"--compile: {type(model).__name__} can't be compiled ({reason}): leave it out") from error
     finally:
         uncompile_model(model)
@@ -68,6 +51,6 @@ def really_called(model: nn.Module) -> Iterator[None]:
     silent = [name for name, calls in after.items() if calls == before[name]]
     if silent and (len(silent) == len(after) or not model.training):
         raise RecipeError(
-            f"--compile: {len(silent)} of {len(after)} blocks of {type(model).__name__} ran uncompiled, {silent[0]} "
-            "among them: they are handed a key-value cache, or a wrapper's hooks go past their __call__. Leave it out"
+            f"--compile: {len(silent)} of {len(after)} blocks of {type(model).__name__} ran uncompiled ({silent[0]}): "
+            "they are handed a key-value cache, or a wrapper's hooks go past their __call__. Leave it out"
         )

@@ -1,28 +1,41 @@
-"""Report of a training run: the table, the curves, and the machine that it ran on."""
+"""Reports of training runs: tables, curves, and what they were measured on."""
 
 import os
 import platform
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import accelerate
-import matplotlib
-import matplotlib.pyplot as plt
 import torch
 import transformers
 from accelerate import Accelerator
-from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 import hfpatch
 
+from .curves import COLOURS as COLOURS
+from .curves import Panel, curve_of, draw_panels
 from .settings import CONTROL
 from .tasks import Figures
 
-matplotlib.use("Agg")  # to a file, with or without a screen
 LOWER_IS_BETTER = {"loss", "perplexity", "bits_per_byte"}
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito: also for the colour-blind
+BEGINNINGS = {
+    "repaired": "what a patch didn't keep was repaired on {calibration} items of the training data",
+    "self": "what a patch didn't keep was repaired on {calibration} sequences that the model drew",
+    "auto": "patched without data",
+    "copied": "gains and shifts were copied",
+    "reset": "every model starts from scratch",
+}
+AGREEMENT = {  # what it is called -> how it is written
+    "divergence": ("KL divergence (nats)", "{:z.4f}"),
+    "same_answer": ("same answer", "{:.1%}"),
+    "cosine": ("cosine of hidden states", "{:z.4f}"),
+}
+
+Results = dict[str, Any]
+
+
+# -- what was measured on what
 
 
 def hardware(accelerator: Accelerator) -> dict[str, Any]:
@@ -45,86 +58,59 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: module.__version__ for name, module in modules.items()}}
 
 
-def show(figure: float) -> str:
-    return f"{figure:.3f}" if figure < 10 else f"{figure:,.1f}" if figure < 1000 else f"{figure:,.0f}"
-
-
-def report(results: dict[str, Any]) -> str:
-    """The results as Markdown that is also aligned in a terminal."""
-    config, stages = results["config"], results["stages"]
-    before, control = stages["baseline"]["end"], stages.get(CONTROL)
-    runs = {name: (before, stages[name]["start"], stages[name]["end"]) for name in config["variants"]}
-    columns = [["variant", *runs]]
-    for measure in (name for name in before if before[name] is not None):
-        figures = [[show(at[measure]) for at in run] for run in runs.values()]
-        widths = [max(map(len, moment)) for moment in zip(*figures, strict=True)]
-        cells = [" → ".join(f.rjust(w) for f, w in zip(row, widths, strict=True)) for row in figures]
-        columns.append([measure.replace("_", " "), *cells])
-    what, gap, form = distance(results)
-    if control:
-        gaps = {name: gap(end, control["end"]) for name, (_, _, end) in runs.items()}
-        columns.append(["vs control", *("-" if name == CONTROL else format(g, form) for name, g in gaps.items())])
-    back = [back_at(results, name) for name in runs]
-    columns.append(["back at step", *("not yet" if step is None else str(step) for step in back)])
-    lines = [
-        "Held-out figures: before the patch → right after it → after training.",
-        "",
-        *table(columns),
-        "",
-        f"*vs control*: final {what} against the unpatched copy's. "
-        f"*back at step*: where the curve first reaches the {results['main'].replace('_', ' ')} before the patch.",
-        settings_line(results),
-        data_line(results["data"]),
-        machine(results),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def distance(results: dict[str, Any]) -> tuple[str, Callable[[Figures, Figures], float], str]:
-    """How far a model is from the control: of which figure, a function of both models' figures, and its format.
-
-    Perplexities are compared by their ratio, other figures by their difference.
-    """
-    if "perplexity" in results["stages"]["baseline"]["end"]:
-        return "perplexity", lambda own, control: own["perplexity"] / control["perplexity"] - 1, "+z.1%"
-    main = results["main"]
-    return main.replace("_", " "), lambda own, control: own[main] - control[main], "+z.3f"
-
-
-def back_at(results: dict[str, Any], name: str) -> int | None:
-    """The first step of a stage's curve whose main figure is as good as the baseline's last, but for rounding."""
-    main, sign = results["main"], 1 if results["higher_is_better"] else -1
-    level = results["stages"]["baseline"]["curve"][-1][main]
-    points = results["stages"][name]["curve"]
-    return next((p["step"] for p in points if sign * p[main] >= sign * level - 1e-6 * abs(level)), None)
-
-
-def settings_line(results: dict[str, Any]) -> str:
-    config, steps = results["config"], results["stages"]["baseline"]["step"]
-    size = f"{config['batch_size']} x {config['block_size']} tokens" if "block_size" in config else config["batch_size"]
-    starts = {
-        "repaired": f"what a patch didn't keep was repaired on {config['calibration']} items of the training data",
-        "self": f"what a patch didn't keep was repaired on {config['calibration']} sequences that the model drew",
-        "auto": "patched without data",
-        "copied": "gains and shifts were copied",
-        "reset": "every model starts from scratch",
-    }
+def machine(results: Results) -> str:
+    """One line: hardware, versions, time."""
+    hard = results["hardware"]
     return (
-        f"Baseline: {config['model'] or 'from scratch'}, {steps} steps; {starts[config['start']]}; "
-        f"then {config['steps']} steps of {size}; seed {config['seed']}."
+        f"{hard['cpu']}, {hard['cores']} cores, {hard['processes']} process(es) on {hard['device']}; "
+        + ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+        + f"; {results['wall_seconds']:.0f} s."
     )
 
 
 def data_line(data: dict[str, Any]) -> str:
+    """One line: where the data came from, and how simple methods do on it."""
     held_out = f"; {data['heldout_tokens_evaluated']:,} tokens held out" if "heldout_tokens_evaluated" in data else ""
     simple = {name: value for name, value in data.get("baselines", {}).items() if value is not None}
-    told = "; ".join(f"{name.replace('_', ' ')}: {figure_list(value)}" for name, value in simple.items())
+    told = "; ".join(f"{words(name)}: {figure_list(value)}" for name, value in simple.items())
     return f"Data: {data['source']}, sha256 {data['sha256'][:12]}{held_out}." + f" Simple methods: {told}." * bool(told)
+
+
+def provenance(results: Results) -> list[str]:
+    """What stands under every table of a training run: data, command, machine."""
+    return [data_line(results["data"]), f"`{results['command']}`", machine(results)]
+
+
+def settings_line(results: Results) -> str:
+    """One line: what models begin as, and what they are trained on for how long."""
+    c = results["config"]
+    before = max(stage["step"] for name, stage in results["stages"].items() if name.startswith("baseline"))
+    starts = [BEGINNINGS[start].format(**c) for start in c.get("starts", [c["start"]])]
+    steps = c["steps"] if isinstance(c["steps"], list) else [c["steps"]]
+    batch = f"{c['gradient_accumulation_steps']} x {c['batch_size']}"
+    batch += f" x {c['block_size']} tokens" if "block_size" in c else " items"
+    return (
+        f"Task {results['task']}; baseline: {c['model'] or 'from scratch'}, {before} steps; {' or '.join(starts)}; "
+        f"then {' or '.join(map(str, steps))} steps of {batch}; learning rate {c['learning_rate']:g}; "
+        f"seeds {', '.join(map(str, c.get('seeds', [c['seed']])))}."
+    )
+
+
+# -- names, numbers and tables
+
+
+def words(name: str) -> str:
+    """A figure's name as it is written: "bits_per_byte" is "bits per byte"."""
+    return name.replace("_", " ")
+
+
+def show(figure: float) -> str:
+    return f"{figure:.3f}" if figure < 10 else f"{figure:,.1f}" if figure < 1000 else f"{figure:,.0f}"
 
 
 def figure_list(figures: Figures | float) -> str:
     if isinstance(figures, dict):
-        return ", ".join(f"{name.replace('_', ' ')} {show(value)}" for name, value in figures.items())
+        return ", ".join(f"{words(name)} {show(value)}" for name, value in figures.items())
     return show(figures)
 
 
@@ -137,17 +123,62 @@ def table(columns: list[list[str]]) -> list[str]:
     return [rows[0], rule, *rows[1:]]
 
 
-def machine(results: dict[str, Any]) -> str:
-    """One line: hardware, versions, time."""
-    hard = results["hardware"]
-    return (
-        f"{hard['cpu']}, {hard['cores']} cores, {hard['processes']} process(es) on {hard['device']}; "
-        + ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-        + f"; {results['wall_seconds']:.0f} s."
-    )
+# -- recipes/finetune.py
 
 
-def heal_report(results: dict[str, Any]) -> str:
+def report(results: Results) -> str:
+    """The results of several variants as Markdown that is also aligned in a terminal."""
+    stages, main = results["stages"], results["main"]
+    before, control = stages["baseline"]["end"], stages.get(CONTROL)
+    runs = {name: stages[name] for name in results["config"]["variants"]}
+    columns = [["variant", *runs]]
+    for figure in (name for name in before if before[name] is not None):
+        moments = [(before, stage["start"], stage["end"]) for stage in runs.values()]
+        columns.append([words(figure), *(" → ".join(show(at[figure]) for at in row) for row in moments)])
+    if control:
+        gaps = {name: stage["end"][main] - control["end"][main] for name, stage in runs.items()}
+        columns.append(["vs control", *("-" if name == CONTROL else f"{gap:+z.3f}" for name, gap in gaps.items())])
+    back = [back_at(results, name) for name in runs]
+    columns.append(["back at step", *("not yet" if step is None else str(step) for step in back)])
+    lines = [
+        "Held-out figures: before the patch → right after it → after training.",
+        "",
+        *table(columns),
+        "",
+        f"*vs control*: final {words(main)} against the unpatched copy's. "
+        f"*back at step*: where the curve first reaches the {words(main)} before the patch.",
+        settings_line(results),
+        *provenance(results),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def back_at(results: Results, name: str) -> int | None:
+    """The first step of a stage's curve whose main figure is as good as the baseline's last, but for rounding."""
+    main, sign = results["main"], 1 if results["higher_is_better"] else -1
+    level = results["stages"]["baseline"]["curve"][-1][main]
+    points = results["stages"][name]["curve"]
+    return next((p["step"] for p in points if sign * p[main] >= sign * level - 1e-6 * abs(level)), None)
+
+
+def draw_curves(results: Results, path: Path) -> None:
+    """The main figure of every variant while training and, with a control, the gap to it."""
+    draw_stages(results, {name: name for name in results["config"]["variants"] if name != CONTROL}, path)
+
+
+def draw_stages(results: Results, names: dict[str, str], path: Path) -> None:
+    """Curves of some stages, given with what they are called, and of the control if there is one."""
+    stages, main = results["stages"], results["main"]
+    lines = {label: curve_of({0: stages[name]}, main) for name, label in names.items()}
+    control = curve_of({0: stages[CONTROL]}, main) if CONTROL in stages else None
+    before = stages["baseline"]["curve"][-1][main]
+    draw_panels([Panel("After the patch", f"held-out {words(main)}", lines, control, before=before)], path)
+
+
+# -- recipes/heal.py
+
+
+def heal_report(results: Results) -> str:
     """As `report`, for one model that was patched and brought back: its figures, and how far each model agrees with the
     unpatched one.
     """
@@ -155,21 +186,17 @@ def heal_report(results: dict[str, Any]) -> str:
     moments = {"before": stages["baseline"]["end"], "after the patch": stages["swapped"]["start"]}
     moments |= {"healed": stages["healed"]["end"]} | ({CONTROL: stages[CONTROL]["end"]} if CONTROL in stages else {})
     names = [name for name in moments["before"] if moments["before"][name] is not None]
-    columns = [["held-out", *(name.replace("_", " ") for name in names)]]
+    compared = CONTROL if CONTROL in stages else "before"
+    healed, against = moments["healed"], moments[compared]
+    columns = [["held-out", *map(words, names)]]
     columns += [[moment, *(show(figures[name]) for name in names)] for moment, figures in moments.items()]
-    against = moments.get(CONTROL, moments["before"])
-    columns.append([f"healed vs {CONTROL if CONTROL in stages else 'before'}"])
-    for name in names:
-        own, theirs = moments["healed"][name], against[name]
-        columns[-1].append(f"{own / theirs - 1:+z.1%}" if name == "perplexity" else f"{own - theirs:+z.3f}")
+    columns.append([f"healed vs {compared}", *(f"{healed[name] - against[name]:+z.3f}" for name in names)])
     columns.append(["recovered", *(recovered(results, name, against[name]) for name in names)])
     agreed = results["agreement"]
-    kinds = list(next(iter(agreed.values())))
-    told = {"divergence": "KL divergence (nats)", "same_answer": "same answer", "cosine": "cosine of hidden states"}
     shares = [["agreement with the unpatched model", *({"swapped": "after the patch"}.get(n, n) for n in agreed)]]
-    for kind in kinds:
-        form = "{:.1%}" if kind == "same_answer" else "{:z.4f}"
-        shares.append([told[kind], *(form.format(figures[kind]) for figures in agreed.values())])
+    for kind in next(iter(agreed.values())):
+        name, form = AGREEMENT[kind]
+        shares.append([name, *(form.format(figures[kind]) for figures in agreed.values())])
     versus = "an unpatched copy of equal budget" if CONTROL in stages else "the model before the patch"
     lines = [
         f"Patch {config['patch']}, method {config['method']}"
@@ -181,13 +208,12 @@ def heal_report(results: dict[str, Any]) -> str:
         "",
         f"*recovered*: how much of the gap that the patch opened is closed, against {versus}; - where it opened none.",
         settings_line(results),
-        data_line(results["data"]),
-        machine(results),
+        *provenance(results),
     ]
     return "\n".join(lines) + "\n"
 
 
-def recovered(results: dict[str, Any], name: str, against: float) -> str:
+def recovered(results: Results, name: str, against: float) -> str:
     """How much of the gap in one figure that the patch opened is closed; "-" where the patch cost nothing of it."""
     stages = results["stages"]
     moments = stages["baseline"]["end"], stages["swapped"]["start"], stages["healed"]["end"]
@@ -199,85 +225,6 @@ def recovered(results: dict[str, Any], name: str, against: float) -> str:
     return f"{1 - (healed - against) / cost:z.1%}"
 
 
-def draw_healing(results: dict[str, Any], path: Path) -> None:
+def draw_healing(results: Results, path: Path) -> None:
     """`draw_curves` of one healed model and its control."""
-    stages, config = results["stages"], results["config"]
-    labels = {"healed": f"{config['patch']}, {config['method']}", CONTROL: CONTROL}
-    figures = stages["swapped"]["curve"][0]
-    draw_curves(results, path, {n: label for n, label in labels.items() if n in stages}, {"after the patch": figures})
-
-
-def draw_curves(
-    results: dict[str, Any],
-    path: Path,
-    labels: dict[str, str] | None = None,
-    levels: dict[str, Figures] | None = None,
-) -> None:
-    """The main figure (perplexity for language models) while training and, with a control, the gap to it.
-
-    Args:
-        labels: what to call each stage that is drawn; all variants by their names if none is given.
-        levels: further figures, drawn as lines across.
-    """
-    stages, steps = results["stages"], results["config"]["steps"]
-    labels = labels or {name: name for name in results["config"]["variants"]}
-    names = list(labels)
-    what, _, _ = distance(results)
-    shown, perplexity = what.replace(" ", "_"), what == "perplexity"
-    before = stages["baseline"]["curve"][-1][shown]
-    curves = {n: {p["step"]: p for p in stages[n]["curve"]} for n in names}
-    patched = [n for n in names if n != CONTROL]
-    # Each line is thinner than the one it may cover, and the control lies on top: equal curves show as stripes.
-    widths = [max(min(5.0, len(patched) + 1.0) - i, 1.5) for i in range(len(patched))]
-    style = {n: {"color": COLOURS[i % 6], "lw": widths[i], "zorder": 2 + i} for i, n in enumerate(patched)}
-    style |= {CONTROL: {"color": "black", "lw": 1.2, "zorder": 99}}
-    figure, axes = plt.subplots(1, 1 + (CONTROL in names), figsize=(11 if CONTROL in names else 6, 4.4), squeeze=False)
-    left = axes[0, 0]
-    for name in names:
-        left.plot([*curves[name]], [point[shown] for point in curves[name].values()], **style[name], label=labels[name])
-    left.axhline(before, color="#888888", ls="--", lw=1.2, label="before the patch")
-    for level, point in (levels or {}).items():
-        left.axhline(point[shown], color="#888888", ls=":", lw=1.2, label=level)
-    left.set(ylabel=f"held-out {what}" + " (log scale)" * perplexity, title="After the patch")
-    if perplexity:
-        left.set_yscale("log")
-        left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        left.yaxis.set_major_formatter("{x:g}")
-        left.yaxis.set_minor_formatter(NullFormatter())
-    left.legend(frameon=False)
-    if CONTROL in names:
-        draw_gaps(axes[0, 1], results, curves, style)
-    for axis in axes[0]:
-        count_steps(axis, steps)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def draw_gaps(axis: Any, results: dict[str, Any], curves: dict[str, dict[int, Figures]], style: dict[str, Any]) -> None:
-    """Every curve's distance from the control's at the same step."""
-    what, distant, _ = distance(results)
-    perplexity = what == "perplexity"
-    for name, curve in curves.items():
-        both = {step: (point, curves[CONTROL][step]) for step, point in curve.items() if step in curves[CONTROL]}
-        gaps = [(100 if perplexity else 1) * distant(*pair) for pair in both.values()]
-        axis.plot([*both], gaps, **style[name])
-    low, high = axis.get_ylim()
-    if perplexity and max(-low, high) > 20:
-        axis.set_yscale("symlog", linthresh=10)  # linear up to 10 %
-        low, high = axis.get_ylim()
-    least = 0.1 if perplexity else 1e-3  # of rounding errors no more than a line is to be seen
-    axis.set_ylim(min(low, -least), max(high, least))
-    axis.yaxis.set_major_formatter("{x:+g} %" if perplexity else "{x:+g}")
-    axis.set(ylabel=f"{what} against the control's", title="Distance from the control at the same step")
-
-
-def count_steps(axis: Any, steps: int) -> None:
-    axis.set_xscale("symlog", linthresh=1, linscale=0.4)  # most happens in the first steps
-    axis.set_xlim(0, steps)
-    axis.set_xticks([0, *(m * 10**e for e in range(7) for m in (1, 2, 5) if m * 10**e <= steps)])
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlabel("optimizer steps after the patch")
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
+    draw_stages(results, {"healed": f"{results['config']['patch']}, {results['config']['method']}"}, path)

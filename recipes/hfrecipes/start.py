@@ -1,6 +1,5 @@
 """Models at the start of training: the unpatched one, and patched copies of it."""
 
-import copy
 import warnings
 from typing import Any
 
@@ -10,13 +9,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+from hfpatch.compile import compile_model, uncompile_model
 from hfpatch.core.progress import show_progress
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.repairs.sample import sample_batches
 
-from .compiled import require_blocks
 from .corpus import RecipeError
 from .progress import in_terminal
 from .settings import CONTROL, parse_variant
@@ -30,27 +29,22 @@ class Baseline:
     """The unpatched model, trained for `--baseline_steps`; every copy begins as it ended.
 
     Raises:
-        RecipeError: the model doesn't fit the data, can't draw the sequences that it would be repaired on, or repeats
-            no block to compile.
-        PatchError: hfpatch refuses one of the variants, all of which are tried out on paper.
+        RecipeError: the model doesn't fit the data, or can't draw the sequences that it would be repaired on.
+        PatchError: it repeats no block to compile, or a variant is refused; all are tried out on paper.
     """
 
     def __init__(self, task: Task, config: Any, seed: int, variants: list[str]) -> None:
         self.task, self.config, self.seed = task, config, seed
         self.steps = config.baseline_steps if config.baseline_steps is not None else 0 if config.model else 900
         self.source = config.model
-        self.kept: tuple[Any, PreTrainedModel | None] = (None, None)
         set_seed(seed)
         self.model: PreTrainedModel | None = task.baseline()
         if config.model and not config.keep_dropout:
             switch_off_dropout(self.model)
         if config.compile:
-            require_blocks(self.model)
-        if config.start == "self" and variants and not self.model.can_generate():
-            raise RecipeError(f"--start self: a {type(self.model).__name__} draws no sequences; take repaired or auto")
+            uncompile_model(compile_model(self.model))  # refused before anything is trained
         for variant in variants:
-            if request := parse_variant(variant):
-                plan_patch(self.model, **request, **INIT.get(config.start, {}))
+            check_patch(self.model, variant, config.start)
 
     def train(self, run: Run, name: str = "baseline") -> None:
         model, self.model = self.model, None
@@ -64,41 +58,24 @@ class Baseline:
         set_seed(self.seed)  # never trained: the same weights once more
         return self.task.baseline()
 
-    def patched(self, variant: str, start: str | None = None, keep: bool = False) -> PreTrainedModel:
-        """A copy, patched; `start` is the settings', unless another one is given.
-
-        Args:
-            keep: a repair takes time, so what it made is kept until another one is asked for.
-        """
-        start = start or self.config.start
-        if start in INIT or variant == CONTROL:
-            return self._patched(variant, start)
-        if self.kept[0] == (variant, start):
-            model = copy.deepcopy(self.kept[1])
-        else:
-            self.kept = (None, None)  # before there are two
-            model = self._patched(variant, start)
-            if keep:
-                self.kept = (variant, start), copy.deepcopy(model)
-        set_seed(self.seed)  # what is drawn next doesn't depend on whether it was repaired just now
-        return model
-
-    def _patched(self, variant: str, start: str) -> PreTrainedModel:
+    def patched(self, variant: str, start: str | None = None) -> PreTrainedModel:
+        """A copy, patched; `start` is the settings', unless another one is given."""
         c = self.config
-        return patched(self.task, self.copy(), variant, start, c.calibration, c.batch_size, self.seed)
+        return patched(self.task, self.copy(), variant, start or c.start, c.calibration, c.batch_size, self.seed)
 
 
-def keeps_dropout(config: Any) -> bool:
-    """Whether models are trained with their dropout: as asked, or all from scratch. It harms what is healed."""
-    return config.keep_dropout or (config.model is None and config.baseline_steps == 0)
+def check_patch(model: PreTrainedModel, variant: str, start: str) -> None:
+    """Try a patch out on paper.
 
-
-def switch_off_dropout(model: nn.Module) -> None:
-    """In this instance; its config stays as it is, and so does what is saved."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, float) and (name == "p" if isinstance(module, nn.Dropout) else "drop" in name):
-                vars(module)[name] = 0.0
+    Raises:
+        RecipeError: the model can't draw the sequences that it would be repaired on.
+        PatchError: hfpatch refuses the patch.
+    """
+    if variant == CONTROL:
+        return
+    if start == "self" and not model.can_generate():
+        raise RecipeError(f"--start self: a {type(model).__name__} draws no sequences; take repaired or auto")
+    plan_patch(model, **parse_variant(variant), **INIT.get(start, {}))
 
 
 def patched(
@@ -121,3 +98,16 @@ def patched(
             options["calibration"] = sample_batches(model, sequences=calibration, seed=seed)
         warnings.simplefilter("ignore", NotPreservedWarning)  # what isn't preserved is what the table shows
         return patch_model(model, **options)
+
+
+def keeps_dropout(config: Any) -> bool:
+    """Whether models are trained with their dropout: as asked, or all from scratch. It harms what is healed."""
+    return config.keep_dropout or (config.model is None and config.baseline_steps == 0)
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """In this instance; its config stays as it is, and so does what is saved."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and (name == "p" if isinstance(module, nn.Dropout) else "drop" in name):
+                vars(module)[name] = 0.0

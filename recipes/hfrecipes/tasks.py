@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
 
 from hfpatch.runtime.errors import PatchError, first_line
 
@@ -24,8 +23,11 @@ Figures = dict[str, float | None]
 class Task(ABC):
     """One way to learn. Items are a function of (seed, index), so a run stops anywhere and goes on to the bit.
 
+    A task of models without outputs of their own may have `distance(model, teacher, batch)`, per item, (B,), which
+    distillation takes, and `states(model, batch)`, (B, T, d), whose cosines are compared.
+
     Attributes:
-        Config: the dataclass of its settings; at_least: lower bounds of some of them.
+        Config: the dataclass of its settings, with their ranges (ranges.py); at_least: further lower bounds.
         main: the figure that tables and curves show, a key of `figures`.
         unit: what throughput counts.
         data: where the data came from and how much of it there is, for results.json.
@@ -97,23 +99,14 @@ class Task(ABC):
 def load(auto: Any, source: str, **options: Any) -> Any:
     """`auto.from_pretrained(source)`, whose many ways to fail become one line."""
     folder = Path(source)
-    tokenizer = auto is AutoTokenizer and any([*folder.glob("*token*"), *folder.glob("vocab*")])
-    if folder.is_dir() and not tokenizer:
-        if not (folder / "config.json").exists():
-            raise RecipeError(f"there is no model in the folder {source}: it has no config.json")
-        if auto is AutoTokenizer:
-            raise RecipeError(f"there is no tokenizer in {source}: save the model's beside it")
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()  # which weights are new is said in fewer words, or refused
+    if auto is AutoTokenizer and folder.is_dir() and not [*folder.glob("*token*"), *folder.glob("vocab*")]:
+        raise RecipeError(f"there is no tokenizer in {source}: save the model's beside it")
     try:
         return auto.from_pretrained(source, **options)
     except PatchError:
         raise
     except Exception as error:  # transformers, tokenizers and safetensors raise many kinds
-        reason = first_line(error)
-        raise RecipeError(f"{auto.__name__} can't load {source}: {reason}") from None
-    finally:
-        logging.set_verbosity(before)
+        raise RecipeError(f"{auto.__name__} can't load {source}: {first_line(error)}") from None
 
 
 def load_whole(auto: Any, source: str, **options: Any) -> Any:
@@ -124,10 +117,9 @@ def load_whole(auto: Any, source: str, **options: Any) -> Any:
     """
     model, found = load(auto, source, dtype=torch.float32, output_loading_info=True, **options)
     if missing := sorted(found["missing_keys"]):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise RecipeError(
-            f"{source} isn't a whole {type(model).__name__}: it was saved without {missing[0]}{more}. Take a "
-            "checkpoint that was saved with its head, or another --task"
+            f"{source} isn't a whole {type(model).__name__}: it was saved without {missing[0]}. Take a checkpoint that "
+            "was saved with its head, or another --task"
         )
     return model
 

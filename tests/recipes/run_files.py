@@ -11,6 +11,14 @@ def read_results(out: Path) -> dict[str, Any]:
     return json.loads((Path(out) / "results.json").read_text())
 
 
+def figures(out: Path) -> dict[str, Any]:
+    """What must not depend on how often a run was stopped."""
+    kept = ("step", "start", "end", "curve", "train_loss", "parameters")
+    results = read_results(out)
+    stages = {name: {k: stage[k] for k in kept} for name, stage in results["stages"].items()}
+    return stages | ({"agreement": results["agreement"]} if "agreement" in results else {})
+
+
 def write_table(path, rows):
     """Rows as a csv, tsv, json, jsonl or parquet file, by its suffix. Returns its path as a flag takes it."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,5 @@
 """The grid against its control: equal budgets, honest verdicts, reports, stops and refusals."""
 
-import copy
-import html.parser
 import math
 import os
 import re
@@ -11,14 +9,18 @@ import sys
 
 import compare
 import numpy as np
+import pandas as pd
 import pytest
-from hfrecipes import compare_figure, compare_report, html_report, paired, settings, start
+from hfrecipes import compare_report, curves, paired, report, settings
 from hfrecipes import training as run
-from hfrecipes.paired import Cell, Kind
+from hfrecipes.paired import Cell
 from run_files import ROOT, read_results
+from scipy import stats
 
 TINY = "--layers 1 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 3 --tracker none"
 TINY += " --eval_every 2 --save_every 1 --heldout_blocks 8 --curve_blocks 4 --warmup_steps 1 --calibration 4"
+GRID = ["--variants", "dyt", "control", "--starts", "copied", "repaired", "--seeds", "0", "3", "--steps", "2", "3"]
+PART = ["--variants", "dyt", "--starts", "copied", "--seeds", "0", "--steps", "3"]
 
 
 def tiny(out, text, *more):
@@ -37,39 +39,12 @@ def part_of(finished, out):
     return {name: expected[name] for name in figures(out)}
 
 
-GRID = ["--variants", "dyt", "control", "--starts", "copied", "repaired", "--seeds", "0", "3", "--steps", "2", "3"]
-PART = ["--variants", "dyt", "--starts", "copied", "--seeds", "0", "--steps", "3"]
-
-
 @pytest.fixture(scope="module")
 def finished(text, tmp_path_factory):
     """An uninterrupted grid: two seeds, two budgets, two starts."""
     out = tmp_path_factory.mktemp("finished")
     assert compare.main(tiny(out, text, *GRID)) == 0
     return out
-
-
-@pytest.mark.slow
-def test_a_repair_is_done_once_for_all_methods(text, tmp_path, monkeypatch):
-    """And no figure depends on that."""
-    repairs = []
-    real = start.patched
-
-    def counted(*args):
-        repairs.append(args[2])
-        return real(*args)
-
-    monkeypatch.setattr(start, "patched", counted)
-    grid = ["--variants", "dyt", "rms", "--starts", "repaired", "--seeds", "0", "--steps", "2"]
-    grid += ["--keep_dropout", "true"]
-    assert compare.main(tiny(tmp_path / "all", text, *grid, "--methods", "finetune", "distil")) == 0
-    assert repairs == ["control", "dyt", "rms"]
-    repairs.clear()
-    assert compare.main(tiny(tmp_path / "budgets", text, *grid, "--steps", "2", "3")) == 0
-    assert repairs == ["control", "control", "dyt", "rms"]
-    for method in ("finetune", "distil"):
-        assert compare.main(tiny(tmp_path / method, text, *grid, "--methods", method)) == 0
-        assert part_of(tmp_path / "all", tmp_path / method) == figures(tmp_path / method)
 
 
 def planted(offsets, *, seeds=5, noise=0.004, higher=False, starts=("auto",), methods=("finetune",), steps=(20,)):
@@ -79,24 +54,32 @@ def planted(offsets, *, seeds=5, noise=0.004, higher=False, starts=("auto",), me
     for seed in range(seeds):
         level = 3 + rng.normal(0, 0.2)  # what a seed does to all: pairing must take it out
         stages[f"baseline-{seed}"] = {"step": 9}
-        kinds = [Kind("control", "", "", n) for n in steps]
-        kinds += [Kind(v, s, m, n) for n in steps for v in offsets for s in starts for m in methods]
-        for kind in kinds:
-            cell = Cell(kind, seed)
-            end = level + offsets.get(kind.variant, 0.0) + rng.normal(0, noise)
-            begin = level + 1 + 4 * offsets.get(kind.variant, 0.0)
-            points = [{"step": n, "loss": begin + (end - begin) * n / kind.steps} for n in (0, 1, 10, kind.steps)]
-            grid.append({**kind._asdict(), "seed": seed})
+        kinds = [("control", "", "", n) for n in steps]
+        kinds += [(v, s, m, n) for n in steps for v in offsets for s in starts for m in methods]
+        for cell in (Cell(*kind, seed) for kind in kinds):
+            end = level + offsets.get(cell.variant, 0.0) + rng.normal(0, noise)
+            begin = level + 1 + 4 * offsets.get(cell.variant, 0.0)
+            points = [{"step": n, "loss": begin + (end - begin) * n / cell.steps} for n in (0, 1, 10, cell.steps)]
+            grid.append(cell._asdict())
             stages[cell.name] = {
-                "step": kind.steps, "train_loss": [0.0] * kind.steps, "start": {"loss": begin, "extra": 7.0},
-                "end": {"loss": end, "extra": 7 + end, "none": None}, "curve": points, "seconds": 1.0,
-                "tokens_per_second": 1000, "step_seconds": 0.2 if kind.is_control else 0.25, "parameters": 12_345,
+                "step": cell.steps, "train_loss": [0.0] * cell.steps, "start": {"loss": begin, "extra": 7.0},
+                "end": {"loss": end, "extra": 7 + end, "none": None}, "curve": points,
+                "step_seconds": 0.2 if cell.variant == "control" else 0.25,
             }  # fmt: skip
-    config = {"margin": 0.01, "steps": list(steps), "seeds": list(range(seeds)), "batch_size": 4, "learning_rate": 1e-3}
+    config = {
+        "margin": 0.01,
+        "steps": list(steps),
+        "seeds": list(range(seeds)),
+        "start": "auto",
+        "seed": 0,
+        "starts": list(starts),
+        "model": None,
+    }
+    config |= {"batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-3, "calibration": 4}
     return {
         "command": "python recipes/compare.py", "config": config, "task": "lm",
         "data": {"source": "made up", "sha256": "0" * 64},
-        "main": "loss", "higher_is_better": higher, "unit": "tokens", "from_scratch": False, "control_method": "",
+        "main": "loss", "higher_is_better": higher, "from_scratch": False, "control_method": "",
         "wall_seconds": 1.0,
         "hardware": {"cpu": "x", "cores": 2, "processes": 1, "device": "cpu"}, "versions": {"python": "3"},
         "grid": grid, "stages": stages,
@@ -104,236 +87,112 @@ def planted(offsets, *, seeds=5, noise=0.004, higher=False, starts=("auto",), me
 
 
 def by_variant(results):
-    return {s.kind.variant: s for s in paired.summarise(results)}
+    return {s.variant: s for s in paired.summarise(results).itertuples()}
 
 
-class TestInterval:
-    def test_by_hand(self):
-        # sd = sqrt((1 + 0 + 1) / 2) = 1, t for 2 degrees of freedom 4.302653 (any table), half = t / sqrt(3)
-        found = paired.t_interval([1.0, 2.0, 3.0])
-        assert (found.mean, found.sd, found.n) == (2.0, 1.0, 3)
-        assert found.high - found.mean == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
-        assert found.mean - found.low == pytest.approx(found.high - found.mean)
-
-    def test_as_scipy_has_it(self):
-        from scipy import stats
-
-        a, b = np.random.default_rng(0).normal(size=(2, 7))
-        found, expected = paired.t_interval(a - b), stats.ttest_rel(a, b).confidence_interval(0.95)
+class TestStatistics:
+    def test_summary_is_of_pairs(self):
+        results = planted({"dyt": 0.1})
+        ends = {name: stage["end"]["loss"] for name, stage in results["stages"].items() if "end" in stage}
+        own = [ends[f"dyt-auto-finetune-20-seed-{seed}"] for seed in range(5)]
+        control = [ends[f"control-20-seed-{seed}"] for seed in range(5)]
+        found, expected = by_variant(results)["dyt"], stats.ttest_rel(own, control).confidence_interval(0.95)
         assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+        assert found.sd == pytest.approx(np.std(own, ddof=1))
+        assert found.sd > 0.1 > found.high - found.low, "seeds differ by more than the swap: pairing takes that out"
+        assert math.isnan(paired.half_width(math.nan, 1)), "one figure has no interval"
 
-    @pytest.mark.parametrize(("freedom", "t"), [(1, 12.7062), (4, 2.7764), (9, 2.2622), (1000, 1.9623)])
-    def test_quantiles_of_the_tables(self, freedom, t):
-        assert paired.t_quantile(freedom) == pytest.approx(t, abs=1e-4)
+    @pytest.mark.parametrize(
+        ("low", "high", "told"),
+        [
+            (0.005, 0.05, "worse"),
+            (-0.05, -0.005, "better"),
+            (-0.01, 0.01, "same"),
+            (0.001, 0.009, "same"),
+            (-0.01, 0.02, "undecided"),
+            (0.0, 0.02, "undecided"),
+            (math.nan, math.nan, "one seed"),
+        ],
+    )
+    def test_verdict(self, low, high, told):
+        assert paired.verdict(low, high, 0.01, False) == told
+        mirrored = {"worse": "better", "better": "worse"}
+        assert paired.verdict(low, high, 0.01, True) == mirrored.get(told, told)
 
-    def test_covers_the_truth_as_often_as_it_says(self):
-        rng = np.random.default_rng(0)
-        found = [paired.t_interval(rng.normal(0.3, 1, 5).tolist()) for _ in range(2000)]
-        assert sum(i.low <= 0.3 <= i.high for i in found) / 2000 == pytest.approx(0.95, abs=0.015)
-
-    def test_one_figure_has_no_interval(self):
-        found = paired.t_interval([1.5])
-        assert (found.mean, found.sd, found.low, found.high) == (1.5, None, None, None)
-
-
-class TestVerdict:
-    def test_planted_difference_is_found(self):
-        found = by_variant(planted({"dyt": 0.1, "rope": -0.1, "rms": 0.0}))
-        assert {v: s.verdict for v, s in found.items()} == {
-            "control": "", "dyt": "worse", "rope": "better", "rms": "same"
-        }  # fmt: skip
-
-    def test_higher_may_be_better(self):
-        found = by_variant(planted({"dyt": 0.1, "rope": -0.1, "rms": 0.0}, higher=True))
-        assert [found[v].verdict for v in ("dyt", "rope", "rms")] == ["better", "worse", "same"]
-
-    def test_noise_is_the_same_only_if_it_is_small(self):
-        assert by_variant(planted({"dyt": 0.0}, noise=0.002))["dyt"].verdict == "same"
+    def test_planted_differences_are_found(self):
+        offsets = {"dyt": 0.1, "rope": -0.1, "rms": 0.0}
+        for higher, told in ((False, ["worse", "better", "same"]), (True, ["better", "worse", "same"])):
+            found = by_variant(planted(offsets, higher=higher))
+            assert [found[variant].verdict for variant in offsets] == told
         assert by_variant(planted({"dyt": 0.0}, noise=0.5))["dyt"].verdict == "undecided"
-
-    def test_noise_is_rarely_called_a_difference(self):
-        interval = [paired.t_interval(np.random.default_rng(i).normal(0, 1, 5).tolist()) for i in range(1000)]
-        wrong = sum(paired.verdict(i, 0.01, False) in ("better", "worse") for i in interval)
-        assert wrong / 1000 == pytest.approx(0.05, abs=0.02)
-
-    def test_what_a_seed_does_to_all_is_taken_out(self):
-        results = planted({"dyt": 0.1}, noise=0.004)
-        (found,) = [s for s in paired.summarise(results) if s.kind.variant == "dyt"]
-        assert found.figure.sd > 0.1, "seeds differ by more than the swap"
-        assert found.difference.sd < 0.02
-        assert found.verdict == "worse"
-
-    def test_sure_and_tiny_is_the_same(self):
-        assert paired.verdict(paired.t_interval([0.001, 0.0011, 0.0009]), 0.01, False) == "same"
-        assert paired.verdict(paired.t_interval([0.001, 0.0011, 0.0009]), 0.0005, False) == "worse"
-
-    def test_one_seed_decides_nothing(self):
         assert by_variant(planted({"dyt": 9.0}, seeds=1))["dyt"].verdict == "one seed"
 
     def test_seeds_needed(self):
-        interval = paired.t_interval([-1.0, 0.0, 1.0])
-        needed = paired.seeds_needed(interval, 0.5)
-        assert (
-            paired.t_quantile(needed - 1) / math.sqrt(needed)
-            <= 0.5
-            < paired.t_quantile(needed - 2) / math.sqrt(needed - 1)
-        )
+        needed = paired.seeds_needed(1.0, 0.5)
+        assert paired.half_width(1.0, needed) <= 0.5 < paired.half_width(1.0, needed - 1)
+        assert by_variant(planted({"dyt": 0.0}, noise=0.5))["dyt"].needed > 5
+        assert math.isnan(by_variant(planted({"dyt": 0.1}))["dyt"].needed), "nothing is needed where it is decided"
 
-
-class TestSummary:
-    def test_cost_and_what_is_recovered(self):
-        found = by_variant(planted({"dyt": 0.1, "rms": 0.0}, noise=0))
-        assert found["dyt"].cost.mean == pytest.approx(0.4)
-        assert found["dyt"].recovered == pytest.approx(0.75)
-        assert found["rms"].recovered is None, "nothing was lost"
-
-    def test_nothing_is_recovered_of_a_gain(self):
-        assert by_variant(planted({"dyt": -0.1}, noise=0))["dyt"].recovered is None
+    def test_cost_recovered_and_time(self):
+        found = by_variant(planted({"dyt": 0.1, "rms": 0.0, "rope": -0.1}, noise=0))
+        assert (found["dyt"].cost, found["dyt"].recovered) == pytest.approx((0.4, 0.75))
+        assert (found["dyt"].time, found["dyt"].time_low) == pytest.approx((1.25, 1.25))
+        assert math.isnan(found["rms"].recovered), "nothing was lost"
+        assert math.isnan(found["rope"].recovered), "nor of a gain"
         assert by_variant(planted({"dyt": -0.1}, noise=0, higher=True))["dyt"].recovered == pytest.approx(0.75)
-
-    def test_time_is_told_by_the_median_step(self):
-        assert by_variant(planted({"dyt": 0.1}, seeds=3))["dyt"].time == pytest.approx((1.25,) * 3)
+        assert math.isnan(found["control"].difference)
 
     @pytest.mark.parametrize("change", [{"step": 19}, {"train_loss": [0.0] * 19}])
     def test_unequal_budgets_are_refused(self, change):
         results = planted({"dyt": 0.1})
         results["stages"]["dyt-auto-finetune-20-seed-2"] |= change
-        with pytest.raises(ValueError, match="unequal budgets: dyt-auto-finetune-20-seed-2 has 19"):
+        with pytest.raises(ValueError, match="dyt-auto-finetune-20-seed-2"):
             paired.summarise(results)
 
-    def test_without_its_control_nothing_is_compared(self):
-        results = planted({"dyt": 0.1}, seeds=3)
-        del results["stages"]["control-20-seed-1"]
-        assert by_variant(results)["dyt"].difference.n == 2
-        assert by_variant(results)["dyt"].missing == (1,)
-
-    def test_controls_of_another_budget_do_not_count(self):
+    def test_only_the_control_of_the_same_seed_and_budget_counts(self):
         results = planted({"dyt": 0.1}, seeds=2, steps=(20, 40))
         for seed in range(2):
             results["stages"][f"control-40-seed-{seed}"]["end"]["loss"] += 1
-        found = {s.kind.steps: s.difference.mean for s in paired.summarise(results) if s.kind.variant == "dyt"}
-        assert found[20] == pytest.approx(0.1, abs=0.02)
-        assert found[40] == pytest.approx(-0.9, abs=0.02)
+        found = {s.steps: s.difference for s in paired.summarise(results).itertuples() if s.variant == "dyt"}
+        assert found == pytest.approx({20: 0.1, 40: -0.9}, abs=0.02)
+        del results["stages"]["control-20-seed-1"]
+        seeds = {s.steps: (s.seeds, s.asked) for s in paired.summarise(results).itertuples() if s.variant == "dyt"}
+        assert seeds == {20: (1, 2), 40: (2, 2)}
 
-    def test_failures_are_told(self):
+    def test_failures(self, tmp_path):
         results = planted({"dyt": 0.0}, seeds=3)
         results["stages"]["dyt-auto-finetune-20-seed-1"] = {"failed": "loss nan in step 3"}
         found = by_variant(results)["dyt"]
-        assert (found.failed, found.difference.n) == ({1: "loss nan in step 3"}, 2)
-        text = compare_report.compare_report(results)
-        assert "failed 1 of 3" in text
-        assert "1 of 3 seeds failed (loss nan in step 3)" in text
-        for seed in range(3):
-            results["stages"][f"dyt-auto-finetune-20-seed-{seed}"] = {"failed": "loss nan in step 3"}
-        assert by_variant(results)["dyt"].verdict == "failed"
-        assert "can't be trained like this" in compare_report.compare_report(results)
-        assert "<svg" in html_report.html_report(results)
+        assert (found.failed, found.seeds, found.reason) == (1, 2, "loss nan in step 3")
+        assert "1 of 3 failed" in compare_report.compare_report(results)
+        for kind in ("dyt-auto-finetune-20", "control-20"):
+            results["stages"] |= {f"{kind}-seed-{seed}": {"failed": "loss nan in step 3"} for seed in range(3)}
+            assert by_variant(results)["dyt"].verdict == "failed"
+            compare.draw_reports(results, tmp_path / "curves.png")
+            assert "Failed: dyt (loss nan in step 3)." in (tmp_path / "report.html").read_text("utf-8")
 
-    def test_ranks(self):
+    def test_ranking(self):
         results = planted({"dyt": 0.1, "rope": 0.2}, methods=("finetune", "distil"), noise=0, seeds=3)
         for name, stage in results["stages"].items():
             if "distil" in name:
                 stage["end"]["loss"] -= 0.05
-        first, second = paired.ranks(results, "method")
-        assert (first.value, first.mean, first.best, first.count) == ("distil", 1.0, 6, 6)
-        assert (second.value, second.mean, second.best) == ("finetune", 2.0, 0)
-        assert second.behind.mean == pytest.approx(0.05)
-        assert (first.chance, second.chance) == (None, 2 / 2**6)
-        assert paired.ranks(results, "start") == [], "there is one start"
-        results["higher_is_better"] = True
-        assert [rank.value for rank in paired.ranks(results, "method")] == ["finetune", "distil"]
-
-    def test_ranks_at_equal_time(self):
-        """Twice the time a step: distil at 20 steps against finetune at 40, where it leads at equal steps only."""
-        methods, steps = ("finetune", "distil"), (20, 40)
-        results = planted({"dyt": 0.1, "rope": 0.2}, methods=methods, steps=steps, noise=0, seeds=3)
-        for name, stage in results["stages"].items():
-            if "distil" in name:
-                stage["end"]["loss"] -= 0.05
-                stage["step_seconds"] *= 2.05
-            if "-40-" in name:
-                stage["end"]["loss"] -= 0.08
-        equal_steps, equal_time = paired.rankings(results)
-        assert (equal_steps.budgets, equal_steps.ranks[0].value, equal_steps.ranks[0].count) == ({}, "distil", 12)
-        assert equal_time.budgets == {"finetune": 40, "distil": 20}
-        first, second = equal_time.ranks
-        assert (first.value, first.best, first.count, second.value) == ("finetune", 6, 6, "distil")
-        assert second.behind.mean == pytest.approx(0.03)
-        untimed = copy.deepcopy(results)
-        for stage in untimed["stages"].values():
-            stage.pop("step_seconds", None)
-        assert paired.equal_times(untimed) == {}
-        told = "Of finetune (40 steps), distil (20 steps), which take about the same time, finetune ranks first"
-        for report in (compare_report.compare_report(results), html_report.html_report(results)):
-            assert told in report
-            assert "method at equal time" in report
-            assert "distil (20 steps)" in report
-
-    @pytest.mark.parametrize(("times", "steps"), [(1.0, (20, 40)), (1.5, (20, 40)), (2.0, (20, 30)), (0.0, (20, 40))])
-    def test_no_budgets_of_equal_time(self, times, steps):
-        """Steps that take the same time, budgets that don't fit, and times that weren't measured."""
-        results = planted({"dyt": 0.1}, methods=("finetune", "distil"), steps=steps, seeds=3)
-        for name, stage in results["stages"].items():
-            if "distil" in name:
-                stage["step_seconds"] *= times
-        assert [(ranking.axis, ranking.budgets) for ranking in paired.rankings(results)] == [("method", {})]
-
-    @pytest.mark.parametrize(
-        ("distil", "told"),
-        [
-            ((-1, -1, -1), "distil ranks first: best in 3 of 3 comparisons (distil 1.00, finetune 2.00). Its lead over "
-             "finetune, whose mean loss is higher by 1.0000, could be chance (sign test, p = 0.25)."),
-            ((-1, -1, 4), "distil ranks first: best in 2 of 3 comparisons (distil 1.33, finetune 1.67). Its lead over "
-             "finetune, whose mean loss is lower by 0.6667, could be chance (sign test, p = 1)."),
-            ((-1, 0, 1), "finetune and distil rank alike: best in 2 and 2 of 3 comparisons (finetune 1.50, distil "
-             "1.50)."),
-        ],
-    )  # fmt: skip
-    def test_ranks_in_words(self, distil, told):
-        """Ranks and means may disagree."""
-        results = planted({"dyt": 0.1}, methods=("finetune", "distil"), seeds=3)
-        for seed, by in enumerate(distil):
-            plain, other = (results["stages"][f"dyt-auto-{m}-20-seed-{seed}"] for m in ("finetune", "distil"))
-            other["end"]["loss"] = plain["end"]["loss"] + by
-        (ranking,) = paired.rankings(results)
-        assert compare_report.rank_sentence(ranking, "loss") == f"Of the methods, {told}"
+        first, second = paired.ranking(results, "method").itertuples()
+        assert (first.Index, first.rank, first.best, first.count) == ("distil", 1.0, 6, 6)
+        assert (second.Index, second.rank, second.best) == ("finetune", 2.0, 0)
+        assert second.difference == pytest.approx(0.05)
+        assert second.chance == pytest.approx(2 / 2**6)
+        assert paired.ranking(results, "start").empty, "there is one start"
+        del results["stages"]["dyt-auto-distil-20-seed-0"]
+        results["stages"]["rope-auto-distil-20-seed-0"] = {"failed": "loss nan"}
+        ranks = paired.ranking(results, "method")
+        assert list(ranks["count"]) == [5, 5], "whole comparisons only"
+        assert list(ranks["best"]) == [4, 1], "what failed is last"
+        assert list(paired.ranking(results | {"higher_is_better": True}, "method").index) == ["finetune", "distil"]
 
     def test_sign_test_by_hand(self):
-        """Three of four, or one, or none, or all of them by chance: 2 (4 + 1) / 16; equal pairs don't count."""
-        assert paired.sign_test([1, 1, 1, 0, 5.0], [0, 0, 0, 2, 5.0]) == pytest.approx(10 / 16)
-        assert paired.sign_test([1.0], [1.0]) == 1
-
-    def test_timings_far_apart_are_not_believed(self):
-        results = planted({"dyt": 0.0}, seeds=3)
-        results["stages"]["dyt-auto-finetune-20-seed-1"]["step_seconds"] = 2.0
-        assert by_variant(results)["dyt"].time == pytest.approx((1.25, 10, 1.25))
-        text = compare_report.compare_report(results)
-        assert "took 1.25 times the control's (1.25 to 10.00 over seeds); timings that far apart say little" in text
-        assert "as far as its speed is right" in text
-
-
-class Tags(html.parser.HTMLParser):
-    """What a page refers to, and whether its tags are closed in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.references, self.images, self.problems = [], [], [], []
-
-    def handle_starttag(self, tag, attributes):
-        found = dict(attributes)
-        self.references += [(tag, k, v) for k, v in found.items() if k in ("src", "href", "srcset", "data", "action")]
-        if tag == "svg":
-            self.images.append(found)
-        if tag not in ("meta", "br", "link", "img"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.handle_starttag(tag, attributes)
-        self.open.pop()
-
-    def handle_endtag(self, tag):
-        if not self.open or self.open.pop() != tag:
-            self.problems.append(tag)
+        """Three of four, or one, or none, or all of them by chance: 2 (4 + 1) / 16; zeros don't count."""
+        assert paired.sign_test(pd.Series([1, 1, 1, -2, 0])) == pytest.approx(10 / 16)
+        assert paired.sign_test(pd.Series([0.0])) == 1
 
 
 @pytest.fixture
@@ -342,134 +201,89 @@ def results():
 
 
 class TestReport:
-    def test_table(self, results):
-        text = compare_report.compare_report(results)
-        rows = [line for line in text.splitlines() if line.startswith("|")]
-        blocks = [[rows[0]]]
-        for row in rows[1:]:
-            blocks[-1].append(row) if len(row) == len(blocks[-1][-1]) else blocks.append([row])
-        assert [block[0].split("|")[1].strip() for block in blocks] == ["variant", "start"], "each table is aligned"
-        assert [row.split("|")[1].strip() for row in rows[2:7]] == ["control", "rms", "rms", "dyt", "dyt"]
-        found = by_variant(results)["dyt"]
-        assert f"{found.difference.mean:+.4f}" in text
-        assert f"{found.difference.low:+.4f} to {found.difference.high:+.4f}" in text
-        assert "t = 4.303 for 3 seeds" in text
-
-    def test_words_follow_the_figures(self, results):
-        text = compare_report.compare_report(results)
-        assert "better" not in re.search("Against a control of equal budget: .*", text)[0]
-        assert "same: rms (auto), rms (copied); worse: dyt (auto), dyt (copied)." in text
-        assert "**dyt (auto)** is **worse than the control**: loss is higher by 0." in text
-        assert "training gave back 7" in text
-        assert "A training step took 1.25 times the control's (1.25 to 1.25 over seeds)." in text
-        assert "Not worth it at this budget: worse, and slower." in text
-        better = compare_report.compare_report(planted({"rms": -0.1}))
-        assert "**rms** is **better than the control**: loss is lower by 0." in better
-        assert "Worth it, where the slower step is." in better
+    def test_markdown(self, results):
+        text, found = compare_report.compare_report(results), by_variant(results)["dyt"]
+        rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("|")]
+        assert [row[1] for row in rows][2:8] == ["control", "rms", "rms", "dyt", "dyt", "start"]
+        assert {row[1] for row in rows[9:]} == {"auto", "copied"}
+        assert {f"{found.difference:+.4f}", f"{found.low:+.4f} to {found.high:+.4f}", "1.25 x (1.25 to 1.25)"} < {
+            cell for row in rows for cell in row
+        }
+        assert "method" not in rows[0], "there is one"
+        assert "The same as the control of equal budget, to ±1 % of the control's loss: rms (auto), rms (cop" in text
+        assert "Worse than the control of equal budget: dyt (auto), dyt (copied)." in text
+        for told in ("seeds 0, 1, 2", "`python recipes/compare.py`", "2 cores", "made up"):
+            assert told in text
 
     def test_unfinished_grids_say_so(self, results):
-        part = copy.deepcopy(results)
-        part["stages"].popitem()
-        assert "Not finished: 14 of 15 models are there" in compare_report.compare_report(part)
         assert "Not finished" not in compare_report.compare_report(results)
+        results["stages"].popitem()
+        assert "Not finished: 14 of 15 models are there" in compare_report.compare_report(results)
 
-    def test_html_is_one_file(self, results):
-        page = html_report.html_report(results)
-        tags = Tags()
-        tags.feed(page)
-        assert tags.problems == []
-        assert tags.open == []
-        assert all(value.startswith("#") for _, _, value in tags.references), "nothing but places in the page"
-        assert not re.search(r"https?:|@import|<script|<link|url\((?!#)", page)
-        assert all(image["role"] == "img" and image["aria-label"] for image in tags.images)
-        assert len(tags.images) == 5, "the curves, and an interval for each row but the control's"
-        assert '<html lang="en">' in page
-        assert "prefers-color-scheme: dark" in page
-        assert "@media print" in page
-
-    def test_what_the_parser_would_find(self):
-        tags = Tags()
-        tags.feed('<p><b></p><img src="https://x">')
-        assert tags.problems
-        assert tags.references == [("img", "src", "https://x")]
-
-    def test_html_has_the_figures(self, results):
-        page, found = html_report.html_report(results), by_variant(results)["dyt"]
-        assert f"{found.difference.mean:+.4f}" in page
-        assert "python recipes/compare.py" in page
-        assert "made up" in page
-        assert page.count("<tr") > 20
-
-    def test_names_are_escaped(self):
+    def test_page_is_one_file_with_names_escaped(self, tmp_path):
         results = planted({"<script>alert(1)</script>": 0.1, 'a"b&c': 0.0}, seeds=2)
         results["data"]["source"] = results["command"] = results["config"]["model"] = "<img src=x onerror='y'>"
-        page = html_report.html_report(results)
-        assert "<script" not in page
-        assert "<img" not in page
+        compare.draw_reports(results, tmp_path / "curves.png")
+        page = (tmp_path / "report.html").read_text("utf-8")
+        found = by_variant(results)['a"b&c']
+        assert re.findall(r"<[^>]* (?:src|href|data|action)=.([^;>]*)", page) == ["data:image/png"], (
+            "nothing from elsewhere"
+        )
+        assert not re.search(r"https?:|@import|<script|url\(", page)
+        assert page.count("<img") == 1
         assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-        tags = Tags()
-        tags.feed(page)
-        assert tags.problems == []
+        assert f"{found.difference:+.4f}" in page
+        assert "<summary>extra</summary>" in page, "further figures of the task"
+        assert "<summary>none</summary>" not in page
 
-    def test_curves_are_means_and_differences(self, results):
-        kind = Kind("dyt", "auto", "finetune", 20)
-        own, gaps = compare_figure.points(results, kind)
-        ends = [results["stages"][Cell(kind, seed).name]["end"]["loss"] for seed in range(3)]
-        controls = [results["stages"][f"control-20-seed-{seed}"]["end"]["loss"] for seed in range(3)]
-        assert own[20] == ends
-        assert gaps[20] == [a - b for a, b in zip(ends, controls, strict=True)]
-        figure = compare_figure.make_figure(results, "black")
-        assert len(figure.axes) == 4, "a panel for each variant, since there are two starts"
-        line = next(line for line in figure.axes[2].lines if line.get_label() == "auto")
-        assert line.get_ydata()[-1] == pytest.approx(np.mean(ends))
+    def test_curves(self, results, monkeypatch):
+        drawn = []
+        monkeypatch.setattr(compare_report, "draw_panels", lambda panels, path: drawn.extend(panels))
+        compare_report.draw_grid(results, None)
+        assert [panel.title for panel in drawn] == ["rms", "dyt"]
+        assert list(drawn[1].lines) == ["auto", "copied"]
+        ends = [results["stages"][f"dyt-auto-finetune-20-seed-{seed}"]["end"]["loss"] for seed in range(3)]
+        assert drawn[1].lines["auto"].loc[20].tolist() == pytest.approx(ends)
+        assert drawn[1].control.loc[20, 1] == results["stages"]["control-20-seed-1"]["end"]["loss"]
 
-    @pytest.mark.parametrize("ways", [1, 4, 9])
-    def test_the_legend_fits(self, ways):
-        methods = tuple(f"a method of name {i}" for i in range(ways))
-        figure = compare_figure.make_figure(planted({"dyt": 0.1}, seeds=2, methods=methods), "black")
-        box = figure.legends[0].get_window_extent()
-        assert len(figure.legends) == 1
-        assert box.x0 >= 0
-        assert box.x1 <= figure.bbox.width
-        assert figure.legends[0]._ncols > 1
+    def test_steps_that_not_all_seeds_have_are_left_out(self):
+        stages = {0: {"curve": [{"step": 0, "loss": 3.0}, {"step": 1, "loss": 2.0}]}}
+        stages[1] = {"curve": [{"step": 0, "loss": 4.0}]}
+        assert curves.curve_of(stages, "loss").to_dict("index") == {0: {0: 3.0, 1: 4.0}}
+
+    def test_table_is_aligned(self):
+        assert report.table([["a", "bcd"], ["e", "1"]]) == ["| a   | e |", "|-----|--:|", "| bcd | 1 |"]
 
 
 class TestGrid:
     def test_a_control_for_each_seed_and_budget(self, finished):
-        results = read_results(finished)
-        cells = paired.grid_of(results)
-        assert [c for c in cells if c.kind.is_control] == [
-            Cell(Kind("control", "", "", steps), seed) for seed in (0, 3) for steps in (2, 3)
+        grid = paired.read_grid(read_results(finished))
+        assert list(grid.name[grid.variant == "control"]) == [
+            f"control-{steps}-seed-{seed}" for seed in (0, 3) for steps in (2, 3)
         ]
-        assert len(cells) == 2 * 2 * (1 + 2)
-        assert all(cell.name in results["stages"] for cell in cells)
-        assert [name for name in results["stages"] if name.startswith("baseline")] == ["baseline-0", "baseline-3"]
+        assert len(grid) == 2 * 2 * (1 + 2)
+        assert grid.done.all()
+        found = {path.name for path in finished.iterdir()}
+        assert {"report.html", "results.md", "results.json", "curves.png", "baseline-0", "baseline-3"} <= found
+        assert not [name for name in found if name.startswith(("dyt", "control", "state"))], "only figures are kept"
 
-    def test_cells_of_a_seed_share_baseline_and_batches(self, finished):
+    def test_models_of_a_seed_share_baseline_and_batches(self, finished):
         stages = read_results(finished)["stages"]
         for seed in (0, 3):
             end = stages[f"baseline-{seed}"]["end"]
             assert stages[f"control-2-seed-{seed}"]["start"] == stages[f"control-3-seed-{seed}"]["start"] == end
-            assert stages[f"dyt-copied-finetune-2-seed-{seed}"]["start"] != end
-            first = [
-                s["train_loss"][0] for name, s in stages.items() if name.endswith(f"seed-{seed}") and "control" in name
-            ]
-            assert len(set(first)) == 1, "the same first batch, whatever the budget"
+            copied, repaired = (stages[f"dyt-{start}-finetune-2-seed-{seed}"] for start in ("copied", "repaired"))
+            assert copied["start"] != end
+            assert copied["start"] != repaired["start"]
+            first = {stages[f"control-{steps}-seed-{seed}"]["train_loss"][0] for steps in (2, 3)}
+            assert len(first) == 1, "the same first batch, whatever the budget"
         assert stages["control-2-seed-0"]["start"] != stages["control-2-seed-3"]["start"]
 
-    def test_budgets_are_equal(self, finished):
-        for cell, stage in paired.read_cells(read_results(finished)).items():
-            assert stage["step"] == len(stage["train_loss"]) == cell.kind.steps
-
-    def test_starts_differ(self, finished):
-        stages = read_results(finished)["stages"]
-        assert stages["dyt-copied-finetune-2-seed-0"]["start"] != stages["dyt-repaired-finetune-2-seed-0"]["start"]
-
-    def test_files(self, finished):
-        found = {path.name for path in finished.iterdir()}
-        assert {"report.html", "results.md", "results.json", "curves.png", "baseline-0", "baseline-3"} <= found
-        assert not [name for name in found if name.startswith(("dyt", "control", "state"))], "only figures are kept"
-        assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
+    def test_other_settings_can_not_go_on(self, finished, text, capsys):
+        before = (finished / "results.json").read_bytes()
+        assert compare.main([*tiny(finished, text, *GRID), "--resume", "--learning_rate", "1"]) == 2
+        assert "learning_rate" in capsys.readouterr().err
+        assert (finished / "results.json").read_bytes() == before
 
     @pytest.mark.slow
     def test_more_seeds_come_on_top_and_models_are_kept_if_asked(self, finished, text, tmp_path):
@@ -497,8 +311,8 @@ run.Run.train_step = killed
 compare.main({tiny(tmp_path, text, *PART)!r})
 """
         path = os.pathsep.join([str(ROOT), str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")])
-        settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        killed = subprocess.run([sys.executable, "-c", script], env={**os.environ, **settings}, timeout=120)
+        environment = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        killed = subprocess.run([sys.executable, "-c", script], env={**os.environ, **environment}, timeout=120)
         assert killed.returncode == -signal.SIGKILL
         assert "dyt-copied-finetune-3-seed-0" not in read_results(tmp_path)["stages"]
         assert (tmp_path / "state").exists()
@@ -506,36 +320,20 @@ compare.main({tiny(tmp_path, text, *PART)!r})
         assert figures(tmp_path) == part_of(finished, tmp_path)
 
     @pytest.mark.slow
-    def test_time_limit_stops_and_reports(self, finished, text, tmp_path, capsys, monkeypatch):
-        # As if the minutes were over when the second model is built.
-        stage = run.Run.stage
+    def test_ctrl_c_reports_what_is_finished(self, finished, text, tmp_path, monkeypatch):
+        train_step = run.Run.train_step
 
-        def late(self, name, *args, **options):
-            if name.startswith("dyt"):
-                self.requests.append(0.0)
-            return stage(self, name, *args, **options)
+        def interrupted(self, where, *args):
+            if where == "step 2 of dyt-copied-finetune-3-seed-0":
+                os.kill(os.getpid(), signal.SIGINT)
+            return train_step(self, where, *args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(run.Run, "stage", late)
-            assert compare.main([*tiny(tmp_path, text, *PART), "--max_minutes", "60"]) == 130
-        printed = capsys.readouterr()
-        assert "--resume" in printed.err
-        assert "Not finished: 1 of 2 models are there" in printed.out
-        assert "Not finished" in (tmp_path / "report.html").read_text("utf-8")
+            patch.setattr(run.Run, "train_step", interrupted)
+            assert compare.main(tiny(tmp_path, text, *PART)) == 130
+        assert "Not finished: 1 of 2 models are there" in (tmp_path / "report.html").read_text("utf-8")
         assert compare.main([*tiny(tmp_path, text, *PART), "--resume"]) == 0
         assert figures(tmp_path) == part_of(finished, tmp_path)
-
-    def test_time_limit_is_kept(self):
-        requests = []
-        with compare.stop_requested_after(1e-9, requests):
-            for _ in range(200):
-                if requests:
-                    break
-                signal.sigtimedwait([], 0.01)
-        assert requests
-        with compare.stop_requested_after(None, never := []):
-            pass
-        assert never == []
 
     @pytest.mark.slow
     def test_diverged_model_is_a_result(self, text, tmp_path, monkeypatch):
@@ -553,11 +351,8 @@ compare.main({tiny(tmp_path, text, *PART)!r})
         stages = read_results(tmp_path)["stages"]
         assert stages["dyt-auto-finetune-2-seed-0"]["failed"].startswith("loss nan, gradient norm 1 in step 2")
         distilled, control = stages["dyt-auto-distil-2-seed-0"], stages["control-2-seed-0"]
-        assert distilled["step"] == 2
-        assert distilled["train_loss"][0] < 1 < control["train_loss"][0], (
-            "a distance from the teacher, not the text's loss"
-        )
-        assert "failed 1 of 1" in (tmp_path / "results.md").read_text("utf-8")
+        assert distilled["train_loss"][0] < 1 < control["train_loss"][0], "a distance from the teacher, not a text's"
+        assert "1 of 1 failed" in (tmp_path / "results.md").read_text("utf-8")
 
     @pytest.mark.slow
     def test_without_labels_the_control_has_none_either(self, text, tmp_path):
@@ -565,33 +360,16 @@ compare.main({tiny(tmp_path, text, *PART)!r})
         assert compare.main([*argv, "--methods", "distil", "--distil_weight", "1"]) == 0
         control = read_results(tmp_path)["stages"]["control-distil-2-seed-0"]
         assert control["train_loss"] == pytest.approx([0, 0], abs=1e-4), "its own teacher"
-        assert "distilled from itself since no method here looks at labels" in (tmp_path / "results.md").read_text(
-            "utf-8"
-        )
+        assert "distilled from itself" in (tmp_path / "results.md").read_text("utf-8")
 
     @pytest.mark.slow
     def test_from_scratch(self, text, tmp_path):
         argv = tiny(tmp_path, text, "--variants", "dyt", "--starts", "reset", "--steps", 2, "--seeds", 0)
-        argv[argv.index("--baseline_steps") + 1] = "0"
-        assert compare.main(argv) == 0
+        assert compare.main([*argv, "--baseline_steps", "0"]) == 0
         stages = read_results(tmp_path)["stages"]
         assert stages["control-2-seed-0"]["start"] == stages["baseline-0"]["start"]
         assert not (tmp_path / "baseline-0").exists(), "nothing was trained there"
-        text = (tmp_path / "results.md").read_text("utf-8")
-        assert "from scratch" in text
-        assert "after the swap" not in text
-
-    def test_list_trains_nothing(self, finished, text, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr(run.Run, "__init__", lambda *a: pytest.fail("a run began"))
-        assert compare.main([*tiny(tmp_path, text, *GRID), "--list"]) == 0
-        printed = capsys.readouterr().out
-        assert "12 of 12 models to train; no estimate before one is done" in printed
-        assert re.search(r"dyt-copied-finetune-3-seed-3 +\| to train \| +- \|", printed)
-        assert compare.main([*tiny(finished, text, *GRID, "--seeds", "0", "3", "4"), "--list"]) == 0
-        printed = capsys.readouterr().out
-        assert "6 of 18 models to train: about" in printed
-        assert re.search(r"control-2-seed-0 +\| +done \| +\d", printed)
-        assert re.search(r"control-2-seed-4 +\| to train \| +\d", printed), "by the other seeds' times"
+        assert "after the swap" not in (tmp_path / "results.md").read_text("utf-8")
 
 
 class TestSettings:
@@ -602,45 +380,31 @@ class TestSettings:
         for name in ("lm.yaml", "vision.yaml", "gpu.yaml"):
             config = read(ROOT / "recipes" / "configs" / name)
             settings.check(config)
-            assert config.seeds == [0, 1, 2, 3, 4]
-            assert config.starts == ["repaired"]
+            assert (config.seeds, config.starts) == ([0, 1, 2, 3, 4], ["repaired"])
             assert "control" not in config.variants
-        config = read("--seed", 7, "--start", "copied", "--steps", 5, 10)
+        config = read("--seed", 7, "--start", "copied", "--steps", 5, 10, 5)
         assert (config.seeds, config.starts, config.steps) == ([7, 8, 9, 10, 11], ["copied"], [5, 10])
         assert read("--seeds", 3, "--starts", "auto", "self", "--start", "copied").starts == ["auto", "self"]
 
-
-class TestBadInput:
-    """One line, exit status 2, and nothing trained."""
-
     @pytest.mark.parametrize(
-        ("flags", "message"),
+        ("flags", "named"),
         [
-            (["--variants", "control"], "--variants names nothing to compare with the control"),
-            (["--variants", "dyt", "dyt"], "named twice in --variants dyt dyt"),
-            (["--variants", "dyyt"], "UnknownNameError"),
-            (["--seeds", "1", "1"], "named twice in --seeds 1 1"),
-            (["--seeds", "-1"], "--seeds must be at least 0, not -1"),
-            (["--steps", "0"], "--steps must be at least 1, not 0"),
-            (["--starts", "cold"], "--starts cold is not known; there are repaired, self"),
-            (["--methods", "magic"], "no method is called 'magic'"),
-            (["--methods", "finetune", "--distil_weight", "2"], "--distil_weight must be above 0 and at most 1"),
-            (["--patience", "3"], "budgets must be equal"),
-            (["--margin", "1.5"], "--margin is a share"),
-            (["--max_minutes", "0"], "--max_minutes must be positive, not 0"),
-            (["--baseline_steps", "0"], "--baseline_steps 0 leaves nothing for --starts repaired"),
-            (["--variants", "placement"], "UnknownNameError"),
+            ("--variants control", "--variants"),
+            ("--variants dyyt", "dyyt"),
+            ("--variants placement", "placement"),
+            ("--seeds -1", "--seeds"),
+            ("--steps 0", "--steps"),
+            ("--starts cold", "--starts"),
+            ("--methods magic", "--methods"),
+            ("--distil_weight 2 --methods distil", "--distil_weight"),
+            ("--patience 3", "--patience"),
+            ("--margin -1", "--margin"),
+            ("--baseline_steps 0", "--baseline_steps"),
+            ("--baseline_steps 0 --starts reset copied", "--baseline_steps"),
         ],
     )
-    def test_refused_at_once(self, text, tmp_path, capsys, monkeypatch, flags, message):
+    def test_refused_at_once(self, text, tmp_path, capsys, monkeypatch, flags, named):
         monkeypatch.setattr(run.Run, "stage", lambda *a, **k: pytest.fail("training began"))
-        assert compare.main(tiny(tmp_path, text, *flags)) == 2
-        error = capsys.readouterr().err.strip()
-        assert message in error
-        assert "\n" not in error
-
-    def test_other_settings_can_not_go_on(self, finished, text, capsys):
-        before = (finished / "results.json").read_bytes()
-        assert compare.main([*tiny(finished, text, *GRID), "--resume", "--learning_rate", "1"]) == 2
-        assert "can't resume" in capsys.readouterr().err
-        assert (finished / "results.json").read_bytes() == before
+        assert compare.main(tiny(tmp_path, text, *flags.split())) == 2
+        assert named in capsys.readouterr().err
+        assert not (tmp_path / "results.json").exists()

@@ -7,11 +7,9 @@ import finetune
 import heal
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from hfrecipes import compiled
 from run_files import read_results
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 from transformers.activations import NewGELUActivation
 
 from hfpatch.compile import compile_model, compiled_calls
@@ -86,22 +84,9 @@ class TestTogetherWith:
         ours, theirs = losses(tmp_path), losses(eager)
         assert_close(ours, {name: theirs[name] for name in ours})
 
-    def test_mixed_precision(self, text, tmp_path, graphs):
-        try:
-            for mode in ("", "--compile"):
-                AcceleratorState._reset_state(reset_partial_state=True)
-                flags = ["--variants", "control", "--mixed_precision", "bf16", *filter(None, [mode])]
-                flags += ["--heldout_blocks", 4, "--curve_blocks", 4]
-                assert finetune.main(tiny(tmp_path / f"run{mode}", text, *flags)) == 0
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
-        assert graphs
-        assert_close(losses(tmp_path / "run--compile"), losses(tmp_path / "run"), 0.02)
-
     def test_adapters_and_a_teacher_without_labels(self, eager, text, tmp_path, graphs):
         """Without the task's loss, which asks for no cache; adapters are merged before the last figures."""
         flags = ["--patch", "rope", "--method", "distil", "--distil_weight", 1, "--lora_rank", 2]
-        flags += ["--distil_hidden", 0.5]
         flags += ["--model", eager / "baseline", "--baseline_steps", 0, "--heldout_blocks", 4, "--curve_blocks", 4]
         assert heal.main(tiny(tmp_path / "eager", text, *flags)) == 0
         assert not graphs
@@ -109,28 +94,11 @@ class TestTogetherWith:
         assert graphs
         assert_close(losses(tmp_path / "compiled"), losses(tmp_path / "eager"))
 
-    def test_a_decoder_that_classifies(self, folder, tmp_path, graphs):
-        """Its config asks for a cache."""
-        rows = [f"text {i} is {'ab'[i % 2]} like,{'ab'[i % 2]}" for i in range(150)]
-        (tmp_path / "two.csv").write_text("\n".join(["text,label", *rows]))
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        sizes = {"n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 2, "pad_token_id": tokenizer.pad_token_id}
-        gpt2 = GPT2Config(vocab_size=len(tokenizer), **sizes)
-        GPT2ForSequenceClassification(gpt2).save_pretrained(tmp_path / "gpt2")
-        tokenizer.save_pretrained(tmp_path / "gpt2")
-        flags = "--task classify --baseline_steps 0 --steps 2 --batch_size 7 --tracker none --variants rms --compile"
-        flags += f" --data {tmp_path / 'two.csv'} --model {tmp_path / 'gpt2'} --output_dir {tmp_path / 'out'}"
-        assert finetune.main([*flags.split(), "--baselines", "false", "--start", "auto"]) == 0
-        assert graphs
-        assert json.loads((tmp_path / "out" / "rms" / "config.json").read_text())["use_cache"] is True
-
 
 class TestRefused:
     def test_without_blocks(self, text, tmp_path, capsys):
         assert finetune.main(tiny(tmp_path, text, "--layers", 1, "--compile")) == 2
-        error = capsys.readouterr().err.strip()
-        assert error.startswith("RecipeError: --compile compiles the block that a model repeats, and this GPT2LMHead")
-        assert "\n" not in error
+        assert "UnsupportedError" in capsys.readouterr().err
         assert not (tmp_path / "results.json").exists()
 
     def test_code_that_is_not_called(self, text, tmp_path, capsys, monkeypatch):
@@ -148,8 +116,7 @@ class TestRefused:
 
         monkeypatch.setattr(compiled, "compile_model", passed_by)
         assert finetune.main(tiny(tmp_path, text, "--variants", "control", "--compile")) == 2
-        error = capsys.readouterr().err.strip()
-        assert "RecipeError: --compile: 2 of 2 blocks of GPT2LMHeadModel ran uncompiled, transformer.h.0 among" in error
+        assert "RecipeError: --compile: 2 of 2 blocks" in capsys.readouterr().err
         assert read_results(tmp_path)["stages"] == {}
 
     def test_graph_breaks(self, text, tmp_path, capsys, monkeypatch, graphs):
@@ -162,10 +129,8 @@ class TestRefused:
         monkeypatch.setattr(NewGELUActivation, "forward", breaking)
         assert finetune.main(tiny(tmp_path, text, "--variants", "control", "--compile")) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert (
-            "RecipeError: --compile: GPT2LMHeadModel can't be compiled (Call to `torch._dynamo.graph_break()`: "
-            in error
-        )
+        assert error.startswith("RecipeError: --compile: GPT2LMHeadModel can't be compiled")
+        assert "graph_break" in error
 
     def test_training_may_drop_blocks_but_not_all(self):
         model = torch.nn.ModuleDict({"h": torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])})
@@ -173,10 +138,7 @@ class TestRefused:
         first, second = model["h"]
         with compiled.really_called(model.train()):
             first(torch.ones(1, 2))
-        with (
-            pytest.raises(compiled.RecipeError, match=r"1 of 2 blocks .*, h\.1 among"),
-            compiled.really_called(model.eval()),
-        ):
+        with pytest.raises(compiled.RecipeError, match=r"1 of 2 .*h\.1"), compiled.really_called(model.eval()):
             first(torch.ones(1, 2))
         with pytest.raises(compiled.RecipeError, match=r"2 of 2 blocks"), compiled.really_called(model.train()):
             pass

@@ -18,9 +18,7 @@ LM = f"{TINY} --block_size 16 --heldout_blocks 4 --curve_blocks 4"
 RECIPES = {
     "finetune": (finetune, "--variants rms rope control"),
     "heal": (heal, "--patch rms"),
-    "distil": (heal, "--patch rope --method distil --start copied"),
     "compare": (compare, "--variants rope --methods finetune distil --starts copied --seeds 0"),
-    "unlabelled": (compare, "--variants rms --methods distil --distil_weight 1 --seeds 0"),
 }
 
 

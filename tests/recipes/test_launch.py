@@ -7,14 +7,11 @@ import sys
 
 import finetune
 import pytest
-import torch
-import torch.nn.functional as F
-from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from hfrecipes import corpus as data
+from hfrecipes.settings import read_run
+from hfrecipes.training import Run
 from run_files import ROOT, read_results
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfpatch.checkpoint.marker import MARKER
 
@@ -101,46 +98,23 @@ def test_two_processes_train_stop_go_on_save_and_load(alone, text, tmp_path, con
     assert MARKER in load_file(folder / "model.safetensors")
     assert saved["architectures"] == alike["architectures"]
     assert saved["hfpatch"].keys() == alike["hfpatch"].keys(), "with the fingerprint of its function"
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokens, sizes = data.encode(data.split_documents(data.read_text_files([str(text)]))[1], tokenizer)
-    blocks = data.HeldOutBlocks(tokens, sizes, data.Causal(16), 8)
-    ids = torch.stack([blocks[i]["input_ids"] for i in range(len(blocks))])
-    with torch.no_grad():
-        logits = model(ids).logits
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
+    of_run = Run(read_run(tiny(tmp_path, text), "finetune.py"), "")
+    loss = of_run.measure(of_run.task.load(str(folder)), of_run.loader(of_run.task.heldout))["loss"]
     assert loss == pytest.approx(results["stages"]["rms+rope"]["end"]["loss"], abs=1e-5)
 
 
-class TestConfigs:
-    """As accelerate's own parser reads them."""
-
-    @pytest.mark.parametrize(
-        ("config", "kind"), [("ddp.yaml", "multi_gpu"), ("fsdp2.yaml", "use_fsdp"), ("deepspeed.yaml", "use_deepspeed")]
-    )
-    def test_launch_understands_it(self, config, kind):
-        args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / config), "recipe.py"])
-        args, defaults, _ = _validate_launch_command(args)
-        assert getattr(args, kind) is True
-        assert [k for k in ("multi_gpu", "use_fsdp", "use_deepspeed") if getattr(args, k)] == [kind]
-        assert args.num_processes == defaults.num_processes == 2
-        args = launch_command_parser().parse_args(
-            ["--config_file", str(CONFIGS / config), "--num_processes", "8", "recipe.py"]
-        )
-        assert _validate_launch_command(args)[0].num_processes == 8, "flags win"
-
-    def test_settings_arrive(self):
-        args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / "fsdp2.yaml"), "recipe.py"])
-        args, _, _ = _validate_launch_command(args)
+@pytest.mark.parametrize(
+    ("config", "kind"), [("ddp.yaml", "multi_gpu"), ("fsdp2.yaml", "use_fsdp"), ("deepspeed.yaml", "use_deepspeed")]
+)
+def test_launch_understands_a_config(config, kind):
+    """As accelerate's own parser reads it; flags win."""
+    flags = ["--config_file", str(CONFIGS / config), "--num_processes", "8", "recipe.py"]
+    args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(flags))
+    assert [k for k in ("multi_gpu", "use_fsdp", "use_deepspeed") if getattr(args, k)] == [kind]
+    assert (args.num_processes, defaults.num_processes) == (8, 2)
+    if kind == "use_fsdp":
         assert (args.fsdp_version, args.fsdp_auto_wrap_policy) == (2, "TRANSFORMER_BASED_WRAP")
-        args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / "deepspeed.yaml"), "recipe.py"])
-        args, _, _ = _validate_launch_command(args)
+    if kind == "use_deepspeed":
         assert (args.zero_stage, args.mixed_precision) == (2, "bf16")
         # what the recipe sets: as a word from here, accelerate would take it for a number
         assert args.gradient_accumulation_steps is args.gradient_clipping is None
-
-    def test_unknown_settings_would_be_found(self, tmp_path):
-        path = tmp_path / "own.yaml"
-        path.write_text((CONFIGS / "ddp.yaml").read_text("utf-8") + "number_of_processes: 2\n", "utf-8")
-        with pytest.raises(ValueError, match="number_of_processes"):
-            load_config_from_file(str(path))

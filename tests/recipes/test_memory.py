@@ -39,12 +39,3 @@ def test_freed_memory_is_kept() -> None:
     left = faults("leave")
     assert left > 80, "by pages of 2 MiB; by those of 4 KiB it's 65,000"
     assert faults("keep") < left / 5
-
-
-def test_not_where_it_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hfrecipes.memory import keep_freed_memory
-
-    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
-    assert not keep_freed_memory()
-    monkeypatch.setattr("memory.sys.platform", "darwin")
-    assert not keep_freed_memory()

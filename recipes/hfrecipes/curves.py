@@ -1,0 +1,113 @@
+"""Learning curves: a figure by step on the left, its difference from the control's on the right."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from .paired import half_width
+
+matplotlib.use("Agg")  # to a file, with or without a screen
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito: also for the colour-blind
+DASHES = ["-", (0, (4, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5))]  # a colour that comes again has another one
+CONTROL_LINE = {"color": "black", "lw": 1.2, "zorder": 99}
+MOST_BANDS = 5  # of more lines the bands would hide each other
+ABOUT = (
+    "Left: means over seeds, with bands of one standard deviation. Right: mean difference from the control of the same "
+    "seed at the same step, with 95 % intervals; grey counts as none. Where there are more than "
+    f"{MOST_BANDS} lines, bands are left out. Curves may be of a part of the held-out data."
+)
+
+Curve = pd.DataFrame  # a row for each step, a column for each seed
+
+
+@dataclass
+class Panel:
+    """Curves that are drawn together.
+
+    Attributes:
+        figure: what they show; lines: by name.
+        control: what they are compared with, if there is something, and what it is called.
+        before: the figure before the patch, drawn as a line across.
+        margin: a difference from the control within it counts as none.
+    """
+
+    title: str
+    figure: str
+    lines: dict[str, Curve]
+    control: Curve | None = None
+    control_name: str = "control"
+    before: float | None = None
+    margin: float = 0.0
+
+
+def curve_of(stages: dict[int, dict[str, Any]], figure: str) -> Curve:
+    """One figure while training, of the stages of several seeds; steps that not all seeds have are left out."""
+    points = {seed: {point["step"]: point[figure] for point in stage["curve"]} for seed, stage in stages.items()}
+    return pd.DataFrame(points).sort_index().dropna()
+
+
+def draw_panels(panels: Sequence[Panel], path: Path) -> None:
+    """A row of two plots for each panel; lines of one name look the same in all."""
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    rows = max(1, len(panels))  # where every model failed there is nothing to draw
+    figure, axes = plt.subplots(rows, 2, figsize=(11, 1 + 3.6 * rows), squeeze=False, layout="constrained")
+    for panel, (left, right) in zip(panels, axes, strict=False):
+        bands = len(panel.lines) <= MOST_BANDS
+        for name, curve in panel.lines.items():
+            i = names.index(name)
+            look = {"color": COLOURS[i % 6], "ls": DASHES[i // 6 % 4], "lw": 1.8, "label": name}
+            draw_line(left, curve, curve.std(axis=1) * bands, look)
+            if panel.control is not None:
+                gaps = (curve - panel.control).dropna(axis=1, how="all").dropna()
+                draw_line(right, gaps, half_width(gaps.std(axis=1), gaps.shape[1]) * bands, look)
+        if panel.before is not None:
+            left.axhline(panel.before, color="#888888", ls="--", lw=1.2, label="before the patch")
+        left.set(ylabel=panel.figure)
+        left.set_title(panel.title, loc="left")
+        right.set_visible(panel.control is not None)
+        if panel.control is not None:
+            look = CONTROL_LINE | {"label": panel.control_name}
+            draw_line(left, panel.control, panel.control.std(axis=1) * bands, look)
+            finish_differences(right, panel)
+        for axis in (left, right):
+            count_steps(axis)
+    named = {}
+    for axis in axes.flat:
+        named |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    figure.legend(named.values(), named, loc="outside lower left", frameon=False, ncols=3)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw_line(axis: Any, curve: Curve, half: pd.Series, look: dict[str, Any]) -> None:
+    """The mean over seeds, and a band around it; a single seed has none."""
+    mean = curve.mean(axis=1)
+    axis.plot(mean.index, mean, **look)
+    axis.fill_between(mean.index, mean - half, mean + half, color=look["color"], alpha=0.15, lw=0, zorder=1)
+
+
+def finish_differences(axis: Any, panel: Panel) -> None:
+    axis.axhline(0, **CONTROL_LINE)
+    if panel.margin:
+        axis.axhspan(-panel.margin, panel.margin, color="black", alpha=0.08, lw=0, label="counts as no difference")
+        if max(map(abs, axis.get_ylim())) > 12 * panel.margin:  # what a swap cost at first must not flatten the rest
+            axis.set_yscale("symlog", linthresh=10 ** math.ceil(math.log10(2 * panel.margin)))
+    axis.yaxis.set_major_formatter(lambda x, _: f"{x:+.3g}" if x else "0")
+    axis.set(ylabel=f"{panel.figure} - {panel.control_name}'s")
+    axis.set_title(f"difference from the {panel.control_name} at the same step", loc="left", fontsize="medium")
+
+
+def count_steps(axis: Any) -> None:
+    """Most happens in the first steps, which a logarithmic axis shows; 0 is on it."""
+    axis.set_xscale("symlog", linthresh=1, linscale=0.4)
+    axis.set_xlim(left=0)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_xlabel("optimizer steps", loc="right")
+    axis.grid(alpha=0.15)
+    axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,33 @@
+"""Settings as fields of dataclasses, each with its help and the range that it is checked against."""
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import field
+from typing import Any
+
+
+class Range:
+    """Numbers that a setting may be, as argparse's choices; neither NaN nor infinite."""
+
+    def __init__(self, words: str, holds: Callable[[float], bool]) -> None:
+        self.words, self.holds = words, holds
+
+    def __contains__(self, number: float) -> bool:
+        return math.isfinite(number) and self.holds(number)
+
+    def __iter__(self) -> Iterator[str]:  # what --help and errors show
+        yield self.words
+
+
+COUNT = Range("at least 1", lambda number: number >= 1)
+NOT_NEGATIVE = Range("at least 0", lambda number: number >= 0)
+POSITIVE = Range("above 0", lambda number: number > 0)
+SHARE = Range("above 0, at most 1", lambda number: 0 < number <= 1)
+
+
+def option(default: Any, help: str, choices: Range | Collection | None = None) -> Any:
+    """A field of a dataclass: its default, what --help says of it, and what it, or each of its items, may be."""
+    metadata = {"help": help} if choices is None else {"help": help, "choices": choices}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
