@@ -202,7 +202,12 @@ def check(config: Any) -> None:
 
 
 def check_numbers(config: Any, at_least: dict[str, float]) -> None:
-    """Refuse settings, or items of settings that are lists, below their bound."""
+    """Refuse settings, or items of settings that are lists, below their bound, and a learning rate that is none.
+
+    Of settings without a range (options.py).
+    """
+    if getattr(config, "learning_rate", 1) not in POSITIVE:
+        raise RecipeError(f"--learning_rate must be positive, not {config.learning_rate}")
     for name, least in at_least.items():
         value = getattr(config, name)
         for number in value if isinstance(value, list) else [value]:
