@@ -6,7 +6,7 @@ import importlib.util
 import re
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -114,7 +114,8 @@ def read_settings(
 ) -> Any:
     """Settings from flags, or from a YAML file followed by flags, which win.
 
-    Several dataclasses make one flat object; where two have a field of the same name, the first one's holds.
+    Several dataclasses make one flat object; where two have a field of the same name, the first one's holds, with the
+    other's range if it has none.
 
     Args:
         unused: settings that --help doesn't speak of.
@@ -124,10 +125,13 @@ def read_settings(
     """
     if isinstance(kinds, tuple):
         kinds = dataclass(type("Settings", kinds, {}))
+    bases = [base for base in reversed(kinds.__mro__) if is_dataclass(base)]
+    ranges = {f.name: f.metadata["choices"] for base in bases for f in fields(base) if "choices" in f.metadata}
     usage = "%(prog)s [CONFIG.yaml] [--flag value ...]"
     more = "CONFIG.yaml holds the same names; flags override it."
     parser = Parser(kinds, prog=recipe, usage=usage, description=about, epilog=more, allow_abbrev=False)
     for action in parser._actions:
+        action.choices = action.choices or ranges.get(action.dest)
         if action.dest in unused:
             action.help = argparse.SUPPRESS
     return kinds(**vars(parser.parse_args(spell_out(argv))))
@@ -198,7 +202,12 @@ def check(config: Any) -> None:
 
 
 def check_numbers(config: Any, at_least: dict[str, float]) -> None:
-    """Refuse settings, or items of settings that are lists, below their bound."""
+    """Refuse settings, or items of settings that are lists, below their bound, and a learning rate that is none.
+
+    Of settings without a range (options.py).
+    """
+    if getattr(config, "learning_rate", 1) not in POSITIVE:
+        raise RecipeError(f"--learning_rate must be positive, not {config.learning_rate}")
     for name, least in at_least.items():
         value = getattr(config, name)
         for number in value if isinstance(value, list) else [value]:

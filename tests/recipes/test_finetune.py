@@ -385,6 +385,7 @@ class TestBadInput:
             ("--label_column x", "--label_column"),
             ("own.yml.txt", "own.yml.txt"),
             ("--task nothing", "nothing"),
+            ("--task embed --batch_size 0", "--batch_size"),  # of which it has a default of its own
         ],
     )
     def test_refused_at_once(self, text, tmp_path, capsys, flags, named):
