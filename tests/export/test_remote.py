@@ -221,6 +221,21 @@ EXPECTED: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("request_", [{"pos": "nope"}, {"norm": "layer"}], ids=str)
+@pytest.mark.parametrize("form", ["plugin", "remote"])
+def test_no_registry_knows_the_architecture(form: str, request_: dict[str, str], tmp_path: Path) -> None:
+    """Converters and servers that go by the name in config.json would take the host's class, which has all weights."""
+    model = patch(tiny("llama", "AutoModelForCausalLM"), **request_)
+    assert hasattr(transformers, host_class(type(model)).__name__)  # control
+    if form == "remote":
+        export_remote(model, tmp_path, verify=False)
+    else:
+        model.save_pretrained(tmp_path)
+    (name,) = json.loads((tmp_path / "config.json").read_text())["architectures"]
+    assert name == "HfpatchLlamaForCausalLM"
+    assert not hasattr(transformers, name)
+
+
 @pytest.mark.parametrize("probe", EXPECTED)
 def test_one_model_in_many_ways(probe: str, opened: dict[str, Any]) -> None:
     assert opened["probes"][probe] == EXPECTED[probe]
