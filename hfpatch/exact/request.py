@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ..core.plan_table import Change
@@ -183,12 +184,15 @@ class Conversion:
 
         Raises:
             OptionError: the model doesn't run on the inputs, so the conversion couldn't be checked.
+            MemoryError, torch.OutOfMemoryError: there is too little memory to run it.
         """
         if self.on_meta or not (self.centres or self.moved_shifts):
             return None
         inputs = fitting(self.model, self.forward_inputs())
         try:
             original = run(self.model, inputs, self.exact)
+        except (MemoryError, torch.OutOfMemoryError):  # no fault of the inputs
+            raise
         except Exception as error:
             message = (
                 f"{type(self.model).__name__}: its forward fails on the inputs ({', '.join(inputs)}) that the exact "
