@@ -475,7 +475,7 @@ def test_control_save_and_load(tmp_path: Path) -> None:
     config["hfpatch"]["edits"] = [edit.replace("theta=10000.0", "theta=10.0") for edit in edits]
     assert config["hfpatch"]["edits"] != edits
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="isn't the one that was saved"):
+    with pytest.raises(CheckpointError):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, check_fingerprint=False).eval()
     assert difference(logits(loaded, given), logits(model, given)) > 1e-2

@@ -364,7 +364,7 @@ def test_a_scheme_of_ones_own(tmp_path: Path) -> None:
         model = patch(tiny("gpt2"), mlp="tanhglu", init="reset")
         assert type(model.h[0].mlp.act.act) is nn.Tanh
         assert difference(model, reload(model, tmp_path)) == 0
-        with pytest.raises(PatchError, match=r"mlp='tanhglu' can't start as this MLP"):
+        with pytest.raises(PatchError, match=r"mlp='tanhglu'"):
             plan_patch(tiny("gpt2"), mlp="tanhglu")
 
 
@@ -495,7 +495,7 @@ def test_the_same_request_twice_changes_nothing(family: str) -> None:
         before = fingerprint(model)
         patch(model, mlp=SwiGLU(), init=init)
         assert not changes(before, fingerprint(model))
-        with pytest.raises(PatchError, match="is swiglu already"):
+        with pytest.raises(PatchError, match="swiglu"):
             patch(model, mlp="geglu", init=init)
         assert not changes(before, fingerprint(model))
 

@@ -145,7 +145,7 @@ def test_what_is_saved_there_opens_here(family: str, request_: str, opened: dict
     host = host_class(type(here))
     assert host.__module__.startswith("transformers.models")
     for path in (folder, folder / "again"):
-        with pytest.raises(Exception, match="patched by hfpatch"):  # what the host's own config class raises
+        with pytest.raises(Exception, match="hfpatch"):  # what the host's own config class raises
             host.from_pretrained(path / name)
 
 
@@ -288,9 +288,7 @@ def test_code_that_computes_something_else_is_refused(tmp_path: Path, monkeypatc
 
     model = build("gpt2", "dyt")
     monkeypatch.setattr(remote, "write_code", spoilt)
-    with pytest.raises(
-        VerificationError, match=r"opened without hfpatch, its outputs differ by 0\.\d+\. The export was deleted"
-    ):
+    with pytest.raises(VerificationError, match=r"0\.\d+.*deleted"):
         export_remote(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(remote, "write_code", written)

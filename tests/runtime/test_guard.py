@@ -141,7 +141,7 @@ MALFORMED: dict[str, Any] = {
 def test_malformed_guards(value: Any, saved: Path, tmp_path: Path) -> None:
     record = json.loads((saved / "config.json").read_text())["hfpatch"]
     folder = edited(saved, tmp_path / "1", hfpatch={**record, "guarded": value})
-    with pytest.raises(CheckpointError, match="guarded in its patch record is no object"):
+    with pytest.raises(CheckpointError, match="guarded"):
         AutoConfig.from_pretrained(folder)
 
 
@@ -156,13 +156,13 @@ def test_it_puts_back_nothing_but_what_it_took(saved: Path, tmp_path: Path) -> N
 def test_a_guard_whose_value_is_lost(saved: Path, tmp_path: Path) -> None:
     record = json.loads((saved / "config.json").read_text())["hfpatch"]
     del record["guarded"]
-    with pytest.raises(CheckpointError, match="lacks the value of initializer_range"):
+    with pytest.raises(CheckpointError, match="initializer_range"):
         AutoConfig.from_pretrained(edited(saved, tmp_path / "1", hfpatch=record))
 
 
 def test_a_guard_of_a_part_whose_value_is_lost() -> None:
     stored = {"text_config": {"initializer_range": SENTENCE}, "hfpatch": {"guarded": {}}}
-    with pytest.raises(CheckpointError, match=r"lacks the value of text_config\.initializer_range"):
+    with pytest.raises(CheckpointError, match=r"text_config\.initializer_range"):
         released(stored, "here")
 
 

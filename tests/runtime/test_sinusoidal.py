@@ -229,16 +229,16 @@ def test_initialising_weights_again_keeps_the_rows() -> None:
 
 
 def test_a_grid_of_patches_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"Parameter\(17, 32\).*whose rows have two coordinates"):
+    with pytest.raises(UnsupportedError, match=r"Parameter\(17, 32\)"):
         plan_patch(make("vit"), pos="sinusoidal")
 
 
 @pytest.mark.parametrize("pos", ["rope", "nope", "alibi"])
 def test_a_table_that_is_gone_is_refused(pos: str) -> None:
     model = patched(make("gpt2"), pos=pos)
-    with pytest.raises(UnsupportedError, match=r"transformer\.wpe: an earlier patch removed this table.*unpatch_model"):
+    with pytest.raises(UnsupportedError, match=r"transformer\.wpe.*unpatch_model"):
         plan_patch(model, pos="sinusoidal")
-    with pytest.raises(UnsupportedError, match="an earlier patch removed this table"):
+    with pytest.raises(UnsupportedError, match="earlier patch"):
         plan_patch(model, pos="sinusoidal", keep="*wpe*")
     with pytest.raises(NothingToPatchError):
         plan_patch(model, pos="sinusoidal", keep="*attn*")

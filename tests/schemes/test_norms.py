@@ -220,14 +220,14 @@ def row(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)[None]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(_ROWS, st.floats(0.01, 100))
 def test_rms_is_invariant_to_the_inputs_scale(values: list[float], scale: float) -> None:
     norm = swap("rms", nn.LayerNorm(D_, eps=0.0, dtype=torch.float64))
     torch.testing.assert_close(norm(scale * row(values)), norm(row(values)), rtol=1e-9, atol=1e-9)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(_ROWS, st.floats(1, 10))
 def test_rms_is_not_invariant_to_the_inputs_mean_and_layer_is(values: list[float], constant: float) -> None:
     x = row(values)
@@ -238,7 +238,7 @@ def test_rms_is_not_invariant_to_the_inputs_mean_and_layer_is(values: list[float
     torch.testing.assert_close(rms(x), layer(x), rtol=1e-9, atol=1e-9)  # on zero-mean input they are one
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.floats(0.1, 20))
 def test_the_gradient_of_a_scaled_weight_is_scaled_down(delta: float) -> None:
     """Zhang & Sennrich 2019, section 4: RMS(delta W x) has the output of RMS(W x) and 1/delta of its gradient in W."""
@@ -257,7 +257,7 @@ def test_the_gradient_of_a_scaled_weight_is_scaled_down(delta: float) -> None:
     assert (norm(x @ scaled_row.T) - a).abs().max() > 1e-4  # not when one row is scaled
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(_ROWS)
 def test_dyt_and_derf_squash(values: list[float]) -> None:
     norm = randomise(nn.LayerNorm(D_)).double()
@@ -367,9 +367,7 @@ def test_exact_refuses_and_accepts() -> None:
     model = tiny("bert")
     before = fingerprint(model)
     for norm in ("dyt", "derf", "layer:bias=false"):
-        with pytest.raises(
-            UnsupportedError, match=r"embeddings\.LayerNorm: norm='\w+' isn't exact here: .*init='auto'"
-        ):
+        with pytest.raises(UnsupportedError, match=r"embeddings\.LayerNorm: norm='\w+'.*init='auto'"):
             plan_patch(model, norm=norm, init="exact")
     assert not changes(before, fingerprint(model))
     plain = copy.deepcopy(model)

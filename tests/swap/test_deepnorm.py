@@ -231,7 +231,7 @@ def test_gains_of_separate_projections(family: str) -> None:
 def test_trained_weights_are_not_scaled_and_that_is_said() -> None:
     model = tiny("gpt2")
     old = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
-    with pytest.warns(NotPreservedWarning, match=r"LN\(1.414 x \+ f\(x\)\) in place of x \+ f\(LN\(x\)\)"):
+    with pytest.warns(NotPreservedWarning, match=r"LN\(1.414 x \+ f\(x\)\)"):
         patch_model(model, norm="deepnorm")
     assert all(torch.equal(parameter, old[key]) for key, parameter in model.named_parameters())
 
@@ -264,7 +264,7 @@ def _changed(module: nn.Module, original: Any, model: Any) -> float | None:
 
 
 def test_preserve_is_refused_on_pre_norm_models() -> None:
-    with pytest.raises(UnsupportedError, match="preserve=True needs norm"):
+    with pytest.raises(UnsupportedError, match="preserve=True"):
         plan_patch(tiny("gpt2"), norm=DeepNorm(preserve=True))
 
 
@@ -305,7 +305,7 @@ def test_twice_with_other_options_is_refused_and_the_same_is_nothing_to_do() -> 
 
 def test_after_dyt_there_is_nothing_to_scale() -> None:
     model = patch(tiny("bert"), norm="dyt")
-    with pytest.raises(Exception, match="DeepNorm needs LayerNorm or RMSNorm, not dyt"):
+    with pytest.raises(Exception, match=r"DeepNorm.*dyt"):
         plan_patch(model, norm="deepnorm")
 
 

@@ -116,5 +116,5 @@ def test_the_same_settings_derive_nothing() -> None:
     config = model.config.vision_config
     derived = derive(model, [(config, "image_size", config.image_size)], [])
     assert (derived.attributes, derived.buffers) == ([], [])
-    with pytest.raises(UnsupportedError, match=r"position_embedding.weight: the shape also depends on image_size=96,"):
+    with pytest.raises(UnsupportedError, match=r"position_embedding.weight.*image_size=96"):
         derive(model, [(config, "image_size", 96)], [])

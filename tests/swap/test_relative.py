@@ -280,7 +280,7 @@ def test_a_later_scheme_replaces_an_earlier_one() -> None:
 
 
 def test_exact_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"encoder.relative_attention_bias.*isn't exact"):
+    with pytest.raises(UnsupportedError, match=r"encoder.relative_attention_bias.*exact"):
         plan_patch(make("t5"), pos="rope", init="exact")
 
 
@@ -306,7 +306,7 @@ def test_biases_can_be_kept() -> None:
 def test_what_stays_is_refused(model_type: str, reason: str) -> None:
     model, _ = zoo.tiny(model_type)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(UnsupportedError, match=f"relative.* stay: .*{reason}"):
+    with pytest.raises(UnsupportedError, match=f"relative.*{reason}"):
         patch_model(model, pos="rope")
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
@@ -314,5 +314,5 @@ def test_what_stays_is_refused(model_type: str, reason: str) -> None:
 def test_a_second_table_is_refused() -> None:
     config = zoo.tiny_config("beit")
     config.use_relative_position_bias = config.use_absolute_position_embeddings = True
-    with pytest.raises(UnsupportedError, match="adds a table of absolute positions besides"):
+    with pytest.raises(UnsupportedError, match="absolute positions"):
         plan_patch(hf.BeitModel(config), pos="rope")
