@@ -403,6 +403,7 @@ def test_an_odd_rotary_dimension() -> None:
 
 
 def test_the_partial_that_the_message_suggests_works() -> None:
+    suggested = 0
     for head_dim in range(3, 130):
         for partial in (1.0, 0.9, 0.75, 0.5, 0.4, 0.3, 0.25):
             scheme = RoPE(partial=partial)
@@ -411,6 +412,8 @@ def test_the_partial_that_the_message_suggests_works() -> None:
             except OptionError as error:
                 for advice in re.findall(r"such as partial=([\d.]+\d)", str(error)):
                     RoPE(partial=float(advice)).check(head_dim, "attn")
+                    suggested += 1
+    assert suggested > 100
 
 
 @pytest.mark.parametrize(("partial", "head_dim", "channels"), [(0.58, 100, 58), (0.28, 100, 28), (0.7, 80, 56)])

@@ -19,6 +19,7 @@ import torch
 import transformers
 import zoo
 from safetensors.torch import load_file, save_file
+from sampled import slow_but
 from tiny_models import (
     CONFIGS,
     RECORDED,
@@ -136,7 +137,7 @@ WITH_A_BASE = [
 ]
 
 
-@pytest.mark.parametrize(("family", "head"), WITH_A_BASE, ids=[head for _, head in WITH_A_BASE])
+@pytest.mark.parametrize(("family", "head"), slow_but(WITH_A_BASE, 12), ids=[head for _, head in WITH_A_BASE])
 def test_the_base_loads_from_a_head_and_a_head_from_the_base(family: str, head: str, tmp_path: Path) -> None:
     model = patch(tiny(family, head), **BOTH)
     base = reload(model, tmp_path / "head")

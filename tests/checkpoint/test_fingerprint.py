@@ -21,6 +21,7 @@ import zoo
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
+from sampled import slow_but
 from tiny_models import RECORDED, changes, difference, inputs, patch, randomise, tiny
 from tiny_models import fingerprint as trace
 from torch import Tensor, nn
@@ -196,7 +197,7 @@ def test_gross_faults_are_seen_in_half_precision(name: str, saved: Path, tmp_pat
             getattr(transformers, auto).from_pretrained(folder, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("family", RECORDED)
+@pytest.mark.parametrize("family", slow_but(RECORDED, 4))
 def test_families(family: str, tmp_path: Path) -> None:
     """Each has a fingerprint, comes back in three precisions, and is refused with another gain."""
     model = patch(tiny(family), norm="rms", pos="rope", init="copy")

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from sampled import slow_but
 from tiny_models import RECORDED, difference, inputs, load, logged, norms_of, outputs, patch, tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
@@ -156,7 +157,7 @@ def test_memory_while_loading(saved: Path, tmp_path: Path) -> None:
     assert patched < 1.1 * plain
 
 
-@pytest.mark.parametrize("family", RECORDED)
+@pytest.mark.parametrize("family", slow_but(RECORDED, 4))
 def test_attention_implementations(family: str, tmp_path: Path) -> None:
     model = patch(tiny(family), **BOTH)
     model.save_pretrained(tmp_path)

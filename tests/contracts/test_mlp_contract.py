@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from sampled import slow_but
 from tiny_models import (
     CONFIGS,
     COPIES,
@@ -61,7 +63,7 @@ FAMILIES = {
 SIX = ("gpt2", "bert", "opt", "vit", "roberta", "bart")
 EXACT = {("geglu", "gelu"), ("swiglu", "quick_gelu"), ("reglu", "relu")}
 every_family = pytest.mark.parametrize("family", FAMILIES)
-every_scheme = pytest.mark.parametrize("scheme", list(MLPS))
+EVERY = list(product(FAMILIES, MLPS))
 six = pytest.mark.parametrize("family", SIX)
 
 
@@ -103,8 +105,7 @@ def patched(family: str, dtype: torch.dtype = torch.float64, **request: Any) -> 
 # --- the start --------------------------------------------------------------------------------------------------
 
 
-@every_family
-@every_scheme
+@pytest.mark.parametrize(("family", "scheme"), slow_but(EVERY, 20))
 def test_the_start_is_what_the_plan_says(family: str, scheme: str) -> None:
     model, given = make(family)
     before = answer(model, given)
@@ -171,8 +172,7 @@ def test_control_the_up_bias(family: str, monkeypatch: pytest.MonkeyPatch) -> No
 # --- active and trainable ---------------------------------------------------------------------------------------
 
 
-@every_family
-@every_scheme
+@pytest.mark.parametrize(("family", "scheme"), slow_but(EVERY, 11))
 def test_every_part_is_active_and_trained(family: str, scheme: str) -> None:
     model, given = patched(family, mlp=scheme)
     site = find_mlps(model)[0]
@@ -211,7 +211,7 @@ def test_training_moves_the_up_projection_away_from_zero(family: str) -> None:
 # --- fresh weights ----------------------------------------------------------------------------------------------
 
 
-@every_family
+@pytest.mark.parametrize("family", slow_but(FAMILIES, 8))
 def test_fresh_weights_have_two_thirds_of_the_channels(family: str) -> None:
     model, given = make(family)
     sites = [site for site in find_mlps(model) if site.reason is None]
@@ -368,8 +368,7 @@ def test_a_scheme_of_ones_own(tmp_path: Path) -> None:
             plan_patch(tiny("gpt2"), mlp="tanhglu")
 
 
-@six
-@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize(("family", "how"), slow_but(product(SIX, COPIES), 5))
 def test_copies(family: str, how: str) -> None:
     model, given = patched(family, mlp="swiglu")
     require_a_model_of_its_own(COPIES[how](model), model, lambda one: answer(one, given))
@@ -378,8 +377,10 @@ def test_copies(family: str, how: str) -> None:
 # --- precision, compilation, adapters ---------------------------------------------------------------------------
 
 
-@six
-@pytest.mark.parametrize(("scheme", "init"), [("swiglu", "auto"), ("geglu", "reset"), ("reglu", "auto")])
+@pytest.mark.parametrize(
+    ("family", "scheme", "init"),
+    slow_but([(f, *s) for f in SIX for s in (("swiglu", "auto"), ("geglu", "reset"), ("reglu", "auto"))], 5),
+)
 def test_bfloat16_runs(family: str, scheme: str, init: str) -> None:
     model, given = patched(family, torch.float32, mlp=scheme, init=init)
     expected = answer(model, given)
@@ -466,9 +467,10 @@ def test_unpatch_restores_every_object_and_bit(family: str, init: str) -> None:
     assert difference(outputs(unpatch_model(twin)), expected) == 0
 
 
-@six
-@pytest.mark.parametrize("init", ["auto", "reset"])
-@pytest.mark.parametrize("step", ["set_module", "set_parameter", "set_class"])
+@pytest.mark.parametrize(
+    ("family", "init", "step"),
+    slow_but(product(SIX, ("auto", "reset"), ("set_module", "set_parameter", "set_class")), 10),
+)
 def test_a_failure_restores_every_object_and_bit(
     family: str, init: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -500,8 +502,10 @@ def test_the_same_request_twice_changes_nothing(family: str) -> None:
         assert not changes(before, fingerprint(model))
 
 
-@six
-@pytest.mark.parametrize(("scheme", "init"), [("swiglu", "auto"), ("geglu", "auto"), ("reglu", "reset")])
+@pytest.mark.parametrize(
+    ("family", "scheme", "init"),
+    slow_but([(f, *s) for f in SIX for s in (("swiglu", "auto"), ("geglu", "auto"), ("reglu", "reset"))], 7),
+)
 def test_an_optimizer_follows_the_parameters(family: str, scheme: str, init: str) -> None:
     """Weights stay with weights, biases with biases: only one of the groups decays."""
     model, given = make(family, torch.float32)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from sampled import slow_but
 from transformers import AutoModel
 
 from hfpatch.contrib import convert_pairing as reorder
@@ -78,7 +79,7 @@ def test_order() -> None:
         assert torch.equal(there[back], torch.arange(8))
 
 
-@pytest.mark.parametrize("model_type", [*NATIVE, *OWN, *PATCHED])
+@pytest.mark.parametrize("model_type", slow_but([*NATIVE, *OWN, *PATCHED], 10))
 def test_the_function_stays_and_weights_come_back(model_type: str) -> None:
     model, given, pairing = make(model_type)
     before, weights = run(model, given), copy.deepcopy(model.state_dict())
@@ -91,7 +92,7 @@ def test_the_function_stays_and_weights_come_back(model_type: str) -> None:
     assert difference(run(model, given), before) <= (1e-4 if model_type in OWN else 0)  # whose turning is ours now
 
 
-@pytest.mark.parametrize("model_type", [*NATIVE, *PATCHED])
+@pytest.mark.parametrize("model_type", slow_but([*NATIVE, *PATCHED], 5))
 def test_control_weights_alone(model_type: str) -> None:
     """The weights without the other rotation are another function."""
     model, given, pairing = make(model_type)

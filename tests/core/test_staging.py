@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import transformers
+from sampled import slow_but
 from tiny_models import changes, fingerprint, patch, tiny
 from typer.testing import CliRunner
 
@@ -80,6 +81,10 @@ WRITERS: dict[str, Callable[[Any, Path], Any]] = {
     "plot.png": plot,
     "push": lambda model, out: push_patched(model, "me/model", form="plugin", dry_run=True),
 }
+FAILURES: dict[str, BaseException] = {"Ctrl-C": KeyboardInterrupt(), "full disk": FULL}
+KINDS = [*((name, True) for name in WRITERS), ("plugin", False), ("plot.png", False)]
+FAILING = [(*kind, failure) for kind in KINDS for failure in FAILURES]
+DEFAULT = [case for case in FAILING if case[:2] in (("plugin", True), ("push", True), ("report.json", True))]
 every_writer = pytest.mark.parametrize("name", WRITERS)
 every_output = pytest.mark.parametrize("name", [name for name in WRITERS if name != "push"])
 
@@ -133,13 +138,10 @@ def failing(place: Path, at: int, error: BaseException, after: bool = False) -> 
         yield calls
 
 
-@pytest.mark.parametrize(
-    ("name", "exists"), [*((name, True) for name in WRITERS), ("plugin", False), ("plot.png", False)]
-)
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), FULL], ids=["Ctrl-C", "full disk"])
-def test_an_error_at_any_operation(name: str, exists: bool, error: BaseException, model: Any, place: Path) -> None:
+@pytest.mark.parametrize(("name", "exists", "failure"), slow_but(FAILING, DEFAULT))
+def test_an_error_at_any_operation(name: str, exists: bool, failure: str, model: Any, place: Path) -> None:
     """What was there before is whole, or what was written is; nothing is left beside it, and the model is as it was."""
-    write, out = WRITERS[name], place / "in" / name
+    write, out, error = WRITERS[name], place / "in" / name, FAILURES[failure]
     watched = place.parent if name == "push" and isinstance(error, OSError) else place  # where a push exports to
 
     def start() -> Contents:

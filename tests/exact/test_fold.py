@@ -7,11 +7,13 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sampled import slow_but
 from tiny_models import (
     changes,
     difference,
@@ -99,8 +101,7 @@ def silent(model: Any, *args: Any, **kwargs: Any) -> Any:
 # The function stays
 
 
-@EXACT
-@pytest.mark.parametrize("mode", ["fold", "parametrize"])
+@pytest.mark.parametrize(("name", "mode"), slow_but(product(MAKE, ("fold", "parametrize")), 9))
 def test_the_function_stays_and_no_warning_is_given(name: str, mode: str) -> None:
     model = MAKE[name]().double()
     plain = copy.deepcopy(model)

@@ -17,6 +17,7 @@ import transformers
 from exported_models import HEADS, REQUESTS, build, own_scheme
 from tiny_models import CONFIGS, difference, inputs, outputs, patch, registered, tiny
 
+from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import NORMS, POSITIONS
 from hfpatch.errors import VerificationError
 from hfpatch.export import remote
@@ -304,12 +305,11 @@ def test_hfpatch_opens_it_by_itself(trust: bool | None, tmp_path: Path) -> None:
     model = build("gpt2", "all")
     export_remote(model, tmp_path / "out", verify=False)
     (tmp_path / "out" / FILE).write_text("raise SystemError('this file was run')\n")
-    for auto in ("AutoModelForCausalLM", "AutoModel"):
+    classes = {"AutoModelForCausalLM": type(model), "AutoModel": patched_model_class(transformers.GPT2Model)}
+    for auto, expected in classes.items():
         again = getattr(transformers, auto).from_pretrained(tmp_path / "out", trust_remote_code=trust)
         assert type(again).__module__.startswith("transformers.models")
-        assert (
-            type(again) is type(model if auto == "AutoModelForCausalLM" else model.transformer) or auto == "AutoModel"
-        )
+        assert type(again) is expected
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=trust)
     assert difference(model, again) == 0
     assert not hasattr(again.config, "auto_map")

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 
 from hfpatch.core.transaction import Transaction
 
-SAMPLE = {"requests": 15, "configs": 40, "files": 20, "interrupts": 4}
+SAMPLE = {"requests": 8, "configs": 20, "files": 10, "interrupts": 2}
 FEW = ("bart", "gpt2", "gpt_neox", "llama", "roberta", "siglip_text_model", "vit")
 
 

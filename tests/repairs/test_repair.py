@@ -489,6 +489,25 @@ def test_a_step_that_doesnt_help_on_held_out_sequences_isnt_taken() -> None:
     assert "undone: it didn't help" in str(report)
 
 
+def test_a_norms_fit_that_doesnt_help_isnt_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = engine.fit_norm
+
+    def of_no_help(*args: Any) -> Any:
+        fit = real(*args)
+        fit.after = fit.before
+        return fit
+
+    monkeypatch.setattr(engine, "fit_norm", of_no_help)
+    original, plain = tiny("gpt2", LM), patch(tiny("gpt2", LM), norm="dyt")
+    model = patch(original, norm="dyt", calibration=[joined(batches(original))])
+    steps = [step for step in repair_report(model).steps if step.kind == "norm"]
+    assert steps
+    assert not any(step.kept for step in steps)
+    for step in steps:
+        for name, parameter in model.get_submodule(step.module).named_parameters():
+            assert torch.equal(parameter, plain.get_submodule(step.module).get_parameter(name)), step.module
+
+
 def test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = tiny("gpt2", LM), patch(tiny("gpt2", LM), norm="dyt")
     measured = iter([("KL divergence", torch.ones(8)), ("KL divergence", torch.ones(8) * 2)])

@@ -11,7 +11,6 @@ import torch
 import zoo
 from position_checks import (
     RECORDED,
-    TEXT,
     base,
     difference,
     generated,
@@ -23,6 +22,7 @@ from position_checks import (
     tokens,
 )
 from position_families import make
+from sampled import slow_but
 from torch import Tensor, nn
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
@@ -138,7 +138,7 @@ def with_positions(model: Any, inputs: dict[str, Any], owner: str, change: Any) 
             hook.remove()
 
 
-@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.parametrize("model_type", slow_but(SERVED, 8))
 def test_only_distances_count_and_nothing_else_tells_positions(model_type: str) -> None:
     model, inputs = base(model_type, "alibi")
     expected = states(model, inputs)
@@ -151,7 +151,7 @@ def test_only_distances_count_and_nothing_else_tells_positions(model_type: str) 
     assert difference(with_positions(model, inputs, "", torch.zeros_like), states(without, inputs)) <= 1e-6
 
 
-@pytest.mark.parametrize("model_type", [name for name in SERVED if set(zoo.tiny(name)[1]) <= TEXT])
+@pytest.mark.parametrize("model_type", slow_but([name for name in SERVED if name not in ("vit", "whisper")], 8))
 def test_any_length_and_padding(model_type: str) -> None:
     model, inputs = base(model_type, "alibi")
     length = 4 * zoo.tiny_config(model_type).max_position_embeddings
@@ -179,7 +179,7 @@ def test_saved_and_loaded(model_type: str, tmp_path: Path) -> None:
     assert torch.equal(states(loaded, inputs), states(model, inputs))
 
 
-@pytest.mark.parametrize("model_type", DECODERS)
+@pytest.mark.parametrize("model_type", slow_but(DECODERS, 5))
 def test_decoding(model_type: str) -> None:
     """With a cache (dynamic, static), in beams, in eager attention: as without a cache."""
     model, prompt = generator(model_type, "alibi")
@@ -192,7 +192,7 @@ def test_decoding(model_type: str) -> None:
         require_the_same_with_a_cache(model, prompt, plain)
 
 
-@pytest.mark.parametrize("model_type", DECODERS)
+@pytest.mark.parametrize("model_type", slow_but(DECODERS, 2))
 def test_control_decoding(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = AttentionLens._slots
     monkeypatch.setattr(AttentionLens, "_slots", lambda self, m, s, a: real(self, m, s, {**a, self.cache: None}))
@@ -318,6 +318,13 @@ class Hearing(Deaf):
         return mask
 
 
+def with_attentions(kind: type[nn.Module]) -> Any:
+    model = make("gpt2")
+    for block in model.transformer.h:
+        block.attn = kind(block.attn)
+    return model
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -325,18 +332,16 @@ class Hearing(Deaf):
         (OneHead, "reads a mask of one head for all"),
         (Boolean, "reads its mask as boolean"),
         (TwoDimensional, "couldn't be tried with a mask of its own for every head"),
-        (Hearing, None),
     ],
 )
-def test_an_attention_that_would_lose_the_bias_is_refused(kind: type[nn.Module], message: str | None) -> None:
-    model = make("gpt2")
-    for block in model.transformer.h:
-        block.attn = kind(block.attn)
-    if message is None:  # control
-        assert plan_patch(model, pos="alibi")
-        return
+def test_an_attention_that_would_lose_the_bias_is_refused(kind: type[nn.Module], message: str) -> None:
+    model = with_attentions(kind)
     with pytest.raises(UnsupportedError, match=rf"h\.\d\.attn: {kind.__name__} {message}.*pos='rope' works here"):
         plan_patch(model, pos="alibi")
+
+
+def test_control_an_attention_that_keeps_it() -> None:
+    assert not plan_patch(with_attentions(Hearing), pos="alibi").empty
 
 
 def test_an_attention_without_a_mask_argument_is_refused() -> None:

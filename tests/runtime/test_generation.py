@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
 from position_checks import RECORDED, difference, generated, generator, patched
+from sampled import slow_but
 from torch import Tensor
 from transformers import CompileConfig
 
@@ -42,7 +44,8 @@ def made(name: str, pos: str = "rope") -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "pos"), [(name, "rope") for name in CAUSAL] + [(n, "alibi") for n in ("gpt2", "gpt_neo", "bart")]
+    ("name", "pos"),
+    slow_but([(name, "rope") for name in CAUSAL] + [(n, "alibi") for n in ("gpt2", "gpt_neo", "bart")], 9),
 )
 def test_greedy_beams_and_samples(name: str, pos: str) -> None:
     model, given = made(name, pos)
@@ -76,7 +79,7 @@ def test_drafted_tokens_are_checked_as_they_would_be_chosen(name: str, pos: str)
     assert drafted
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", slow_but(CAUSAL, 6))
 def test_a_static_cache(name: str) -> None:
     model, given = made(name)
     static = generated(model, given, cache_implementation="static", disable_compile=True)
@@ -97,8 +100,7 @@ def test_an_offloaded_cache(name: str, pos: str) -> None:
         assert difference(generated(model, given, cache_implementation=cache, disable_compile=True), plain) <= 1e-4
 
 
-@pytest.mark.parametrize("name", ALONE)
-@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize(("name", "use_cache"), slow_but(product(ALONE, (True, False)), 7))
 def test_left_padding_changes_nothing(name: str, use_cache: bool) -> None:
     model, given = made(name)
     pad = torch.full((1, 4), model.config.pad_token_id or 0)
@@ -171,7 +173,7 @@ def test_there_are_decoders_of_twelve_builds() -> None:
     assert len(CAUSAL) >= 12
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", slow_but(CAUSAL, 4))
 def test_control_a_rotation_that_forgets_the_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = AttentionLens.__call__
     monkeypatch.setattr(

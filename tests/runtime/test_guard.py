@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
+from sampled import slow_but
 from tiny_models import CONFIGS, RECORDED, difference, load, norms_of, patch, tiny, tiny_config
 from transformers import (
     CONFIG_MAPPING,
@@ -50,7 +51,7 @@ def edited(folder: Path, to: Path, **changes: Any) -> Path:
     return to
 
 
-@pytest.mark.parametrize("family", RECORDED)
+@pytest.mark.parametrize("family", slow_but(RECORDED, 3))
 def test_every_class_of_a_family(family: str, tmp_path: Path) -> None:
     """Each head's own class and the config class refuse it; each Auto class opens it patched."""
     from transformers.models.auto import modeling_auto
@@ -198,6 +199,7 @@ assert "hfpatch" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_without_hfpatch_models_are_refused_and_tokenizers_open(saved: Path, tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 

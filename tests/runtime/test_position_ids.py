@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from position_checks import difference, patched, tokens, zoo
+from sampled import slow_but
 from torch import Tensor
 from transformers import AutoModel
 
@@ -115,7 +116,7 @@ def _check(model_type: str) -> None:
             assert difference(moved, case.states()) <= 1e-5
 
 
-@pytest.mark.parametrize("model_type", OF_EACH_WAY)
+@pytest.mark.parametrize("model_type", slow_but(OF_EACH_WAY, 8))
 def test_they_are_the_positions_of_every_attention(model_type: str) -> None:
     _check(model_type)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from sampled import sampled, slow_but
 from transformers import AutoModel, PretrainedConfig
 
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError
@@ -48,7 +50,9 @@ SCALINGS: dict[str, dict[str, Any]] = {
     },
     "proportional": {},
 }
-every_family = pytest.mark.parametrize("model_type", FAMILIES)
+SCALED = list(product(sorted(SCALINGS), ("llama", "qwen3", "gpt_neox", "cohere", "gemma3_text", "modernbert")))
+SCALED_LLAMA = [case for case in SCALED if case[1] == "llama"]
+every_family = pytest.mark.parametrize("model_type", slow_but(FAMILIES, 6))
 
 
 def run(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -250,8 +254,7 @@ def test_own_rotation_decodes(model_type: str) -> None:
 # --- scaling ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt_neox", "cohere", "gemma3_text", "modernbert"])
-@pytest.mark.parametrize("kind", sorted(SCALINGS))
+@pytest.mark.parametrize(("kind", "model_type"), slow_but(SCALED, [*SCALED_LLAMA, *sampled(SCALED, 6)]))
 def test_scaling_is_what_transformers_builds(model_type: str, kind: str) -> None:
     model, given = zoo.tiny(model_type)
     pairs = find_rotations(model)[0].frequencies(find_rotations(model)[0].module).numel()
