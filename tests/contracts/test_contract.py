@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from position_checks import difference, generated
 from position_families import FAMILIES, inputs, logits, make
 from sampled import sampled, slow_but
 from tiny_models import COPIES, require_a_model_of_its_own
@@ -67,11 +68,6 @@ def of_gpt2(families: Iterable[str], requests: Iterable[Any]) -> Any:
     cases = list(product(families, requests))
     chosen = [(name, request) for name, request in cases if name == "gpt2"]
     return pytest.mark.parametrize(("name", "request_"), slow_but(cases, chosen), ids=case_id)
-
-
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest difference in units of the logits' spread."""
-    return float((a - b).abs().max() / b.std())
 
 
 def with_positions(model: Any, change: Any, stack: str = "") -> list[Any]:
@@ -172,20 +168,11 @@ def prompt(name: str) -> dict[str, torch.Tensor]:
     return given
 
 
-def generated(model: Any, given: dict, use_cache: bool) -> torch.Tensor:
-    """Logits (steps, B, V) of a greedy generation; runtime/test_generation.py has other ways."""
-    model.generation_config.forced_eos_token_id = None
-    steps: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    with torch.no_grad():
-        out = model.generate(**given, **steps, use_cache=use_cache, output_logits=True, return_dict_in_generate=True)
-    return torch.stack(out.logits)
-
-
 @of_gpt2(DECODERS, REQUESTS)
 def test_cached_equals_uncached(name: str, request_: dict) -> None:
     model = patched(name, **request_)
-    plain = generated(model, prompt(name), use_cache=False)
-    assert difference(generated(model, prompt(name), use_cache=True), plain) <= 1e-4
+    plain = generated(model, prompt(name), pad_token_id=0, use_cache=False)
+    assert difference(generated(model, prompt(name), pad_token_id=0, use_cache=True), plain) <= 1e-4
 
 
 # --- training ---------------------------------------------------------------------------------------------------

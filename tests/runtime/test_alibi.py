@@ -13,11 +13,8 @@ from position_checks import (
     RECORDED,
     base,
     difference,
-    generated,
-    generator,
     owners,
     patched,
-    require_the_same_with_a_cache,
     states,
     tokens,
 )
@@ -32,14 +29,13 @@ from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import OptionError
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.alibi import LinearBias, slopes_of
-from hfpatch.runtime.attention import BIAS, AttentionLens
+from hfpatch.runtime.attention import BIAS
 from hfpatch.runtime.errors import PositionError, UnsupportedError
 from hfpatch.runtime.lens import LENS
 from hfpatch.schemes.positions import ALiBi
 
 REFUSED = {"mvp"}  # compares its mask's shape with one head's
 SERVED = [name for name in RECORDED if name not in REFUSED]
-DECODERS = [name for name in SERVED if any(stack.causal for stack in ARCHITECTURES[name].stacks)]
 
 
 # --- slopes and the bias ----------------------------------------------------------------------------------------------
@@ -177,40 +173,6 @@ def test_saved_and_loaded(model_type: str, tmp_path: Path) -> None:
     host = type(zoo.tiny(model_type)[0])
     loaded = patched_model_class(host).from_pretrained(tmp_path, dtype=torch.float64).eval()
     assert torch.equal(states(loaded, inputs), states(model, inputs))
-
-
-@pytest.mark.parametrize("model_type", slow_but(DECODERS, 5))
-def test_decoding(model_type: str) -> None:
-    """With a cache (dynamic, static), in beams, in eager attention: as without a cache."""
-    model, prompt = generator(model_type, "alibi")
-    plain = generated(model, prompt, use_cache=False)
-    require_the_same_with_a_cache(model, prompt, plain)
-    beams = generated(model, prompt, num_beams=3, use_cache=False)
-    assert difference(generated(model, prompt, num_beams=3), beams) <= 1e-4
-    if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation("eager")
-        require_the_same_with_a_cache(model, prompt, plain)
-
-
-@pytest.mark.parametrize("model_type", slow_but(DECODERS, 2))
-def test_control_decoding(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = AttentionLens._slots
-    monkeypatch.setattr(AttentionLens, "_slots", lambda self, m, s, a: real(self, m, s, {**a, self.cache: None}))
-    model, prompt = generator(model_type, "alibi")
-    assert difference(generated(model, prompt), generated(model, prompt, use_cache=False)) > 1e-2
-
-
-@pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_neo"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_left_padding_changes_nothing(name: str, implementation: str, use_cache: bool) -> None:
-    model = patched(make(name), pos="alibi")
-    if name != "gpt_neo":  # which is eager alone
-        model.set_attn_implementation(implementation)
-    prompt, pad = tokens(2, 6), torch.zeros(2, 5, dtype=torch.long)
-    alone = generated(model, {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, use_cache=False)
-    padded = {"input_ids": torch.cat((pad, prompt), 1), "attention_mask": torch.cat((pad, torch.ones_like(prompt)), 1)}
-    assert difference(generated(model, padded, use_cache=use_cache), alone) <= 1e-4
 
 
 def test_a_prompt_in_two_pieces() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from position_checks import difference
 from torch import Tensor
 from transformers import AutoModel
 
@@ -60,10 +61,6 @@ def with_positions(model: Any, given: dict[str, Any], change: Callable[[Tensor],
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def difference(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max() / b.std())
 
 
 # --- the rotation -----------------------------------------------------------------------------------------------------

@@ -16,11 +16,8 @@ from position_checks import (
     TEXT,
     base,
     difference,
-    generated,
-    generator,
     owners,
     patched,
-    require_the_same_with_a_cache,
     states,
     tokens,
 )
@@ -41,7 +38,6 @@ from hfpatch.schemes.positions import Sinusoidal
 
 REFUSED = {"vit"}  # a grid of patches
 SERVED = [name for name in RECORDED if name not in REFUSED]
-DECODERS = [name for name in SERVED if any(stack.causal for stack in ARCHITECTURES[name].stacks)]
 
 
 # --- the formula ------------------------------------------------------------------------------------------------------
@@ -135,24 +131,6 @@ def test_longer_than_the_old_table_saved_and_loaded(model_type: str, tmp_path: P
     loaded = patched_model_class(host).from_pretrained(tmp_path, dtype=torch.float64).eval()
     assert torch.equal(states(loaded, inputs), out)
     assert not any("position" in name and parameter.dim() == 2 for name, parameter in loaded.named_parameters())
-
-
-@pytest.mark.parametrize("model_type", slow_but(DECODERS, 5))
-def test_decoding(model_type: str) -> None:
-    model, prompt = generator(model_type, "sinusoidal")
-    plain = generated(model, prompt, use_cache=False)
-    require_the_same_with_a_cache(model, prompt, plain)
-    assert difference(plain, generated(*generator(model_type, "nope"), use_cache=False)) > 1e-2  # control
-
-
-@pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_left_padding_counts_as_the_host_counts(name: str) -> None:
-    model = patched(make(name), pos="sinusoidal")
-    prompt, pad = tokens(2, 6), torch.zeros(2, 5, dtype=torch.long)
-    mask = torch.ones_like(prompt)
-    alone = generated(model, {"input_ids": prompt, "attention_mask": mask}, use_cache=False)
-    padded = {"input_ids": torch.cat((pad, prompt), 1), "attention_mask": torch.cat((pad, mask), 1)}
-    assert difference(generated(model, padded), alone) <= 1e-4
 
 
 def test_packed_texts_count_by_their_position_ids() -> None:
