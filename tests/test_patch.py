@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 import zoo
+from sampled import slow_but
 from tiny_models import (
     COPIES,
     RECORDED,
@@ -108,7 +109,7 @@ def test_every_module_sees_the_patched_config() -> None:
 
 
 def test_the_random_stream_is_left_alone() -> None:
-    for request in (BOTH, {"norm": "derf", "init": "reset"}):
+    for request in (BOTH, {"norm": "derf", "init": "reset"}, {"mlp": "swiglu"}, {"mlp": "swiglu", "init": "reset"}):
         model = tiny("gpt2")
         torch.manual_seed(11)
         expected = torch.rand(3)
@@ -498,22 +499,20 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
 
 
 EXACT = {"norm": "rms", "pos": "rope"}
+MLP, FRESH_MLP = {"mlp": "swiglu"}, {"mlp": "swiglu", "init": "reset"}
+STEPS = [("gpt2", BOTH), ("vit", EXACT), ("gpt2", FRESH_MLP), ("bert", MLP)]
+MORE_STEPS = [
+    *((family, BOTH) for family in ("bert", "bart", "vit", "whisper")),
+    *((family, EXACT) for family in ("gpt2", "bert")),
+    *((family, request) for family in ("opt", "vit", "roberta", "bart") for request in (MLP, FRESH_MLP)),
+]
 
 
-STEPS = [("gpt2", BOTH), ("vit", EXACT)]
-MORE_STEPS = [(family, BOTH) for family in ("bert", "bart", "vit", "whisper")] + [("gpt2", EXACT), ("bert", EXACT)]
+def case_id(value: Any) -> str:
+    return value if isinstance(value, str) else "+".join(map(str, value.values()))
 
 
-@pytest.mark.parametrize(
-    ("family", "request_"),
-    [
-        *(pytest.param(family, request, id=f"{family}-{request['norm']}") for family, request in STEPS),
-        *(
-            pytest.param(family, request, id=f"{family}-{request['norm']}", marks=pytest.mark.slow)
-            for family, request in MORE_STEPS
-        ),
-    ],
-)
+@pytest.mark.parametrize(("family", "request_"), slow_but(STEPS + MORE_STEPS, STEPS), ids=case_id)
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_failure_at_any_step_restores_everything(
     family: str, moment: str, request_: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -744,13 +743,19 @@ def test_a_failing_second_patch_restores_the_first(monkeypatch: pytest.MonkeyPat
 # And back
 
 
-@every_family
-def test_unpatch_restores_every_object_and_bit(family: str) -> None:
+TAKEN_BACK = [(family, BOTH) for family in RECORDED]
+MLPS_TAKEN_BACK = list(itertools.product(("gpt2", "bert", "opt", "vit", "roberta", "bart"), (MLP, FRESH_MLP)))
+
+
+@pytest.mark.parametrize(
+    ("family", "request_"), slow_but(TAKEN_BACK + MLPS_TAKEN_BACK, TAKEN_BACK + MLPS_TAKEN_BACK[:4]), ids=case_id
+)
+def test_unpatch_restores_every_object_and_bit(family: str, request_: dict[str, str]) -> None:
     model = tiny(family)
     optimizer = trained(model)
     model.eval()
     before = fingerprint(model)
-    patch(model, **BOTH, reversible=True)
+    patch(model, **request_, reversible=True)
     assert changes(before, fingerprint(model))
     assert unpatch_model(model) is model
     assert not changes(before, fingerprint(model))
@@ -777,7 +782,7 @@ def test_a_copy_of_a_patched_model_is_patched_and_goes_back(
     plain = tiny(family)
     model = patch(tiny(family), norm="dyt", pos="rope", reversible=True)
     if times == 2:
-        patch(model, norm="rms", pos="nope", reversible=True)
+        patch(model, norm="rms", pos="nope", mlp="geglu", reversible=True)
     answer = outputs(model)
     other = copied(model)
     assert type(other) is type(model)
