@@ -6,18 +6,33 @@ from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; also of the processes that tests start
 
+import hypothesis
 import pytest
 import torch
+from sampled import SEED
 from transformers.utils import logging
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()
 logging.disable_progress_bar()
+hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+hypothesis.settings.register_profile("by seed", database=None, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("by seed" if SEED else "fixed")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"-m {config.option.markexpr!r}; slow tests: -m slow, whole sweeps: -m sweep, those of a GPU: -m gpu"
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if SEED and config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = SEED
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return [
+        f"-m {config.option.markexpr!r}; slow tests: -m slow, whole sweeps: -m sweep, those of a GPU: -m gpu",
+        f"sample: HFPATCH_SAMPLE={SEED}" if SEED else "sample: the fixed one; HFPATCH_SAMPLE=<seed> chooses another",
+    ]
 
 
 def pytest_collection_finish() -> None:

@@ -222,9 +222,7 @@ def test_blocks_with_a_cache_run_uncompiled():
 def test_silently_uncompiled_is_an_error():
     model = patch(deeper("gpt2"), norm="rms")
     given = inputs(model)
-    with pytest.raises(
-        UnsupportedError, match=r"runs 3 of 3 regions uncompiled, transformer\.h\.0 among them: with a key"
-    ):
+    with pytest.raises(UnsupportedError, match=r"3 of 3.*transformer\.h\.0"):
         compile_model(model, backend="eager", example_inputs=given | {"use_cache": True})
     assert compiled_calls(model) == {}
     compile_model(model, backend="eager", example_inputs=given | {"use_cache": False})

@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 import zoo
+from sampled import slow_but
 from tiny_models import (
     COPIES,
     RECORDED,
@@ -108,7 +109,7 @@ def test_every_module_sees_the_patched_config() -> None:
 
 
 def test_the_random_stream_is_left_alone() -> None:
-    for request in (BOTH, {"norm": "derf", "init": "reset"}):
+    for request in (BOTH, {"norm": "derf", "init": "reset"}, {"mlp": "swiglu"}, {"mlp": "swiglu", "init": "reset"}):
         model = tiny("gpt2")
         torch.manual_seed(11)
         expected = torch.rand(3)
@@ -498,22 +499,20 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
 
 
 EXACT = {"norm": "rms", "pos": "rope"}
+MLP, FRESH_MLP = {"mlp": "swiglu"}, {"mlp": "swiglu", "init": "reset"}
+STEPS = [("gpt2", BOTH), ("vit", EXACT), ("gpt2", FRESH_MLP), ("bert", MLP)]
+MORE_STEPS = [
+    *((family, BOTH) for family in ("bert", "bart", "vit", "whisper")),
+    *((family, EXACT) for family in ("gpt2", "bert")),
+    *((family, request) for family in ("opt", "vit", "roberta", "bart") for request in (MLP, FRESH_MLP)),
+]
 
 
-STEPS = [("gpt2", BOTH), ("vit", EXACT)]
-MORE_STEPS = [(family, BOTH) for family in ("bert", "bart", "vit", "whisper")] + [("gpt2", EXACT), ("bert", EXACT)]
+def case_id(value: Any) -> str:
+    return value if isinstance(value, str) else "+".join(map(str, value.values()))
 
 
-@pytest.mark.parametrize(
-    ("family", "request_"),
-    [
-        *(pytest.param(family, request, id=f"{family}-{request['norm']}") for family, request in STEPS),
-        *(
-            pytest.param(family, request, id=f"{family}-{request['norm']}", marks=pytest.mark.slow)
-            for family, request in MORE_STEPS
-        ),
-    ],
-)
+@pytest.mark.parametrize(("family", "request_"), slow_but(STEPS + MORE_STEPS, STEPS), ids=case_id)
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_failure_at_any_step_restores_everything(
     family: str, moment: str, request_: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -650,7 +649,7 @@ def test_a_model_is_changed_by_one_thread_at_a_time(change: str, monkeypatch: py
     first.start()
     try:
         assert waits.wait(60)
-        with pytest.raises(UnsupportedError, match="being patched, unpatched or repaired by another thread"):
+        with pytest.raises(UnsupportedError, match="another thread"):
             calls[change]()
         monkeypatch.setattr(Transaction, "_record", _ORIGINAL_RECORD)
         patch(tiny("gpt2"), norm="rms")  # another model
@@ -747,13 +746,19 @@ def test_a_failing_second_patch_restores_the_first(monkeypatch: pytest.MonkeyPat
 # And back
 
 
-@every_family
-def test_unpatch_restores_every_object_and_bit(family: str) -> None:
+TAKEN_BACK = [(family, BOTH) for family in RECORDED]
+MLPS_TAKEN_BACK = list(itertools.product(("gpt2", "bert", "opt", "vit", "roberta", "bart"), (MLP, FRESH_MLP)))
+
+
+@pytest.mark.parametrize(
+    ("family", "request_"), slow_but(TAKEN_BACK + MLPS_TAKEN_BACK, TAKEN_BACK + MLPS_TAKEN_BACK[:4]), ids=case_id
+)
+def test_unpatch_restores_every_object_and_bit(family: str, request_: dict[str, str]) -> None:
     model = tiny(family)
     optimizer = trained(model)
     model.eval()
     before = fingerprint(model)
-    patch(model, **BOTH, reversible=True)
+    patch(model, **request_, reversible=True)
     assert changes(before, fingerprint(model))
     assert unpatch_model(model) is model
     assert not changes(before, fingerprint(model))
@@ -780,7 +785,7 @@ def test_a_copy_of_a_patched_model_is_patched_and_goes_back(
     plain = tiny(family)
     model = patch(tiny(family), norm="dyt", pos="rope", reversible=True)
     if times == 2:
-        patch(model, norm="rms", pos="nope", reversible=True)
+        patch(model, norm="rms", pos="nope", mlp="geglu", reversible=True)
     answer = outputs(model)
     other = copied(model)
     assert type(other) is type(model)
@@ -862,19 +867,19 @@ def test_unpatched_models_can_be_patched_again() -> None:
 
 
 def test_only_reversible_patches_can_be_undone(tmp_path: Path) -> None:
-    with pytest.raises(NotReversibleError, match=r"GPT2Model isn't patched, so there is nothing to undo"):
+    with pytest.raises(NotReversibleError, match="GPT2Model"):
         unpatch_model(tiny("gpt2"))
     model = patch(tiny("gpt2"), **BOTH)
     before = fingerprint(model)
     with pytest.raises(
         NotReversibleError,
-        match=r"GPT2Model can't be unpatched: it .*reversible=True.*Load the original checkpoint instead",
+        match=r"GPT2Model.*reversible=True",
     ):
         unpatch_model(model)
-    with pytest.raises(NotReversibleError, match=r"an earlier patch of this model was made without it"):
+    with pytest.raises(NotReversibleError, match="earlier patch"):
         patch(model, norm="rms", reversible=True)
     assert not changes(before, fingerprint(model))
-    with pytest.raises(NotReversibleError, match="it was loaded from a patched checkpoint"):
+    with pytest.raises(NotReversibleError, match="loaded"):
         unpatch_model(reload(model, tmp_path))
     reversible = patch(tiny("gpt2"), norm="rms", reversible=True)
     patch(reversible, pos="rope")  # this one can't be taken back, so neither can the first
@@ -884,7 +889,7 @@ def test_only_reversible_patches_can_be_undone(tmp_path: Path) -> None:
 
 def test_unpatch_refuses_wrapped_models() -> None:
     model = patch(tiny("gpt2"), **BOTH, reversible=True)
-    with pytest.raises(WrappedModelError, match="DataParallel wraps the model"):
+    with pytest.raises(WrappedModelError, match="DataParallel"):
         unpatch_model(nn.DataParallel(model))
     unpatch_model(model)
 
@@ -1027,14 +1032,14 @@ def test_a_scheduler_and_a_saved_state_go_on() -> None:
 def test_what_is_no_optimizer(optimizer: Any) -> None:
     model = tiny("gpt2")
     before = fingerprint(model)
-    with pytest.raises(OptionError, match="optimizer must be a torch optimizer, not"):
+    with pytest.raises(OptionError, match="optimizer"):
         patch(model, norm="dyt", optimizer=optimizer)
     assert not changes(before, fingerprint(model))
 
 
 def test_an_optimizer_of_another_model() -> None:
     model = tiny("gpt2")
-    with pytest.raises(OptionError, match="holds none of this model's parameters"):
+    with pytest.raises(OptionError, match="parameters"):
         patch(model, norm="dyt", optimizer=torch.optim.AdamW(tiny("gpt2").parameters()))
     assert norms_of(model, nn.LayerNorm)
 

@@ -304,21 +304,21 @@ def test_a_glob_that_matches_nothing(option: str, patch_: dict[str, str], glob: 
 
 
 def test_one_bad_glob_among_good_ones() -> None:
-    with pytest.raises(NoMatchError, match=r"only='\*\.ln_3' matches none"):
+    with pytest.raises(NoMatchError, match=r"only='\*\.ln_3'"):
         plan_patch(tiny("gpt2"), norm="rms", only=["*.ln_1", "*.ln_3"])
 
 
 @pytest.mark.parametrize("value", [3, [3], [""], "", [None], [["*"]], 0, object()])
 @pytest.mark.parametrize("option", ["only", "keep"])
 def test_what_is_no_glob(option: str, value: Any) -> None:
-    with pytest.raises(OptionError, match=rf"{option} takes globs over module names such as"):
+    with pytest.raises(OptionError, match=option):
         plan_patch(tiny("gpt2"), norm="rms", **{option: value})
 
 
 def test_only_and_keep_that_leave_nothing() -> None:
-    with pytest.raises(NothingToPatchError, match=r"GPT2Model: norm='rms' has nothing to change.*keep"):
+    with pytest.raises(NothingToPatchError, match=r"norm='rms'.*keep"):
         plan_patch(tiny("gpt2"), norm="rms", only=["ln_f"], keep=["*"])
-    with pytest.raises(NothingToPatchError, match=r"GPT2Model: pos='rope' has nothing to change"):
+    with pytest.raises(NothingToPatchError, match="pos='rope'"):
         plan_patch(tiny("gpt2"), pos="rope", keep=["*"])
 
 
@@ -367,22 +367,20 @@ def test_albert_has_one_row_for_its_repeated_layer() -> None:
 
 
 def test_nothing_asked() -> None:
-    with pytest.raises(
-        OptionError, match="no change was requested: pass norm=, pos=, mlp=, placement= or several of them"
-    ):
+    with pytest.raises(OptionError, match="norm=, pos=, mlp=, placement="):
         plan_patch(tiny("gpt2"))
 
 
 @pytest.mark.parametrize("init", ["Exact", "", None, 3, "fit"])
 def test_unknown_init(init: Any) -> None:
-    with pytest.raises(OptionError, match=rf"init must be one of auto, exact, copy, reset, not {init!r}"):
+    with pytest.raises(OptionError, match=rf"init .*{init!r}"):
         plan_patch(tiny("gpt2"), norm="rms", init=init)
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(UnknownNameError, match=r"no norm called 'rmsnorm'\. Did you mean 'rms'\? Registered: batch"):
+    with pytest.raises(UnknownNameError, match=r"'rmsnorm'.*'rms'"):
         plan_patch(tiny("gpt2"), norm="rmsnorm")
-    with pytest.raises(UnknownNameError, match=r"no position called 'rotary'"):
+    with pytest.raises(UnknownNameError, match="'rotary'"):
         plan_patch(tiny("gpt2"), pos="rotary")
 
 
@@ -390,21 +388,22 @@ def test_unknown_names() -> None:
 def test_heads_that_cant_be_rotated(heads: int) -> None:
     model = tiny("gpt2", n_head=heads)
     if heads == 32:
-        with pytest.raises(OptionError, match=r"h\.0\.attn: RoPE turns pairs.*partial=1 of head_dim=1 is 1"):
+        with pytest.raises(OptionError, match=r"h\.0\.attn: RoPE.*partial=1 .*head_dim=1"):
             plan_patch(model, pos="rope")
     else:
-        with pytest.raises(OptionError, match=r"h\.0\.attn: RoPE turns pairs.*partial=0\.5 of head_dim=2 is 1"):
+        with pytest.raises(OptionError, match=r"h\.0\.attn: RoPE.*partial=0\.5 .*head_dim=2"):
             plan_patch(model, pos=RoPE(partial=0.5))
         assert not plan_patch(model, pos="rope").empty  # control
 
 
 def test_an_odd_rotary_dimension() -> None:
     model = tiny("gpt2", n_embd=36, n_head=4)  # heads of 9
-    with pytest.raises(OptionError, match=r"partial=1 of head_dim=9 is 9; .* such as partial=0\.888"):
+    with pytest.raises(OptionError, match=r"partial=0\.888"):
         plan_patch(model, pos="rope")
 
 
 def test_the_partial_that_the_message_suggests_works() -> None:
+    suggested = 0
     for head_dim in range(3, 130):
         for partial in (1.0, 0.9, 0.75, 0.5, 0.4, 0.3, 0.25):
             scheme = RoPE(partial=partial)
@@ -413,6 +412,8 @@ def test_the_partial_that_the_message_suggests_works() -> None:
             except OptionError as error:
                 for advice in re.findall(r"such as partial=([\d.]+\d)", str(error)):
                     RoPE(partial=float(advice)).check(head_dim, "attn")
+                    suggested += 1
+    assert suggested > 100
 
 
 @pytest.mark.parametrize(("partial", "head_dim", "channels"), [(0.58, 100, 58), (0.28, 100, 28), (0.7, 80, 56)])
@@ -442,9 +443,9 @@ def test_no_far_fetched_nearest_family() -> None:
 
 
 def test_exact_positions_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"pos='rope' isn't exact.*init='auto'"):
+    with pytest.raises(UnsupportedError, match=r"pos='rope'.*init='auto'"):
         plan_patch(tiny("gpt2"), pos="rope", init="exact")
-    with pytest.raises(UnsupportedError, match=r"pos='nope' isn't exact.*init='auto'"):
+    with pytest.raises(UnsupportedError, match=r"pos='nope'.*init='auto'"):
         plan_patch(tiny("gpt2"), pos="nope", init="exact")
 
 
@@ -452,18 +453,18 @@ def test_a_patched_config_in_an_unpatched_model() -> None:
     """LayerNorms under a config that says RMSNorm."""
     model = tiny("gpt2")
     model.config = patch(tiny("gpt2"), norm="rms").config
-    with pytest.raises(UnsupportedError, match=r"GPT2Model was built from a patched config"):
+    with pytest.raises(UnsupportedError, match="GPT2Model"):
         plan_patch(model, norm="rms")
 
 
 def test_a_patched_model_inside_another() -> None:
     model = tiny("gpt2", "AutoModelForCausalLM")
     patch(model.transformer, norm="rms")
-    with pytest.raises(UnsupportedError, match=r"transformer inside GPT2LMHeadModel was patched on its own"):
+    with pytest.raises(UnsupportedError, match="transformer inside GPT2LMHeadModel"):
         plan_patch(model, pos="rope")
     encoder, decoder = tiny("bert"), tiny("bert", "AutoModelForCausalLM", is_decoder=True, add_cross_attention=True)
     outer = EncoderDecoderModel(encoder=patch(encoder, norm="rms"), decoder=decoder)
-    with pytest.raises(UnsupportedError, match=r"encoder inside EncoderDecoderModel was patched on its own"):
+    with pytest.raises(UnsupportedError, match="encoder inside EncoderDecoderModel"):
         plan_patch(outer, pos="rope")
 
 
@@ -570,10 +571,10 @@ def test_a_forward_of_its_own() -> None:
     """What a library put on one instance would outlive a change of its class."""
     model = tiny("gpt2")
     model.h[0].attn.forward = model.h[0].attn.forward
-    with pytest.raises(WrappedModelError, match=r"h\.0\.attn carries a (wrapped )?forward"):
+    with pytest.raises(WrappedModelError, match=r"h\.0\.attn"):
         plan_patch(model, pos="rope")
     model.h[1].ln_1.forward = model.h[1].ln_1.forward
-    with pytest.raises(WrappedModelError, match=r"h\.1\.ln_1 carries a (wrapped )?forward"):
+    with pytest.raises(WrappedModelError, match=r"h\.1\.ln_1"):
         plan_patch(model, norm="rms")
     assert not plan_patch(model, norm="rms", keep=["h.1.ln_1"]).empty
 

@@ -85,6 +85,7 @@ def test_own_norm_example(gpt2: Any, tmp_path: Path) -> None:
         NORMS.unregister("softsign")
 
 
+@pytest.mark.slow
 def test_own_norm_with_parameters_example(gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("vector_tanh", "vector_tanh_scheme"):
         (tmp_path / f"{name}.py").write_text(examples(f"# {name}.py"))

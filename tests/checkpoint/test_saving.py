@@ -120,9 +120,9 @@ def in_child(job: Callable[[], Any]) -> int:
 
 def require_refused(folder: Path) -> None:
     """By the host's own class, too, and by no check that can be turned off."""
-    with pytest.raises(Exception, match="field 'initializer_range'"):
+    with pytest.raises(Exception, match="initializer_range"):
         GPT2Model.from_pretrained(folder)
-    with pytest.raises(CheckpointError, match="a save was killed while it exchanged"):
+    with pytest.raises(CheckpointError, match="killed"):
         AutoModel.from_pretrained(folder, check_fingerprint=False)
 
 

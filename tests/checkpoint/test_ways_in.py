@@ -193,7 +193,7 @@ def with_an_adapter_of_transformers(saved: Saved, folder: Path) -> Any:
     peft = pytest.importorskip("peft")
     adapted = load(folder, CAUSAL)
     adapted.add_adapter(peft.LoraConfig(target_modules="all-linear", bias="all"))
-    with pytest.warns(FingerprintWarning, match="it has adapters"):
+    with pytest.warns(FingerprintWarning, match="adapters"):
         adapted.save_pretrained(folder / "own")
     assert not [name for name in stored(folder / "own") if MARKER in name]
     model = load(folder, CAUSAL)

@@ -7,14 +7,17 @@ import copy
 import json
 import random
 import warnings
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from position_checks import difference, generated
 from position_families import FAMILIES, inputs, logits, make
-from sampled import sampled
+from sampled import sampled, slow_but
 from tiny_models import COPIES, require_a_model_of_its_own
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +26,7 @@ from hfpatch.core.registry import NORMS, POSITIONS
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
 from hfpatch.runtime import qk_layouts
-from hfpatch.runtime.attention import ROTARY, AttentionLens
+from hfpatch.runtime.attention import ROTARY
 from hfpatch.runtime.errors import CheckpointError
 from hfpatch.runtime.qk_layouts import Fused, Projections, with_turned_output
 from hfpatch.runtime.rotary import RotaryEmbedding
@@ -58,12 +61,13 @@ def case_id(value: str | dict[str, str]) -> str:
 
 every_request = pytest.mark.parametrize("request_", REQUESTS, ids=request_id)
 every_family = pytest.mark.parametrize("name", ALL)
-every_decoder = pytest.mark.parametrize("name", DECODERS)
 
 
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest difference in units of the logits' spread."""
-    return float((a - b).abs().max() / b.std())
+def of_gpt2(families: Iterable[str], requests: Iterable[Any]) -> Any:
+    """Each request with each family, all but GPT-2's as slow tests."""
+    cases = list(product(families, requests))
+    chosen = [(name, request) for name, request in cases if name == "gpt2"]
+    return pytest.mark.parametrize(("name", "request_"), slow_but(cases, chosen), ids=case_id)
 
 
 def with_positions(model: Any, change: Any, stack: str = "") -> list[Any]:
@@ -156,100 +160,19 @@ def test_attention_backends_agree(name: str) -> None:
 # --- decoding ---------------------------------------------------------------------------------------------------
 
 
-def prompt(name: str, pad: int = 0) -> dict[str, torch.Tensor]:
+def prompt(name: str) -> dict[str, torch.Tensor]:
     given = inputs(name)
     if FAMILIES[name].kind == "text":
-        tokens = given["input_ids"]
-        given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        if pad:
-            filler = torch.zeros(len(tokens), pad, dtype=torch.long)
-            given = {
-                "input_ids": torch.cat((filler, tokens), 1),
-                "attention_mask": torch.cat((filler, given["attention_mask"]), 1),
-            }
-    else:
-        given.pop("decoder_input_ids")
+        return {"input_ids": given["input_ids"], "attention_mask": torch.ones_like(given["input_ids"])}
+    given.pop("decoder_input_ids")
     return given
 
 
-def generated(model: Any, given: dict, **options: Any) -> torch.Tensor:
-    """Logits (steps, B, V) of a greedy generation."""
-    model.generation_config.forced_eos_token_id = None
-    settings: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-    with torch.no_grad():
-        out = model.generate(
-            **given, **{**settings, **options}, output_logits=True, return_dict_in_generate=True, pad_token_id=0
-        )
-    return torch.stack(out.logits)
-
-
-@every_decoder
-@every_request
+@of_gpt2(DECODERS, REQUESTS)
 def test_cached_equals_uncached(name: str, request_: dict) -> None:
     model = patched(name, **request_)
-    plain = generated(model, prompt(name), use_cache=False)
-    assert difference(generated(model, prompt(name), use_cache=True), plain) <= 1e-4
-
-
-@every_decoder
-def test_static_cache_equals_uncached(name: str) -> None:
-    model = patched(name, pos="rope")
-    plain = generated(model, prompt(name), use_cache=False)
-    static = generated(model, prompt(name), cache_implementation="static", disable_compile=True)
-    assert difference(static, plain) <= 1e-4
-
-
-@every_decoder
-def test_beam_search_with_cache_equals_without(name: str) -> None:
-    model = patched(name, pos="rope")
-    plain = generated(model, prompt(name), use_cache=False, num_beams=3)
-    assert difference(generated(model, prompt(name), use_cache=True, num_beams=3), plain) <= 1e-4
-
-
-@pytest.mark.parametrize("name", [name for name in DECODERS if FAMILIES[name].kind == "text"])
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_left_padding_changes_nothing(name: str, use_cache: bool) -> None:
-    model = patched(name, pos="rope")
-    alone = generated(model, prompt(name), use_cache=False)
-    assert difference(generated(model, prompt(name, pad=5), use_cache=use_cache), alone) <= 1e-4
-
-
-@every_decoder
-def test_control_cached(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = AttentionLens.__call__
-
-    def forgets_the_cache(self: AttentionLens, module: Any, arguments: dict) -> Any:
-        return real(self, module, {**arguments, "position_ids": None, self.cache: None})
-
-    monkeypatch.setattr(AttentionLens, "__call__", forgets_the_cache)
-    model = patched(name, pos="rope")
-    plain = generated(model, prompt(name), use_cache=False)
-    assert difference(generated(model, prompt(name), use_cache=True), plain) > 1e-2
-
-
-@pytest.mark.parametrize("family", ["Bert", "Roberta"])
-def test_bert_like_decoder_with_cache(family: str) -> None:
-    import transformers as hf
-
-    torch.manual_seed(0)
-    config = getattr(hf, f"{family}Config")(
-        vocab_size=97,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=34,
-        initializer_range=0.4,
-        is_decoder=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    head = {"Bert": "BertLMHeadModel", "Roberta": "RobertaForCausalLM"}[family]
-    with pytest.warns(NotPreservedWarning):
-        model = patch_model(getattr(hf, head)(config).eval(), pos="rope")
-    plain = generated(model, prompt("gpt2"), use_cache=False)
-    assert difference(generated(model, prompt("gpt2"), use_cache=True), plain) <= 1e-4
+    plain = generated(model, prompt(name), pad_token_id=0, use_cache=False)
+    assert difference(generated(model, prompt(name), pad_token_id=0, use_cache=True), plain) <= 1e-4
 
 
 # --- training ---------------------------------------------------------------------------------------------------
@@ -399,8 +322,7 @@ def long_inputs(name: str) -> dict[str, torch.Tensor]:
     return inputs(name, 4 * FAMILIES[name].old_length, batch=1)
 
 
-@every_family
-@pytest.mark.parametrize("pos", SCHEMES)
+@pytest.mark.parametrize(("name", "pos"), slow_but(product(ALL, SCHEMES), 15))
 def test_four_times_the_old_length(name: str, pos: str) -> None:
     out = logits(patched(name, pos=pos), long_inputs(name))
     assert out.isfinite().all()
@@ -475,14 +397,13 @@ def test_control_save_and_load(tmp_path: Path) -> None:
     config["hfpatch"]["edits"] = [edit.replace("theta=10000.0", "theta=10.0") for edit in edits]
     assert config["hfpatch"]["edits"] != edits
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="isn't the one that was saved"):
+    with pytest.raises(CheckpointError):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, check_fingerprint=False).eval()
     assert difference(logits(loaded, given), logits(model, given)) > 1e-2
 
 
-@every_family
-@pytest.mark.parametrize("how", sorted(COPIES))
+@pytest.mark.parametrize(("name", "how"), slow_but(product(ALL, sorted(COPIES)), 10))
 def test_copies(name: str, how: str) -> None:
     model, given = patched(name, norm="dyt", pos="rope"), inputs(name)
     require_a_model_of_its_own(COPIES[how](model), model, lambda one: logits(one, given))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from sampled import slow_but
 from transformers import AutoModel
 
 from hfpatch.contrib import convert_pairing as reorder
@@ -78,7 +79,7 @@ def test_order() -> None:
         assert torch.equal(there[back], torch.arange(8))
 
 
-@pytest.mark.parametrize("model_type", [*NATIVE, *OWN, *PATCHED])
+@pytest.mark.parametrize("model_type", slow_but([*NATIVE, *OWN, *PATCHED], 10))
 def test_the_function_stays_and_weights_come_back(model_type: str) -> None:
     model, given, pairing = make(model_type)
     before, weights = run(model, given), copy.deepcopy(model.state_dict())
@@ -91,7 +92,7 @@ def test_the_function_stays_and_weights_come_back(model_type: str) -> None:
     assert difference(run(model, given), before) <= (1e-4 if model_type in OWN else 0)  # whose turning is ours now
 
 
-@pytest.mark.parametrize("model_type", [*NATIVE, *PATCHED])
+@pytest.mark.parametrize("model_type", slow_but([*NATIVE, *PATCHED], 5))
 def test_control_weights_alone(model_type: str) -> None:
     """The weights without the other rotation are another function."""
     model, given, pairing = make(model_type)
@@ -192,7 +193,7 @@ def test_what_isnt_the_same_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> No
     model, given, _ = make("llama")
     before, weights = run(model, given), copy.deepcopy(model.state_dict())
     monkeypatch.setattr(reorder, "order", lambda rotary_dim, head_dim, to: torch.arange(head_dim).roll(1))
-    with pytest.raises(VerificationError, match=r"its outputs differ by .*the conversion was rolled back"):
+    with pytest.raises(VerificationError, match="rolled back"):
         convert_pairing(model, "interleaved", example_inputs=given)
     assert difference(run(model, given), before) == 0
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
@@ -212,17 +213,17 @@ def test_an_unknown_layout_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_refusals() -> None:
     model, given, _ = make("llama")
-    with pytest.raises(OptionError, match="to must be one of half, interleaved, not 'neox'"):
+    with pytest.raises(OptionError, match="'neox'"):
         convert_pairing(model, "neox")
-    with pytest.raises(NothingToPatchError, match="has the pairing 'half' already"):
+    with pytest.raises(NothingToPatchError, match="'half'"):
         convert_pairing(model, "half", example_inputs=given)
-    with pytest.raises(UnsupportedError, match="rotates no queries and keys"):
+    with pytest.raises(UnsupportedError, match="rotates no"):
         convert_pairing(zoo.tiny("gpt2")[0], "interleaved")
-    with pytest.raises(UnsupportedError, match="isn't known which channels are rotated together"):
+    with pytest.raises(UnsupportedError, match="together"):
         convert_pairing(zoo.tiny("deepseek_v3")[0], "interleaved")
     with torch.device("meta"):
         empty = AutoModel.from_config(zoo.tiny_config("llama"))
-    with pytest.raises(UnsupportedError, match="no weights yet"):
+    with pytest.raises(UnsupportedError, match="weights"):
         convert_pairing(empty, "interleaved")
 
 

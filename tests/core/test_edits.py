@@ -63,7 +63,7 @@ _OPERATIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(_OPERATIONS)
 def test_undo_restores_any_sequence(operations: list[tuple[str, str]]) -> None:
     model = tree()

@@ -103,7 +103,7 @@ def test_parameters_without_elements(kind: str, shape: tuple[int, ...]) -> None:
 _SPECIAL = [0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), 6e-8, -3e-39, 65504.0, 1e30]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.lists(st.one_of(st.floats(width=32), st.sampled_from(_SPECIAL)), min_size=6, max_size=6),
     st.sampled_from(DTYPES),

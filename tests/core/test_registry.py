@@ -53,7 +53,7 @@ def test_a_name_is_given_once() -> None:
     registry: Registry[object] = Registry("norm of a test")
     entry = registry.register("one")(object())
     assert registry.register("one")(entry) is entry  # a module imported twice does no harm
-    with pytest.raises(PatchError, match="norm of a test 'one' is registered already, by <object object"):
+    with pytest.raises(PatchError, match="'one'"):
         registry.register("one")(object())
     assert registry["one"] is entry
     registry.unregister("one")
@@ -90,7 +90,7 @@ def test_an_unregistered_scheme_is_refused_by_the_plan() -> None:
     class Unregistered(RMS):
         pass
 
-    with pytest.raises(UnknownNameError, match=r"is no registered norm\. Add it with @NORMS\.register\('a name'\)"):
+    with pytest.raises(UnknownNameError, match=r"@NORMS\.register\('a name'\)"):
         plan_patch(tiny("gpt2"), norm=Unregistered())
 
 
@@ -168,11 +168,11 @@ def test_a_third_party_norm_is_planned_patched_and_reloaded(
         assert difference(model, reload(model, tmp_path)) == 0
     again = reload(model, tmp_path)  # the module's class is enough to open it, not to patch it once more
     assert difference(model, again) == 0
-    with pytest.raises(CheckpointError, match=r"no norm called 'mean'.*import it first"):
+    with pytest.raises(CheckpointError, match="'mean'"):
         plan_patch(again, norm="rms")
     with registered(NORMS, "mean", Mean):
         monkeypatch.delitem(COMPONENTS, "MedianNorm")
-        with pytest.raises(CheckpointError, match=r"no component called 'MedianNorm'.*import it first"):
+        with pytest.raises(CheckpointError, match="'MedianNorm'"):
             reload(model, tmp_path)
 
 
@@ -181,7 +181,7 @@ def test_a_third_party_norm_that_names_no_starting_values(monkeypatch: pytest.Mo
     model = tiny("gpt2")
     before = fingerprint(model)
     with registered(NORMS, "mean", Mean):
-        with pytest.raises(UnsupportedError, match=r"MedianNorm.initial_values\(\) doesn't say where 'power' starts"):
+        with pytest.raises(UnsupportedError, match=r"MedianNorm.*'power'"):
             patch_model(model, norm="mean", init="reset")
         assert not changes(before, fingerprint(model))
         patch(model, norm="mean")  # control
@@ -287,7 +287,7 @@ def test_a_broken_entry_point_hurts_only_who_asks_for_it(tmp_path: Path, monkeyp
     with pytest.raises(UnknownNameError):
         registry["rmsnorm"]
     for _ in range(2):  # not only the first time
-        with pytest.raises(PatchError, match=r"broken.*a_module_that_isnt_there"):
+        with pytest.raises(PatchError, match="a_module_that_isnt_there"):
             registry["broken"]
 
 

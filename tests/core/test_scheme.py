@@ -127,7 +127,7 @@ def test_what_is_no_norm(value: Any, message: str) -> None:
 
 @pytest.mark.parametrize("value", ["", " ", "RMS", "rms ", ":alpha=1"])
 def test_unknown_text(value: str) -> None:
-    with pytest.raises(UnknownNameError, match="no norm called"):
+    with pytest.raises(UnknownNameError):
         Norm.resolve(value)
 
 
@@ -138,14 +138,18 @@ def test_a_position_is_no_norm_by_name() -> None:
         Position.resolve("rms")
 
 
-@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, -math.inf, True, None, "0.5", 1j, [1], torch.tensor(1.0)])
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, -math.inf, True, "0.5", 1j, [1], torch.tensor(1.0)])
 @pytest.mark.parametrize("make", [DyT, Derf, lambda v: RoPE(theta=v)], ids=["dyt", "derf", "theta"])
 def test_numbers_outside_their_domain(make: Any, value: Any) -> None:
-    if value is None and make not in (DyT, Derf):
-        assert make(value).theta is None  # the model's own
-        return
-    with pytest.raises(OptionError, match=r"must be a number in \(0, inf\), not"):
+    with pytest.raises(OptionError, match=r"\(0, inf\)"):
         make(value)
+
+
+def test_no_number() -> None:
+    for norm in (DyT, Derf):
+        with pytest.raises(OptionError):
+            norm(None)
+    assert RoPE(theta=None).theta is None  # the model's own
 
 
 @pytest.mark.parametrize(
@@ -158,7 +162,7 @@ def test_numbers_outside_their_domain(make: Any, value: Any) -> None:
 )
 def test_integers_beyond_64_bits(make: Any) -> None:
     """torch raises an OverflowError, in the midst of a patch."""
-    with pytest.raises(OptionError, match=r"integer of more than 64 bits\. Choose a smaller one, or write 1e\+30"):
+    with pytest.raises(OptionError, match=r"1e\+30"):
         make(10**30)
     make(2**63 - 1)  # control
 
@@ -206,26 +210,26 @@ def test_options_that_a_third_party_declares() -> None:
 
 @pytest.mark.parametrize("value", [0, -0.5, 1.0001, 2, math.nan, True, "half"])
 def test_partial_outside_zero_one(value: Any) -> None:
-    with pytest.raises(OptionError, match=r"RoPE: partial must be a number in \(0, 1\], not"):
+    with pytest.raises(OptionError, match="partial"):
         RoPE(partial=value)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "0"])
 def test_derf_shift_is_finite(value: Any) -> None:
-    with pytest.raises(OptionError, match="Derf: s must be a number"):
+    with pytest.raises(OptionError, match="Derf: s"):
         Derf(s=value)
     assert Derf(s=-3).s == -3  # control: any finite number is fine
 
 
 @pytest.mark.parametrize("value", [0, 1, None, "true"])
 def test_layer_bias_is_a_bool(value: Any) -> None:
-    with pytest.raises(OptionError, match="Layer: bias must be True or False"):
+    with pytest.raises(OptionError, match="bias"):
         Layer(bias=value)
 
 
 @pytest.mark.parametrize("value", ["neox", "", 2, "HALF"])
 def test_pairing(value: Any) -> None:
-    with pytest.raises(OptionError, match="RoPE: pairing must be one of half, interleaved"):
+    with pytest.raises(OptionError, match="pairing"):
         RoPE(pairing=value)
 
 
@@ -280,7 +284,7 @@ def test_the_callers_dict_isnt_kept() -> None:
     "record", [None, 3, "rms", [], {}, {"name": 3}, {"name": None}, {"option": 1}, {"name": ["rms"]}, ("name", "rms")]
 )
 def test_malformed_json(record: Any) -> None:
-    with pytest.raises(OptionError, match="a norm scheme is stored as"):
+    with pytest.raises(OptionError):
         Norm.from_json(record)
 
 

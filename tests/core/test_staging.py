@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import transformers
+from sampled import slow_but
 from tiny_models import changes, fingerprint, patch, tiny
 from typer.testing import CliRunner
 
@@ -80,6 +81,10 @@ WRITERS: dict[str, Callable[[Any, Path], Any]] = {
     "plot.png": plot,
     "push": lambda model, out: push_patched(model, "me/model", form="plugin", dry_run=True),
 }
+FAILURES: dict[str, BaseException] = {"Ctrl-C": KeyboardInterrupt(), "full disk": FULL}
+KINDS = [*((name, True) for name in WRITERS), ("plugin", False), ("plot.png", False)]
+FAILING = [(*kind, failure) for kind in KINDS for failure in FAILURES]
+DEFAULT = [case for case in FAILING if case[:2] in (("plugin", True), ("push", True), ("report.json", True))]
 every_writer = pytest.mark.parametrize("name", WRITERS)
 every_output = pytest.mark.parametrize("name", [name for name in WRITERS if name != "push"])
 
@@ -133,13 +138,10 @@ def failing(place: Path, at: int, error: BaseException, after: bool = False) -> 
         yield calls
 
 
-@pytest.mark.parametrize(
-    ("name", "exists"), [*((name, True) for name in WRITERS), ("plugin", False), ("plot.png", False)]
-)
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), FULL], ids=["Ctrl-C", "full disk"])
-def test_an_error_at_any_operation(name: str, exists: bool, error: BaseException, model: Any, place: Path) -> None:
+@pytest.mark.parametrize(("name", "exists", "failure"), slow_but(FAILING, DEFAULT))
+def test_an_error_at_any_operation(name: str, exists: bool, failure: str, model: Any, place: Path) -> None:
     """What was there before is whole, or what was written is; nothing is left beside it, and the model is as it was."""
-    write, out = WRITERS[name], place / "in" / name
+    write, out, error = WRITERS[name], place / "in" / name, FAILURES[failure]
     watched = place.parent if name == "push" and isinstance(error, OSError) else place  # where a push exports to
 
     def start() -> Contents:
@@ -182,9 +184,9 @@ def test_a_disk_that_takes_no_more_bytes(name: str, model: Any, place: Path) -> 
     before, limits = contents(place), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10 if out.suffix else 9000, limits[1]))
     try:
-        with pytest.raises(PatchError, match=r"can't be written: .*File too large"):
+        with pytest.raises(PatchError, match="File too large"):
             WRITERS[name](model, out)
-        with pytest.raises(PatchError, match=f"temporary files can't be written to {place} "):
+        with pytest.raises(PatchError, match=str(place)):
             staging.save_temporary(model.state_dict(), place / "a")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -200,7 +202,7 @@ def test_places_that_cant_be_written(name: str, model: Any, place: Path, monkeyp
     with failing(place, 0, OSError(errno.EROFS, "Read-only file system")), pytest.raises(PatchError, match=said):
         WRITERS[name](model, place / name)
     for out in (Path("/proc/none") / name, file / name):
-        with pytest.raises(PatchError, match=f"{out} can't be written: "):
+        with pytest.raises(PatchError, match=str(out)):
             WRITERS[name](model, out)
         monkeypatch.setattr(cli, "opened", lambda *_: pytest.fail("the model was opened first"))
     assert contents(place) == before
@@ -225,10 +227,10 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(name: str, exists: bool, 
 
 
 def test_what_somebody_else_wrote_meanwhile_stays(place: Path) -> None:
-    with pytest.raises(PatchError, match="isn't empty"), staging.staged_folder(place / "out"):
+    with pytest.raises(PatchError, match="empty"), staging.staged_folder(place / "out"):
         write_older(place / "out")
     assert (place / "out/notes.txt").read_text() == "mine"
     assert len(contents(place)) == 3
-    with pytest.raises(PatchError, match="can't be written: Is a directory"):
+    with pytest.raises(PatchError, match="directory"):
         RepairReport().save(place / "out")
     assert (place / "out/notes.txt").read_text() == "mine"

@@ -187,7 +187,7 @@ class TestRefused:
         assert f"leave out {images}" in str(found.refused)
 
     def test_no_twin(self) -> None:
-        with pytest.raises(UnsupportedError, match="Pass example_inputs="):
+        with pytest.raises(UnsupportedError, match="example_inputs="):
             find_centring(tiny("gpt2"), {"nothing": 1})
 
 

@@ -7,11 +7,13 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sampled import slow_but
 from tiny_models import (
     changes,
     difference,
@@ -99,8 +101,7 @@ def silent(model: Any, *args: Any, **kwargs: Any) -> Any:
 # The function stays
 
 
-@EXACT
-@pytest.mark.parametrize("mode", ["fold", "parametrize"])
+@pytest.mark.parametrize(("name", "mode"), slow_but(product(MAKE, ("fold", "parametrize")), 9))
 def test_the_function_stays_and_no_warning_is_given(name: str, mode: str) -> None:
     model = MAKE[name]().double()
     plain = copy.deepcopy(model)
@@ -260,17 +261,17 @@ def test_a_parameter_in_two_places_is_centred_once() -> None:
 
 def test_modes_and_weights_that_cant_be_centred() -> None:
     model = tiny("gpt2")
-    with pytest.raises(OptionError, match="mode must be one of fold, parametrize, not 'both'"):
+    with pytest.raises(OptionError, match=r"mode.*'both'"):
         centre(model, Centring(), Transaction(), "both")
     for mode in ("Fold", None, 3):
-        with pytest.raises(OptionError, match="mode must be fold or parametrize"):
+        with pytest.raises(OptionError, match="mode"):
             RMS(mode)
-    with pytest.raises(OptionError, match="fold_bias must be True or False"):
+    with pytest.raises(OptionError, match="fold_bias"):
         RMS(fold_bias=1)
-    with pytest.raises(OptionError, match="fold_bias writes to weights, which mode='parametrize' doesn't"):
+    with pytest.raises(OptionError, match=r"fold_bias.*mode='parametrize'"):
         RMS("parametrize", True)
     model.wpe.weight = nn.Parameter(torch.ones(64, 32, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(UnsupportedError, match=r"wpe\.weight is a Tensor of torch\.int8; only plain floating-point"):
+    with pytest.raises(UnsupportedError, match=r"wpe\.weight.*torch\.int8"):
         plan_centring(model, Centring(axes(**{"wpe.weight": 1})), "fold")
 
 
@@ -378,9 +379,7 @@ def test_post_norm_is_nearer_than_a_plain_copy() -> None:
     plain = tiny("bert")
     norms = norms_of(plain, nn.LayerNorm)
     copied, model = patch(copy.deepcopy(plain), norm="rms", init="copy"), copy.deepcopy(plain)
-    with pytest.warns(
-        NotPreservedWarning, match=r"only the constant part of the mean of the norm's input is removed \(post-norm"
-    ):
+    with pytest.warns(NotPreservedWarning, match="post-norm"):
         patch_model(model, norm="rms")
     assert distance(plain, model) < 0.5 * distance(plain, copied)
     before, after = (mean_ratios(one, inputs(one), norms) for one in (copied, model))
@@ -417,9 +416,7 @@ def test_exact_keeps_what_isnt_and_says_why(tmp_path: Path) -> None:
 def test_exact_with_nothing_left_is_refused() -> None:
     model = tiny("bert")
     before = fingerprint(model)
-    with pytest.raises(
-        UnsupportedError, match=r"attention\.output\.LayerNorm: norm='rms' isn't exact here: .*post-norm"
-    ):
+    with pytest.raises(UnsupportedError, match=r"attention\.output\.LayerNorm: norm='rms'.*post-norm"):
         patch(model, norm="rms", init="exact", keep=["embeddings.*"])
     assert not changes(before, fingerprint(model))
 
@@ -435,7 +432,7 @@ def test_copy_and_reset_look_for_nothing(init: str, monkeypatch: pytest.MonkeyPa
     patch(model, norm="rms", init=init)
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
     assert [row.kind for row in plan_patch(tiny("gpt2"), norm="rms", init=init).rows].count("stream") == 0
-    with pytest.raises(OptionError, match=f"fold_bias writes to the layers that read a norm, which init='{init}'"):
+    with pytest.raises(OptionError, match=f"fold_bias.*init='{init}'"):
         plan_patch(tiny("gpt2"), norm=RMS(fold_bias=True), init=init)
     assert {row.kind for row in plan_patch(tiny("gpt2"), norm="dyt").rows} == {"norm"}
 
@@ -467,7 +464,7 @@ def test_a_forward_that_fails_on_the_small_model_is_a_reason(monkeypatch: pytest
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(type(model.transformer), "forward", narrow)
-    with pytest.raises(UnsupportedError, match=r"no small model like this .*RuntimeError: float32 only"):
+    with pytest.raises(UnsupportedError, match="RuntimeError: float32 only"):
         plan_patch(model, norm="rms", init="exact")
     assert plan_patch(model, norm="rms").losses()
 
@@ -532,14 +529,10 @@ def test_what_isnt_exact_on_the_model_itself_is_taken_back(
     model = tiny(family, LM if family == "gpt2" else BASE).to(dtype)
     copied = patch(copy.deepcopy(model), norm="rms", init="copy")
     before = fingerprint(model)
-    with pytest.raises(
-        VerificationError, match=r"the exact conversion failed its check: outputs differ by \d.*init='copy'"
-    ):
+    with pytest.raises(VerificationError, match="init='copy'"):
         patch(model, norm="rms", init="exact")
     assert not changes(before, fingerprint(model))
-    with pytest.warns(
-        NotPreservedWarning, match=r"exact conversion failed its check on this model: outputs differ by \d"
-    ):
+    with pytest.warns(NotPreservedWarning, match="failed its check"):
         patch_model(model, norm="rms", reversible=True)
     assert max(map(float, ((a - b).abs().max() for a, b in zip(answers(model), answers(copied), strict=True)))) == 0
     unpatch_model(model)
@@ -580,18 +573,16 @@ def test_inputs_of_ones_own() -> None:
 def test_inputs_that_the_model_doesnt_take(monkeypatch: pytest.MonkeyPatch) -> None:
     found = find_centring(tiny("gpt2", LM))
     bad = {"input_ids": torch.full((1, 3), 97)}  # one beyond the vocabulary
-    with pytest.raises(UnsupportedError, match=r"no small model like this GPT2LMHeadModel could be made and run"):
+    with pytest.raises(UnsupportedError, match="GPT2LMHeadModel"):
         plan_patch(tiny("gpt2", LM), norm="rms", init="exact", example_inputs=bad)
     monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: found)
     monkeypatch.setattr("hfpatch.exact.request.example_inputs", lambda *a: bad)
     model = tiny("gpt2", LM)
     before = fingerprint(model)
-    with pytest.raises(
-        OptionError, match=r"its forward fails on the inputs \(input_ids\) that the exact conversion is checked on"
-    ):
+    with pytest.raises(OptionError, match="input_ids"):
         patch(model, norm="rms", example_inputs=bad)
     for init in ("exact", "auto"):  # a check that can't run is no failed check
-        with pytest.raises(OptionError, match=r"fails on the inputs \(input_ids\).*Pass example_inputs="):
+        with pytest.raises(OptionError, match=r"input_ids.*example_inputs="):
             patch(model, norm="rms", init=init)
     assert not changes(before, fingerprint(model))
 
@@ -600,7 +591,7 @@ def test_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = GPT2LMHeadModel(tiny_config("gpt2"))
     assert "exact" in str(plan_patch(model, norm="rms"))
-    with pytest.warns(NotPreservedWarning, match=r"has no weights yet \(meta device\), so nothing could be centred"):
+    with pytest.warns(NotPreservedWarning, match="meta device"):
         patch_model(model, norm="rms")
     plain = tiny("gpt2", LM)
     filled = silent(copy.deepcopy(plain), norm="rms")
@@ -753,9 +744,7 @@ def test_some_norms_and_then_the_others(modes: tuple[str, str], tmp_path: Path) 
 @pytest.mark.parametrize("first", [{"norm": "dyt"}, {"norm": "rms", "init": "copy"}])
 def test_after_norms_that_see_the_mean_it_is_a_plain_swap(first: dict) -> None:
     model = patch(tiny("gpt2", LM), **first, only=["*.ln_1"])
-    with pytest.warns(
-        NotPreservedWarning, match=r"an earlier patch put in norm='\w+', init='\w+', which depends on the mean"
-    ):
+    with pytest.warns(NotPreservedWarning, match=r"norm='\w+', init='\w+'"):
         patch_model(model, norm="rms", only=["*.ln_2"])
     direct = patch(tiny("gpt2", LM), **first, only=["*.ln_1"])
     patch(direct, norm="rms", init="copy", only=["*.ln_2"])
@@ -775,7 +764,7 @@ def test_a_writer_with_a_forward_of_its_own_is_refused() -> None:
     drop = model.transformer.drop
     drop.forward = type(drop).forward.__get__(drop)
     before = fingerprint(model)
-    with pytest.raises(WrappedModelError, match=r"transformer\.drop carries a forward of its own"):
+    with pytest.raises(WrappedModelError, match=r"transformer\.drop"):
         patch(model, norm="rms")
     assert not changes(before, fingerprint(model))
 
@@ -821,12 +810,12 @@ def test_fold_bias_with_conv1d() -> None:
 def test_fold_bias_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = GPT2LMHeadModel(tiny_config("gpt2"))
-    with pytest.raises(UnsupportedError, match=r"fold_bias=True: .* meta device\. Load them first\."):
+    with pytest.raises(UnsupportedError, match=r"fold_bias=True: .*meta device"):
         plan_patch(model, norm=RMS(fold_bias=True))
 
 
 def test_fold_bias_of_a_model_that_doesnt_run() -> None:
-    with pytest.raises(UnsupportedError, match=r"fold_bias=True: .*LMHeadModel can't be traced: IndexError: index"):
+    with pytest.raises(UnsupportedError, match=r"fold_bias=True: .*IndexError"):
         plan_patch(tiny("gpt2", LM), norm=RMS(fold_bias=True), example_inputs={"input_ids": torch.full((1, 3), 97)})
 
 
@@ -844,6 +833,6 @@ def test_a_plan_touches_nothing(name: str, norm: Any) -> None:
 def test_fold_bias_is_refused_where_something_else_reads_the_norm() -> None:
     model = tiny("bert")
     before = fingerprint(model)
-    with pytest.raises(UnsupportedError, match=r"fold_bias=True: no norm's shift can move .*reads its output too"):
+    with pytest.raises(UnsupportedError, match=r"fold_bias=True: .*shift"):
         patch(model, norm=RMS(fold_bias=True))
     assert not changes(before, fingerprint(model))

@@ -70,7 +70,7 @@ def has_spread(stream: Tensor) -> bool:
 # Exactness
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases())
 def test_on_a_centred_writer_it_is_layernorm(case: Case) -> None:
     wanted = case.norm(case.stream())
@@ -79,7 +79,7 @@ def test_on_a_centred_writer_it_is_layernorm(case: Case) -> None:
     assert close(case.norm(case.stream()), wanted)  # which doesn't mind
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(cases())
 def test_on_other_writers_it_isnt(case: Case) -> None:
     """Control."""
@@ -90,7 +90,7 @@ def test_on_other_writers_it_isnt(case: Case) -> None:
     assert not close(rms(case.norm)(stream), case.norm(stream), 1e-6)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.sampled_from(DTYPES).flatmap(lambda dtype: cases(dtype=dtype)))
 def test_in_any_dtype_it_is_layernorm_up_to_rounding(case: Case) -> None:
     dtype = case.x.dtype
@@ -114,7 +114,7 @@ def test_in_any_dtype_it_is_layernorm_up_to_rounding(case: Case) -> None:
 SCALES = st.floats(0.01, 100)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(eps=0.0), SCALES)
 def test_scaling_the_input_or_the_whole_weight_matrix_changes_nothing(case: Case, scale: float) -> None:
     norm, weight = rms(case.norm), case.writer.weight
@@ -125,7 +125,7 @@ def test_scaling_the_input_or_the_whole_weight_matrix_changes_nothing(case: Case
     assert close(norm(F.linear(case.x, scale * weight)), norm(product))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(eps=0.0), st.floats(0.5, 5), st.integers(0, 39))
 def test_adding_a_constant_or_scaling_one_row_changes_the_output(case: Case, amount: float, row: int) -> None:
     norm, weight = rms(case.norm), case.writer.weight.detach()
@@ -150,7 +150,7 @@ def gradient(case: Case, weight_scale: float = 1.0, input_scale: float = 1.0) ->
     return weight.grad
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(eps=0.0), st.floats(0.1, 10))
 def test_the_gradient_of_a_scaled_weight_is_scaled_down_and_that_of_a_scaled_input_stays(
     case: Case, delta: float

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 
 from hfpatch.core.transaction import Transaction
 
-SAMPLE = {"requests": 15, "configs": 40, "files": 20, "interrupts": 4}
+SAMPLE = {"requests": 8, "configs": 20, "files": 10, "interrupts": 2}
 FEW = ("bart", "gpt2", "gpt_neox", "llama", "roberta", "siglip_text_model", "vit")
 
 
@@ -25,7 +25,7 @@ FEW = ("bart", "gpt2", "gpt_neox", "llama", "roberta", "siglip_text_model", "vit
 def test_a_sample(name: str) -> None:
     kind = fuzz.KINDS[name]
 
-    @settings(max_examples=SAMPLE[name], derandomize=True, **fuzz.QUIETLY)
+    @settings(max_examples=SAMPLE[name], **fuzz.QUIETLY)
     @given(kind.cases(FEW))
     def every(case: Any) -> None:
         kind.check(case)
@@ -66,7 +66,7 @@ class TestFailuresAreSeen:
         case = fuzz_requests.Case("gpt2", False, "float64", (self.ROPE,), frozenset())
         assert fuzz_requests.check(case) == ["approximate, with a warning", "ran"]
         monkeypatch.setattr("hfpatch.patch._warn", lambda *args: None)
-        with pytest.raises(Finding, match="silent: no warning, and the outputs are off"):
+        with pytest.raises(Finding, match="silent"):
             fuzz_requests.check(case)
 
     def test_an_error_of_another_type(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ class TestFailuresAreSeen:
             return original(model, **how)
 
         monkeypatch.setattr(fuzz_requests, "plan_patch", careless)
-        with pytest.raises(Finding, match=r"changed: plan_patch left other .*wte"):
+        with pytest.raises(Finding, match=r"plan_patch.*wte"):
             fuzz_requests.check(fuzz_requests.Case("gpt2", False, "float32", (self.ROPE,), frozenset({"plan"})))
 
     def test_another_function_from_a_config(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ class TestFailuresAreSeen:
         assert fuzz_configs.check(case) == ["refused: CheckpointError"]
         for check in ("_require_same_function", "_tell_of_edited_config"):
             monkeypatch.setattr(f"hfpatch.checkpoint.classes.{check}", lambda *_, **__: None)
-        with pytest.raises(Finding, match="silent: the outputs are off"):
+        with pytest.raises(Finding, match="silent"):
             fuzz_configs.check(case)
 
     def test_a_hang(self) -> None:
@@ -115,5 +115,5 @@ class TestFailuresAreSeen:
         cases = [fuzz_files.Case("gpt2", "float32", False, "zeros", 0.0, (x / 40, 0.9, 0.0)) for x in range(40)]
         passed = next(case for case in cases if "passes the quick check" in fuzz_files.check(case)[0])
         monkeypatch.setattr(fuzz_files, "FULL", {"check_fingerprint": True})
-        with warnings.catch_warnings(), pytest.raises(Finding, match="silent: the full check passes"):
+        with warnings.catch_warnings(), pytest.raises(Finding, match="silent"):
             fuzz_files.check(passed)

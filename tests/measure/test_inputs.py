@@ -85,12 +85,10 @@ def test_an_unknown_input_is_refused() -> None:
     with torch.device("meta"):
         config = transformers.TimeSeriesTransformerConfig(prediction_length=4)
         model = transformers.AutoModel.from_config(config)
-    with pytest.raises(
-        UnsupportedError, match=r"TransformerModel: no input known by the name 'past_.*Pass example_inputs="
-    ):
+    with pytest.raises(UnsupportedError, match=r"TransformerModel.*'past_.*example_inputs="):
         example_inputs(model)
 
 
 def test_a_module_without_config_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="Linear has no transformers config"):
+    with pytest.raises(UnsupportedError, match="Linear"):
         example_inputs(nn.Linear(2, 2))

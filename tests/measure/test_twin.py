@@ -120,11 +120,11 @@ class TestChain:
     def test_such_a_model_without_weights_is_refused(self) -> None:
         model = on_meta(tiny_config("gpt2"))
         model.h[1].mlp.dropout = nn.AlphaDropout(0.1)
-        with pytest.raises(UnsupportedError, match=r"classes differ.*meta device.*Pass example_inputs=\{"):
+        with pytest.raises(UnsupportedError, match=r"example_inputs=\{"):
             twin(model)
 
     def test_inputs_that_fit_nothing_are_refused(self) -> None:
-        with pytest.raises(UnsupportedError, match="no small model like this GPT2Model"):
+        with pytest.raises(UnsupportedError, match="GPT2Model"):
             twin(tiny("gpt2"), {"input_ids": torch.ones(1, 4)})
 
     def test_a_patched_model(self) -> None:

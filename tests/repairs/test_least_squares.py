@@ -15,7 +15,7 @@ from hfpatch.repairs.least_squares import PENALTIES, ChannelAffine, ChannelVaria
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 10_000)
-some = settings(deadline=None, max_examples=25)
+some = settings(max_examples=25)
 
 
 def problem(seed: int, rows: int = 60, inputs: int = 5, outputs: int = 3, mean: float = 1.0) -> tuple[Tensor, ...]:

@@ -225,9 +225,9 @@ def test_an_attention_that_shows_no_map_is_said(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("fit", ["q", "", None, 3])
 def test_an_unknown_fit_is_refused_before_anything_changes(fit: Any) -> None:
     model = tiny("gpt2", LM)
-    with pytest.raises(OptionError, match="fit must be one of 'qk', 'bias'"):
+    with pytest.raises(OptionError, match="fit"):
         patch_model(model, pos="rope", calibration=batches(model), fit=fit)
-    with pytest.raises(OptionError, match="fit must be one of 'qk', 'bias'"):
+    with pytest.raises(OptionError, match="fit"):
         repair(model, model, batches(model), fit=fit)
     assert isinstance(model.transformer.wpe, nn.Embedding)
 

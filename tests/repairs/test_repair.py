@@ -166,7 +166,7 @@ def test_a_reference_that_lies_on_disk_is_loaded_block_by_block(device_map: dict
     assert whole.to_json() == report.to_json()
     assert set(loaded) == {2}
     assert all(p.is_meta for p in offloaded.transformer.h.parameters())
-    with pytest.raises(WrappedModelError, match="only the reference"):
+    with pytest.raises(WrappedModelError, match="reference"):
         repair(offloaded, original, batches(original))
 
 
@@ -306,7 +306,7 @@ def test_few_sequences(sequences: int) -> None:
 def test_one_sequence_is_refused_and_changes_nothing(form: Callable) -> None:
     model = tiny("gpt2", LM)
     before = fingerprint(model)
-    with pytest.raises(OptionError, match="calibration holds one sequence"):
+    with pytest.raises(OptionError, match="one sequence"):
         patch_model(model, norm="dyt", calibration=form([torch.ones(1, 3).long()]))
     assert not changes(before, fingerprint(model))
 
@@ -315,9 +315,9 @@ def test_one_sequence_is_refused_and_changes_nothing(form: Callable) -> None:
 def test_too_few_tokens_to_judge_by_are_refused_and_change_nothing(form: Callable) -> None:
     model = tiny("gpt2", LM)
     before = fingerprint(model)
-    with pytest.raises(OptionError, match=r"of 2 sequences 1 are held out, with 1 tokens .* Pass 64 sequences of this"):
+    with pytest.raises(OptionError, match="Pass 64 sequences"):
         patch_model(model, norm="dyt", calibration=form([torch.tensor([[5], [6]])]))
-    with pytest.raises(OptionError, match=r"with 7 tokens \(or outputs\) in all, and 8 are needed. Pass 16 sequences"):
+    with pytest.raises(OptionError, match="Pass 16 sequences"):
         patch_model(model, norm="dyt", calibration=form([torch.arange(14).view(2, 7)]))
     assert not changes(before, fingerprint(model))
     patch(model, norm="dyt", calibration=form([torch.arange(16).view(2, 8)]))
@@ -358,7 +358,7 @@ def test_what_a_repair_may_leave(measure: str, before: float, after: float, kept
 def test_a_repair_by_itself_warns_too() -> None:
     original = tiny("albert", "AutoModelForMaskedLM")
     model = patch(copy.deepcopy(original), "dyt")
-    with pytest.warns(NotPreservedWarning, match=r"AlbertForMaskedLM: Repair on .* undone") as caught:
+    with pytest.warns(NotPreservedWarning, match="AlbertForMaskedLM.*undone") as caught:
         repair(model, original, batches(original))
     assert [warning.filename for warning in caught] == [__file__]
     model, original = patch(tiny("gpt2", LM), "dyt"), tiny("gpt2", LM)
@@ -456,7 +456,7 @@ def test_labels_are_read_by_a_decoder_that_has_nothing_else() -> None:
 
 def test_a_single_number_as_output() -> None:
     model = tiny("bert", "AutoModelForSequenceClassification", num_labels=1)
-    with pytest.raises(OptionError, match=r"2 are held out, with 2 tokens .* and 8 are needed. Pass 64 sequences"):
+    with pytest.raises(OptionError, match="Pass 64 sequences"):
         patch_model(model, norm="dyt", calibration=[joined(batches(model))])
     patch(model, norm="dyt", calibration=[joined(batches(model, 32))])
     report = repair_report(model)
@@ -487,6 +487,25 @@ def test_a_step_that_doesnt_help_on_held_out_sequences_isnt_taken() -> None:
                 model.get_parameter(f"{step.module}.weight"), plain.get_parameter(f"{step.module}.weight")
             )
     assert "undone: it didn't help" in str(report)
+
+
+def test_a_norms_fit_that_doesnt_help_isnt_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = engine.fit_norm
+
+    def of_no_help(*args: Any) -> Any:
+        fit = real(*args)
+        fit.after = fit.before
+        return fit
+
+    monkeypatch.setattr(engine, "fit_norm", of_no_help)
+    original, plain = tiny("gpt2", LM), patch(tiny("gpt2", LM), norm="dyt")
+    model = patch(original, norm="dyt", calibration=[joined(batches(original))])
+    steps = [step for step in repair_report(model).steps if step.kind == "norm"]
+    assert steps
+    assert not any(step.kept for step in steps)
+    for step in steps:
+        for name, parameter in model.get_submodule(step.module).named_parameters():
+            assert torch.equal(parameter, plain.get_submodule(step.module).get_parameter(name)), step.module
 
 
 def test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -718,7 +737,7 @@ def test_a_stream_that_ends_in_an_error_restores_everything() -> None:
     with pytest.raises(StopHereError):
         patch(model, norm="dyt", calibration=broken())
     assert not changes(before, fingerprint(model))
-    with pytest.raises(OptionError, match="batch 1 is str"):
+    with pytest.raises(OptionError, match="batch 1"):
         patch(model, norm="dyt", calibration=wrong())
     assert not changes(before, fingerprint(model))
 
@@ -770,7 +789,7 @@ def test_a_model_without_weights_is_refused() -> None:
         model = hfpatch_free_gpt2()
     with pytest.raises(OptionError, match="has none yet"):
         patch(model, norm="dyt", calibration=batches_like())
-    with pytest.raises(OptionError, match="holds no weights"):
+    with pytest.raises(OptionError, match="weights"):
         repair(patch(tiny("gpt2", LM), "dyt"), model, batches_like())
 
 

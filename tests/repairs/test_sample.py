@@ -131,7 +131,7 @@ def test_what_doesnt_write_text_is_refused_before_anything_changes(
     model = tiny(family, head)
     before = fingerprint(model)
     monkeypatch.setattr(Transaction, "_record", lambda *a: pytest.fail("the model was changed"))
-    with pytest.raises(OptionError, match="doesn't generate text"):
+    with pytest.raises(OptionError):
         patch(model, norm="dyt", calibration="self")
     assert not changes(before, fingerprint(model))
 

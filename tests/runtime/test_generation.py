@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from position_checks import RECORDED, difference, generated, generator, patched
+from position_checks import RECORDED, difference, generated, generator, patched, require_the_same_with_a_cache
+from sampled import slow_but
 from torch import Tensor
 from transformers import CompileConfig
 
@@ -20,6 +21,9 @@ MORE = ["ctrl", "gpt_bigcode", "trocr"]  # tables in buffers, one key for all he
 CAUSAL = [name for name in RECORDED if any(stack.causal for stack in ARCHITECTURES[name].stacks)] + MORE
 TEXT = [name for name in CAUSAL if name != "whisper"]  # whose generate() is another
 ALONE = [name for name in TEXT if all(stack.causal for stack in ARCHITECTURES[name].stacks)]  # decoders without encoder
+POSITIONS = ("rope", "alibi", "sinusoidal")
+WITH_A_CACHE = [(name, pos) for name in CAUSAL for pos in POSITIONS if pos == "rope" or name not in (*MORE, "mvp")]
+PADDED = [(*case, use_cache) for case in WITH_A_CACHE if case[0] in ALONE for use_cache in (True, False)]
 STEPS = {"max_new_tokens": 7, "min_new_tokens": 7, "forced_eos_token_id": None}
 
 
@@ -41,13 +45,12 @@ def made(name: str, pos: str = "rope") -> tuple[Any, dict[str, Any]]:
     return model.double(), prompt(model, given) if name in TEXT else given
 
 
-@pytest.mark.parametrize(
-    ("name", "pos"), [(name, "rope") for name in CAUSAL] + [(n, "alibi") for n in ("gpt2", "gpt_neo", "bart")]
-)
-def test_greedy_beams_and_samples(name: str, pos: str) -> None:
+@pytest.mark.parametrize(("name", "pos"), slow_but(WITH_A_CACHE, 16))
+def test_with_a_cache_as_without(name: str, pos: str) -> None:
+    """Greedily with a dynamic and with a static cache, in beams, by chance, and in eager attention."""
     model, given = made(name, pos)
     plain = generated(model, given, use_cache=False)
-    assert difference(generated(model, given), plain) <= 1e-4
+    require_the_same_with_a_cache(model, given, plain)
     beams = generated(model, given, num_beams=3, use_cache=False)
     assert difference(generated(model, given, num_beams=3), beams) <= 1e-4
     samples = []
@@ -55,6 +58,9 @@ def test_greedy_beams_and_samples(name: str, pos: str) -> None:
         torch.manual_seed(11)
         samples.append(chosen(model, given, do_sample=True, top_k=50, use_cache=use_cache))
     assert torch.equal(*samples)
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+        require_the_same_with_a_cache(model, given, plain)
 
 
 @pytest.mark.slow
@@ -76,13 +82,6 @@ def test_drafted_tokens_are_checked_as_they_would_be_chosen(name: str, pos: str)
     assert drafted
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-def test_a_static_cache(name: str) -> None:
-    model, given = made(name)
-    static = generated(model, given, cache_implementation="static", disable_compile=True)
-    assert difference(static, generated(model, given, use_cache=False)) <= 1e-4
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="transformers offloads a cache from a GPU alone")
 @pytest.mark.parametrize("name", TEXT)
@@ -97,10 +96,9 @@ def test_an_offloaded_cache(name: str, pos: str) -> None:
         assert difference(generated(model, given, cache_implementation=cache, disable_compile=True), plain) <= 1e-4
 
 
-@pytest.mark.parametrize("name", ALONE)
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_left_padding_changes_nothing(name: str, use_cache: bool) -> None:
-    model, given = made(name)
+@pytest.mark.parametrize(("name", "pos", "use_cache"), slow_but(PADDED, 12))
+def test_left_padding_changes_nothing(name: str, pos: str, use_cache: bool) -> None:
+    model, given = made(name, pos)
     pad = torch.full((1, 4), model.config.pad_token_id or 0)
     padded = {
         "input_ids": torch.cat((pad, given["input_ids"]), 1),
@@ -171,7 +169,7 @@ def test_there_are_decoders_of_twelve_builds() -> None:
     assert len(CAUSAL) >= 12
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", slow_but(CAUSAL, 4))
 def test_control_a_rotation_that_forgets_the_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = AttentionLens.__call__
     monkeypatch.setattr(
@@ -179,4 +177,12 @@ def test_control_a_rotation_that_forgets_the_cache(name: str, monkeypatch: pytes
     )
     monkeypatch.setattr(HandedDown, "__call__", lambda *_: ({}, {}))
     model, given = made(name)
+    assert difference(generated(model, given), generated(model, given, use_cache=False)) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bart"])
+def test_control_a_bias_that_forgets_the_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = AttentionLens._slots
+    monkeypatch.setattr(AttentionLens, "_slots", lambda self, m, s, a: real(self, m, s, {**a, self.cache: None}))
+    model, given = made(name, "alibi")
     assert difference(generated(model, given), generated(model, given, use_cache=False)) > 1e-2

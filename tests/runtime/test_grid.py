@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from position_checks import difference
 from torch import Tensor
 from transformers import AutoModel
 
@@ -60,10 +61,6 @@ def with_positions(model: Any, given: dict[str, Any], change: Callable[[Tensor],
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def difference(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max() / b.std())
 
 
 # --- the rotation -----------------------------------------------------------------------------------------------------
@@ -182,11 +179,11 @@ def test_options() -> None:
     assert full().describe(16) == "RoPE(theta=100, 2 axes, half)"
     assert full(axes=3).describe(16) == "RoPE(theta=100, 12 of 16 channels, 3 axes, half)"
     for axes in (0, 4, True, "2"):
-        with pytest.raises(OptionError, match="axes must be 1, 2 or 3"):
+        with pytest.raises(OptionError, match="axes"):
             RoPE(axes=axes)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="scaling"):
         RoPE(axes=2, scaling={"rope_type": "linear", "factor": 2.0})
-    with pytest.raises(OptionError, match="at least 4 channels"):
+    with pytest.raises(OptionError, match="channels"):
         full(partial=0.1).check(16, "h.0.attn")
 
 
@@ -350,14 +347,14 @@ def test_one_tower_of_two() -> None:
 
 def test_an_encoder_called_past_its_owner_is_refused() -> None:
     model = patched("vit")
-    with pytest.raises(PositionError, match="got no positions of its tokens"):
+    with pytest.raises(PositionError, match="positions"):
         model.layers[0](torch.zeros(1, 5, 64))
 
 
 def test_a_wrong_number_of_tokens_is_refused() -> None:
     model, given = patched("vit"), image(*WIDE)
     model.embeddings.register_forward_hook(lambda _, args, out: out[:, :-1])
-    with pytest.raises(PositionError, match="some were dropped"):
+    with pytest.raises(PositionError, match="dropped"):
         states(model, given)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
+from sampled import slow_but
 from tiny_models import CONFIGS, RECORDED, difference, load, norms_of, patch, tiny, tiny_config
 from transformers import (
     CONFIG_MAPPING,
@@ -50,7 +51,7 @@ def edited(folder: Path, to: Path, **changes: Any) -> Path:
     return to
 
 
-@pytest.mark.parametrize("family", RECORDED)
+@pytest.mark.parametrize("family", slow_but(RECORDED, 3))
 def test_every_class_of_a_family(family: str, tmp_path: Path) -> None:
     """Each head's own class and the config class refuse it; each Auto class opens it patched."""
     from transformers.models.auto import modeling_auto
@@ -141,7 +142,7 @@ MALFORMED: dict[str, Any] = {
 def test_malformed_guards(value: Any, saved: Path, tmp_path: Path) -> None:
     record = json.loads((saved / "config.json").read_text())["hfpatch"]
     folder = edited(saved, tmp_path / "1", hfpatch={**record, "guarded": value})
-    with pytest.raises(CheckpointError, match="guarded in its patch record is no object"):
+    with pytest.raises(CheckpointError, match="guarded"):
         AutoConfig.from_pretrained(folder)
 
 
@@ -156,13 +157,13 @@ def test_it_puts_back_nothing_but_what_it_took(saved: Path, tmp_path: Path) -> N
 def test_a_guard_whose_value_is_lost(saved: Path, tmp_path: Path) -> None:
     record = json.loads((saved / "config.json").read_text())["hfpatch"]
     del record["guarded"]
-    with pytest.raises(CheckpointError, match="lacks the value of initializer_range"):
+    with pytest.raises(CheckpointError, match="initializer_range"):
         AutoConfig.from_pretrained(edited(saved, tmp_path / "1", hfpatch=record))
 
 
 def test_a_guard_of_a_part_whose_value_is_lost() -> None:
     stored = {"text_config": {"initializer_range": SENTENCE}, "hfpatch": {"guarded": {}}}
-    with pytest.raises(CheckpointError, match=r"lacks the value of text_config\.initializer_range"):
+    with pytest.raises(CheckpointError, match=r"text_config\.initializer_range"):
         released(stored, "here")
 
 
@@ -198,6 +199,7 @@ assert "hfpatch" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_without_hfpatch_models_are_refused_and_tokenizers_open(saved: Path, tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 

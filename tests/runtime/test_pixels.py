@@ -9,6 +9,7 @@ import proof
 import pytest
 import torch
 from proof import DIFFERENT, EXACT, HOMES, STACKS
+from sampled import slow_but
 from torch import Tensor, nn
 
 from hfpatch.errors import NotPreservedWarning
@@ -61,7 +62,7 @@ def owner_states(model: Any, given: dict[str, Any], owner: nn.Module) -> Tensor:
     return states
 
 
-@pytest.mark.parametrize("owner", ON_A_GRID)
+@pytest.mark.parametrize("owner", slow_but(ON_A_GRID, 12))
 def test_any_size_and_aspect_ratio(owner: str) -> None:
     model, inputs, found, convolution = cut(owner, "rope")
     grid = found.stack.grid

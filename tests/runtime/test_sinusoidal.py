@@ -16,15 +16,13 @@ from position_checks import (
     TEXT,
     base,
     difference,
-    generated,
-    generator,
     owners,
     patched,
-    require_the_same_with_a_cache,
     states,
     tokens,
 )
 from position_families import make
+from sampled import slow_but
 from torch import Tensor, nn
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 from transformers.models.whisper.modeling_whisper import sinusoids
@@ -40,7 +38,6 @@ from hfpatch.schemes.positions import Sinusoidal
 
 REFUSED = {"vit"}  # a grid of patches
 SERVED = [name for name in RECORDED if name not in REFUSED]
-DECODERS = [name for name in SERVED if any(stack.causal for stack in ARCHITECTURES[name].stacks)]
 
 
 # --- the formula ------------------------------------------------------------------------------------------------------
@@ -99,7 +96,7 @@ def _stacks(model: nn.Module, model_type: str) -> list[Any]:
     return [stacks[type(module).__name__] for module in model.modules() if type(module).__name__ in stacks]
 
 
-@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.parametrize("model_type", slow_but(SERVED, 8))
 def test_a_patched_model_is_the_original_with_another_table(model_type: str) -> None:
     scheme = Sinusoidal(base=300.0, scale=2.0, layout="half")
     model, inputs = base(model_type, scheme)
@@ -136,24 +133,9 @@ def test_longer_than_the_old_table_saved_and_loaded(model_type: str, tmp_path: P
     assert not any("position" in name and parameter.dim() == 2 for name, parameter in loaded.named_parameters())
 
 
-@pytest.mark.parametrize("model_type", DECODERS)
-def test_decoding(model_type: str) -> None:
-    model, prompt = generator(model_type, "sinusoidal")
-    plain = generated(model, prompt, use_cache=False)
-    require_the_same_with_a_cache(model, prompt, plain)
-    assert difference(plain, generated(*generator(model_type, "nope"), use_cache=False)) > 1e-2  # control
-
-
-@pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_left_padding_and_packing_count_as_the_host_counts(name: str) -> None:
-    model = patched(make(name), pos="sinusoidal")
-    prompt, pad = tokens(2, 6), torch.zeros(2, 5, dtype=torch.long)
-    mask = torch.ones_like(prompt)
-    alone = generated(model, {"input_ids": prompt, "attention_mask": mask}, use_cache=False)
-    padded = {"input_ids": torch.cat((pad, prompt), 1), "attention_mask": torch.cat((pad, mask), 1)}
-    assert difference(generated(model, padded), alone) <= 1e-4
-    if name == "opt":  # whose mask doesn't go by position_ids
-        return
+def test_packed_texts_count_by_their_position_ids() -> None:
+    """GPT-2's; OPT's mask doesn't go by them."""
+    model, prompt = patched(make("gpt2"), pos="sinusoidal"), tokens(2, 6)
     packed, positions = torch.cat((prompt, prompt.flip(1)), 1), torch.arange(6).repeat(1, 2).expand(2, -1)
     with torch.no_grad():
         out = model(packed, position_ids=positions, use_cache=False).logits
@@ -229,16 +211,16 @@ def test_initialising_weights_again_keeps_the_rows() -> None:
 
 
 def test_a_grid_of_patches_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"Parameter\(17, 32\).*whose rows have two coordinates"):
+    with pytest.raises(UnsupportedError, match=r"Parameter\(17, 32\)"):
         plan_patch(make("vit"), pos="sinusoidal")
 
 
 @pytest.mark.parametrize("pos", ["rope", "nope", "alibi"])
 def test_a_table_that_is_gone_is_refused(pos: str) -> None:
     model = patched(make("gpt2"), pos=pos)
-    with pytest.raises(UnsupportedError, match=r"transformer\.wpe: an earlier patch removed this table.*unpatch_model"):
+    with pytest.raises(UnsupportedError, match=r"transformer\.wpe.*unpatch_model"):
         plan_patch(model, pos="sinusoidal")
-    with pytest.raises(UnsupportedError, match="an earlier patch removed this table"):
+    with pytest.raises(UnsupportedError, match="earlier patch"):
         plan_patch(model, pos="sinusoidal", keep="*wpe*")
     with pytest.raises(NothingToPatchError):
         plan_patch(model, pos="sinusoidal", keep="*attn*")

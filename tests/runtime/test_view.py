@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hfpatch.runtime.lens import LENS, View, lensed_class
+from hfpatch.runtime.lens import CENTRED, LENS, View, lensed_class
 
 
 class Host(nn.Module):
@@ -70,7 +70,7 @@ def test_the_rest_is_the_modules() -> None:
     assert (view.shift, view.calls) == (module.shift, 2)
     view.other = 1
     assert module.other == 1
-    with pytest.raises(AttributeError, match="'Host' object has no attribute 'outer'"):
+    with pytest.raises(AttributeError, match="'outer'"):
         _ = view.outer
 
 
@@ -95,3 +95,17 @@ def test_a_view_of_a_child_does_what_the_child_does() -> None:
     assert torch.equal(view(X), wanted - wanted.mean(-1, keepdim=True))
     child.register_forward_hook(lambda module, args, output: output + 1)
     assert torch.equal(view(X), wanted - wanted.mean(-1, keepdim=True) + 1)
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 1, x + 2
+
+
+def test_of_a_tuple_the_first_output_is_centred() -> None:
+    module: Any = Pair()
+    module.__class__ = lensed_class(Pair)
+    module.__dict__[CENTRED] = -1
+    first, second = module(X)
+    assert torch.equal(first, X - X.mean(-1, keepdim=True))
+    assert torch.equal(second, X + 2)

@@ -44,9 +44,9 @@ def test_options_outside_their_domain(text: str, message: str) -> None:
 
 
 def test_names() -> None:
-    with pytest.raises(UnknownNameError, match=r"no mlp called 'swiglue'\. Did you mean 'swiglu'\? Registered: geglu"):
+    with pytest.raises(UnknownNameError, match=r"'swiglue'.*'swiglu'"):
         MLP.resolve("swiglue")
-    with pytest.raises(PatchError, match=r"must be a subclass of hfpatch\.MLP"):
+    with pytest.raises(PatchError, match=r"hfpatch\.MLP"):
         MLPS.register("nothing")(int)
 
 

@@ -76,13 +76,12 @@ def sample(kind: Kind, scale: float = 1.0, dtype: torch.dtype = torch.float32) -
 
 @every_kind
 @every_scheme
-@pytest.mark.parametrize("scale", [1.0, 1e-3, 40.0])
-def test_formula(kind: Kind, name: str, scale: float) -> None:
+def test_formula(kind: Kind, name: str) -> None:
     module = randomise(kind.make())
     new = swap(name, module)
-    x = sample(kind, scale)
-    wanted = expected(name, kind, module, x)
-    torch.testing.assert_close(new(x).double(), wanted, rtol=2e-5, atol=2e-6)
+    for scale in (1.0, 1e-3, 40.0):
+        x = sample(kind, scale)
+        torch.testing.assert_close(new(x).double(), expected(name, kind, module, x), rtol=2e-5, atol=2e-6)
 
 
 @every_kind
@@ -169,14 +168,14 @@ def test_new_parameters_take_dtype_and_device_of_the_gain(name: str) -> None:
     assert {parameter.device.type for parameter in swap(name, norm).parameters()} == {"meta"}
 
 
-@pytest.mark.parametrize("eps", [0.5, 3e-3, 7e-6, 1e-12, 0.0])
 @every_scheme
-def test_eps_is_kept(name: str, eps: float) -> None:
-    new = swap(name, nn.LayerNorm(D_, eps=eps))
-    assert new.eps == eps
-    assert swap("layer", new).eps == eps  # and through every scheme back to LayerNorm
+def test_eps_is_kept(name: str) -> None:
     x = torch.randn(4, D_, generator=torch.Generator().manual_seed(0)) * 1e-2
-    torch.testing.assert_close(swap("layer", new)(x), nn.LayerNorm(D_, eps=eps)(x), rtol=2e-5, atol=2e-6)
+    for eps in (0.5, 3e-3, 7e-6, 1e-12, 0.0):
+        new = swap(name, nn.LayerNorm(D_, eps=eps))
+        assert new.eps == eps
+        assert swap("layer", new).eps == eps  # and through every scheme back to LayerNorm
+        torch.testing.assert_close(swap("layer", new)(x), nn.LayerNorm(D_, eps=eps)(x), rtol=2e-5, atol=2e-6)
 
 
 def test_eps_is_inside_the_root() -> None:
@@ -189,9 +188,8 @@ def test_eps_is_inside_the_root() -> None:
 
 
 @every_scheme
-@pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 6e4])
-def test_constant_rows_give_finite_numbers(name: str, value: float) -> None:
-    for eps in (1e-5, None):
+def test_constant_rows_give_finite_numbers(name: str) -> None:
+    for eps, value in itertools.product((1e-5, None), (0.0, 1.0, -3.0, 6e4)):
         norm = nn.RMSNorm(D_, eps=eps)
         new = swap(name, norm)
         x = torch.full((2, D_), value, requires_grad=True)
@@ -220,14 +218,14 @@ def row(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)[None]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(_ROWS, st.floats(0.01, 100))
 def test_rms_is_invariant_to_the_inputs_scale(values: list[float], scale: float) -> None:
     norm = swap("rms", nn.LayerNorm(D_, eps=0.0, dtype=torch.float64))
     torch.testing.assert_close(norm(scale * row(values)), norm(row(values)), rtol=1e-9, atol=1e-9)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(_ROWS, st.floats(1, 10))
 def test_rms_is_not_invariant_to_the_inputs_mean_and_layer_is(values: list[float], constant: float) -> None:
     x = row(values)
@@ -238,7 +236,7 @@ def test_rms_is_not_invariant_to_the_inputs_mean_and_layer_is(values: list[float
     torch.testing.assert_close(rms(x), layer(x), rtol=1e-9, atol=1e-9)  # on zero-mean input they are one
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.floats(0.1, 20))
 def test_the_gradient_of_a_scaled_weight_is_scaled_down(delta: float) -> None:
     """Zhang & Sennrich 2019, section 4: RMS(delta W x) has the output of RMS(W x) and 1/delta of its gradient in W."""
@@ -257,7 +255,7 @@ def test_the_gradient_of_a_scaled_weight_is_scaled_down(delta: float) -> None:
     assert (norm(x @ scaled_row.T) - a).abs().max() > 1e-4  # not when one row is scaled
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(_ROWS)
 def test_dyt_and_derf_squash(values: list[float]) -> None:
     norm = randomise(nn.LayerNorm(D_)).double()
@@ -367,9 +365,7 @@ def test_exact_refuses_and_accepts() -> None:
     model = tiny("bert")
     before = fingerprint(model)
     for norm in ("dyt", "derf", "layer:bias=false"):
-        with pytest.raises(
-            UnsupportedError, match=r"embeddings\.LayerNorm: norm='\w+' isn't exact here: .*init='auto'"
-        ):
+        with pytest.raises(UnsupportedError, match=r"embeddings\.LayerNorm: norm='\w+'.*init='auto'"):
             plan_patch(model, norm=norm, init="exact")
     assert not changes(before, fingerprint(model))
     plain = copy.deepcopy(model)

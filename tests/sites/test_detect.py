@@ -348,12 +348,12 @@ def test_a_torch_encoder_layer_keeps_its_norms() -> None:
 
 
 def test_a_model_without_layernorm() -> None:
-    with pytest.raises(NothingToPatchError, match=r"LlamaModel: norm='rms' .*\(is rms already\)"):
+    with pytest.raises(NothingToPatchError, match=r"norm='rms'.*already"):
         plan_patch(tiny("llama"), norm="rms")
     model = tiny("gpt2")
     for parent in model.modules():
         for name, child in parent.named_children():
             if isinstance(child, nn.LayerNorm):
                 setattr(parent, name, nn.Identity())
-    with pytest.raises(NothingToPatchError, match=r"GPT2Model has no LayerNorm-like module, so norm='rms' has nothing"):
+    with pytest.raises(NothingToPatchError, match=r"GPT2Model.*norm='rms'"):
         plan_patch(model, norm="rms")

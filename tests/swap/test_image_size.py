@@ -93,7 +93,7 @@ def test_other_aspect_ratios() -> None:
     expected = output(original, given, interpolate_pos_encoding=True)
     assert difference(output(model, given), expected) <= 1e-6
     assert tuple(model.config.image_size) == (96, 160)
-    with pytest.raises(ValueError, match="doesn't match model"):  # the same number of patches the other way round
+    with pytest.raises(ValueError, match="model"):  # the same number of patches the other way round
         output(model, images(inputs, 160, 96))
     turned = patched(zoo.tiny("vit")[0], pos=Learned(image_size=(160, 96)))
     assert table_of(turned).shape == table_of(model).shape
@@ -247,7 +247,7 @@ def test_a_number_of_patches() -> None:
     by_size = patched(make("vit"), pos="learned:image_size=24")
     assert torch.equal(table_of(by_number), table_of(by_size))
     assert by_number.config.image_size == 24
-    with pytest.raises(UnsupportedError, match=r"35 of them don't say how many rows and columns. Give image_size"):
+    with pytest.raises(UnsupportedError, match="image_size"):
         plan_patch(make("vit"), pos="learned:max_positions=35")
 
 
@@ -259,25 +259,25 @@ def test_what_a_plan_says() -> None:
 
 @pytest.mark.parametrize("options", ["", ":image_size=16", ":image_size=18", ":max_positions=16"])
 def test_nothing_to_do(options: str) -> None:
-    with pytest.raises(NothingToPatchError, match=r"pass image_size= to resize it|holds 4 x 4 patches already"):
+    with pytest.raises(NothingToPatchError, match=r"image_size=|4 x 4"):
         patched(make("vit"), pos=f"learned{options}")
-    with pytest.raises(NothingToPatchError, match="image_size is for tables of image patches"):
+    with pytest.raises(NothingToPatchError, match="image_size"):
         patched(make("gpt2"), pos="learned:image_size=24")
 
 
 @pytest.mark.parametrize("method", ["tile"])
 def test_methods_of_sequences_are_refused(method: str) -> None:
-    with pytest.raises(OptionError, match=f"method '{method}' is for sequences; a grid of patches takes bicubic"):
+    with pytest.raises(OptionError, match=f"'{method}'.*bicubic"):
         Learned(image_size=24, method=method)
-    with pytest.raises(OptionError, match=f"method '{method}' is for sequences"):
+    with pytest.raises(OptionError, match=f"'{method}'"):
         plan_patch(make("vit"), pos=Learned(max_positions=36, method=method))
-    with pytest.raises(OptionError, match="method 'bicubic' is for grids of patches; a sequence's table takes tile"):
+    with pytest.raises(OptionError, match=r"'bicubic'.*tile"):
         plan_patch(make("gpt2"), pos="learned:max_positions=64,method=bicubic")
 
 
 @pytest.mark.parametrize("size", [0, -3, 2.5, True, "24", [24, 0], [1, 2, 3], 2**30])
 def test_sizes_are_checked(size: Any) -> None:
-    with pytest.raises(OptionError, match="image_size must be a number of pixels, or"):
+    with pytest.raises(OptionError, match="image_size"):
         Learned(image_size=size)
     with pytest.raises(OptionError, match="choose one"):
         Learned(image_size=24, max_positions=36)
@@ -304,11 +304,11 @@ def test_refused_with_the_reason_before_anything_changes(model_type: str, messag
 
 
 def test_a_host_of_square_images_says_so() -> None:
-    with pytest.raises(UnsupportedError, match=r"CLIPVisionModel can't be built with image_size=\(96, 160\)"):
+    with pytest.raises(UnsupportedError, match=r"CLIPVisionModel.*image_size=\(96, 160\)"):
         patched(zoo.tiny("clip_vision_model")[0], pos=Learned(image_size=(96, 160)))
-    with pytest.raises(UnsupportedError, match="an image of 8 x 8 pixels has no patch"):
+    with pytest.raises(UnsupportedError, match="8 x 8"):
         patched(zoo.tiny("clip_vision_model")[0], pos=Learned(image_size=8))
-    with pytest.raises(UnsupportedError, match="isn't exact: its 4 x 4 positions are stretched"):
+    with pytest.raises(UnsupportedError, match=r"exact.*4 x 4"):
         plan_patch(make("vit"), pos="learned:image_size=24", init="exact")
 
 

@@ -113,10 +113,10 @@ def test_a_model_that_rotates_by_itself(pos: str, tmp_path: Path) -> None:
 
 
 def test_where_no_config_says_a_length_it_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"none of its configs says how many positions there are"):
+    with pytest.raises(UnsupportedError, match="positions"):
         plan_patch(make("vit"), pos="rope:max_positions=64")
     config = hf.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
-    with pytest.raises(UnsupportedError, match=r"dynamic scaling starts from LlamaConfig\.max_position_embeddings"):
+    with pytest.raises(UnsupportedError, match=r"LlamaConfig\.max_position_embeddings"):
         plan_patch(hf.LlamaModel(config), pos=RoPE(scaling={"rope_type": "dynamic", "factor": 2.0}, max_positions=8192))
 
 
@@ -205,9 +205,9 @@ def test_a_tokenizer_is_told(tmp_path: Path) -> None:
 
 def test_a_tokenizer_without_a_length_to_be_told_is_refused() -> None:
     told, model = tokenizer(model_max_length=32), make("gpt2")
-    with pytest.raises(OptionError, match=r"pos= must set one: pos='rope:max_positions=8192'"):
+    with pytest.raises(OptionError, match=r"pos='rope:max_positions=8192'"):
         patched(model, pos="rope", tokenizer=told)
-    with pytest.raises(OptionError, match="takes a tokenizer or a processor"):
+    with pytest.raises(OptionError, match="tokenizer"):
         patched(model, pos="rope:max_positions=64", tokenizer="gpt2")
     assert told.model_max_length == 32
     assert not hasattr(model.config, "hfpatch")
@@ -231,13 +231,13 @@ def test_the_factor_follows_from_the_lengths(kind: str, tmp_path: Path) -> None:
         assert torch.equal(loaded(**given).logits, out)  # although its config now says 128
     again = plan_patch(loaded, pos=RoPE(scaling={"rope_type": kind}, max_positions=128))
     assert not again.changes
-    with pytest.raises(OptionError, match=f"scaling type '{kind}' needs factor"):
+    with pytest.raises(OptionError, match=f"'{kind}'.*factor"):
         RoPE(scaling={"rope_type": kind})
 
 
 def test_stacks_of_different_lengths_can_t_share_a_scale() -> None:
     scheme = {"scaling": {"rope_type": "yarn"}, "max_positions": 64}
-    with pytest.raises(OptionError, match=r"this model has several: \[16, 32\].*one stack at a time"):
+    with pytest.raises(OptionError, match=r"\[16, 32\]"):
         plan_patch(make("whisper"), pos=RoPE(**scheme))
     decoder = patched(make("whisper"), pos=RoPE(**scheme), only="*decoder*")
     assert Record.of(decoder.config).pos[0].scheme.scaling["factor"] == 2.0
@@ -360,9 +360,9 @@ def test_saved_compiled_and_moved(scaling: dict[str, Any], tmp_path: Path) -> No
 
 def test_scaling_that_doesn_t_fit_a_head() -> None:
     short = {**LONGROPE, "short_factor": [1.0]}
-    with pytest.raises(OptionError, match=r"h\.0\.attn: scaling\['short_factor'\] has 1 numbers for 4 pairs"):
+    with pytest.raises(OptionError, match=r"scaling\['short_factor'\]"):
         plan_patch(make("gpt2"), pos=RoPE(scaling=short))
-    with pytest.raises(OptionError, match="dynamic scaling needs more than 2 rotated channels"):
+    with pytest.raises(OptionError, match="dynamic"):
         plan_patch(make("gpt2"), pos=RoPE(scaling=DYNAMIC, partial=0.25))
 
 

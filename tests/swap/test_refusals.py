@@ -51,7 +51,7 @@ def test_a_refusal_says_what_and_why_and_changes_nothing(model_type: str) -> Non
 @pytest.mark.parametrize("owner", sorted(WITHOUT_GRID))
 def test_why_a_grid_isnt_known(owner: str) -> None:
     model, _ = proof.tiny(proof.HOMES[owner])
-    with pytest.raises(UnsupportedError, match=f"isn't known: {WITHOUT_GRID[owner]}. Use axes=1"):
+    with pytest.raises(UnsupportedError, match=f"{WITHOUT_GRID[owner]}.*axes=1"):
         plan_patch(model, pos="rope:axes=2")
     assert any(found.stack.owner == owner and found.stack.grid is None for found in find_stacks(model))
 

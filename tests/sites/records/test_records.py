@@ -19,6 +19,8 @@ from hfpatch.sites import stacks
 from hfpatch.sites.records.record import Stack
 
 OWNERS = proof.here()
+TYPES = sorted({HOMES[owner] for owner in OWNERS})
+TEXTS = [owner for owner in OWNERS if STACKS[owner].grid is None]  # and a few of sound
 SAMPLE = 6
 
 
@@ -35,7 +37,7 @@ def test_only_differences_of_positions_count(owner: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "owner", sampled([owner for owner in OWNERS if not STACKS[owner].causal and owner not in proof.ORDERED], SAMPLE)
+    "owner", sampled([owner for owner in TEXTS if not STACKS[owner].causal and owner not in proof.ORDERED], SAMPLE)
 )
 def test_without_positions_an_encoder_is_blind_to_order(owner: str) -> None:
     """Nothing else tells it where a token stands: no second table, no relative bias was left in."""
@@ -46,18 +48,18 @@ def test_without_positions_an_encoder_is_blind_to_order(owner: str) -> None:
     assert proof.blind(owner, "rope") >= DIFFERENT
 
 
-@pytest.mark.parametrize("owner", sampled(OWNERS, SAMPLE))
+@pytest.mark.parametrize("owner", sampled(TEXTS, SAMPLE))
 def test_text_of_four_times_the_old_length(owner: str) -> None:
     if proof.longer(owner) is None:
         pytest.skip("the stack has no text")
 
 
-@pytest.mark.parametrize("model_type", sampled(sorted({HOMES[owner] for owner in OWNERS}), SAMPLE))
+@pytest.mark.parametrize("model_type", sampled(TYPES, SAMPLE))
 def test_saved_and_loaded(model_type: str) -> None:
     assert proof.saved(model_type) == 0
 
 
-GENERATING = [name for name in sorted({HOMES[owner] for owner in OWNERS}) if proof.decodes(name)]
+GENERATING = [name for name in sampled(TYPES, 5 * SAMPLE) if proof.decodes(name)]  # asking all takes seconds
 
 
 @pytest.mark.parametrize("model_type", sampled(GENERATING, SAMPLE))

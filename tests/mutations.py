@@ -1,0 +1,376 @@
+"""Whether the default tests notice deliberate faults: each is put into a copy of hfpatch, and tests are run on it.
+
+    python tests/mutations.py              # all of them; writes mutations.md beside itself
+    python tests/mutations.py --only 3 17  # these; prints what came of them
+
+A fault is a text of one file that is replaced by another. It is *caught* if one of the tests that are named with it
+fails; slow tests and sweeps don't count. First the same tests run on an unchanged copy, and must pass. The working tree
+isn't touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = Path(__file__).with_suffix(".md")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A deliberate fault.
+
+    Attributes:
+        area: what it is in.
+        broken: what goes wrong, in words.
+        file: in hfpatch/.
+        old, new: the text that is replaced, which occurs once, and the replacement.
+        tests: arguments of pytest: files or single tests in tests/.
+    """
+
+    area: str
+    broken: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+FAULTS = [
+    Fault(
+        "lens",
+        "a second lens on a module throws the first one away",
+        "runtime/lens.py",
+        "return Lenses((*others, lens)) if others else lens",
+        "return lens",
+        ("runtime/test_position_ids.py::test_beside_norms_that_stand_elsewhere",),
+    ),
+    Fault(
+        "lens",
+        "forward hooks on a module inside a view don't run",
+        "runtime/lens.py",
+        "if self._forward_hooks or self._forward_pre_hooks:",
+        "if False:",
+        ("runtime/test_view.py",),
+    ),
+    Fault(
+        "lens",
+        "the output of a module that returns a tuple isn't centred",
+        "runtime/lens.py",
+        "return (centred(output[0], axis), *output[1:])",
+        "return output",
+        ("runtime/test_view.py",),
+    ),
+    Fault(
+        "norms",
+        "a gain that is stored as an offset from one is taken as the gain",
+        "runtime/norms.py",
+        "gain = gain.to(x.dtype) + facts.offset",
+        "gain = gain.to(x.dtype)",
+        ("schemes/test_norms.py",),
+    ),
+    Fault(
+        "norms",
+        "half precision isn't widened inside a norm",
+        "runtime/norms.py",
+        "        if x.dtype in HALF:\n            x = x.float()\n",
+        "",
+        ("schemes/test_norms.py",),
+    ),
+    Fault(
+        "norms",
+        "pRMS takes a channel too few",
+        "runtime/norms.py",
+        "math.ceil(self.fraction * x.shape[-1])",
+        "math.floor(self.fraction * x.shape[-1])",
+        ("schemes/test_norms.py",),
+    ),
+    Fault(
+        "rotation",
+        "interleaved pairs are mirrored instead of turned",
+        "runtime/rotary.py",
+        "torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)",
+        "torch.stack((x1 * cos - x2 * sin, x2 * cos - x1 * sin), dim=-1)",
+        ("contracts/test_contract.py::test_shift_leaves_logits_alone",),
+    ),
+    Fault(
+        "rotation",
+        "model.half() rounds the frequencies",
+        "runtime/rotary.py",
+        "        self.reset()\n        return self\n",
+        "        return self\n",
+        ("test_patch.py::test_the_dtype_is_kept",),
+    ),
+    Fault(
+        "rotation",
+        "longrope changes its frequencies one token late",
+        "runtime/rotary.py",
+        "length > self.original",
+        "length > self.original + 1",
+        ("swap/test_lengths.py",),
+    ),
+    Fault(
+        "fold",
+        "a layer-scale goes into the writers of all layers",
+        "exact/fold.py",
+        "return others[: len(own)] == own",
+        "return True",
+        ("exact/test_find.py::TestOthers",),
+    ),
+    Fault(
+        "fold",
+        "a weight's mean is taken over the wrong axis in pieces",
+        "core/transaction.py",
+        "other_axes = [i for i in range(old.dim()) if i != axis]",
+        "other_axes = list(range(old.dim()))",
+        ("core/test_edits_values.py",),
+    ),
+    Fault(
+        "fold",
+        "what compensates a post-norm model's shift has the wrong sign",
+        "exact/compensate.py",
+        "-sum(means) / len(means), transaction)",
+        "1.5 * sum(means) / len(means), transaction)",
+        ("exact/test_compensate.py",),
+    ),
+    Fault(
+        "repair",
+        "the rows that judge a fit are fitted as well",
+        "repairs/least_squares.py",
+        "for sums, rows in zip(self.sums, (~held_out, held_out), strict=True):",
+        "for sums, rows in zip(self.sums, (~held_out | held_out, held_out), strict=True):",
+        ("repairs/test_least_squares.py",),
+    ),
+    Fault(
+        "repair",
+        "a repair that makes the outputs worse is kept",
+        "repairs/repair.py",
+        "        if not self.report.kept:\n            self.edits.undo(mark)\n",
+        "",
+        ("repairs/test_repair.py::test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit",),
+    ),
+    Fault(
+        "repair",
+        "a fit that doesn't help on held-out rows is written",
+        "repairs/repair.py",
+        "kept = fit.after < fit.before\n        self.report.steps.append(Step(name, kind, fit.before, fit.after",
+        "kept = True\n        self.report.steps.append(Step(name, kind, fit.before, fit.after",
+        ("repairs/test_repair.py::test_a_norms_fit_that_doesnt_help_isnt_written",),
+    ),
+    Fault(
+        "record",
+        "an edit may assign a module's forward",
+        "runtime/edits.py",
+        "if leaves & _RESERVED or (",
+        "if (",
+        ("checkpoint/test_security.py",),
+    ),
+    Fault(
+        "record",
+        "a record of a newer version is read",
+        "runtime/record.py",
+        "if version > VERSION:",
+        "if False:",
+        ("checkpoint/test_checkpoint.py::test_a_newer_record_says_how_to_update",),
+    ),
+    Fault(
+        "record",
+        "a tuple of one number comes back as a number",
+        "runtime/edits.py",
+        "{',' if len(value) == 1 else ''})",
+        ")",
+        ("runtime/test_edit_text.py",),
+    ),
+    Fault(
+        "fingerprint",
+        "an eps that was changed in config.json counts as harmless",
+        "checkpoint/fingerprint.py",
+        '_HARMLESS |= {"transformers_weights"}',
+        '_HARMLESS |= {"transformers_weights", "layer_norm_epsilon", "layer_norm_eps"}',
+        ("checkpoint/test_fingerprint.py",),
+    ),
+    Fault(
+        "fingerprint",
+        "outputs may be off a thousand times as far",
+        "checkpoint/fingerprint.py",
+        "FACTOR = 5.0",
+        "FACTOR = 5000.0",
+        ("checkpoint/test_fingerprint.py",),
+    ),
+    Fault(
+        "fingerprint",
+        "a large weight is sampled at its beginning alone",
+        "checkpoint/weight_digest.py",
+        "((n - _RUN) // (places - 1), 1)",
+        "(_RUN, 1)",
+        ("checkpoint/test_weight_digest.py",),
+    ),
+    Fault(
+        "export",
+        "a gain that is an offset from one is exported as it is stored",
+        "export/weights.py",
+        'gain = values["weight"] + facts.offset if',
+        'gain = values["weight"] if',
+        ("export/test_export_native.py",),
+    ),
+    Fault(
+        "export",
+        "a native export that computes another function passes its check",
+        "export/equality.py",
+        "return self.error <= self.tolerance",
+        "return True",
+        ("export/test_export_native.py",),
+    ),
+    Fault(
+        "export",
+        "a factor on a branch is lost",
+        "export/weights.py",
+        "return layer.times(self.gains[id(module)]) if id(module) in self.gains else layer",
+        "return layer",
+        ("export/test_export_native.py",),
+    ),
+    Fault(
+        "push",
+        "a commit overwrites what somebody else committed meanwhile",
+        "hub/push.py",
+        "parent_commit=self.head.commit, ",
+        "",
+        ("hub/test_faults.py::test_what_somebody_else_pushed_meanwhile_stays",),
+    ),
+    Fault(
+        "push",
+        "weights of an earlier push stay beside the new ones",
+        "hub/push.py",
+        "if path not in files and parent == folder and any(",
+        "if path in files and parent == folder and any(",
+        ("hub/test_push.py",),
+    ),
+    Fault(
+        "optimizer",
+        "new Parameters all join the first group, with its weight decay",
+        "core/optimizer.py",
+        "group = next((groups[id(p)] for p in neighbours[id(parameter)] if id(p) in groups), default)",
+        "group = default",
+        ("test_patch.py::test_an_optimizer_follows_the_parameters",),
+    ),
+    Fault(
+        "optimizer",
+        "the state of Parameters that left stays",
+        "core/optimizer.py",
+        "edits.drop_key(optimizer.state, parameter)",
+        "pass",
+        ("test_patch.py::test_an_optimizer_follows_the_parameters",),
+    ),
+    Fault(
+        "generation",
+        "with a cache each token is at position 0",
+        "runtime/attention.py",
+        "return slots + cache.get_seq_length(layer)",
+        "return slots",
+        ("contracts/test_contract.py::test_cached_equals_uncached",),
+    ),
+    Fault(
+        "generation",
+        "generate() stops at the removed table's length",
+        "runtime/generation.py",
+        "generation_config.max_length = total",
+        "pass",
+        ("swap/test_lengths.py::test_the_old_length_cuts_nothing_and_warns_of_nothing",),
+    ),
+]
+
+
+def changed_copy(fault: Fault | None, folder: Path) -> None:
+    """hfpatch in a folder, with the fault.
+
+    Raises:
+        ValueError: the text that it replaces isn't there exactly once.
+    """
+    shutil.copytree(ROOT / "hfpatch", folder / "hfpatch", ignore=shutil.ignore_patterns("__pycache__"))
+    if fault is None:
+        return
+    path = folder / "hfpatch" / fault.file
+    text = path.read_text()
+    if text.count(fault.old) != 1:
+        raise ValueError(f"hfpatch/{fault.file} has {fault.old!r} {text.count(fault.old)} times, not once.")
+    path.write_text(text.replace(fault.old, fault.new))
+
+
+def run(fault: Fault | None, tests: Iterable[str]) -> tuple[str, float]:
+    """The first test that fails ("" if all pass) on a copy of hfpatch, and seconds.
+
+    Raises:
+        RuntimeError: no test ran, or tests ran on another copy.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        changed_copy(fault, Path(name))
+        environment = {**os.environ, "PYTHONPATH": name, "PYTHONDONTWRITEBYTECODE": "1"}
+        python = [sys.executable, "-P"]  # without the working directory, whose hfpatch would be found first
+        found = _output([*python, "-c", "import hfpatch; print(hfpatch.__file__)"], environment)[0]
+        if not found.startswith(str(Path(name).resolve())):
+            raise RuntimeError(f"tests would run on {found}")
+        options = ["-x", "-q", "-n", "0", "--tb=no", "--no-header", "-p", "no:cacheprovider"]
+        start = time.perf_counter()
+        lines = _output([*python, "-m", "pytest", *options, *(f"tests/{one}" for one in tests)], environment)
+        seconds = time.perf_counter() - start
+    broken = [line.partition(" ")[2].partition(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    if not broken and " passed" not in lines[-1]:
+        raise RuntimeError("\n".join(lines[-20:]))
+    return broken[0] if broken else "", seconds
+
+
+def _output(command: list[str], environment: dict[str, str]) -> list[str]:
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return (result.stdout or result.stderr).strip().splitlines()
+
+
+def to_markdown(results: list[tuple[int, Fault, str, float]]) -> str:
+    caught = sum(bool(test) for _, _, test, _ in results)
+    lines = [
+        "# Deliberate faults",
+        "",
+        f"{caught} of {len(results)} were caught by a default test (`python tests/mutations.py`).",
+        "",
+        "| | in | what is broken | file | caught by |",
+        "|---:|---|---|---|---|",
+    ]
+    for number, fault, test, _ in results:
+        by = f"`{test.removeprefix('tests/')}`" if test else "**survived**"
+        lines.append(f"| {number} | {fault.area} | {fault.broken} | {fault.file} | {by} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="numbers of faults, from 1 on")
+    parser.add_argument("--without-control", action="store_true", help="don't run the tests on an unchanged copy first")
+    options = parser.parse_args()
+    numbers = options.only or range(1, len(FAULTS) + 1)
+    if not options.without_control:
+        tests = {test: None for number in numbers for test in FAULTS[number - 1].tests}
+        broken, _ = run(None, tests)
+        if broken:
+            print(f"{broken} fails on the unchanged hfpatch")
+            return 1
+    results = []
+    for number in numbers:
+        fault = FAULTS[number - 1]
+        test, seconds = run(fault, fault.tests)
+        results.append((number, fault, test, seconds))
+        print(f"{number:2d} {seconds:5.1f} s  {fault.area}: {fault.broken}: {test or 'SURVIVED'}", flush=True)
+    if not options.only:
+        TABLE.write_text(to_markdown(results))
+    return int(not all(test for _, _, test, _ in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
