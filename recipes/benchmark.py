@@ -56,7 +56,7 @@ class BenchmarkConfig:
         default_factory=lambda: ["control", "rms", "rope", "dyt", "rms+rope"],
         metadata={"help": "schemes joined by +; control is an unpatched copy, which shows what chance does"},
     )
-    models: list[str] = by_device(["gpt2", "bert"], list(MODELS), f"of {', '.join(MODELS)}; random weights")  # noqa: RUF009
+    models: list[str] = by_device(["gpt2", "bert"], list(MODELS), f"of {', '.join(MODELS)}; random weights")
     layers: int | None = by_device(2, None, "of every model; none: the model's own")
     width: int | None = field(default=None, metadata={"help": "channels, 64 to a head; none: the model's own"})
     vocab_size: int = by_device(8192, 50257, "tokens that a model knows")
@@ -64,7 +64,7 @@ class BenchmarkConfig:
     block_size: int = by_device(128, 1024, "tokens of a sequence")
     new_tokens: int = by_device(16, 128, "tokens that are decoded, behind a prompt of as many")
     precision: str = by_device("float32", "bfloat16", "float32, or bfloat16: autocast for training, else weights")
-    widths: list[int] = by_device([768, 2048], [768, 1024, 2048, 4096, 8192, 16384], "channels of the micro part")  # noqa: RUF009
+    widths: list[int] = by_device([768, 2048], [768, 1024, 2048, 4096, 8192, 16384], "channels of the micro part")
 
 
 def check(config: BenchmarkConfig) -> None:
