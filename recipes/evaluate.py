@@ -192,7 +192,8 @@ class Evaluation:
             reason = first_line(error)
             raise RecipeError(f"{source} doesn't take the held-out data ({reason}): try shorter inputs") from None
         if getattr(task, "threshold", None) is not None:
-            figures["threshold"] = task.threshold
+            how = "the best on the development texts" if task.given is None else "found in training"
+            found["threshold"] = {"value": task.threshold, "how": how}
         if isinstance(task, Embedding) and not c.reference:  # it would be similar to itself
             figures = {name: figures[name] for name in ("recall_at_1", "mrr", "loss")}
         found["figures"] = self.finite(source, figures)
@@ -235,8 +236,8 @@ class Evaluation:
         lengths = sorted(set(c.lengths or [self.trained * multiple for multiple in MULTIPLES]))
         for row in SWEEPS[c.task](task, model, lengths, c.sweep_tokens if c.task == "lm" else other):
             sound = self.finite(source, row, f"at {row['tokens']:,} tokens ")
-            row = {"model": self.names[source], **sound}
-            self.rows.append(row if len(sound) == len(row) - 1 else row | {"reason": NOT_FINITE})
+            broken = {"reason": NOT_FINITE} if len(sound) < len(row) else {}
+            self.rows.append({"model": self.names[source], **sound, **broken})
 
 
 def same_items(one: DataLoader, other: DataLoader) -> bool:
@@ -280,7 +281,11 @@ def paired_bootstrap(
 def markdown(results: dict[str, Any], names: dict[str, str]) -> str:
     """The tables, and what stands under them."""
     models = {names[source]: found for source, found in results["models"].items()}
-    parts = [lines_of([{"model": n, **m["figures"], "parameters": m["parameters"]} for n, m in models.items()])]
+    rows = []
+    for name, found in models.items():
+        threshold = {f"threshold {key}": value for key, value in found.get("threshold", {}).items()}
+        rows.append({"model": name, **found["figures"], **threshold, "parameters": found["parameters"]})
+    parts = [lines_of(rows)]
     if results["failed"]:
         parts.append([f"**{names[source]}** failed: {broken}." for source, broken in results["failed"].items()])
     if compared := {name: dict(found["against"]) for name, found in models.items() if "against" in found}:

@@ -68,7 +68,7 @@ def longest_input(model: nn.Module) -> float:
 def hidden_states(model: nn.Module, batch: Batch, every: bool = False) -> list[torch.Tensor]:
     """Hidden states (B, T, d): behind the embedding and every layer, or the last alone.
 
-    A model that takes fewer tokens reads windows, each of which begins with the text's first token, the special one that
+    A model that takes fewer tokens reads windows. Each begins with the text's first token, the special one that
     BERT and others put there; of the states of these copies only the first is kept.
     """
     ids, mask = batch["input_ids"], batch["attention_mask"]

@@ -20,7 +20,6 @@ from .corpus import Causal, Masked
 from .embed import Embedding, reciprocal_ranks, retrieval
 from .encoder import longest_input
 from .lm import LanguageModelling
-from .passages import SHORTEST_PASSAGE
 from .report import COLOURS
 
 FEWEST = 8  # documents that are worth a retrieval
@@ -80,8 +79,8 @@ def embedding_sweep(
     limit, rows = longest_input(model), []
     for length in lengths:
         documents, queries, own = long_documents(task, length)
-        if len(documents) < FEWEST:
-            reason = f"documents of this length: {len(documents)}; it takes {FEWEST}"
+        if min(len(documents), len(queries)) < FEWEST:
+            reason = f"too few documents of this length: {len(documents)}, with {len(queries)} queries"
             rows.append({"tokens": length, "read": "", "reason": reason})
             continue
         asked = embed_all(task, model, queries, task.config.max_length)
@@ -106,7 +105,7 @@ def long_documents(task: Embedding, length: int) -> tuple[list[str], list[str], 
     documents = [""] * (own.max(initial=-1) + 1)
     for i, document in zip(kept, own, strict=True):
         documents[document] += texts[i] + " "
-    late = [i for i in kept if length / 2 <= starts[i] % length < length - SHORTEST_PASSAGE]
+    late = [i for i in kept if starts[i] % length >= length / 2]
     return documents, [texts[i] for i in late], torch.from_numpy(own[late])
 
 
