@@ -133,6 +133,7 @@ def draw(rows: list[Row], trained: int, path: Path) -> None:
         lines = frame.dropna(subset=kind).pivot(index="tokens", columns="line", values=kind)
         lines.plot(ax=axis, marker="o", ms=4, color=COLOURS, logx=True, grid=True, ylabel=DRAWN[kind])
         axis.set_yscale("log" if lines.max(axis=None) > 10 * lines.min(axis=None) else "linear")
+        axis.legend(frameon=False)
         axis.axvline(trained, color="#888888", ls="--", lw=1, zorder=0)
         axis.set_xticks(lines.index, [f"{length:,}" for length in lines.index])
         axis.xaxis.set_minor_locator(NullLocator())
