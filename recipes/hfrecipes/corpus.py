@@ -1,9 +1,8 @@
 """Text, tokens and blocks for the language-modelling recipes. Nothing is downloaded.
 
-The default text is the standard library of the running Python: ten megabytes of source, comments and docstrings that
-every machine has. Every block is a pure function of (seed, index), so a run can stop anywhere and go on, and two runs
-with the same seed see the same batches in the same order, whatever model they train and however many processes share
-the work.
+The default text are the plays of Shakespeare that come with the recipes, so figures can be compared between machines.
+Every block is a pure function of (seed, index), so a run can stop anywhere and go on, and two runs with the same seed
+see the same batches in the same order, whatever model they train and however many processes share the work.
 """
 
 import hashlib
@@ -13,16 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch.utils.data import Dataset
-from transformers import (
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-HELD_OUT = 0.1  # share of the files
+SHAKESPEARE = Path(__file__).resolve().parents[1] / "corpus" / "shakespeare.txt"
+SPEECHES = 100  # in a document of it
+HELD_OUT = 0.1  # share of the documents
 END_OF_TEXT = "<|endoftext|>"
 # Tests are data more than prose; `encodings` is 120 near-identical tables, which would leak across the split.
 NOT_TEXT = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
@@ -34,15 +30,20 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """One file: a name that is the same on every machine, and its text."""
+    """A name that is the same on every machine, and the text: of a file, a row of a table, or a run of speeches."""
 
     name: str
     text: str
 
-    @property
-    def hash(self) -> float:
-        """The name as a number in [0, 1): orders and splits files without looking at the seed."""
-        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "big") / 2**64
+
+# -- documents
+
+
+def read_shakespeare() -> list[Document]:
+    """The plays that come with the recipes, in runs of speeches; recipes/corpus/README.md says where they are from."""
+    speeches = SHAKESPEARE.read_text("utf-8").split("\n\n")
+    runs = {start: speeches[start : start + SPEECHES] for start in range(0, len(speeches), SPEECHES)}
+    return [Document(f"speeches {start + 1} to {start + len(run)}", "\n\n".join(run)) for start, run in runs.items()]
 
 
 def read_standard_library() -> list[Document]:
@@ -69,11 +70,16 @@ def read_text_files(paths: list[str]) -> list[Document]:
     return documents
 
 
+def place(name: str) -> float:
+    """A name as a number in [0, 1): it orders and splits, whatever the seed and whatever else there is."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+
+
 def split_documents(documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """(train, held-out), by file: about one in ten is held out, by the hash of its name. A lone file is cut in two."""
-    documents = sorted(documents, key=lambda d: d.hash)
+    """(train, held-out): about one document in ten is held out, by its name. A lone one is cut in two."""
+    documents = sorted(documents, key=lambda d: place(d.name))
     if len(documents) > 1:
-        n = sum(d.hash < HELD_OUT for d in documents)
+        n = sum(place(d.name) < HELD_OUT for d in documents)
         n = min(max(n, 1), len(documents) - 1)
         return documents[n:], documents[:n]
     name, text = documents[0].name, documents[0].text
@@ -82,9 +88,9 @@ def split_documents(documents: list[Document]) -> tuple[list[Document], list[Doc
 
 
 def first_characters(documents: list[Document], count: int) -> list[Document]:
-    """About `count` characters: documents by the hash of their names, the last one cut off."""
+    """About `count` characters: documents in the order of `place`, the last one cut off."""
     kept = []
-    for document in sorted(documents, key=lambda d: d.hash):
+    for document in sorted(documents, key=lambda d: place(d.name)):
         if count > 0:
             kept.append(Document(document.name, document.text[:count]))
             count -= len(document.text)
@@ -99,22 +105,38 @@ def fingerprint(documents: list[Document]) -> str:
     return digest.hexdigest()
 
 
-def train_tokenizer(documents: list[Document], vocab_size: int, folder: Path) -> PreTrainedTokenizerBase:
-    """A byte-level BPE learnt from `documents` (a few seconds), kept in `folder` for the next run on the same text."""
-    key, stamp = f"{vocab_size} {fingerprint(documents)}", folder / "trained_on.txt"
-    if not (stamp.exists() and stamp.read_text() == key):
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes: no text is ever unknown
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
-        )
-        tokenizer.train_from_iterator((d.text for d in documents), trainer)
-        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
-        fast.save_pretrained(folder)
-        stamp.write_text(key)
-    return AutoTokenizer.from_pretrained(folder)
+# -- tokens
+
+
+def train_tokenizer(
+    documents: list[Document], vocab_size: int, folder: Path, classifier: bool = False
+) -> PreTrainedTokenizerBase:
+    """A byte-level BPE learnt from `documents` (a second or a few), the same each time, and saved in `folder`.
+
+    Args:
+        classifier: in lower case, with padding, and with a [CLS] before each text whose state stands for it.
+    """
+    names = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    if classifier:
+        names = {"pad_token": "[PAD]", "cls_token": "[CLS]"}
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Lowercase() if classifier else None
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=classifier)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes: no text is ever unknown
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(dict.fromkeys(names.values())),
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((d.text for d in documents), trainer)
+    if classifier:
+        begin = [("[CLS]", tokenizer.token_to_id("[CLS]"))]
+        tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=begin)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    fast.save_pretrained(folder)
+    return fast
 
 
 def encode(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
@@ -142,6 +164,9 @@ def encode(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> tup
         ids += [tokens] if end is None else [tokens, np.array([end], dtype=np.int32)]
         sizes += [np.diff(ends, prepend=0)] if end is None else [np.diff(ends, prepend=0), np.zeros(1)]
     return np.concatenate(ids), np.concatenate(sizes)
+
+
+# -- blocks
 
 
 class Causal:

@@ -46,7 +46,7 @@ class LanguageModellingConfig(TextConfig):
     vocab_size: int = field(default=1024, metadata={"help": "of the BPE and the GPT-2 that are made from scratch"})
     layers: int = field(default=4, metadata={"help": "of the GPT-2 made from scratch"})
     width: int = field(default=128, metadata={"help": "of the GPT-2 made from scratch; a head takes 32 of it"})
-    heldout_blocks: int = field(default=384, metadata={"help": "held-out blocks behind the table"})
+    heldout_blocks: int = field(default=320, metadata={"help": "held-out blocks behind the table, at most"})
     curve_blocks: int = field(default=64, metadata={"help": "held-out blocks behind the curves"})
 
 

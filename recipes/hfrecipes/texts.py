@@ -1,13 +1,19 @@
-"""Reads plain text: files, tables with a column of texts, `datasets` ids, or the standard library."""
+"""Reads plain text and rows of tables: files, `datasets` ids, the plays that come along, or the standard library."""
 
+import logging
 import platform
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .corpus import Document, RecipeError, read_standard_library, read_text_files
-from .tables import FORMATS, load_datasets, read_table, stream_rows
+from hfpatch.runtime.errors import first_line
+
+from .corpus import Document, RecipeError, read_shakespeare, read_standard_library, read_text_files
+
+TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
+LIBRARY = "library"  # in place of a file's name
+Rows = list[dict[str, Any]]
 
 
 @dataclass
@@ -16,8 +22,8 @@ class TextConfig:
 
     text: list[str] | None = field(
         default=None,
-        metadata={"help": "UTF-8 text files, or csv, tsv, json, jsonl or parquet files with a --text_column; none: "
-                  "source and docstrings of Python's standard library"},
+        metadata={"help": "UTF-8 text files, or csv, tsv, json, jsonl or parquet files with a --text_column; "
+                  f"'{LIBRARY}': source of Python's standard library; none: Shakespeare's plays"},
     )  # fmt: skip
     dataset: str | None = field(default=None, metadata={"help": "a datasets id, in place of --text"})
     dataset_config: str | None = field(default=None, metadata={"help": "its configuration"})
@@ -29,7 +35,7 @@ class TextConfig:
 
 
 def read_texts(config: TextConfig) -> tuple[str, list[Document]]:
-    """A description of the source, and its documents: a file, or a row of a table.
+    """A description of the source, and its documents: a file, a row of a table, or a run of speeches.
 
     Raises:
         RecipeError: a source is missing, unreadable or empty, lacks the column, or two sources are given.
@@ -38,31 +44,89 @@ def read_texts(config: TextConfig) -> tuple[str, list[Document]]:
     if c.text and c.dataset:
         raise RecipeError("--text and --dataset are two sources: give one")
     if c.dataset:
-        if c.dataset_rows:
-            rows = stream_rows(c.dataset, c.dataset_config, c.dataset_split, c.dataset_rows)
-        else:
-            rows = load_datasets(c.dataset, c.dataset_config, split=c.dataset_split)
-        return f"{c.dataset}, {c.dataset_split}", row_documents(c.dataset, rows, c.text_column)
-    if c.text:
-        documents = []
-        for path in map(Path, c.text):
-            if path.suffix in FORMATS:
-                documents += row_documents(path.name, read_table(path), c.text_column)
-            else:
-                documents += read_text_files([str(path)])
-        return ", ".join(Path(path).name for path in c.text), documents
-    return f"standard library of Python {platform.python_version()}", read_standard_library()
-
-
-def row_documents(source: str, rows: Iterable[dict[str, Any]], column: str) -> list[Document]:
-    """Texts of the rows that have one."""
+        tables = read_tables(c.dataset, c.dataset_config, c.dataset_split, c.dataset_rows)
+        return f"{c.dataset}, {c.dataset_split}", row_documents(c.dataset, tables[c.dataset_split], c.text_column)
+    if not c.text or c.text == [LIBRARY]:
+        return read_own(c.text[0] if c.text else None)
     documents = []
-    for number, row in enumerate(rows):
-        if column not in row:
-            there = ", ".join(map(repr, row))
-            raise RecipeError(f"row {number + 1} of {source} has no column {column!r} but {there}: --text_column")
-        if row[column] and str(row[column]).strip():
-            documents.append(Document(f"{source}:{number}", str(row[column])))
+    for path in map(Path, c.text):
+        if path.suffix in TABLES:
+            documents += row_documents(path.name, read_tables(str(path))["train"], c.text_column)
+        else:
+            documents += read_text_files([str(path)])
+    return ", ".join(Path(path).name for path in c.text), documents
+
+
+def read_own(name: str | None) -> tuple[str, list[Document]]:
+    """What needs no file: "library", or else the plays."""
+    if name == LIBRARY:
+        return f"standard library of Python {platform.python_version()}", read_standard_library()
+    return "plays of Shakespeare", read_shakespeare()
+
+
+def row_documents(source: str, rows: Rows, column: str) -> list[Document]:
+    """Texts of the rows that have one."""
+    require_columns(source, rows, text_column=column)
+    texts = ["" if row[column] is None else str(row[column]) for row in rows]
+    documents = [Document(f"{source}:{number}", text) for number, text in enumerate(texts) if text.strip()]
     if not documents:
         raise RecipeError(f"no row of {source} has a text in its column {column!r}")
     return documents
+
+
+def require_columns(source: str, rows: Rows, **flags: str) -> None:
+    """Refuse rows without one of the columns, which are given by flags of these names."""
+    for flag, column in flags.items():
+        if column not in rows[0]:
+            raise RecipeError(f"{source} has no column {column!r} but {', '.join(map(repr, rows[0]))}: --{flag}")
+
+
+def read_tables(
+    source: str, config: str | None = None, split: str | None = None, count: int | None = None
+) -> dict[str, Rows]:
+    """Rows by split: of a file ("train"), of a folder of train, dev and test files, or of a `datasets` id.
+
+    Args:
+        config, split: of a `datasets` id.
+        count: stream so many rows, and download no others.
+
+    Raises:
+        RecipeError: it is missing, unreadable or empty.
+    """
+    import datasets  # takes a second
+
+    path, options = Path(source).expanduser().resolve(), {"split": split, "streaming": count is not None}
+    if path.exists():
+        options["streaming"] = True  # read where it is, not copied to a cache
+        files = list(path.iterdir()) if path.is_dir() else [path]
+        if any(file.suffix in (".csv", ".tsv") for file in files):
+            options["keep_default_na"] = False  # "None" and "NA" are words like others
+        if path.is_file():
+            path, options["data_files"] = path.parent, path.name
+        name = str(path)
+    elif Path(source).suffix in TABLES or source[:1] in "./~\\" or source.count("/") > 1:
+        raise RecipeError(f"there is no file or folder {source}")
+    else:
+        name = source
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # errors are told once, below
+    try:
+        found = datasets.load_dataset(name, config, **options)
+        splits = found if isinstance(found, dict) else {split: found}
+        tables = {key: [with_names(row, part.features) for row in islice(part, count)] for key, part in splits.items()}
+    except Exception as error:  # the library, its readers and the Hub raise dozens of kinds
+        raise RecipeError(f"datasets can't read {source}: {first_line(error)}") from None
+    if empty := [name for name, rows in tables.items() if not rows]:
+        raise RecipeError(f"{source} has no rows in its {', '.join(empty)} split")
+    return tables
+
+
+def with_names(row: dict[str, Any], features: Any) -> dict[str, Any]:
+    """A row with the names of its classes in place of their numbers; None for one that is hidden (-1)."""
+    row = dict(row)
+    for column, feature in (features or {}).items():
+        classes = getattr(getattr(feature, "feature", feature), "names", None)  # of each item of a list, or of a value
+        if classes and isinstance(row[column], list):
+            row[column] = [classes[number] for number in row[column]]
+        elif classes and row[column] is not None:
+            row[column] = classes[row[column]] if row[column] >= 0 else None
+    return row

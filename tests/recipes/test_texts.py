@@ -1,101 +1,159 @@
-"""Plain text from files, tables and datasets, and what is refused."""
+"""Plain text: what comes with the recipes, files, tables and datasets, their split, tokens and blocks."""
 
-import sys
+import hashlib
 
+import numpy as np
 import pytest
-from hfrecipes import tables, texts
+import torch
+from hfrecipes import corpus, texts
 from hfrecipes.corpus import RecipeError, split_documents
 from run_files import write_table
 
-ROWS = [{"text": f"row {i}: naïve\nsecond line", "n": i} for i in range(30)] + [{"text": "  ", "n": 30}]
+ROWS = [{"text": f"row {i}: naïve\nsecond\u2028line", "n": i} for i in range(30)] + [{"text": "  ", "n": 30}]
+ROWS += [{"text": word, "n": 31} for word in ("None", "NA")]
 
 
 def read(**settings):
     return texts.read_texts(texts.TextConfig(**settings))
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".parquet"])
-def test_every_format_gives_the_same_documents(tmp_path, suffix):
-    source, documents = read(text=[write_table(tmp_path / f"t{suffix}", ROWS)])
-    assert source == f"t{suffix}"
-    assert [d.text for d in documents] == [row["text"] for row in ROWS[:30]], "a blank row is no document"
-    train, heldout = split_documents(documents)
-    assert train
-    assert heldout
-    assert not {d.name for d in train} & {d.name for d in heldout}
+class TestOwn:
+    def test_the_plays_are_whole_and_those_of_the_readme(self):
+        source, documents = read()
+        assert "Shakespeare" in source
+        digest = hashlib.sha256(corpus.SHAKESPEARE.read_bytes()).hexdigest()
+        assert digest in (corpus.SHAKESPEARE.parent / "README.md").read_text()
+        assert "\n\n".join(d.text for d in documents) == corpus.SHAKESPEARE.read_text()
+        assert len({d.name for d in documents}) == len(documents)
+
+    def test_a_tenth_of_the_plays_is_held_out(self):
+        train, heldout = split_documents(read()[1])
+        size = [sum(len(d.text) for d in part) for part in (train, heldout)]
+        assert 0.08 < size[1] / sum(size) < 0.12
+        assert not {d.name for d in train} & {d.name for d in heldout}
+
+    def test_standard_library(self):
+        source, documents = read(text=["library"])
+        assert "Python 3." in source
+        parts = [d.name.split("/") for d in documents]
+        assert ["argparse.py"] in parts
+        assert ["json", "decoder.py"] in parts
+        assert not any({"", "test", "tests", "site-packages"} & set(names) for names in parts)
 
 
-def test_text_files_and_tables_together(tmp_path):
-    (tmp_path / "a.txt").write_text("plain\n")
-    _, documents = read(text=[str(tmp_path / "a.txt"), write_table(tmp_path / "b.jsonl", ROWS)])
-    assert len(documents) == 31
-    assert len({d.name for d in documents}) == 31
+class TestFiles:
+    @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".parquet"])
+    def test_every_format_gives_the_same_documents(self, tmp_path, suffix):
+        source, documents = read(text=[write_table(tmp_path / f"t{suffix}", ROWS)])
+        assert source == f"t{suffix}"
+        written = [row["text"] for row in ROWS if row["text"].strip()]
+        assert [d.text for d in documents] == written, "a blank row is no document, and None is a word"
 
+    def test_text_files_and_tables_together(self, tmp_path):
+        (tmp_path / "a.txt").write_text("plain\n")
+        _, documents = read(text=[str(tmp_path / "a.txt"), write_table(tmp_path / "b.jsonl", ROWS)])
+        assert len({d.name for d in documents}) == len(documents) == 33
 
-@pytest.mark.parametrize("rows", [None, 5])
-def test_datasets(tmp_path, rows, monkeypatch):
-    """The library itself, on a builder that needs no network; streamed, no more rows are read than asked for."""
-    import datasets
-
-    path, read_rows = write_table(tmp_path / "t.jsonl", ROWS), []
-    real = datasets.load_dataset
-
-    def local(name, config, **options):
-        assert (name, config) == ("org/name", "plain")
-        found = real("json", data_files={"validation": path}, cache_dir=str(tmp_path / "cache"), **options)
-        if not options.get("streaming"):
-            return found
-        return (read_rows.append(row) or row for row in found)
-
-    monkeypatch.setattr(datasets, "load_dataset", local)
-    source, documents = read(
-        dataset="org/name", dataset_config="plain", dataset_split="validation", dataset_rows=rows, text_column="text"
-    )
-    assert source == "org/name, validation"
-    assert len(documents) == (rows or 30)
-    assert len(read_rows) == (rows or 0)
-
-
-class TestRefused:
-    @pytest.mark.parametrize(
-        ("name", "content", "message"),
-        [
-            ("t.jsonl", "", "t.jsonl is empty"),
-            ("t.jsonl", '{"text": "a"}\n{"text": ', "can't read .*t.jsonl as jsonl"),
-            ("t.json", '["a"]', "it must hold objects"),
-            ("t.parquet", "no parquet", "can't read .*t.parquet as parquet"),
-            ("t.csv", "body,n\nx,1\n", "row 1 of t.csv has no column 'text' but 'body', 'n': --text_column"),
-            ("t.csv", "text,n\n,1\n", "no row of t.csv has a text in its column 'text'"),
-        ],
-    )
-    def test_files(self, tmp_path, name, content, message):
-        (tmp_path / name).write_text(content)
-        with pytest.raises(RecipeError, match=message):
-            read(text=[str(tmp_path / name)])
-
-    def test_missing_file(self, tmp_path):
-        with pytest.raises(RecipeError, match=r"can't read .*no\.csv: No such file"):
-            read(text=[str(tmp_path / "no.csv")])
-
-    def test_two_sources(self):
-        with pytest.raises(RecipeError, match="two sources"):
-            read(text=["a.txt"], dataset="org/name")
-
-    def test_dataset_that_can_not_be_loaded(self, monkeypatch):
+    @pytest.mark.parametrize("rows", [None, 5])
+    def test_datasets_id(self, tmp_path, rows, monkeypatch):
+        """The library itself, on a builder that needs no network; streamed, no more rows are read than asked for."""
         import datasets
 
-        def fail(*a, **k):
-            raise ConnectionError("offline\nsecond line")
+        path, read_rows = write_table(tmp_path / "t.jsonl", ROWS), []
+        real = datasets.load_dataset
 
-        monkeypatch.setattr(datasets, "load_dataset", fail)
-        with pytest.raises(RecipeError, match=r"^datasets can't load org/name: offline$"):
-            read(dataset="org/name")
+        def local(name, config, streaming, **options):
+            assert (name, config, streaming) == ("org/name", "plain", rows is not None)
+            found = real("json", data_files={"validation": path}, cache_dir=str(tmp_path / "cache"), **options)
+            return found.to_iterable_dataset().map(lambda row: read_rows.append(row) or row)
 
-    def test_datasets_not_installed(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "datasets", None)
-        with pytest.raises(RecipeError, match="pip install datasets"):
-            read(dataset="org/name")
+        monkeypatch.setattr(datasets, "load_dataset", local)
+        source, documents = read(
+            dataset="org/name", dataset_config="plain", dataset_split="validation", dataset_rows=rows
+        )
+        assert source == "org/name, validation"
+        assert len(documents) == (rows or 32)
+        assert len(read_rows) <= (rows + 1 if rows else 33)
 
-    def test_unknown_format(self, tmp_path):
-        with pytest.raises(RecipeError, match=r"can't tell the format of .*t\.xml"):
-            tables.read_table(tmp_path / "t.xml")
+    @pytest.mark.parametrize(
+        ("name", "content", "told"),
+        [
+            ("t.txt", "", "t.txt"),
+            ("t.txt", b"\xff\xfe\x00", "t.txt"),
+            ("t.txt", None, "t.txt"),
+            ("t.csv", None, "t.csv"),
+            ("t.csv", "", "t.csv"),
+            ("t.csv", "text,n\n", "t.csv"),
+            ("t.jsonl", "", "t.jsonl"),
+            ("t.jsonl", '{"text": "a"}\n{"text": ', "t.jsonl"),
+            ("t.csv", b"text,n\n\xff\xfe,1\n", "t.csv"),
+            ("t.parquet", "no parquet", "t.parquet"),
+            ("t.csv", "body,n\nx,1\n", "'body', 'n': --text_column"),
+            ("t.csv", "text,n\n,1\n", "'text'"),
+        ],
+    )
+    def test_refused(self, tmp_path, name, content, told):
+        if content is not None:
+            (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(RecipeError) as error:
+            read(text=[str(tmp_path / name)])
+        assert told in str(error.value)
+        assert "\n" not in str(error.value)
+
+    def test_refused_sources(self):
+        with pytest.raises(RecipeError, match=r"--text and --dataset"):
+            read(text=["a.txt"], dataset="org/name")
+        with pytest.raises(RecipeError, match=r"org/name"):  # there is no network, and no such dataset
+            read(dataset="org/name-that-nobody-has")
+
+
+class TestSplit:
+    def test_is_by_name_whatever_the_order(self):
+        documents = [corpus.Document(f"{i}.py", str(i)) for i in range(200)]
+        train, heldout = split_documents(documents)
+        assert {d.name for d in train} | {d.name for d in heldout} == {d.name for d in documents}
+        assert 10 <= len(heldout) <= 30
+        assert len(train) + len(heldout) == 200
+        assert split_documents(documents[::-1]) == (train, heldout)
+
+    @pytest.mark.parametrize("count", [1, 2, 3])
+    def test_few_files_leave_both_sides_with_text(self, count):
+        train, heldout = split_documents([corpus.Document(f"{i}.txt", "word\n" * 100) for i in range(count)])
+        assert all(d.text for d in [*train, *heldout])
+        assert train
+        assert heldout
+        assert sum(len(d.text) for d in train + heldout) == 500 * count
+
+
+class TestTokens:
+    @pytest.mark.parametrize("classifier", [False, True])
+    def test_tokenizer_is_the_same_each_time(self, tmp_path, classifier):
+        documents = read()[1][:10]
+        one, other = (corpus.train_tokenizer(documents, 600, tmp_path / name, classifier) for name in "ab")
+        assert one.get_vocab() == other.get_vocab()
+        assert len(one) == 600
+        assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
+
+    def test_bytes_of_the_tokens_add_up(self, tmp_path):
+        tokenizer = corpus.train_tokenizer(read()[1][:3], 300, tmp_path)
+        documents = [corpus.Document("a", "naïve — 𝒳 ok"), corpus.Document("b", "plain")]
+        tokens, sizes = corpus.encode(documents, tokenizer)
+        assert len(tokens) == len(sizes)
+        assert sizes.sum() == len("naïve — 𝒳 okplain".encode())
+        assert (tokens == tokenizer.eos_token_id).sum() == 2
+        assert (sizes[tokens == tokenizer.eos_token_id] == 0).all()
+
+    def test_blocks_depend_on_seed_and_place_only(self):
+        tokens = np.arange(1000, dtype=np.int32)
+        whole = corpus.TrainBlocks(tokens, corpus.Causal(8), seed=3, first=0, length=40)
+        later = corpus.TrainBlocks(tokens, corpus.Causal(8), seed=3, first=25, length=15)
+        other = corpus.TrainBlocks(tokens, corpus.Causal(8), seed=4, first=0, length=40)
+        assert all(torch.equal(whole[25 + i]["input_ids"], later[i]["input_ids"]) for i in range(15))
+        assert sum(torch.equal(whole[i]["input_ids"], other[i]["input_ids"]) for i in range(40)) < 5
+
+    def test_held_out_blocks_do_not_overlap(self):
+        blocks = corpus.HeldOutBlocks(np.arange(100, dtype=np.int32), np.ones(100), corpus.Causal(8), count=99)
+        seen = torch.cat([blocks[i]["input_ids"] for i in range(len(blocks))])
+        assert len(blocks) == 12
+        assert len(seen.unique()) == len(seen)
+        assert blocks.sizes.tolist() == [7] * 12
