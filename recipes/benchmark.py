@@ -24,53 +24,52 @@ from hfrecipes.bench_micro import micro_races
 from hfrecipes.bench_models import MODELS, model_races
 from hfrecipes.bench_places import place_races
 from hfrecipes.bench_report import benchmark_report, draw_benchmark
+from hfrecipes.command import exit_status
 from hfrecipes.corpus import RecipeError
 from hfrecipes.memory import keep_freed_memory
+from hfrecipes.options import COUNT, NOT_NEGATIVE, Range, option
 from hfrecipes.progress import Progress
 from hfrecipes.report import hardware, versions
-from hfrecipes.settings import check_numbers, check_output_folder, parse_variant, read_settings
+from hfrecipes.results import require_own_folder, write_json
+from hfrecipes.settings import check_output_folder, parse_variant, read_settings
 from hfrecipes.timing import MODES
-from hfrecipes.training import exit_status, require_own_folder, write_json
 
 PARTS = {"models": model_races, "places": place_races, "micro": micro_races}
 KNOWN = {"parts": PARTS, "modes": MODES, "models": MODELS, "precision": ("float32", "bfloat16")}
 
 
-def by_device(cpu: Any, gpu: Any, about: str) -> Any:
+def by_device(cpu: Any, gpu: Any, about: str, choices: Range | None = None) -> Any:
     """A setting whose default goes by the device."""
-    return field(default_factory=lambda: gpu if PartialState().device.type == "cuda" else cpu, metadata={"help": about})
+    metadata = {"help": about} if choices is None else {"help": about, "choices": choices}
+    return field(default_factory=lambda: gpu if PartialState().device.type == "cuda" else cpu, metadata=metadata)
 
 
 @dataclass
 class BenchmarkConfig:
     """Sizes go by the device: small ones on a CPU, full ones on a GPU."""
 
-    output_dir: str = field(default="runs/benchmark", metadata={"help": "where the results go"})
-    parts: list[str] = field(
-        default_factory=lambda: list(PARTS), metadata={"help": f"{', '.join(PARTS)}; in this order"}
-    )
-    modes: list[str] = field(default_factory=lambda: list(MODES), metadata={"help": "eager, compiled"})
-    repeats: int = field(default=9, metadata={"help": "samples of each subject, after those that warm it up"})
-    minutes: float = field(default=8.0, metadata={"help": "no measurement begins later; the report names what is left"})
-    patches: list[str] = field(
-        default_factory=lambda: ["control", "rms", "rope", "dyt", "rms+rope"],
-        metadata={"help": "schemes joined by +; control is an unpatched copy, which shows what chance does"},
+    output_dir: str = option("runs/benchmark", "where the results go")
+    parts: list[str] = option([*PARTS], f"{', '.join(PARTS)}; in this order")
+    modes: list[str] = option([*MODES], "eager, compiled")
+    repeats: int = option(9, "samples of each subject, after those that warm it up", COUNT)
+    minutes: float = option(8.0, "no measurement begins later; the report names what is left", NOT_NEGATIVE)
+    patches: list[str] = option(
+        ["control", "rms", "rope", "dyt", "rms+rope"],
+        "schemes joined by +; control is an unpatched copy, which shows what chance does",
     )
     models: list[str] = by_device(["gpt2", "bert"], list(MODELS), f"of {', '.join(MODELS)}; random weights")
-    layers: int | None = by_device(2, None, "of every model; none: the model's own")
-    width: int | None = field(default=None, metadata={"help": "channels, 64 to a head; none: the model's own"})
-    vocab_size: int = by_device(8192, 50257, "tokens that a model knows")
-    batch_size: int = by_device(2, 8, "sequences or images")
-    block_size: int = by_device(128, 1024, "tokens of a sequence")
-    new_tokens: int = by_device(16, 128, "tokens that are decoded, behind a prompt of as many")
+    layers: int | None = by_device(2, None, "of every model; none: the model's own", COUNT)
+    width: int | None = option(None, "channels, 64 to a head; none: the model's own")
+    vocab_size: int = by_device(8192, 50257, "tokens that a model knows", COUNT)
+    batch_size: int = by_device(2, 8, "sequences or images", COUNT)
+    block_size: int = by_device(128, 1024, "tokens of a sequence", COUNT)
+    new_tokens: int = by_device(16, 128, "tokens that are decoded, behind a prompt of as many", COUNT)
     precision: str = by_device("float32", "bfloat16", "float32, or bfloat16: autocast for training, else weights")
     widths: list[int] = by_device([768, 2048], [768, 1024, 2048, 4096, 8192, 16384], "channels of the micro part")
 
 
 def check(config: BenchmarkConfig) -> None:
     """Refuse what can't work before anything is run."""
-    at_least = ("repeats", "layers", "vocab_size", "batch_size", "block_size", "new_tokens")
-    check_numbers(config, dict.fromkeys(at_least, 1) | {"minutes": 0})
     for name, known in KNOWN.items():
         values = getattr(config, name)
         if unknown := [value for value in ([values] if isinstance(values, str) else values) if value not in known]:

@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,14 +30,16 @@ import transformers
 from accelerate import Accelerator
 from hfrecipes.adapters import lm_eval_figures, sentence_transformers_figures
 from hfrecipes.agreement import agreement
+from hfrecipes.command import exit_status
 from hfrecipes.corpus import RecipeError
 from hfrecipes.embed import Embedding
 from hfrecipes.memory import keep_freed_memory
+from hfrecipes.options import COUNT, at_least, option
 from hfrecipes.report import data_line, hardware, machine, show, table, versions
-from hfrecipes.settings import check_numbers, check_output_folder, chosen_task, read_settings, spell_out
+from hfrecipes.results import require_own_folder, write_json
+from hfrecipes.settings import check_output_folder, chosen_task, read_settings, spell_out
 from hfrecipes.sweep import SWEEPS, Row, draw
 from hfrecipes.tasks import Figures, Task, find_task
-from hfrecipes.training import exit_status, require_own_folder, write_json
 from scipy.stats import bootstrap
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -53,36 +55,30 @@ NOT_FINITE = "figures that aren't numbers"
 class EvaluateConfig:
     """Flags of recipes/evaluate.py besides the task's."""
 
-    models: list[str] = field(default_factory=list, metadata={"help": "folders or Hub ids"})
-    against: str | None = field(default=None, metadata={"help": "a folder or Hub id that each is compared with"})
-    task: Literal["lm", "classify", "embed", "image"] = field(
-        default="lm", metadata={"help": "what the models do; each task has flags of its own: --task embed --help"}
+    models: list[str] = option([], "folders or Hub ids")
+    against: str | None = option(None, "a folder or Hub id that each is compared with")
+    task: Literal["lm", "classify", "embed", "image"] = option(
+        "lm", "what the models do; each task has flags of its own: --task embed --help"
     )
-    output_dir: str = field(default="runs/evaluate", metadata={"help": "where the results go"})
-    batch_size: int = field(default=16, metadata={"help": "items in a batch"})
-    lengths: list[int] | None = field(
-        default=None, metadata={"help": "tokens of the sweep's inputs; none: 1, 2, 4, 8 times the trained length"}
-    )  # fmt: skip
-    trained_length: int | None = field(
-        default=None, metadata={"help": "none: the positions that --against, or the first model, says it has"}
+    output_dir: str = option("runs/evaluate", "where the results go")
+    batch_size: int = option(16, "items in a batch", COUNT)
+    lengths: list[int] | None = option(
+        None, "tokens of the sweep's inputs; none: 1, 2, 4, 8 times the trained length", at_least(8)
     )
-    no_sweep: bool = field(default=False, metadata={"help": "leave the length sweep out"})
-    sweep_tokens: int = field(default=16384, metadata={"help": "held-out tokens at each length, for language models"})
-    lm_eval: list[str] | None = field(
-        default=None, metadata={"help": "also these tasks of lm-eval: names, or YAML files"}
+    trained_length: int | None = option(
+        None, "none: the positions that --against, or the first model, says it has", COUNT
     )
-    lm_eval_limit: int | None = field(default=None, metadata={"help": "examples of each task of lm-eval; none: all"})
-    sentence_transformers: bool = field(
-        default=False, metadata={"help": "also sentence-transformers' evaluators, on the task's pairs"}
-    )
+    no_sweep: bool = option(False, "leave the length sweep out")
+    sweep_tokens: int = option(16384, "held-out tokens at each length, for language models", COUNT)
+    lm_eval: list[str] | None = option(None, "also these tasks of lm-eval: names, or YAML files")
+    lm_eval_limit: int | None = option(None, "examples of each task of lm-eval; none: all", COUNT)
+    sentence_transformers: bool = option(False, "also sentence-transformers' evaluators, on the task's pairs")
 
 
 # A task's settings of training, of curves and of models made from scratch; --models takes the place of --model.
 UNUSED = {"learning_rate", "calibration", "variants", "model", "layers", "width", "vocab_size", "size", "reference"}
 UNUSED |= {"placement", "dropout", "patch_size", "shift"}
 UNUSED |= {"curve_blocks", "curve_texts", "curve_passages", "curve_images"}
-AT_LEAST = dict.fromkeys(("batch_size", "trained_length", "sweep_tokens", "lm_eval_limit"), 1)
-AT_LEAST |= {"lengths": 8}
 EXTRAS = {"lm_eval": ("lm-eval", "lm"), "sentence_transformers": ("sentence-transformers", "embed")}  # package, task
 
 
@@ -102,7 +98,6 @@ def read(argv: list[str]) -> Any:
         if (source[0] in "./~\\" or source.count("/") > 1) and not Path(source).is_dir():
             raise RecipeError(f"there is no model folder {source}")
     config.model, config.reference = config.models[0], config.against
-    check_numbers(config, AT_LEAST | task.at_least)
     task.check(config)
     if config.lengths and config.task not in SWEEPS:
         raise RecipeError(f"--lengths: inputs of --task {config.task} have no length to sweep")

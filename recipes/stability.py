@@ -33,7 +33,7 @@ from hfrecipes.command import exit_status
 from hfrecipes.corpus import RecipeError
 from hfrecipes.depth_report import depth_report, draw_depths
 from hfrecipes.memory import keep_freed_memory
-from hfrecipes.options import COUNT, NOT_NEGATIVE, POSITIVE, Range, option
+from hfrecipes.options import COUNT, NOT_NEGATIVE, POSITIVE, at_least, option
 from hfrecipes.progress import Progress
 from hfrecipes.report import hardware, versions
 from hfrecipes.results import read_results, require_own_folder, write_json
@@ -46,7 +46,6 @@ from hfpatch.plan import plan_patch
 
 NATIVE = {"post": False, "pre": True}  # OPT's do_layer_norm_before
 BYTES, HEAD = 256, 16
-AT_LEAST_TWO = Range("at least 2", lambda number: number >= 2)  # one to predict the other from
 
 
 @dataclass
@@ -64,7 +63,7 @@ class StabilityConfig:
     output_dir: str = option("runs/stability", "where the results go")
     steps: int = option(300, "of every model", COUNT)
     batch_size: int = option(8, "blocks in a batch", COUNT)
-    block_size: int = option(32, "bytes in a block", AT_LEAST_TWO)
+    block_size: int = option(32, "bytes in a block", at_least(2))
     learning_rate: float = option(2e-3, "AdamW's, constant after the warmup", POSITIVE)
     warmup_steps: int = option(0, "steps of linear warmup, which post-norm is said to need", NOT_NEGATIVE)
     width: int = option(32, "of the models; a head takes 16 of it", COUNT)

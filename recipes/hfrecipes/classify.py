@@ -3,9 +3,9 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from .corpus import Document, RecipeError, train_tokenizer
 from .labelled import SPLITS, DataConfig, Labelled, LabelledData, read_labelled
+from .options import COUNT, NOT_NEGATIVE, at_least, option
 from .settings import CONTROL
 from .tasks import Batch, Figures, Task, load, load_whole
 
@@ -37,25 +38,19 @@ Table = torch.Tensor | np.ndarray  # (N, labels)
 class ClassificationConfig(DataConfig):
     """Flags of `--task classify`; the last ones are training's, with defaults that suit it."""
 
-    model: str | None = field(
-        default=None, metadata={"help": "a folder or Hub id of a text model; none: a BERT-style encoder from scratch"}
+    model: str | None = option(None, "a folder or Hub id of a text model; none: a BERT-style encoder from scratch")
+    max_length: int | None = option(
+        None, "tokens; longer texts are cut off. None: the model's length, from scratch 128", at_least(4)
     )
-    max_length: int | None = field(
-        default=None, metadata={"help": "tokens; longer texts are cut off. None: the model's length, from scratch 128"}
-    )
-    layers: int = field(default=2, metadata={"help": "of the encoder made from scratch"})
-    width: int = field(default=128, metadata={"help": "of the encoder made from scratch; a head takes 32 of it"})
-    vocab_size: int = field(default=8192, metadata={"help": "of the encoder made from scratch and its tokenizer"})
-    dropout: float = field(default=0.1, metadata={"help": "of the encoder made from scratch"})
-    curve_texts: int = field(default=1000, metadata={"help": "development texts behind the curves, at most"})
-    baselines: bool = field(
-        default=True, metadata={"help": "also measure simple methods, as tf-idf with logistic regression"}
-    )
-    output_dir: str = field(default="runs/classify", metadata={"help": "where results, models and states go"})
-    variants: list[str] = field(
-        default_factory=lambda: ["rms", "dyt", CONTROL], metadata={"help": "what to compare; see --task lm"}
-    )
-    batch_size: int = field(default=64, metadata={"help": "texts in a batch, over all processes"})
+    layers: int = option(2, "of the encoder made from scratch", COUNT)
+    width: int = option(128, "of the encoder made from scratch; a head takes 32 of it", at_least(32))
+    vocab_size: int = option(8192, "of the encoder made from scratch and its tokenizer", at_least(300))
+    dropout: float = option(0.1, "of the encoder made from scratch", NOT_NEGATIVE)
+    curve_texts: int = option(1000, "development texts behind the curves, at most", COUNT)
+    baselines: bool = option(True, "also measure simple methods, as tf-idf with logistic regression")
+    output_dir: str = option("runs/classify", "where results, models and states go")
+    variants: list[str] = option(["rms", "dyt", CONTROL], "what to compare; see --task lm")
+    batch_size: int = option(64, "texts in a batch, over all processes", COUNT)
 
 
 class Classification(Task):
@@ -71,9 +66,6 @@ class Classification(Task):
 
     name = "classify"
     Config = ClassificationConfig
-    at_least: ClassVar = {"max_length": 4, "vocab_size": 300, "width": 32, "dropout": 0} | dict.fromkeys(
-        ("layers", "curve_texts"), 1
-    )
     higher_is_better = True
     threshold: float | None = None
     given: float | None = None

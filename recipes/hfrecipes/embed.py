@@ -6,10 +6,10 @@ on which a patched encoder is repaired, distilled from the original (`recipes/he
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from .corpus import RecipeError, fingerprint, split_documents
 from .encoder import MINILM, hidden_states, longest_input, open_encoder
+from .options import COUNT, NOT_NEGATIVE, POSITIVE, at_least, option
 from .passages import SHORTEST_PASSAGE, Corpus, TrainTexts, length_at
 from .tasks import Batch, Figures, Task
 from .texts import TextConfig, read_texts
@@ -35,21 +36,20 @@ SCALE = 20.0  # of cosines in the contrastive loss
 class EmbeddingConfig(TextConfig):
     """Flags of `--task embed`."""
 
-    model: str | None = field(
-        default=MINILM, metadata={"help": f"a folder or Hub id of an encoder; the default is the PyPI package {MINILM}"}
+    model: str | None = option(MINILM, f"a folder or Hub id of an encoder; the default is the PyPI package {MINILM}")
+    reference: str | None = option(
+        None, "the model that embeddings are compared with, a folder or Hub id; none: --model"
     )
-    reference: str | None = field(
-        default=None,
-        metadata={"help": "the model that embeddings are compared with, a folder or Hub id; none: --model"},
+    max_length: int = option(
+        256, "tokens of a text, with special ones; the rest is cut off", at_least(SHORTEST_PASSAGE)
     )
-    max_length: int = field(default=256, metadata={"help": "tokens of a text, with special ones; the rest is cut off"})
-    heldout_passages: int = field(default=128, metadata={"help": "held-out passages behind the table's similarity"})
-    heldout_pairs: int = field(default=128, metadata={"help": "held-out pairs behind the table's retrieval"})
-    curve_passages: int = field(default=48, metadata={"help": "held-out passages behind the curves"})
+    heldout_passages: int = option(128, "held-out passages behind the table's similarity", at_least(3))
+    heldout_pairs: int = option(128, "held-out pairs behind the table's retrieval", COUNT)
+    curve_passages: int = option(48, "held-out passages behind the curves", at_least(3))
     # other defaults than language models have
-    batch_size: int = field(default=24, metadata={"help": "passages, or pairs, in a batch, over all processes"})
-    learning_rate: float = field(default=1e-4, metadata={"help": "peak of AdamW's learning rate"})
-    calibration: int = field(default=480, metadata={"help": "passages that a repair takes"})
+    batch_size: int = option(24, "passages, or pairs, in a batch, over all processes", COUNT)
+    learning_rate: float = option(1e-4, "peak of AdamW's learning rate", POSITIVE)
+    calibration: int = option(480, "passages that a repair takes", NOT_NEGATIVE)
 
 
 class Embedding(Task):
@@ -57,12 +57,6 @@ class Embedding(Task):
 
     name = "embed"
     Config = EmbeddingConfig
-    at_least: ClassVar = {
-        "heldout_passages": 3,
-        "curve_passages": 3,
-        "heldout_pairs": 1,
-        "max_length": SHORTEST_PASSAGE,
-    }
     main = "similarity"
     higher_is_better = True
 

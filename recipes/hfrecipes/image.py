@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 from hfpatch.runtime.errors import first_line
 
 from .corpus import RecipeError
+from .options import COUNT, NOT_NEGATIVE, option
 from .tasks import Batch, Figures, Task, load, load_whole
 
 HELD_OUT = 0.2  # share of images where the data has no split of its own
@@ -30,26 +31,23 @@ HELD_OUT = 0.2  # share of images where the data has no split of its own
 class ImageClassificationConfig:
     """Flags of `--task image`."""
 
-    data: str | None = field(
-        default=None,
-        metadata={"help": "a folder with a folder of images for each class (below train/ and test/ where they are "
-                  "split), or a datasets id; none: the 1,797 handwritten digits of 8 x 8 that scikit-learn brings"},
-    )  # fmt: skip
-    model: str | None = field(
-        default=None, metadata={"help": "a folder or Hub id of an image model; none: a small ViT from scratch"}
+    data: str | None = option(
+        None,
+        "a folder with a folder of images for each class (below train/ and test/ where they are "
+        "split), or a datasets id; none: the 1,797 handwritten digits of 8 x 8 that scikit-learn brings",
     )
-    image_size: int | None = field(
-        default=None, metadata={"help": "side of the images that the ViT made from scratch takes; none: 8 or 32"}
+    model: str | None = option(None, "a folder or Hub id of an image model; none: a small ViT from scratch")
+    image_size: int | None = option(
+        None, "side of the images that the ViT made from scratch takes; none: 8 or 32", COUNT
     )
-    patch_size: int | None = field(
-        default=None,
-        metadata={"help": "side of a patch of the ViT made from scratch; none: 2, of large images an eighth"},
+    patch_size: int | None = option(
+        None, "side of a patch of the ViT made from scratch; none: 2, of large images an eighth", COUNT
     )
-    layers: int = field(default=4, metadata={"help": "of the ViT made from scratch"})
-    width: int = field(default=64, metadata={"help": "of the ViT made from scratch; a head takes 16 of it"})
-    shift: int = field(default=1, metadata={"help": "training images are moved by up to so many pixels, either way"})
-    heldout_images: int = field(default=2000, metadata={"help": "at most so many behind the table"})
-    curve_images: int = field(default=500, metadata={"help": "at most so many behind the curves"})
+    layers: int = option(4, "of the ViT made from scratch", COUNT)
+    width: int = option(64, "of the ViT made from scratch; a head takes 16 of it")
+    shift: int = option(1, "training images are moved by up to so many pixels, either way", NOT_NEGATIVE)
+    heldout_images: int = option(2000, "at most so many behind the table", COUNT)
+    curve_images: int = option(500, "at most so many behind the curves", COUNT)
 
 
 class ImageClassification(Task):
@@ -57,7 +55,6 @@ class ImageClassification(Task):
 
     name = "image"
     Config = ImageClassificationConfig
-    at_least = dict.fromkeys(("image_size", "patch_size", "layers", "heldout_images", "curve_images"), 1) | {"shift": 0}
     main = "accuracy"
     higher_is_better = True
     unit = "images"

@@ -7,10 +7,11 @@ on the same side.
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .corpus import HELD_OUT, Document, RecipeError, fingerprint, place
+from .options import option
 from .texts import LIBRARY, Rows, read_own, read_tables, require_columns
 
 SPLITS = ("train", "dev", "test")
@@ -25,21 +26,17 @@ MASK = "BLANK"
 class DataConfig:
     """Where labelled texts come from and how their labels are written."""
 
-    data: str | None = field(
-        default=None,
-        metadata={"help": "labelled texts: a csv, tsv, json, jsonl or parquet file, a folder of train, dev and test "
-                  f"files, or a datasets id; none: words hidden in Shakespeare's plays; '{LIBRARY}': in the source "
-                  "of Python's standard library"},
-    )  # fmt: skip
-    data_config: str | None = field(default=None, metadata={"help": "configuration of a datasets id"})
-    test_split: str = field(
-        default="test", metadata={"help": "what to measure on, as validation where the test split's labels are hidden"}
+    data: str | None = option(
+        None,
+        "labelled texts: a csv, tsv, json, jsonl or parquet file, a folder of train, dev and test "
+        f"files, or a datasets id; none: words hidden in Shakespeare's plays; '{LIBRARY}': in the source "
+        "of Python's standard library",
     )
-    text_column: str = field(default="text", metadata={"help": "column of the texts"})
-    label_column: str | None = field(default=None, metadata={"help": "column of the labels; none: label or labels"})
-    label_separator: str | None = field(
-        default=None, metadata={"help": "what stands between the labels of a text, where they are one string"}
-    )
+    data_config: str | None = option(None, "configuration of a datasets id")
+    test_split: str = option("test", "what to measure on, as validation where the test split's labels are hidden")
+    text_column: str = option("text", "column of the texts")
+    label_column: str | None = option(None, "column of the labels; none: label or labels")
+    label_separator: str | None = option(None, "what stands between the labels of a text, where they are one string")
 
 
 class Labelled(NamedTuple):

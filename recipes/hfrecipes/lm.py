@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from .corpus import (
     split_documents,
     train_tokenizer,
 )
+from .options import COUNT, at_least, option
 from .tasks import Batch, Figures, Task, load, load_whole
 from .texts import TextConfig, read_texts
 
@@ -39,15 +40,13 @@ from .texts import TextConfig, read_texts
 class LanguageModellingConfig(TextConfig):
     """Flags of `--task lm`."""
 
-    model: str | None = field(
-        default=None, metadata={"help": "a folder or Hub id of a causal or masked LM; none: a small GPT-2 from scratch"}
-    )
-    block_size: int = field(default=128, metadata={"help": "tokens in a block"})
-    vocab_size: int = field(default=1024, metadata={"help": "of the BPE and the GPT-2 that are made from scratch"})
-    layers: int = field(default=4, metadata={"help": "of the GPT-2 made from scratch"})
-    width: int = field(default=128, metadata={"help": "of the GPT-2 made from scratch; a head takes 32 of it"})
-    heldout_blocks: int = field(default=320, metadata={"help": "held-out blocks behind the table, at most"})
-    curve_blocks: int = field(default=64, metadata={"help": "held-out blocks behind the curves"})
+    model: str | None = option(None, "a folder or Hub id of a causal or masked LM; none: a small GPT-2 from scratch")
+    block_size: int = option(128, "tokens in a block", at_least(4))
+    vocab_size: int = option(1024, "of the BPE and the GPT-2 that are made from scratch", at_least(257))
+    layers: int = option(4, "of the GPT-2 made from scratch", COUNT)
+    width: int = option(128, "of the GPT-2 made from scratch; a head takes 32 of it")
+    heldout_blocks: int = option(320, "held-out blocks behind the table, at most", COUNT)
+    curve_blocks: int = option(64, "held-out blocks behind the curves", COUNT)
 
 
 class LanguageModelling(Task):
@@ -55,9 +54,6 @@ class LanguageModelling(Task):
 
     name = "lm"
     Config = LanguageModellingConfig
-    at_least: ClassVar = {"block_size": 4, "vocab_size": 257} | dict.fromkeys(
-        ("layers", "heldout_blocks", "curve_blocks", "dataset_rows"), 1
-    )
 
     @classmethod
     def check(cls, config: Any) -> None:

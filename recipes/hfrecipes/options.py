@@ -19,8 +19,12 @@ class Range:
         yield self.words
 
 
-COUNT = Range("at least 1", lambda number: number >= 1)
-NOT_NEGATIVE = Range("at least 0", lambda number: number >= 0)
+def at_least(least: float) -> Range:
+    """Numbers from a bound up."""
+    return Range(f"at least {least}", lambda number: number >= least)
+
+
+COUNT, NOT_NEGATIVE = at_least(1), at_least(0)
 POSITIVE = Range("above 0", lambda number: number > 0)
 SHARE = Range("above 0, at most 1", lambda number: 0 < number <= 1)
 

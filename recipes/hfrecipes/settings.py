@@ -183,7 +183,6 @@ def parse_variant(name: str) -> dict[str, str]:
 def check(config: Any) -> None:
     """Refuse what can't work before anything is read, trained or written; a recipe's own settings may have a say."""
     task = find_task(config.task)
-    check_numbers(config, task.at_least)
     if hasattr(config, "check"):
         config.check()
     task.check(config)
@@ -199,20 +198,6 @@ def check(config: Any) -> None:
     if config.tracker != "none" and importlib.util.find_spec(config.tracker) is None:
         raise RecipeError(f"--tracker {config.tracker} needs the package: pip install {config.tracker}")
     check_output_folder(config.output_dir)
-
-
-def check_numbers(config: Any, at_least: dict[str, float]) -> None:
-    """Refuse settings, or items of settings that are lists, below their bound, and a learning rate that is none.
-
-    Of settings without a range (options.py).
-    """
-    if getattr(config, "learning_rate", 1) not in POSITIVE:
-        raise RecipeError(f"--learning_rate must be positive, not {config.learning_rate}")
-    for name, least in at_least.items():
-        value = getattr(config, name)
-        for number in value if isinstance(value, list) else [value]:
-            if number is not None and not number >= least:
-                raise RecipeError(f"--{name} must be at least {least}, not {number}")
 
 
 def check_output_folder(path: str) -> None:

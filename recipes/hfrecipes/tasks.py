@@ -27,7 +27,7 @@ class Task(ABC):
     distillation takes, and `states(model, batch)`, (B, T, d), whose cosines are compared.
 
     Attributes:
-        Config: the dataclass of its settings, with their ranges (ranges.py); at_least: further lower bounds.
+        Config: the dataclass of its settings, with their ranges (options.py).
         main: the figure that tables and curves show, a key of `figures`.
         unit: what throughput counts.
         data: where the data came from and how much of it there is, for results.json.
@@ -36,7 +36,6 @@ class Task(ABC):
 
     name: ClassVar[str]
     Config: ClassVar[type]
-    at_least: ClassVar[dict[str, float]] = {}
     main: str = "loss"
     higher_is_better: bool = False
     unit: str = "tokens"

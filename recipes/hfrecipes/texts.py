@@ -2,7 +2,7 @@
 
 import logging
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from hfpatch.runtime.errors import first_line
 
 from .corpus import Document, RecipeError, read_shakespeare, read_standard_library, read_text_files
+from .options import COUNT, option
 
 TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
 LIBRARY = "library"  # in place of a file's name
@@ -20,18 +21,16 @@ Rows = list[dict[str, Any]]
 class TextConfig:
     """Flags of tasks that learn from plain text."""
 
-    text: list[str] | None = field(
-        default=None,
-        metadata={"help": "UTF-8 text files, or csv, tsv, json, jsonl or parquet files with a --text_column; "
-                  f"'{LIBRARY}': source of Python's standard library; none: Shakespeare's plays"},
-    )  # fmt: skip
-    dataset: str | None = field(default=None, metadata={"help": "a datasets id, in place of --text"})
-    dataset_config: str | None = field(default=None, metadata={"help": "its configuration"})
-    dataset_split: str = field(default="train", metadata={"help": "its split; a tenth of the rows is held out"})
-    dataset_rows: int | None = field(
-        default=None, metadata={"help": "stream only so many of its first rows; none: download all"}
+    text: list[str] | None = option(
+        None,
+        "UTF-8 text files, or csv, tsv, json, jsonl or parquet files with a --text_column; "
+        f"'{LIBRARY}': source of Python's standard library; none: Shakespeare's plays",
     )
-    text_column: str = field(default="text", metadata={"help": "column of the texts, in tables and datasets"})
+    dataset: str | None = option(None, "a datasets id, in place of --text")
+    dataset_config: str | None = option(None, "its configuration")
+    dataset_split: str = option("train", "its split; a tenth of the rows is held out")
+    dataset_rows: int | None = option(None, "stream only so many of its first rows; none: download all", COUNT)
+    text_column: str = option("text", "column of the texts, in tables and datasets")
 
 
 def read_texts(config: TextConfig) -> tuple[str, list[Document]]:

@@ -27,7 +27,7 @@ from .command import DivergedError, Stopped, exit_status, stop_requests
 from .compiled import compiled, really_called
 from .corpus import RecipeError
 from .progress import Progress
-from .results import OutputFolder, folder_name, read_results, require_own_folder, write_json  # noqa: F401
+from .results import OutputFolder, require_own_folder
 from .settings import check, read_run
 from .tasks import Batch, Figures, Task, find_task
 

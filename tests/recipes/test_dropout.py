@@ -66,7 +66,7 @@ def test_what_is_made_from_scratch_keeps_the_tasks(module, rates, tmp_path):
     path = tmp_path / "fruit.csv"
     rows = [f"{'sour' if i % 2 else 'sweet'} thing number {i},{'lemon' if i % 2 else 'plum'}" for i in range(120)]
     path.write_text("\n".join(["text,label", *rows]))
-    flags = "--task classify --layers 1 --width 32 --vocab_size 150 --max_length 8 --dropout 0.3"
+    flags = "--task classify --layers 1 --width 32 --vocab_size 300 --max_length 8 --dropout 0.3"
     flags += " --calibration 64"  # a text is one output of a classifier
     flags += " --seeds 0 --variants rms" if module is compare else " --variants rms control"
     argv = [*TINY.split(), *flags.split(), "--data", str(path)]

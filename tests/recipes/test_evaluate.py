@@ -68,7 +68,7 @@ def tables(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def classifiers(tables, tmp_path_factory):
-    flags = "--task classify --width 32 --vocab_size 150 --max_length 12 --data"
+    flags = "--task classify --width 32 --vocab_size 300 --max_length 12 --data"
     return finetuned(tmp_path_factory.mktemp("classifiers"), *flags.split(), tables / "ab.csv")
 
 

@@ -460,31 +460,6 @@ def test_masked_model(bert, text, tmp_path):
     assert not (tmp_path / "baseline").exists(), "an untouched model isn't copied"
 
 
-class TestData:
-    def test_blocks_depend_on_seed_and_place_only(self):
-        tokens = np.arange(1000, dtype=np.int32)
-        whole = data.TrainBlocks(tokens, data.Causal(8), seed=3, first=0, length=40)
-        later = data.TrainBlocks(tokens, data.Causal(8), seed=3, first=25, length=15)
-        other = data.TrainBlocks(tokens, data.Causal(8), seed=4, first=0, length=40)
-        assert all(torch.equal(whole[25 + i]["input_ids"], later[i]["input_ids"]) for i in range(15))
-        assert sum(torch.equal(whole[i]["input_ids"], other[i]["input_ids"]) for i in range(40)) < 5
-
-    def test_held_out_blocks_do_not_overlap(self):
-        blocks = data.HeldOutBlocks(np.arange(100, dtype=np.int32), np.ones(100), data.Causal(8), count=99)
-        seen = torch.cat([blocks[i]["input_ids"] for i in range(len(blocks))])
-        assert len(blocks) == 12
-        assert len(seen.unique()) == len(seen)
-        assert blocks.sizes.tolist() == [7] * 12
-
-    def test_bytes_of_the_tokens_add_up(self, finished):
-        tokenizer = AutoTokenizer.from_pretrained(finished / "tokenizer")
-        documents = [data.Document("a", "naïve — 𝒳 ok"), data.Document("b", "plain")]
-        tokens, sizes = data.encode(documents, tokenizer)
-        assert len(tokens) == len(sizes)
-        assert sizes.sum() == len("naïve — 𝒳 okplain".encode())
-        assert (sizes[tokens == tokenizer.eos_token_id] == 0).all()
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_a_bar_or_ten_lines(monkeypatch, terminal):
     stream = io.StringIO()
