@@ -258,7 +258,7 @@ class TestClassifiers:
     def test_what_has_no_head_for_the_labels_is_refused(self, classifiers, tables, text, tmp_path, capsys):
         bare = tmp_path / "bare"
         AutoModelForSequenceClassification.from_pretrained(classifiers / "control").bert.save_pretrained(bare)
-        AutoTokenizer.from_pretrained(classifiers / "control").save_pretrained(bare)
+        AutoTokenizer.from_pretrained(classifiers / "control", mask_token="[PAD]").save_pretrained(bare)
         for model, table in ((classifiers / "rope", "abc.csv"), (bare, "ab.csv")):
             assert run(tmp_path, "--task", "classify", "--data", tables / table, "--models", model) == 2
             assert "has no head for this data's labels" in capsys.readouterr().err
