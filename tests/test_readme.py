@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,3 +125,17 @@ def test_own_family_example(tmp_path: Path) -> None:
         assert torch.equal(loaded(ids).last_hidden_state, model(ids).last_hidden_state)
     finally:
         ARCHITECTURES.unregister("mybert")
+
+
+def test_a_loss_of_ones_own_is_a_short_diff(monkeypatch: pytest.MonkeyPatch) -> None:
+    (diff,) = re.findall(r"```diff\n(.*?)```", README.read_text(), re.S)
+    (removed,) = re.findall(r"(?m)^-(.*)$", diff)
+    added = re.findall(r"(?m)^\+(.*)$", diff)
+    source = (RESULTS.parent / "hfrecipes/methods.py").read_text()
+    assert source.count(removed) == 1
+    assert len(diff.splitlines()) <= 15
+    changed: Any = ModuleType("hfrecipes.methods_with_another_loss")
+    changed.__package__ = "hfrecipes"
+    monkeypatch.setitem(sys.modules, changed.__name__, changed)  # where dataclasses look
+    exec(source.replace(removed, "\n".join(added)), vars(changed))
+    assert issubclass(changed.METHODS["cosine"], changed.Method)
