@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from hfrecipes import image, settings
-from hfrecipes import training as run
 from hfrecipes.corpus import RecipeError
+from hfrecipes.results import folder_name
 from PIL import Image
 from run_files import ROOT, read_results
 from torch.utils.data import DataLoader
@@ -65,7 +65,7 @@ class TestRun:
     @pytest.mark.parametrize("variant", ["rope:axes=2", "control"])
     def test_saved_model_has_the_reported_figures_in_a_pipeline_too(self, finished, variant):
         end = read_results(finished)["stages"][variant]["end"]
-        source = finished / run.folder_name(variant)
+        source = finished / folder_name(variant)
         model = AutoModelForImageClassification.from_pretrained(source).eval()
         heldout = task_of("--heldout_images", 60).heldout
         batch = next(iter(DataLoader(heldout, 60)))
