@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from hfrecipes import image, settings
+from hfrecipes import image, settings, training
 from hfrecipes.corpus import RecipeError
 from hfrecipes.results import folder_name
 from PIL import Image
@@ -175,7 +175,7 @@ class TestBadInput:
         ],
     )
     def test_refused_before_training(self, tmp_path, capsys, monkeypatch, flags, told):
-        monkeypatch.setattr(run.Run, "train", lambda *a, **k: pytest.fail("training began"))
+        monkeypatch.setattr(training.Run, "train", lambda *a, **k: pytest.fail("training began"))
         assert finetune.main(tiny(tmp_path, *flags)) == 2
         error = capsys.readouterr().err.strip()
         assert told in error
