@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,6 +15,8 @@ import torch
 from sampled import SEED
 from transformers.utils import logging
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background jobs
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 logging.set_verbosity_error()
 logging.disable_progress_bar()
