@@ -14,7 +14,7 @@ In the output folder: results.md, results.json, benchmark.png.
 
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from hfrecipes.bench_report import benchmark_report, draw_benchmark
 from hfrecipes.command import exit_status
 from hfrecipes.corpus import RecipeError
 from hfrecipes.memory import keep_freed_memory
-from hfrecipes.options import COUNT, NOT_NEGATIVE, Range, option
+from hfrecipes.options import COUNT, NOT_NEGATIVE, Range, made_option, option
 from hfrecipes.progress import Progress
 from hfrecipes.report import hardware, versions
 from hfrecipes.results import require_own_folder, write_json
@@ -40,8 +40,7 @@ KNOWN = {"parts": PARTS, "modes": MODES, "models": MODELS, "precision": ("float3
 
 def by_device(cpu: Any, gpu: Any, about: str, choices: Range | None = None) -> Any:
     """A setting whose default goes by the device."""
-    metadata = {"help": about} if choices is None else {"help": about, "choices": choices}
-    return field(default_factory=lambda: gpu if PartialState().device.type == "cuda" else cpu, metadata=metadata)
+    return made_option(lambda: gpu if PartialState().device.type == "cuda" else cpu, about, choices)
 
 
 @dataclass

@@ -40,6 +40,7 @@ from hfrecipes.results import require_own_folder, write_json
 from hfrecipes.settings import check_output_folder, chosen_task, read_settings, spell_out
 from hfrecipes.sweep import SWEEPS, Row, draw
 from hfrecipes.tasks import Figures, Task, find_task
+from hfrecipes.texts import is_path
 from scipy.stats import bootstrap
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -76,8 +77,8 @@ class EvaluateConfig:
 
 
 # A task's settings of training, of curves and of models made from scratch; --models takes the place of --model.
-UNUSED = {"learning_rate", "calibration", "variants", "model", "layers", "width", "vocab_size", "size", "reference"}
-UNUSED |= {"placement", "dropout", "patch_size", "shift"}
+UNUSED = {"learning_rate", "calibration", "variants", "model", "layers", "width", "vocab_size", "reference"}
+UNUSED |= {"dropout", "patch_size", "shift"}
 UNUSED |= {"curve_blocks", "curve_texts", "curve_passages", "curve_images"}
 EXTRAS = {"lm_eval": ("lm-eval", "lm"), "sentence_transformers": ("sentence-transformers", "embed")}  # package, task
 
@@ -95,7 +96,7 @@ def read(argv: list[str]) -> Any:
     if not config.models:
         raise RecipeError("nothing to evaluate: give --models FOLDER_OR_ID ...")
     for source in [*config.models, *filter(None, [config.against])]:
-        if (source[0] in "./~\\" or source.count("/") > 1) and not Path(source).is_dir():
+        if is_path(source) and not Path(source).is_dir():
             raise RecipeError(f"there is no model folder {source}")
     config.model, config.reference = config.models[0], config.against
     task.check(config)

@@ -36,7 +36,7 @@ from hfrecipes.memory import keep_freed_memory
 from hfrecipes.options import COUNT, NOT_NEGATIVE, POSITIVE, at_least, option
 from hfrecipes.progress import Progress
 from hfrecipes.report import hardware, versions
-from hfrecipes.results import read_results, require_own_folder, write_json
+from hfrecipes.results import read_results, require_comparable, require_own_folder, write_json
 from hfrecipes.settings import check_output_folder, read_settings
 from hfrecipes.texts import TextConfig, read_texts
 from torch import Tensor, nn
@@ -158,7 +158,9 @@ def sweep(config: StabilityConfig, command: str) -> None:
     data = {"source": source, "sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
     results = {"config": asdict(config), "data": data, "stages": {}, "wall_seconds": 0.0}
     if config.resume and (out / "results.json").exists():
-        results = take_up(read_results(out / "results.json"), results, out)
+        before = read_results(out / "results.json")
+        require_comparable(before, results, FREE_TO_CHANGE, out, "text")
+        results |= {"stages": before["stages"], "wall_seconds": before["wall_seconds"]}
     batches = {seed: draw_batches(text, config, seed) for seed in config.seeds}
     results |= {"command": command, "hardware": hardware(accelerator), "versions": versions()}
     results["unigram_loss"] = {str(seed): unigram_losses(text, blocks) for seed, blocks in batches.items()}
@@ -178,20 +180,6 @@ def sweep(config: StabilityConfig, command: str) -> None:
             (out / "results.md").write_text(report, "utf-8")
             draw_depths(results, out / "curves.png")
             print(f"\n{report}\nin {out}: results.md, results.json, curves.png")
-
-
-def take_up(before: dict[str, Any], now: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Results of a run that was stopped, with the settings of the one that goes on.
-
-    Raises:
-        RecipeError: their figures wouldn't be comparable.
-    """
-    settings = now["config"].items()
-    changed = [k for k, value in settings if k not in FREE_TO_CHANGE and before["config"].get(k) != value]
-    changed += ["text (its content)"] * (before["data"]["sha256"] != now["data"]["sha256"])
-    if changed:
-        raise RecipeError(f"can't resume {out} with other settings: {', '.join(changed)} changed")
-    return now | {"stages": before["stages"], "wall_seconds": before["wall_seconds"]}
 
 
 def main(argv: list[str] | None = None) -> int:

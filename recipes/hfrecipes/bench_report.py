@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from .bench_models import NATIVE, UNPATCHED
-from .report import COLOURS, machine, table
+from .curves import COLOURS
+from .report import machine, table
 from .settings import CONTROL
 from .timing import MODES, middle
 

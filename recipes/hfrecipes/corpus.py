@@ -87,16 +87,6 @@ def split_documents(documents: list[Document]) -> tuple[list[Document], list[Doc
     return [Document(name, text[:cut])], [Document(name, text[cut:])]
 
 
-def first_characters(documents: list[Document], count: int) -> list[Document]:
-    """About `count` characters: documents in the order of `place`, the last one cut off."""
-    kept = []
-    for document in sorted(documents, key=lambda d: place(d.name)):
-        if count > 0:
-            kept.append(Document(document.name, document.text[:count]))
-            count -= len(document.text)
-    return kept
-
-
 def fingerprint(documents: list[Document]) -> str:
     """sha256 of names and texts: two runs are comparable when it agrees."""
     digest = hashlib.sha256()

@@ -105,7 +105,11 @@ class Embedding(Task):
         return self.load(self.config.model)
 
     def load(self, source: str) -> PreTrainedModel:
-        model = open_encoder(source)[0].auto_model
+        return self.model_of(open_encoder(source), source)
+
+    def model_of(self, encoder: Any, source: str) -> PreTrainedModel:
+        """The model of an encoder, which must know the tokens of the task's tokenizer."""
+        model = encoder[0].auto_model
         if len(self.tokenizer) > model.get_input_embeddings().num_embeddings:
             raise RecipeError(f"the tokenizer of {self.config.model} has more tokens than {source}")
         return model
@@ -200,9 +204,10 @@ class Embedding(Task):
     def references(self) -> torch.Tensor:
         """The reference's embeddings of all held-out texts."""
         source = self.config.reference or self.config.model
-        if open_encoder(source).tokenizer.get_vocab() != self.tokenizer.get_vocab():
+        encoder = open_encoder(source)
+        if encoder.tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise RecipeError(f"{source} has another tokenizer than {self.config.model}: they can't be compared")
-        model = self.load(source).to(self.device).eval()
+        model = self.model_of(encoder, source).to(self.device).eval()
         loader = DataLoader(self.heldout, batch_size=16, collate_fn=self.collate)
         with torch.no_grad():
             return self.embeddings(model, loader, lambda tensors: tensors)

@@ -13,7 +13,6 @@ from accelerate import Accelerator
 
 import hfpatch
 
-from .curves import COLOURS as COLOURS
 from .curves import Panel, curve_of, draw_panels
 from .settings import CONTROL
 from .tasks import Figures

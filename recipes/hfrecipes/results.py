@@ -47,12 +47,7 @@ class OutputFolder:
         path = self.out / "results.json"
         if self.config.resume and path.exists():
             self.results = read_results(path)
-            before = self.results["config"]
-            changed = [k for k in settings if k not in free_to_change and before.get(k) != settings[k]]
-            if self.results["data"]["sha256"] != self.task.data["sha256"]:
-                changed.append("data (its content)")
-            if changed:
-                raise RecipeError(f"can't resume {self.out} with other settings: {', '.join(changed)} changed")
+            require_comparable(self.results, {"config": settings, "data": self.task.data}, free_to_change, self.out)
             self.results["config"] = settings
         else:
             if self.main:
@@ -167,6 +162,27 @@ def read_results(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError) as error:
         raise RecipeError(f"can't read {path}: {error}; take another --output_dir, or remove it") from None
     return results
+
+
+def require_comparable(
+    before: dict[str, Any], now: dict[str, Any], free_to_change: set[str], folder: Path, data: str = "data"
+) -> None:
+    """Refuse to go on with results of other settings or other data.
+
+    Args:
+        before, now: results, with their config and data.
+        free_to_change: settings that may differ.
+        data: what the data are called.
+
+    Raises:
+        RecipeError: says what has changed.
+    """
+    settings = now["config"].items()
+    changed = [name for name, value in settings if name not in free_to_change and before["config"].get(name) != value]
+    if before["data"]["sha256"] != now["data"]["sha256"]:
+        changed.append(f"{data} (its content)")
+    if changed:
+        raise RecipeError(f"can't resume {folder} with other settings: {', '.join(changed)} changed")
 
 
 def require_own_folder(recipe: str, folder: str) -> None:

@@ -17,10 +17,10 @@ from torch.utils.data import default_collate
 from transformers import PreTrainedModel
 
 from .corpus import Causal, Masked
+from .curves import COLOURS
 from .embed import Embedding, reciprocal_ranks, retrieval
 from .encoder import longest_input
 from .lm import LanguageModelling
-from .report import COLOURS
 
 FEWEST = 8  # documents that are worth a retrieval
 DRAWN = {"perplexity": "perplexity", "mrr": "mean reciprocal rank", "similarity": "cosine to the reference"}

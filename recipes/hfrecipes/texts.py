@@ -33,6 +33,11 @@ class TextConfig:
     text_column: str = option("text", "column of the texts, in tables and datasets")
 
 
+def is_path(source: str) -> bool:
+    """Whether a source is written as a path; else it may be a Hub id, too."""
+    return source[:1] in "./~\\" or source.count("/") > 1
+
+
 def read_texts(config: TextConfig) -> tuple[str, list[Document]]:
     """A description of the source, and its documents: a file, a row of a table, or a run of speeches.
 
@@ -103,7 +108,7 @@ def read_tables(
         if path.is_file():
             path, options["data_files"] = path.parent, path.name
         name = str(path)
-    elif Path(source).suffix in TABLES or source[:1] in "./~\\" or source.count("/") > 1:
+    elif Path(source).suffix in TABLES or is_path(source):
         raise RecipeError(f"there is no file or folder {source}")
     else:
         name = source
