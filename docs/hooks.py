@@ -1,0 +1,66 @@
+"""Pages of the site that aren't written in docs/: tables of the sweeps, figures of the recipes, the command line.
+
+mkdocs calls `on_files` before it reads the pages, and `on_page_markdown` for each of them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOB = "https://github.com/hfpatch/hfpatch/blob/main"
+SWEEPS = ("norm_swap", "exact", "positions", "native_rope", "native_export", "patching_cost")
+TEXTS = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+TEXTS |= {f"support/{name}.md": f"tests/sweeps/{name}.md" for name in SWEEPS}
+_INCLUDE = re.compile(r"(?m)^<!-- include: (\S+) -->$")
+_LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#]+)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages and figures that lie elsewhere in the repository, and the reference of the command line."""
+    for page, source in TEXTS.items():
+        files.append(File.generated(config, page, content=_with_links_to_source((ROOT / source).read_text(), source)))
+    for figure in sorted((ROOT / "recipes/results").glob("*/*.png")):
+        files.append(File.generated(config, f"results/{figure.parent.name}.png", abs_src_path=str(figure)))
+    files.append(File.generated(config, "reference/cli.md", content=_command_line()))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace each line `<!-- include: recipes/results/NAME/results.md -->` with that file, without its heading."""
+
+    def text_of(match: re.Match[str]) -> str:
+        path = ROOT / match[1]
+        if not path.is_file():
+            raise PluginError(f"{match[0]}: there is no {path.relative_to(ROOT)}.")
+        text = re.sub(r"\A#[^\n]*\n", "", path.read_text()).strip()
+        return _with_links_to_source(re.sub(r"(?m)^(#+ )", r"##\1", text), match[1])
+
+    return _INCLUDE.sub(text_of, markdown)
+
+
+def _with_links_to_source(text: str, source: str) -> str:
+    """A file's relative links as links into the repository; those into docs/ as links between pages."""
+
+    def link(match: re.Match[str]) -> str:
+        target = (ROOT / source).parent.joinpath(match[1]).resolve().relative_to(ROOT)
+        return str(target.relative_to("docs")) if target.is_relative_to("docs") else f"{BLOB}/{target}"
+
+    return _LINK.sub(link, text)
+
+
+def _command_line() -> str:
+    """The help of every command as Markdown, by typer's own generator."""
+    import typer
+    from typer.cli import get_docs_for_click
+
+    from hfpatch.cli import app
+
+    command = typer.main.get_command(app)
+    context = command.context_class(command, info_name="hfpatch")
+    return get_docs_for_click(obj=command, ctx=context, name="hfpatch", title="Command line")

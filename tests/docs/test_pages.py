@@ -1,0 +1,130 @@
+"""The README and every page of the documentation do what they show: their code runs, their outputs are as printed.
+
+A page's blocks run in order in one namespace and one folder, with small models that bear the names of public ones (see
+stand_ins.py) and a file `sentences.txt`. A block that begins with `# name.py` is written to that file, for later blocks
+to import. Of a recipe's command the settings are read and checked, as it takes minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blocks import PAGES, ROOT, SHOWN, Block, blocks
+from hfrecipes import settings
+from stand_ins import CORPUS, STAND_INS, save_stand_in
+from typer.testing import CliRunner
+
+from hfpatch.cli import app
+from hfpatch.core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
+from hfpatch.errors import NotPreservedWarning
+
+WITH_CODE = [page for page in PAGES if any(block.language not in SHOWN for block in blocks(page))]
+
+
+class SettingsReadError(Exception):
+    """Raised in place of a recipe's work, once its settings are read and checked."""
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Any:
+    """What a page registers goes again."""
+    before = [(registry, set(registry)) for registry in (NORMS, POSITIONS, MLPS, ARCHITECTURES)]
+    yield
+    for registry, names in before:
+        for name in set(registry) - names:
+            registry.unregister(name)
+
+
+def run_recipe(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read and check the settings of a recipe's command, its files relative to the repository."""
+    index = next(i for i, word in enumerate(words) if word.startswith("recipes/") and word.endswith(".py"))
+    recipe = importlib.import_module(Path(words[index]).stem)
+    read = settings.read_settings
+
+    def read_alone(*args: Any) -> None:
+        config = read(*args)
+        if isinstance(config, settings.RunConfig):
+            settings.check(config)
+        raise SettingsReadError
+
+    flags = [str(ROOT / word) if word.startswith("recipes/") else word for word in words[index + 1 :]]
+    with monkeypatch.context() as patch:
+        for module in (settings, recipe):
+            patch.setattr(module, "read_settings", read_alone, raising=False)
+        with pytest.raises(SettingsReadError):
+            recipe.main(flags)
+
+
+def run_block(block: Block, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run one block. Returns what it printed."""
+    printed = io.StringIO()
+    if (file := re.match(r"# (\w+)\.py\b", block.code)) is not None:  # a file that later blocks import
+        Path(f"{file[1]}.py").write_text(block.code)
+        monkeypatch.delitem(sys.modules, file[1], raising=False)
+        return ""
+    if block.language == "python":
+        code = compile("\n" * block.line + block.code, str(block.page), "exec")  # so that tracebacks name the line
+        with contextlib.redirect_stdout(printed):
+            exec(code, names)
+        return printed.getvalue()
+    for kind, words in block.commands():
+        if words[0] == "hfpatch":
+            result = CliRunner().invoke(app, words[1:], terminal_width=200)
+            assert result.exit_code == 0, f"{block.name}: {words}\n{result.output}"
+            printed.write(result.stdout)
+        elif kind.startswith("settings"):
+            run_recipe(words, monkeypatch)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in WITH_CODE])
+def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(page, tmp_path, monkeypatch, {"slow"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=str(page.relative_to(ROOT)))
+        for page in WITH_CODE
+        if any(block.mark == "slow" for block in blocks(page))
+    ],
+)
+def test_page_runs_with_its_slow_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(page, tmp_path, monkeypatch, set())
+
+
+def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, left_out: set[str]) -> None:
+    text = page.read_text()
+    for model_id in STAND_INS:
+        if model_id in text:
+            save_stand_in(model_id, folder)
+    (folder / "sentences.txt").write_text("\n".join(CORPUS.read_text().split("\n\n")[:48]))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    printed = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        for block in blocks(page):
+            if block.mark == "output":
+                assert block.code.strip() == printed.strip(), f"{block.name} isn't what the block before it prints"
+            elif block.language not in SHOWN and not block.mark.startswith("not run") and block.mark not in left_out:
+                printed = run_block(block, names, monkeypatch)
+
+
+def test_every_block_is_tested_or_says_why_not() -> None:
+    found = [block for page in PAGES for block in blocks(page)]
+    assert all(block.tested for block in found)
+    assert {block.language for block in found} <= {"python", "bash", *SHOWN}
+    fences = sum(page.read_text().count("```") for page in PAGES)
+    assert 2 * len(found) == fences  # none that the parser doesn't see
