@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from hfpatch.cli import app
 from hfpatch.core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 from hfpatch.errors import NotPreservedWarning
+from hfpatch.repairs.sample import sample_batches
 
 WITH_CODE = [page for page in PAGES if any(block.language not in SHOWN for block in blocks(page))]
 
@@ -109,6 +110,7 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, left_out
         if model_id in text:
             save_stand_in(model_id, folder)
     (folder / "sentences.txt").write_text("\n".join(CORPUS.read_text().split("\n\n")[:48]))
+    monkeypatch.setattr(sample_batches, "__defaults__", (16, 32, 0))  # for calibration="self": seconds, not minutes
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     names: dict[str, Any] = {"__name__": "__main__"}
