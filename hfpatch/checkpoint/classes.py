@@ -20,18 +20,17 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..errors import FingerprintWarning, OptionError
-from ..runtime.classes import ARCHITECTURE, PatchedConfig, PatchedModel, own_code
-from ..runtime.edits import parse_edits
+from ..runtime.classes import PatchedConfig, PatchedModel
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import LENS, host_class, once_per_class
 from ..runtime.record import FINGERPRINT, KEY, MODEL_TYPE, checked
-from ..runtime.refuse_host import ENTRY as GUARDED
-from .auto_classes import model_types_of, opening
+from .auto_classes import opening
 from .file_digests import compare, write_digests
-from .files import broken_file, is_plain_name, require_sound_files
+from .files import broken_file, require_sound_files
 from .fingerprint import Fingerprint, config_digest, settings_of, with_config_digest, without_harmless
 from .marker import MARKER, marked
 from .saving import replacing, require_finished
+from .stored_config import checked_config, checkpoint_name, require_its_architecture, without_disk_only_entry
 
 OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `Opened`
 
@@ -62,9 +61,9 @@ class HfpatchConfig(PreTrainedConfig):
         Raises:
             CheckpointError: the patch record is missing, malformed, of a newer version, or of an unknown model type.
         """
-        where = _checkpoint_name(config_dict)
+        where = checkpoint_name(config_dict)
         require_finished(config_dict, where)
-        base = checked(_without_disk_only_entry(config_dict.get(KEY)), where)
+        base = checked(without_disk_only_entry(config_dict.get(KEY)), where)
         try:
             host = CONFIG_MAPPING[base]
         except KeyError as error:
@@ -73,71 +72,8 @@ class HfpatchConfig(PreTrainedConfig):
                 "If it comes from a package of its own, import that first; else install the transformers version that "
                 "the checkpoint was made with."
             ) from error
-        _require_its_architecture(config_dict, base, where)
+        require_its_architecture(config_dict, base, where)
         return registered_config_class(host).from_dict(config_dict, **kwargs)
-
-
-def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
-    """A config.json's dictionary without the `auto_map` entries of an export's code, which hfpatch doesn't need."""
-    auto_map = stored.get("auto_map") or {}
-    others = {auto: ref for auto, ref in auto_map.items() if own_code(ref) is None}
-    kept = {name: value for name, value in stored.items() if name != "auto_map"}
-    return {**kept, "auto_map": others} if others else kept
-
-
-def _require_its_architecture(config_dict: dict[str, Any], base: str, where: Any) -> None:
-    """Refuse a config.json whose architecture belongs to another family than its patch record.
-
-    Raises:
-        CheckpointError: it does.
-    """
-    listed = config_dict.get("architectures")
-    for name in listed if isinstance(listed, list) else ():  # the host's config refuses what is no list of names
-        name = str(name).removeprefix(ARCHITECTURE)
-        families = model_types_of(name)
-        if not families or base in families:
-            continue
-        own_config = getattr(getattr(transformers, name, None), "config_class", None)
-        family = getattr(own_config, "model_type", base)  # of a part, while the Auto classes go by the whole's
-        if family != base:
-            raise CheckpointError(
-                f"{where}: its patch record is of a {base!r} model, and its architecture, {name}, of {family!r}. "
-                "config.json was edited or is damaged. Download or save it again."
-            )
-
-
-def _checkpoint_name(config_dict: dict[str, Any]) -> Any:
-    """A checkpoint's name for error texts."""
-    return config_dict.get("_name_or_path") or "this checkpoint's config.json"
-
-
-def _without_disk_only_entry(stored: Any) -> Any:
-    """A patch record without the entry that exists on disk only (see `refuse_host.released`)."""
-    return {name: value for name, value in stored.items() if name != GUARDED} if isinstance(stored, dict) else stored
-
-
-def _checked_config(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Fingerprint | None]:
-    """Validates a patched config.json; returns it without an export's `auto_map` entries, and its fingerprint.
-
-    Raises:
-        CheckpointError: as in `HfpatchConfig.from_dict`.
-    """
-    weights = config_dict.get("transformers_weights")
-    if weights is not None and not is_plain_name(weights):
-        raise CheckpointError(f"{where} names {weights!r:.80} as its weights, not a safetensors file of its folder.")
-    auto_map = config_dict.get("auto_map") or {}
-    if not isinstance(auto_map, dict) or not all(map(_is_reference, auto_map.values())):
-        raise CheckpointError(f"{where}: its auto_map isn't an object of references such as 'modeling_x.MyModel'.")
-    record: Any = _without_disk_only_entry(config_dict.get(KEY))
-    checked(record, where)
-    parse_edits(record["edits"], where)
-    fingerprint = Fingerprint.from_json(record[FINGERPRINT], where) if FINGERPRINT in record else None
-    return without_remote_code(config_dict), fingerprint
-
-
-def _is_reference(value: Any) -> bool:
-    """Whether an entry of `auto_map` is "module.Class", or the pair of such that tokenizers have."""
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str | None) for one in value))
 
 
 def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
@@ -158,14 +94,14 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
 
         @classmethod
         def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-            where = _checkpoint_name(config_dict)
+            where = checkpoint_name(config_dict)
             if KEY not in config_dict:
                 raise CheckpointError(
                     f"the config of an unpatched {host.model_type} model was to be opened as that of a patched one. An "
                     "adapter remembers its base by the name that it was opened under, and would come back on the "
                     "unpatched one: save the patched base (save_pretrained), open that, and put the adapter on it."
                 )
-            settings, fingerprint = _checked_config(config_dict, where)
+            settings, fingerprint = checked_config(config_dict, where)
             edited = fingerprint is not None and fingerprint.config != config_digest(config_dict)
             found = super().from_dict(settings, **kwargs)
             config: Any = found[0] if isinstance(found, tuple) else found
