@@ -23,12 +23,13 @@ from ..errors import FingerprintWarning, OptionError
 from ..runtime.classes import PatchedConfig, PatchedModel
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import LENS, host_class, once_per_class
-from ..runtime.record import FINGERPRINT, KEY, MODEL_TYPE, checked
+from ..runtime.record import FINGERPRINT, KEY, MODEL_TYPE, REPAIR, REPORT, checked
 from .auto_classes import opening
 from .file_digests import compare, write_digests
 from .files import broken_file, require_sound_files
 from .fingerprint import Fingerprint, config_digest, settings_of, with_config_digest, without_harmless
 from .marker import MARKER, marked
+from .repair_file import SavedReport, content_of, digest_of, write_report
 from .saving import replacing, require_finished
 from .stored_config import checked_config, checkpoint_name, require_its_architecture, without_disk_only_entry
 
@@ -42,11 +43,13 @@ class Opened(NamedTuple):
         fingerprint: what is stored in it, if anything.
         settings: a digest of the settings as they were read, before any were passed to `from_pretrained`.
         edited: whether the file isn't the one that was saved.
+        report: the digest of the report of its repair, if it has one.
     """
 
     fingerprint: Fingerprint | None
     settings: str
     edited: bool
+    report: Any
 
 
 class HfpatchConfig(PreTrainedConfig):
@@ -107,7 +110,7 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
             config: Any = found[0] if isinstance(found, tuple) else found
             overridden = any(hasattr(config, name) for name in without_harmless(kwargs))
             as_saved = super().from_dict(copy.deepcopy(settings)) if overridden else config
-            config.__dict__[OPENED] = Opened(fingerprint, settings_of(as_saved), edited)
+            config.__dict__[OPENED] = Opened(fingerprint, settings_of(as_saved), edited, config_dict[KEY].get(REPORT))
             return found
 
         def to_dict(self) -> dict[str, Any]:
@@ -171,7 +174,11 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 raise CheckpointError(f"{name}: its weights can't be read: {reason}") from error
             model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
             opened: Opened | None = vars(model.config).pop(OPENED, None)
-            if check_fingerprint and opened is not None and _is_own_config(kwargs.get("config"), name):
+            if opened is None or not _is_own_config(kwargs.get("config"), name):
+                return loaded if wants_info else model
+            if opened.report is not None and name is not None:
+                model.__dict__[REPAIR] = SavedReport.read(name, kwargs, model.config, opened.report)
+            if check_fingerprint:
                 if opened.fingerprint is None:
                     _warn_of_no_fingerprint(cls.__name__, name)
                 else:
@@ -192,17 +199,22 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             **kwargs: Any,
         ) -> None:
             record = getattr(self.config, KEY)
-            writes = self.should_save_on_this_rank(is_main_process) and not kwargs.get("distributed_checkpoint")
+            saves, report = self.should_save_on_this_rank(is_main_process), content_of(self)
+            writes = saves and not kwargs.get("distributed_checkpoint")
             if push_to_hub:
                 kwargs.setdefault("repo_id", Path(save_directory).name)
             fingerprint = Fingerprint.of(self, state_dict) if is_main_process else None
-            if fingerprint is not None:
-                setattr(self.config, KEY, {**record, FINGERPRINT: fingerprint.to_json()})
+            entries: dict[str, Any] = {} if fingerprint is None else {FINGERPRINT: fingerprint.to_json()}
+            if report is not None:
+                entries[REPORT] = digest_of(report)
+            setattr(self.config, KEY, {**record, **entries})
             try:
                 writing = replacing(save_directory) if writes else nullcontext(save_directory)
                 marking = marked(self, state_dict) if mark_weights else nullcontext(state_dict)
                 with writing as folder, marking as weights:
                     super().save_pretrained(folder, is_main_process, weights, push_to_hub, *args, **kwargs)
+                    if saves:
+                        write_report(self, Path(folder))
             finally:
                 setattr(self.config, KEY, record)
 
@@ -211,7 +223,8 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             super()._load_from_state_dict(state_dict, prefix, *args)
 
         def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
-            write_digests(Path(working_dir))  # with push_to_hub=True, transformers uploads before it returns
+            write_report(self, Path(working_dir))  # with push_to_hub=True, transformers uploads before it returns
+            write_digests(Path(working_dir))
             return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     Patched.__name__ = host.__name__
