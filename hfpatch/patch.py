@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .checkpoint.classes import patched_model_class
 from .checkpoint.patched_config import carry_over_config, give_patched_config
+from .checkpoint.repair_file import report_of
 from .compile import compile_model, require_blocks
 from .core.bare import require_bare
 from .core.optimizer import check_optimizer, swap_parameters
@@ -28,7 +29,7 @@ from .repairs.sample import sample_batches
 from .runtime.gated import GatedLinear
 from .runtime.lens import LENS, host_class
 from .runtime.norms import AffineNorm
-from .runtime.record import KEY
+from .runtime.record import KEY, REPAIR
 from .schemes.mlps import MLP
 from .schemes.norms import Norm
 from .schemes.placements import Placement
@@ -36,7 +37,6 @@ from .schemes.positions import Position
 from .schemes.request import EXACT, Record
 
 M = TypeVar("M", bound=PreTrainedModel)
-REPAIR = "_hfpatch_repair"  # attribute of a model: the report of its latest repair
 _WAITS_FOR_WEIGHTS = (
     "{} has no weights yet (meta device), so nothing could be centred or checked. Load weights that were saved by a "
     "model patched in the same way; with the original's it would compute another function."
@@ -151,8 +151,14 @@ def outcomes(model: nn.Module) -> dict[str, str]:
 
 
 def repair_report(model: nn.Module) -> RepairReport | None:
-    """Report of the latest patch's repair, step by step; None if that patch ran no repair."""
-    return vars(model).get(REPAIR)
+    """Report of the latest repair, step by step, or None: there was none, or none since the latest patch.
+
+    It is saved with the model, in `hfpatch_repair.json`.
+
+    Raises:
+        CheckpointError: the model was opened from a checkpoint whose file is missing, damaged or another's.
+    """
+    return report_of(model)
 
 
 @changes_alone

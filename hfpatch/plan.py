@@ -5,8 +5,8 @@ Whatever can be foreseen to fail is raised here, before anything changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from .core.bare import require_bare
 from .core.globs import Names, as_globs, require_matches
-from .core.plan_table import ALREADY_DONE, Change, Row, grouped, table
+from .core.plan_table import ALREADY_DONE, Change, Row, grouped
+from .core.results import Result, Table, dataframe, plain
 from .core.transaction import Transaction
 from .errors import NothingToPatchError, OptionError
 from .exact.request import Conversion
@@ -60,8 +61,8 @@ class Phase:
 
 
 @dataclass
-class Plan:
-    """Plan of a patch of one model, made by `plan_patch`; `str(plan)` is a table of it.
+class Plan(Result):
+    """Plan of a patch of one model, made by `plan_patch`; `str(plan)` is a table of it, and notebooks show it as one.
 
     Attributes:
         model_name: the model's class.
@@ -115,18 +116,34 @@ class Plan:
         )
         return list(dict.fromkeys(texts))
 
-    def __str__(self) -> str:
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON values: the model's class, the patch record that it will have, and all rows.
+
+        A row has the attributes of `Row`, and `expected`: "exact", "approximate" or, where it is kept, "".
+        """
+        rows = [{**asdict(row), "expected": row.expected} for row in self.rows]
+        return plain({"version": 1, "model": self.model_name, "record": self.record.to_json(), "rows": rows})
+
+    def to_dataframe(self) -> Any:
+        """The rows as a pandas dataframe, one for each module; columns as the keys of a row in `to_json`.
+
+        Raises:
+            MissingPackageError: pandas isn't installed.
+        """
+        return dataframe(Row, self.rows, expected=str)
+
+    def parts(self) -> Iterable[Sequence[str | Table]]:
         if not self.changes:
-            return f"{self.model_name}: nothing to do, it is patched this way already."
+            yield [f"{self.model_name}: nothing to do, it is patched this way already."]
+            return
         lines = [("module", "now", "becomes", "expected", "note")]
         for members, numbers in grouped(self.rows, _line_key):
             row, count = members[0], len(members)
-            becomes = row.becomes or "(kept)"
-            kept = "" if row.action == "keep" else "exact" if row.loss is None else "approximate"
             note = "; ".join(filter(None, (row.reason, row.loss)))
-            lines.append((numbers + (f"  x{count}" if count > 1 else ""), row.now, becomes, kept, note))
+            names = numbers + (f"  x{count}" if count > 1 else "")
+            lines.append((names, row.now, row.becomes or "(kept)", row.expected, note))
         replaced = sum(row.action == "replace" for row in self.rows)
-        return f"{table(lines)}\n{self.model_name}: {replaced} of {len(self.rows)} modules change."
+        yield Table(lines), f"{self.model_name}: {replaced} of {len(self.rows)} modules change."
 
 
 def _line_key(row: Row) -> tuple[object, ...]:

@@ -20,18 +20,18 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..errors import FingerprintWarning, OptionError
-from ..runtime.classes import ARCHITECTURE, PatchedConfig, PatchedModel, own_code
-from ..runtime.edits import parse_edits
+from ..runtime.classes import PatchedConfig, PatchedModel
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import LENS, host_class, once_per_class
-from ..runtime.record import FINGERPRINT, KEY, MODEL_TYPE, checked
-from ..runtime.refuse_host import ENTRY as GUARDED
-from .auto_classes import model_types_of, opening
+from ..runtime.record import FINGERPRINT, KEY, MODEL_TYPE, REPAIR, REPORT, checked
+from .auto_classes import opening
 from .file_digests import compare, write_digests
-from .files import broken_file, is_plain_name, require_sound_files
+from .files import broken_file, require_sound_files
 from .fingerprint import Fingerprint, config_digest, settings_of, with_config_digest, without_harmless
 from .marker import MARKER, marked
+from .repair_file import SavedReport, content_of, digest_of, write_report
 from .saving import replacing, require_finished
+from .stored_config import checked_config, checkpoint_name, require_its_architecture, without_disk_only_entry
 
 OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `Opened`
 
@@ -43,11 +43,13 @@ class Opened(NamedTuple):
         fingerprint: what is stored in it, if anything.
         settings: a digest of the settings as they were read, before any were passed to `from_pretrained`.
         edited: whether the file isn't the one that was saved.
+        report: the digest of the report of its repair, if it has one.
     """
 
     fingerprint: Fingerprint | None
     settings: str
     edited: bool
+    report: Any
 
 
 class HfpatchConfig(PreTrainedConfig):
@@ -62,9 +64,9 @@ class HfpatchConfig(PreTrainedConfig):
         Raises:
             CheckpointError: the patch record is missing, malformed, of a newer version, or of an unknown model type.
         """
-        where = _checkpoint_name(config_dict)
+        where = checkpoint_name(config_dict)
         require_finished(config_dict, where)
-        base = checked(_without_disk_only_entry(config_dict.get(KEY)), where)
+        base = checked(without_disk_only_entry(config_dict.get(KEY)), where)
         try:
             host = CONFIG_MAPPING[base]
         except KeyError as error:
@@ -73,71 +75,8 @@ class HfpatchConfig(PreTrainedConfig):
                 "If it comes from a package of its own, import that first; else install the transformers version that "
                 "the checkpoint was made with."
             ) from error
-        _require_its_architecture(config_dict, base, where)
+        require_its_architecture(config_dict, base, where)
         return registered_config_class(host).from_dict(config_dict, **kwargs)
-
-
-def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
-    """A config.json's dictionary without the `auto_map` entries of an export's code, which hfpatch doesn't need."""
-    auto_map = stored.get("auto_map") or {}
-    others = {auto: ref for auto, ref in auto_map.items() if own_code(ref) is None}
-    kept = {name: value for name, value in stored.items() if name != "auto_map"}
-    return {**kept, "auto_map": others} if others else kept
-
-
-def _require_its_architecture(config_dict: dict[str, Any], base: str, where: Any) -> None:
-    """Refuse a config.json whose architecture belongs to another family than its patch record.
-
-    Raises:
-        CheckpointError: it does.
-    """
-    listed = config_dict.get("architectures")
-    for name in listed if isinstance(listed, list) else ():  # the host's config refuses what is no list of names
-        name = str(name).removeprefix(ARCHITECTURE)
-        families = model_types_of(name)
-        if not families or base in families:
-            continue
-        own_config = getattr(getattr(transformers, name, None), "config_class", None)
-        family = getattr(own_config, "model_type", base)  # of a part, while the Auto classes go by the whole's
-        if family != base:
-            raise CheckpointError(
-                f"{where}: its patch record is of a {base!r} model, and its architecture, {name}, of {family!r}. "
-                "config.json was edited or is damaged. Download or save it again."
-            )
-
-
-def _checkpoint_name(config_dict: dict[str, Any]) -> Any:
-    """A checkpoint's name for error texts."""
-    return config_dict.get("_name_or_path") or "this checkpoint's config.json"
-
-
-def _without_disk_only_entry(stored: Any) -> Any:
-    """A patch record without the entry that exists on disk only (see `refuse_host.released`)."""
-    return {name: value for name, value in stored.items() if name != GUARDED} if isinstance(stored, dict) else stored
-
-
-def _checked_config(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Fingerprint | None]:
-    """Validates a patched config.json; returns it without an export's `auto_map` entries, and its fingerprint.
-
-    Raises:
-        CheckpointError: as in `HfpatchConfig.from_dict`.
-    """
-    weights = config_dict.get("transformers_weights")
-    if weights is not None and not is_plain_name(weights):
-        raise CheckpointError(f"{where} names {weights!r:.80} as its weights, not a safetensors file of its folder.")
-    auto_map = config_dict.get("auto_map") or {}
-    if not isinstance(auto_map, dict) or not all(map(_is_reference, auto_map.values())):
-        raise CheckpointError(f"{where}: its auto_map isn't an object of references such as 'modeling_x.MyModel'.")
-    record: Any = _without_disk_only_entry(config_dict.get(KEY))
-    checked(record, where)
-    parse_edits(record["edits"], where)
-    fingerprint = Fingerprint.from_json(record[FINGERPRINT], where) if FINGERPRINT in record else None
-    return without_remote_code(config_dict), fingerprint
-
-
-def _is_reference(value: Any) -> bool:
-    """Whether an entry of `auto_map` is "module.Class", or the pair of such that tokenizers have."""
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str | None) for one in value))
 
 
 def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
@@ -158,20 +97,20 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
 
         @classmethod
         def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-            where = _checkpoint_name(config_dict)
+            where = checkpoint_name(config_dict)
             if KEY not in config_dict:
                 raise CheckpointError(
                     f"the config of an unpatched {host.model_type} model was to be opened as that of a patched one. An "
                     "adapter remembers its base by the name that it was opened under, and would come back on the "
                     "unpatched one: save the patched base (save_pretrained), open that, and put the adapter on it."
                 )
-            settings, fingerprint = _checked_config(config_dict, where)
+            settings, fingerprint = checked_config(config_dict, where)
             edited = fingerprint is not None and fingerprint.config != config_digest(config_dict)
             found = super().from_dict(settings, **kwargs)
             config: Any = found[0] if isinstance(found, tuple) else found
             overridden = any(hasattr(config, name) for name in without_harmless(kwargs))
             as_saved = super().from_dict(copy.deepcopy(settings)) if overridden else config
-            config.__dict__[OPENED] = Opened(fingerprint, settings_of(as_saved), edited)
+            config.__dict__[OPENED] = Opened(fingerprint, settings_of(as_saved), edited, config_dict[KEY].get(REPORT))
             return found
 
         def to_dict(self) -> dict[str, Any]:
@@ -235,7 +174,11 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 raise CheckpointError(f"{name}: its weights can't be read: {reason}") from error
             model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
             opened: Opened | None = vars(model.config).pop(OPENED, None)
-            if check_fingerprint and opened is not None and _is_own_config(kwargs.get("config"), name):
+            if opened is None or not _is_own_config(kwargs.get("config"), name):
+                return loaded if wants_info else model
+            if opened.report is not None and name is not None:
+                model.__dict__[REPAIR] = SavedReport.read(name, kwargs, model.config, opened.report)
+            if check_fingerprint:
                 if opened.fingerprint is None:
                     _warn_of_no_fingerprint(cls.__name__, name)
                 else:
@@ -256,17 +199,22 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             **kwargs: Any,
         ) -> None:
             record = getattr(self.config, KEY)
-            writes = self.should_save_on_this_rank(is_main_process) and not kwargs.get("distributed_checkpoint")
+            saves, report = self.should_save_on_this_rank(is_main_process), content_of(self)
+            writes = saves and not kwargs.get("distributed_checkpoint")
             if push_to_hub:
                 kwargs.setdefault("repo_id", Path(save_directory).name)
             fingerprint = Fingerprint.of(self, state_dict) if is_main_process else None
-            if fingerprint is not None:
-                setattr(self.config, KEY, {**record, FINGERPRINT: fingerprint.to_json()})
+            entries: dict[str, Any] = {} if fingerprint is None else {FINGERPRINT: fingerprint.to_json()}
+            if report is not None:
+                entries[REPORT] = digest_of(report)
+            setattr(self.config, KEY, {**record, **entries})
             try:
                 writing = replacing(save_directory) if writes else nullcontext(save_directory)
                 marking = marked(self, state_dict) if mark_weights else nullcontext(state_dict)
                 with writing as folder, marking as weights:
                     super().save_pretrained(folder, is_main_process, weights, push_to_hub, *args, **kwargs)
+                    if saves:
+                        write_report(self, Path(folder))
             finally:
                 setattr(self.config, KEY, record)
 
@@ -275,7 +223,8 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             super()._load_from_state_dict(state_dict, prefix, *args)
 
         def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
-            write_digests(Path(working_dir))  # with push_to_hub=True, transformers uploads before it returns
+            write_report(self, Path(working_dir))  # with push_to_hub=True, transformers uploads before it returns
+            write_digests(Path(working_dir))
             return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     Patched.__name__ = host.__name__

@@ -57,7 +57,7 @@ def write_digests(folder: Path) -> None:
 def strongest_check(name: Any, variant: str = "") -> bool | str:
     """The strongest `check_fingerprint` that a checkpoint was saved for; a FingerprintWarning where it isn't "full"."""
     file = _NAME.format(variant)
-    if _finder(name, {})(file) is not None:
+    if finder(name, {})(file) is not None:
         return "full"
     message = (
         f"{name} has no {file} (an older hfpatch saved it, or a process without it), so samples of its "
@@ -82,7 +82,7 @@ def compare(name: Any, options: Mapping[str, Any]) -> tuple[int, int, dict[str, 
     """
     if name is None or options.get("gguf_file") is not None or options.get("use_safetensors") is False:
         raise OptionError('check_fingerprint="full" compares safetensors files, and none are opened here.')
-    find = _finder(name, options)
+    find = finder(name, options)
     variant = f".{options['variant']}" if options.get("variant") else ""
     path = find(_NAME.format(variant))
     if path is None:
@@ -115,7 +115,7 @@ def _where(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: options[key] for key in _WHERE if options.get(key) is not None}
 
 
-def _finder(name: Any, options: Mapping[str, Any]) -> Callable[[str], Path | None]:
+def finder(name: Any, options: Mapping[str, Any]) -> Callable[[str], Path | None]:
     """What finds a file of a checkpoint: in its folder, or in the Hub's cache, where it is downloaded to."""
 
     def find(file: str) -> Path | None:

@@ -2,7 +2,7 @@
 
 Everything is written to a hidden folder inside the checkpoint's. Then config.json gives way to one that nothing opens,
 the old files are moved aside and the new ones in, config.json last: at no time does the folder hold some of both.
-Shards that the new checkpoint doesn't have go with the old ones.
+Shards and a repair's report that the new checkpoint doesn't have go with the old ones.
 
     interrupted by       while writing               while exchanging, which is renaming a few files
     an error, Ctrl-C     the old one is whole        the old one is whole: it is moved back
@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from ..runtime.errors import CheckpointError
 from ..runtime.record import KEY
 from .file_digests import DIGEST_FILES, variant_of, write_digests
+from .repair_file import REPAIR_FILE
 
 CONFIG = "config.json"
 _UNFINISHED = "unfinished"  # stands where the patch record does while files are exchanged
@@ -93,7 +94,8 @@ def _exchange(folder: Path, hidden: Path) -> None:
     old.mkdir()
     names = sorted((path.name for path in new.iterdir()), key=_order)
     variants = {variant_of(name) for name in names} - {None}
-    replaced = [name for name in os.listdir(folder) if name in names or variant_of(name) in variants]
+    known = {*names, REPAIR_FILE} if CONFIG in names else set(names)  # an adapter alone leaves the base's report
+    replaced = [name for name in os.listdir(folder) if name in known or variant_of(name) in variants]
     refused = hidden / CONFIG
     if CONFIG in names and CONFIG in replaced:
         replaced.remove(CONFIG)

@@ -41,6 +41,11 @@ class Row:
     loss: str | None = None
     aliases: tuple[str, ...] = ()
 
+    @property
+    def expected(self) -> str:
+        """ "exact" or "approximate"; "" of what is kept."""
+        return "" if self.action == "keep" else "exact" if self.loss is None else "approximate"
+
 
 @dataclass
 class Change:

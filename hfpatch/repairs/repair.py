@@ -35,7 +35,7 @@ from ..errors import NotPreservedWarning
 from ..measure.blocks import listed_modules
 from ..measure.quiet_forward import attention_computed_by, give_back_memory, quiet
 from ..runtime.norms import AffineNorm
-from ..runtime.record import KEY
+from ..runtime.record import KEY, REPAIR
 from ..schemes.request import Record
 from ..sites.norms import describe
 from .attention_maps import Example, fit_maps, in_float32, map_of, require_fit
@@ -80,6 +80,7 @@ def repair(
 
     Returns:
         The report: the errors before and after each step, and the distance of the outputs before and after the repair.
+        `repair_report(model)` returns it from now on, also of the model that is saved and opened again.
 
     Warns:
         NotPreservedWarning: the repair doesn't suffice (see there); not with `edits`, whose owner warns.
@@ -114,6 +115,7 @@ def repair(
             if KEY in vars(model.config):
                 record, original = Record.of(model.config), Record.of(reference.config)
                 edits.set_attribute(model.config, KEY, record.repaired(original, repairer.report.outcome()).to_json())
+            edits.set_attribute(model, REPAIR, repairer.report)
     if by_itself and not repairer.report.suffices:
         warnings.warn(f"{type(model).__name__}: {repairer.report.summary()}", NotPreservedWarning, stacklevel=2)
     return repairer.report

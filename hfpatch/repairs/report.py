@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from ..core.plan_table import table
-from ..core.staging import staged
+from ..core.results import SavedResult, Table, dataframe
 
 # What a repair may leave without a warning (see NotPreservedWarning): a distance in this measure, a share of what was
 _MOST_LEFT, _MOST_LEFT_OTHERWISE, _MOST_SHARE_LEFT = {"KL divergence": 0.1}, 0.01, 0.5
@@ -62,8 +60,8 @@ class FittedValues:
 
 
 @dataclass
-class RepairReport:
-    """Report of a repair; `str(report)` is a table.
+class RepairReport(SavedResult):
+    """Report of a repair; `str(report)` is a table, and notebooks show it as one.
 
     Attributes:
         sequences, held_out: how many there were, and how many of them judged.
@@ -102,25 +100,21 @@ class RepairReport:
         on = f"on {self.held_out} held-out sequence{'s' * (self.held_out != 1)}"
         return f"{self.measure} {self.before:.3g} -> {self.after:.3g} {on}"
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def save(self, path: str | Path) -> None:
-        """Write the report as JSON.
+    def to_dataframe(self) -> Any:
+        """The steps as a pandas dataframe, a row each; its columns are the attributes of `Step`.
 
         Raises:
-            PatchError: it can't be written.
+            MissingPackageError: pandas isn't installed.
         """
-        with staged(Path(path)) as file:
-            file.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        return dataframe(Step, self.steps)
 
-    def __str__(self) -> str:
+    def parts(self) -> Iterable[Sequence[str | Table]]:
         lines: list[tuple[str, ...]] = [("module", "fitted", "before", "after", "note")]
         for step in self.steps:
             numbers = tuple("-" if value is None else f"{value:.2e}" for value in (step.before, step.after))
             undone = "" if step.kept or step.after is None else "undone: it didn't help. "
             lines.append((step.module, step.kind, *numbers, undone + step.note))
-        return f"{table(lines)}\n{_LEGEND}\n{self.summary()}"
+        yield Table(lines), _LEGEND, self.summary()
 
     def summary(self) -> str:
         """The whole in one line."""

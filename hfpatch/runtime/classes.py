@@ -23,7 +23,7 @@ from .generation import without_old_length
 from .host_rotary import ROPE_SETTINGS_PATH, refill
 from .lens import SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
-from .record import FINGERPRINT, KEY, MODEL_TYPE, edits_of
+from .record import KEY, MODEL_TYPE, ON_DISK, edits_of
 from .refuse_host import guarded, released
 from .tables import ComputedPositions
 
@@ -43,7 +43,7 @@ class PatchedConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The config in memory: the host's model type and architecture, and the record without its fingerprint."""
+        """The config in memory: the host's model type and architecture, and the record without what is on disk only."""
         where = str(config_dict.get("_name_or_path") or "this checkpoint's config.json")
         settings: Any = released(config_dict, where)
         settings = {**settings, "model_type": cls.model_type}  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ class PatchedConfig:
             settings["architectures"] = [name.removeprefix(ARCHITECTURE) for name in architectures]
         record = settings.get(KEY)
         if isinstance(record, dict):
-            settings[KEY] = {name: value for name, value in record.items() if name != FINGERPRINT}
+            settings[KEY] = {name: value for name, value in record.items() if name not in ON_DISK}
         return super().from_dict(settings, **kwargs)  # type: ignore[misc]
 
     def to_json_string(self, use_diff: bool = True) -> str:

@@ -232,8 +232,18 @@ class AffineNorm(nn.Module):
         return values[name]
 
     def extra_repr(self) -> str:
+        """Size, eps, and the parameters besides gain and shift with their present values: `64, alpha=0.21`."""
         d = self.facts.shape[0] if len(self.facts.shape) == 1 else self.facts.shape or "any size"
-        return f"{d}, eps={self.eps}" + (", channels_first=True" if self.facts.channels_first else "")
+        own = [(name, p.data) for name, p in self._parameters.items() if p is not None and name not in self.names]
+        axis = ["channels_first=True"] if self.facts.channels_first else []
+        return ", ".join([str(d), f"eps={self.eps}", *axis, *(self._present(*one) for one in own)])
+
+    def _present(self, name: str, values: Tensor) -> str:
+        """A parameter's value in words, of a vector its range; `alpha0=0.5`, the start, where no values are at hand."""
+        if values.is_meta or type(values) is not Tensor or not values.numel():  # a shard, a fake; emptied by FSDP
+            return f"{name}0={self.initial_values().get(name)}"
+        least, most = (f"{value:.4g}" for value in torch.stack(values.aminmax()).tolist())  # one copy from the device
+        return f"{name}={least}" if least == most else f"{name}={least} to {most}"
 
 
 def affine(h: Tensor, gain: Tensor | None, shift: Tensor | None) -> Tensor:
@@ -358,7 +368,7 @@ class DynamicTanh(AffineNorm):
         return {**super().initial_values(), "alpha": self.alpha0}
 
     def extra_repr(self) -> str:
-        return super().extra_repr().partition(", eps=")[0] + f", alpha0={self.alpha0}"
+        return super().extra_repr().replace(f", eps={self.eps}", "", 1)  # it has none
 
 
 class DynamicErf(DynamicTanh):

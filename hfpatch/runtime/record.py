@@ -13,9 +13,11 @@ KEY = "hfpatch"  # of the config, in memory and on disk: the patch record; also 
 MODEL_TYPE = "hfpatch__install_hfpatch_and_import_it_first"
 MODEL_TYPES = (MODEL_TYPE, KEY)
 VERSION = 2
-FINGERPRINT = "fingerprint"  # entry of the record on disk
+FINGERPRINT, REPORT = "fingerprint", "repair_report"  # entries of the record on disk: of what lies beside it
+ON_DISK = {FINGERPRINT, REPORT}
+REPAIR = "_hfpatch_repair"  # attribute of a model: the report of its latest repair
 _REQUIRED = {"version", "base_model_type", "request", "edits"}
-_OPTIONAL = {"any_length", FINGERPRINT}
+_OPTIONAL = {"any_length", *ON_DISK}
 _MOST_REQUESTS = 1_000
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
-from ..core.plan_table import grouped, table
+from ..core.plan_table import grouped
+from ..core.results import SavedResult, Table, dataframe
 from ..core.staging import staged
 from ..errors import MissingPackageError, OptionError
 
-VERSION = 1
 STATES = {  # and how the table counts them
     "converted": "converted",
     "runtime": "with a runtime operation added",
@@ -23,7 +22,6 @@ STATES = {  # and how the table counts them
     "weights": "with other weights",
 }
 _MOST_LAYERS = 14  # lines of the table; the JSON has all
-_NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # what JSON has no numbers for
 
 
 @dataclass
@@ -102,8 +100,8 @@ class LayerRow:
 
 
 @dataclass
-class Report:
-    """Result of `verify`; `str(report)` is the table.
+class Report(SavedResult):
+    """Result of `verify`; `str(report)` is the table, and notebooks show it as one.
 
     Attributes:
         model, reference: what was compared.
@@ -123,22 +121,20 @@ class Report:
     layers: list[LayerRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
-        """Everything as plain JSON values; infinite numbers and NaN, which JSON lacks, are "inf", "-inf" and "nan"."""
-        return {"version": VERSION, **_plain(asdict(self))}
+    def to_dataframe(self, table: str = "outputs") -> Any:
+        """One of the tables as a pandas dataframe, a row for each measurement.
 
-    @classmethod
-    def from_json(cls, stored: Any) -> Report:
-        """The report that `to_json` wrote.
+        Args:
+            table: "outputs", "layers" or "modules"; the columns are the attributes of `OutputRow`, `LayerRow` or
+                `ModuleRow`.
 
         Raises:
-            OptionError: it is none, or of a later version.
+            MissingPackageError: pandas isn't installed.
+            OptionError: there is no such table.
         """
-        if not isinstance(stored, Mapping) or not isinstance(stored.get("version"), int):
-            raise OptionError("this is no report that hfpatch.verify wrote: it has no version.")
-        if stored["version"] > VERSION:
-            raise OptionError(f"the report has version {stored['version']}, this hfpatch reads up to {VERSION}.")
-        return _typed(cls, {name: value for name, value in stored.items() if name != "version"}, "the report")
+        if table not in _ROWS:
+            raise OptionError(f"table must be one of {', '.join(_ROWS)}, not {table!r}.")
+        return dataframe(_ROWS[table], getattr(self, table))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON.
@@ -149,20 +145,7 @@ class Report:
         """
         if Path(path).suffix != ".json":
             raise OptionError(f"a report is saved as JSON; call the file {Path(path).stem}.json, not {path}.")
-        with staged(Path(path)) as file:
-            file.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> Report:
-        """The report that `save` wrote.
-
-        Raises:
-            OptionError: the file holds none, or one of a later version.
-        """
-        try:
-            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise OptionError(f"{path} is no JSON: {error}. Give the file that a report was saved to.") from error
+        super().save(path)
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the error of the stream layer by layer, one line a run, as an image file (.png, .svg, .pdf).
@@ -192,7 +175,7 @@ class Report:
         except ValueError as error:  # an unknown suffix
             raise OptionError(f"{path} can't be drawn: {error}") from error
 
-    def __str__(self) -> str:
+    def parts(self) -> Iterable[Sequence[str | Table]]:
         size = f"{self.examples} examples" + (f", {self.tokens:,} tokens" if self.tokens else "")
         head = [f"{self.model} against {self.reference}. Inputs: {self.inputs} ({size})."]
         head += [
@@ -200,19 +183,19 @@ class Report:
             for row in self.outputs
             if row.nonfinite
         ]
-        parts = ["\n".join(head), self._modules_table()]
+        yield head
+        yield self._modules_table()
         for output in dict.fromkeys(row.output for row in self.outputs):
             lines = output_lines([row for row in self.outputs if row.output == output])
-            parts.append(table(lines, "<<" + ">" * (len(lines[0]) - 2)))
+            yield [Table(lines, "<<" + ">" * (len(lines[0]) - 2))]
         for stream in dict.fromkeys(row.stream for row in self.layers):
-            parts.append(_layer_table([row for row in self.layers if row.stream == stream]))
+            yield _layer_table([row for row in self.layers if row.stream == stream])
         if self.notes:
-            parts.append("\n".join(f"Note: {note}" for note in self.notes))
-        return "\n\n".join(parts)
+            yield [f"Note: {note}" for note in self.notes]
 
-    def _modules_table(self) -> str:
+    def _modules_table(self) -> list[str | Table]:
         if not self.modules:
-            return "No module differs."
+            return ["No module differs."]
         lines: list[tuple[str, ...]] = [("module", "reference", "model", "state", "note")]
         for members, names in grouped(self.modules, _in_one_line):
             row, count = members[0], len(members)
@@ -223,40 +206,10 @@ class Report:
             lines.append((names + (f"  x{count}" if count > 1 else ""), row.reference, now, row.state, note))
         states = Counter(row.state for row in self.modules)
         counts = [f"{states[state]} {words}" for state, words in STATES.items() if states[state]]
-        return f"{table(lines)}\n{', '.join(counts)}."
+        return [Table(lines), f"{', '.join(counts)}."]
 
 
-def _plain(value: Any) -> Any:
-    """A value with the numbers that JSON lacks as text."""
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _typed(expected: Any, value: Any, where: str) -> Any:
-    """A JSON value as a dataclass, list or plain value of the expected type.
-
-    Raises:
-        OptionError: it is of another type, or lacks fields.
-    """
-    if is_dataclass(expected):
-        types = get_type_hints(expected)
-        required = {one.name for one in fields(expected) if one.default is MISSING and one.default_factory is MISSING}
-        if not isinstance(value, Mapping) or not required <= set(value) <= set(types):
-            raise OptionError(f"{where} is malformed: it isn't an object with {', '.join(types)}.")
-        typed = {name: _typed(types[name], item, f"{where}: {name}") for name, item in value.items()}
-        return expected(**typed)  # type: ignore[operator]  # a class: mypy takes it for an instance
-    if get_origin(expected) is list and isinstance(value, list):
-        return [_typed(get_args(expected)[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
-    kinds = get_args(expected) or (expected,)
-    if float in kinds and isinstance(value, str | int) and not isinstance(value, bool):
-        value = _NOT_FINITE.get(value, value) if isinstance(value, str) else float(value)
-    if type(value) not in kinds:
-        name = expected.__name__ if isinstance(expected, type) else expected
-        raise OptionError(f"{where} is malformed: {value!r:.40} isn't {name}.")
-    return value
+_ROWS: dict[str, type] = {"outputs": OutputRow, "layers": LayerRow, "modules": ModuleRow}
 
 
 def _in_one_line(row: ModuleRow) -> tuple[object, ...]:
@@ -307,7 +260,7 @@ def output_lines(rows: list[OutputRow]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _layer_table(rows: list[LayerRow]) -> str:
+def _layer_table(rows: list[LayerRow]) -> list[str | Table]:
     runs = list(dict.fromkeys((row.role, row.dtype) for row in rows))
     found = {(row.layer, row.role, row.dtype): row for row in rows}
     layers = sorted({row.layer for row in rows})
@@ -319,7 +272,7 @@ def _layer_table(rows: list[LayerRow]) -> str:
         lines.append((str(layer), *(f"{_error(c.error)} ({_error(c.centred)})" for c in cells)))
     head = "rms error layer by layer (in brackets without the mean over channels)"
     skipped = f"; {len(shown)} of {len(layers)} layers" if step > 1 else ""
-    return f"{head}{skipped}:\n{table(lines, '<' + '>' * len(runs))}"
+    return [f"{head}{skipped}:", Table(lines, "<" + ">" * len(runs))]
 
 
 def _curves(rows: list[LayerRow]) -> dict[tuple[str, str], tuple[list[int], list[float]]]:

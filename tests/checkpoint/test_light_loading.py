@@ -15,6 +15,8 @@ from tiny_models import inputs, patch, tiny
 from torch import Tensor
 
 import hfpatch
+from hfpatch.repairs.report import RepairReport
+from hfpatch.runtime.record import REPAIR
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +84,7 @@ def test_checkpoints_open_where_the_rest_is_blocked(tmp_path: Path) -> None:
     expected = {}
     for number, (case, (family, auto, request)) in enumerate(CASES.items()):
         model = patch(tiny(family, auto), **request)
+        vars(model)[REPAIR] = RepairReport(8, 1)  # is read as it is
         folder = tmp_path / str(number)
         model.save_pretrained(folder)
         torch.save(inputs(model), folder / "inputs.pt")
@@ -96,6 +99,7 @@ def test_checkpoints_open_where_the_rest_is_blocked(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "True"
     for case, (folder, wanted) in expected.items():
+        assert (folder / "hfpatch_repair.json").exists()
         found = torch.load(folder / "found.pt")
         assert len(found) == len(wanted) > 0
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True)), case

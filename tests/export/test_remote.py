@@ -333,7 +333,7 @@ def test_hfpatch_opens_it_by_itself(trust: bool | None, tmp_path: Path) -> None:
 
 
 def test_another_files_classes_stay_in_a_config() -> None:
-    from hfpatch.checkpoint.classes import without_remote_code
+    from hfpatch.checkpoint.stored_config import without_remote_code
 
     stored = {"auto_map": {"AutoModel": "me/it--modeling_hfpatch.A", "AutoConfig": "other.B"}, "x": 1}
     assert without_remote_code(stored) == {"auto_map": {"AutoConfig": "other.B"}, "x": 1}

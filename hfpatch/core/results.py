@@ -1,0 +1,178 @@
+"""What plans and reports share: one list of parts that is printed and shown as HTML, JSON, and a pandas dataframe."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from html import escape
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
+
+from ..errors import MissingPackageError, OptionError
+from .plan_table import table
+from .staging import staged
+
+_NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # what JSON has no numbers for
+_SIDES = {"<": "left", ">": "right"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table in a result; `str(table)` is text in columns.
+
+    Attributes:
+        lines: of cells, the headings first.
+        alignment: as in `table`.
+    """
+
+    lines: Sequence[Sequence[str]]
+    alignment: str = ""
+
+    def __str__(self) -> str:
+        return table(self.lines, self.alignment)
+
+    def html(self) -> str:
+        """The same cells as an HTML table."""
+        sides = [_SIDES[side] for side in self.alignment or "<" * len(self.lines[0])]
+        head, *body = (
+            "".join(
+                f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>'
+                for cell, side in zip(line, sides, strict=True)
+            )
+            for tag, line in zip(["th", *["td"] * (len(self.lines) - 1)], self.lines, strict=True)
+        )
+        rows = "\n".join(f"<tr>{cells}</tr>" for cells in body)
+        return f"<table>\n<thead>\n<tr>{head}</tr>\n</thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
+
+
+class Result:
+    """Base of results for people: `str(result)` is text, and a notebook shows the same as HTML tables."""
+
+    def parts(self) -> Iterable[Sequence[str | Table]]:
+        """The parts of the text, between which is an empty line; each is lines and tables."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n\n".join("\n".join(map(str, part)) for part in self.parts())
+
+    def _repr_html_(self) -> str:
+        """As Jupyter shows it; everything in it is escaped."""
+        pieces = [
+            piece.html() if isinstance(piece, Table) else f"<p>{escape(piece)}</p>"
+            for part in self.parts()
+            for piece in part
+        ]
+        return "<div>\n" + "\n".join(pieces) + "\n</div>"
+
+
+class SavedResult(Result):
+    """Base of reports, which are dataclasses: they are saved as JSON and read again."""
+
+    version: ClassVar[int] = 1  # of the JSON
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain JSON values; infinite numbers and NaN, which JSON lacks, are "inf", "-inf" and "nan"."""
+        return {"version": self.version, **plain(asdict(self))}  # type: ignore[call-overload]  # a dataclass
+
+    @classmethod
+    def from_json(cls, stored: Any) -> Self:
+        """The report that `to_json` wrote.
+
+        Raises:
+            OptionError: it is none, or of a later version.
+        """
+        if not isinstance(stored, Mapping) or type(stored.get("version")) is not int:
+            raise OptionError(f"this is no {cls.__name__} that hfpatch wrote: it has no version.")
+        if stored["version"] > cls.version:
+            raise OptionError(f"the report has version {stored['version']}, this hfpatch reads up to {cls.version}.")
+        return typed(cls, {name: value for name, value in stored.items() if name != "version"}, "the report")
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the JSON.
+
+        Raises:
+            PatchError: it can't be written.
+        """
+        with staged(Path(path)) as file:
+            file.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Self:
+        """The report that `save` wrote.
+
+        Raises:
+            OptionError: the file holds none, or one of a later version.
+        """
+        try:
+            stored = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise OptionError(f"{path} is no JSON: {error}. Give the file that a report was saved to.") from error
+        return cls.from_json(stored)
+
+
+def dataframe(kind: type, rows: Sequence[Any], **more: type) -> Any:
+    """Rows, instances of a dataclass, as a pandas dataframe: a column for each field, numbers where they are numbers.
+
+    Args:
+        kind: the dataclass; an empty dataframe has its columns too.
+        rows: its instances.
+        more: further attributes, and their types.
+
+    Raises:
+        MissingPackageError: pandas isn't installed.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise MissingPackageError("to_dataframe needs pandas: pip install pandas") from error
+    hints = get_type_hints(kind)
+    types = {one.name: hints[one.name] for one in fields(kind)} | more
+    return pandas.DataFrame(
+        {name: pandas.Series([getattr(row, name) for row in rows], dtype=_dtype(of)) for name, of in types.items()}
+    )
+
+
+def _dtype(expected: Any) -> str:
+    """dtype of a column; a number that may be None is NaN there."""
+    if float in (get_args(expected) or (expected,)):
+        return "float64"
+    return {int: "int64", bool: "bool"}.get(expected, "object")
+
+
+def plain(value: Any) -> Any:
+    """A value of dictionaries, lists, texts and numbers with the numbers that JSON lacks as text."""
+    if isinstance(value, Mapping):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def typed(expected: Any, value: Any, where: str) -> Any:
+    """A JSON value as a dataclass, list or plain value of the expected type.
+
+    Raises:
+        OptionError: it is of another type, or lacks fields.
+    """
+    if is_dataclass(expected):
+        hints = get_type_hints(expected)
+        types = {one.name: hints[one.name] for one in fields(expected)}
+        required = {one.name for one in fields(expected) if one.default is MISSING and one.default_factory is MISSING}
+        if not isinstance(value, Mapping) or not required <= set(value) <= set(types):
+            raise OptionError(f"{where} is malformed: it isn't an object with {', '.join(types)}.")
+        found = {name: typed(types[name], item, f"{where}: {name}") for name, item in value.items()}
+        return expected(**found)  # type: ignore[operator]  # a class: mypy takes it for an instance
+    if get_origin(expected) is list and isinstance(value, list):
+        return [typed(get_args(expected)[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
+    kinds = get_args(expected) or (expected,)
+    if float in kinds and isinstance(value, str):
+        value = _NOT_FINITE.get(value, value)
+    if float in kinds and type(value) is int and value.bit_length() < 1024:  # a larger one is no float
+        value = float(value)
+    if type(value) not in kinds:
+        name = expected.__name__ if isinstance(expected, type) else expected
+        raise OptionError(f"{where} is malformed: {value!r:.40} isn't {name}.")
+    return value

@@ -1,0 +1,278 @@
+"""A repair's report beside the weights: it comes back, travels with the model, and is never another model's."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_fingerprint import stored_in, with_config
+from tiny_models import inputs, load, patch, tiny
+from transformers import AutoModel, PreTrainedModel
+
+from hfpatch import export_model
+from hfpatch.checkpoint import repair_file
+from hfpatch.checkpoint.repair_file import REPAIR_FILE, digest_of
+from hfpatch.checkpoint.saving import replacing
+from hfpatch.errors import NotPreservedWarning
+from hfpatch.patch import patch_model, repair_report, unpatch_model
+from hfpatch.repairs.repair import repair
+from hfpatch.repairs.report import RepairReport, Step
+from hfpatch.runtime.errors import CheckpointError
+from hfpatch.runtime.record import KEY, REPAIR
+
+LM = "AutoModelForCausalLM"
+STEPS = [
+    Step("transformer.h.0.ln_1", "norm", 0.5, math.nan, True, "alpha 0.21"),
+    Step("transformer.h.1", "maps", note="é"),
+]
+REPORT = RepairReport(8, 1, "KL divergence", 0.5, 0.125, True, STEPS)
+
+
+def model(report: RepairReport | None = REPORT, **options: Any) -> Any:
+    """A patched model with a report that a repair might have left."""
+    made = patch(tiny("gpt2", LM, n_layer=1), norm="dyt", **options)
+    if report is not None:
+        vars(made)[REPAIR] = report
+    return made
+
+
+def saved(folder: Path, report: RepairReport | None = REPORT) -> Path:
+    model(report).save_pretrained(folder)
+    return folder
+
+
+def same(one: PreTrainedModel, report: RepairReport = REPORT) -> bool:
+    found = repair_report(one)
+    return found is not None and found.to_json() == report.to_json() and str(found) == str(report)
+
+
+def test_it_comes_back(tmp_path: Path) -> None:
+    saved(tmp_path)
+    for auto in ("AutoModelForCausalLM", "AutoModel"):
+        opened = load(tmp_path, auto)
+        assert same(opened)
+        assert same(copy.deepcopy(opened))
+        assert same(pickle.loads(pickle.dumps(opened)))
+        assert "repair_report" not in getattr(opened.config, KEY)  # a config alone stands for no report
+    stored = json.loads((tmp_path / REPAIR_FILE).read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert stored == REPORT.to_json()
+    assert same(load(tmp_path, check_fingerprint=False))
+    assert same(load(tmp_path, check_fingerprint="full"))
+
+
+def test_without_one_there_is_no_file(tmp_path: Path) -> None:
+    saved(tmp_path, None)
+    assert not (tmp_path / REPAIR_FILE).exists()
+    assert "repair_report" not in stored_in(tmp_path)[KEY]
+    assert repair_report(load(tmp_path)) is None
+
+
+def test_it_goes_where_the_model_goes(tmp_path: Path) -> None:
+    """The folder that it came from may be gone by then, as a training's older checkpoints are."""
+    opened = load(saved(tmp_path / "a"), LM)
+    shutil.rmtree(tmp_path / "a")
+    opened.save_pretrained(tmp_path / "b", max_shard_size="60KB")
+    assert same(load(tmp_path / "b", LM))
+    load(tmp_path / "b", LM).save_pretrained(tmp_path / "b")  # over itself
+    assert same(load(tmp_path / "b"))
+
+
+def test_it_is_opened_from_a_subfolder_and_from_the_cache(tmp_path: Path) -> None:
+    saved(tmp_path / "a" / "b")
+    assert same(AutoModel.from_pretrained(tmp_path / "a", subfolder="b"))
+    assert same(AutoModel.from_pretrained(str(tmp_path / "a"), subfolder="b"))
+    repository = tmp_path / "models--me--x"
+    (repository / "refs").mkdir(parents=True)
+    for revision, commit, folder in (("main", "1" * 40, tmp_path / "a" / "b"), ("old", "2" * 40, None)):
+        (repository / "refs" / revision).write_text(commit)
+        target = repository / "snapshots" / commit
+        shutil.copytree(folder or saved(tmp_path / "c", RepairReport(3, 1)), target)
+    options: dict[str, Any] = {"cache_dir": tmp_path, "local_files_only": True}
+    assert same(AutoModel.from_pretrained("me/x", **options))
+    assert same(AutoModel.from_pretrained("me/x", revision="old", **options), RepairReport(3, 1))
+
+
+# Never another's
+
+
+def test_a_model_without_one_takes_an_older_file_away(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "mine.json").write_text("{}")
+    saved(tmp_path, None)
+    assert not (tmp_path / REPAIR_FILE).exists()
+    assert (tmp_path / "mine.json").exists()
+    assert repair_report(load(tmp_path)) is None
+
+
+def test_an_adapter_leaves_it(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = load(saved(tmp_path), LM)
+    adapted.add_adapter(peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+    assert not (tmp_path / "adapter" / REPAIR_FILE).exists()
+    adapted.save_pretrained(tmp_path)
+    assert (tmp_path / REPAIR_FILE).exists()
+
+
+def test_an_interrupted_save_puts_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "a")
+    new = saved(tmp_path / "b", None)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    replace, moved = os.replace, []
+
+    def failing(source: Path, target: Path) -> None:
+        if moved and Path(source).parent.name == "new":
+            monkeypatch.setattr(os, "replace", replace)
+            raise OSError("full")
+        if Path(source).name == REPAIR_FILE:
+            moved.append(source)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(OSError, match="full"), replacing(tmp_path / "a") as folder:  # noqa: PT012
+        for path in new.glob("*"):
+            shutil.copyfile(path, folder / path.name)
+    assert moved
+    assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
+
+
+def test_a_later_patch_has_none(tmp_path: Path) -> None:
+    """Of the model that was repaired and of one that was opened; it isn't saved again either."""
+    saved(tmp_path)
+    for one in (model(), load(tmp_path, LM)):
+        assert same(one)
+        patch(one, pos="rope")
+        assert repair_report(one) is None
+        one.save_pretrained(tmp_path / "again")
+        assert repair_report(load(tmp_path / "again")) is None
+    reverted = model(reversible=True)
+    unpatch_model(reverted)
+    assert repair_report(reverted) is None
+
+
+def test_the_same_patch_again_leaves_it(tmp_path: Path) -> None:
+    assert same(patch_model(load(saved(tmp_path), LM), norm="dyt"))
+
+
+def test_a_repair_by_itself_has_the_latest_report(tmp_path: Path) -> None:
+    original = tiny("gpt2", LM, n_layer=1)
+    opened = load(saved(tmp_path), LM)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        report = repair(opened, original, [inputs(original, seed) for seed in range(4)])
+    assert same(opened, report)
+    opened.save_pretrained(tmp_path)
+    assert same(load(tmp_path), report)
+
+
+# Damaged
+
+
+def changed(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"0.125", b"0.001"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Path.unlink,
+        changed,
+        lambda path: path.write_bytes(path.read_bytes()[:-20]),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b" " * 2_000),  # larger than what is read here
+        lambda path: path.write_text(json.dumps(RepairReport(3, 1).to_json())),  # another model's
+        lambda path: (path.unlink(), path.mkdir()),
+    ],
+    ids=["missing", "changed", "cut off", "empty", "large", "another's", "a folder"],
+)
+def test_a_damaged_file_is_refused_when_it_is_asked_for(
+    damage: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model opens all the same; saved again it has no report rather than a wrong one."""
+    damage(saved(tmp_path / "a") / REPAIR_FILE)
+    monkeypatch.setattr(repair_file, "_LARGEST", 1_500)
+    opened = load(tmp_path / "a", LM)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"a: hfpatch_repair\.json, the report of its repair, was missing"):
+            repair_report(opened)
+    opened.save_pretrained(tmp_path / "b")
+    assert repair_report(load(tmp_path / "b")) is None
+
+
+def test_the_control_of_the_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    monkeypatch.setattr(repair_file, "_LARGEST", 1_500)
+    assert same(load(tmp_path))
+    monkeypatch.setattr(repair_file, "_LARGEST", 20)
+    with pytest.raises(CheckpointError):
+        repair_report(load(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "can't be read: Expecting"),
+        (b"\xff\xff", "can't be read"),
+        (b"[" * 100_000, "can't be read"),
+        (json.dumps(REPORT.to_json() | {"version": 2}).encode(), "has version 2, this hfpatch reads up to 1"),
+        (json.dumps(REPORT.to_json() | {"steps": 3}).encode(), "steps is malformed"),
+        (json.dumps(REPORT.to_json() | {"measure": "\x1b[31m"}).encode(), "can't be printed"),
+    ],
+    ids=["cut off", "no text", "deep", "later", "malformed", "control characters"],
+)
+def test_a_malformed_file_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    """Though config.json has its digest: whoever wrote it wrote that, too."""
+    saved(tmp_path)
+    (tmp_path / REPAIR_FILE).write_bytes(content)
+    with_config(tmp_path, lambda config: config[KEY].update(repair_report=digest_of(content)))
+    opened = load(tmp_path, check_fingerprint=False)
+    with pytest.raises(CheckpointError, match=message):
+        repair_report(opened)
+
+
+@pytest.mark.parametrize("digest", [3, None, [], {}, "x" * 10_000])
+def test_a_digest_that_is_none(digest: Any, tmp_path: Path) -> None:
+    saved(tmp_path)
+    with_config(tmp_path, lambda config: config[KEY].update(repair_report=digest))
+    opened = load(tmp_path, check_fingerprint=False)
+    if digest is None:
+        assert repair_report(opened) is None
+        return
+    with pytest.raises(CheckpointError, match="wasn't the one that was saved"):
+        repair_report(opened)
+
+
+# Exports and pushes
+
+
+def test_a_remote_export_has_it(tmp_path: Path) -> None:
+    export_model(model(), tmp_path / "remote", to="remote", verify=False)
+    assert same(load(tmp_path / "remote", LM))
+
+
+def test_it_is_uploaded_with_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers uploads before `save_pretrained` returns, and only what changed since it began."""
+    uploaded: dict[str, bytes] = {}
+
+    def upload(self: Any, working_dir: Any, repo_id: str, timestamps: dict[str, float], **kwargs: Any) -> None:
+        new = [path for path in Path(working_dir).iterdir() if path.name not in timestamps]
+        uploaded.update({path.name: path.read_bytes() for path in new})
+
+    api = SimpleNamespace(create_repo=lambda *args, **kwargs: SimpleNamespace(repo_id="me/x"))
+    monkeypatch.setattr("transformers.modeling_utils.hf_api", lambda: api)
+    monkeypatch.setattr(PreTrainedModel, "_upload_modified_files", upload)
+    model().save_pretrained(tmp_path, push_to_hub=True)
+    assert uploaded.keys() >= {"model.safetensors", "config.json", "hfpatch_weights.json", REPAIR_FILE}
+    assert uploaded[REPAIR_FILE] == (tmp_path / REPAIR_FILE).read_bytes()
+    assert same(load(tmp_path))
