@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from .runtime.errors import PatchError
+from .runtime.errors import CheckpointError, PatchError, PositionError, UnsupportedError
+
+__all__ = [
+    "CheckpointError",
+    "FingerprintWarning",
+    "HubError",
+    "MissingPackageError",
+    "NoMatchError",
+    "NotPreservedWarning",
+    "NotReversibleError",
+    "NothingToPatchError",
+    "OptionError",
+    "PatchError",
+    "PositionError",
+    "UnknownNameError",
+    "UnsupportedError",
+    "VerificationError",
+    "WrappedModelError",
+]
 
 
 class UnknownNameError(PatchError, KeyError):

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import hfpatch
+from hfpatch import errors
+from hfpatch.runtime import errors as runtime_errors
 
 
 def run(code: str) -> str:
@@ -31,6 +33,14 @@ def test_type_checkers_see_the_same_names() -> None:
     seen = {name.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
     assert seen == hfpatch._MODULES
     assert sorted(seen) == sorted(hfpatch.__all__)
+
+
+def test_every_error_can_be_imported_from_one_place() -> None:
+    found = {hfpatch.PatchError}
+    for one in (errors, runtime_errors):
+        found |= {value for value in vars(one).values() if isinstance(value, type) and issubclass(value, Exception)}
+    assert set(errors.__all__) == {kind.__name__ for kind in found}
+    assert all(getattr(errors, kind.__name__) is kind for kind in found)
 
 
 @pytest.mark.slow
