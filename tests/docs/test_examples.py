@@ -1,4 +1,4 @@
-"""The README says what the code does: its generated blocks are up to date and its examples run."""
+"""What the pages say of their examples beyond that they run: own norms and families that reload, a loss as a diff."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from blocks import PAGES, ROOT, blocks
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
-from update_readme import BLOCKS, README, RESULTS, block
 
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import ARCHITECTURES, NORMS
@@ -23,23 +23,12 @@ from hfpatch.patch import patch_model
 from hfpatch.sites.stacks import find_stacks
 
 
-@pytest.mark.parametrize("name", sorted(BLOCKS))
-def test_generated_block_is_up_to_date(name: str) -> None:
-    text = README.read_text()
-    start, end = block(name, text)
-    try:
-        written = BLOCKS[name]().strip()
-    except FileNotFoundError:
-        if RESULTS.exists():
-            raise
-        pytest.skip("recipes/results isn't part of an sdist")
-    assert text[start:end].strip() == written, "run: python tests/update_readme.py"
-
-
-def examples(containing: str) -> str:
-    found = [code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if containing in code]
-    assert len(found) == 1
-    return found[0]
+def example(containing: str, language: str = "python") -> str:
+    """The one block that contains a text; a page that repeats another's block repeats it to the letter."""
+    every = [block for page in PAGES for block in blocks(page) if block.language == language]
+    found = {block.code for block in every if containing in block.code}
+    assert len(found) == 1, f"{len(found)} blocks contain {containing!r}"
+    return found.pop()
 
 
 @pytest.fixture
@@ -49,34 +38,11 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(config).eval()
 
 
-def test_first_example(gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpt2.save_pretrained(tmp_path / "openai-community/gpt2")
-    monkeypatch.chdir(tmp_path)
-    exec(examples("plan_patch(model"), {})
-    loaded = AutoModelForCausalLM.from_pretrained("out")
-    assert type(loaded.transformer.ln_f).__name__ == "DynamicTanh"
-
-
-def test_usage_example(gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpt2.save_pretrained(tmp_path / "openai-community/gpt2")
-    monkeypatch.chdir(tmp_path)
-    lines = examples("unpatch_model").splitlines()
-    imports, calls = lines[0], [line for line in lines if line.startswith(("patch_model", "print"))]
-    assert len(calls) == 10
-    for call in calls:
-        model = GPT2LMHeadModel(gpt2.config)
-        names: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-        names["tokenizer"] = SimpleNamespace(model_max_length=32)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NotPreservedWarning)
-            exec(f"{imports}\n{call}", names)
-
-
-def test_own_norm_example(gpt2: Any, tmp_path: Path) -> None:
+def test_own_norm_reloads(gpt2: Any, tmp_path: Path) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotPreservedWarning)
-            exec(examples("Softsign"), {"model": gpt2})
+            exec(example("class Softsign("), {"model": gpt2})
         gpt2.save_pretrained(tmp_path)
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
         ids = torch.arange(12)[None]
@@ -86,9 +52,11 @@ def test_own_norm_example(gpt2: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_own_norm_with_parameters_example(gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_norm_with_parameters_is_exported_and_reloads(
+    gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("vector_tanh", "vector_tanh_scheme"):
-        (tmp_path / f"{name}.py").write_text(examples(f"# {name}.py"))
+        (tmp_path / f"{name}.py").write_text(example(f"# {name}.py"))
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     try:
@@ -110,12 +78,12 @@ class MyBertModel(BertModel):
     __module__ = "mybert.modeling_mybert"
 
 
-def test_own_family_example(tmp_path: Path) -> None:
+def test_own_family_takes_rope_and_reloads(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     model = MyBertModel(BertConfig(vocab_size=97, max_position_embeddings=34, **sizes)).eval()
     try:
-        exec(examples("ARCHITECTURES.register"), {})
+        exec(example("ARCHITECTURES.register("), {})
         assert find_stacks(model)[0].stack in ARCHITECTURES["mybert"].stacks
         with pytest.warns(NotPreservedWarning):
             patch_model(model, pos="rope")
@@ -128,10 +96,10 @@ def test_own_family_example(tmp_path: Path) -> None:
 
 
 def test_a_loss_of_ones_own_is_a_short_diff(monkeypatch: pytest.MonkeyPatch) -> None:
-    (diff,) = re.findall(r"```diff\n(.*?)```", README.read_text(), re.S)
+    diff = example("METHODS: dict", "diff")
     (removed,) = re.findall(r"(?m)^-(.*)$", diff)
     added = re.findall(r"(?m)^\+(.*)$", diff)
-    source = (RESULTS.parent / "hfrecipes/methods.py").read_text()
+    source = (ROOT / "recipes/hfrecipes/methods.py").read_text()
     assert source.count(removed) == 1
     assert len(diff.splitlines()) <= 15
     changed: Any = ModuleType("hfrecipes.methods_with_another_loss")
