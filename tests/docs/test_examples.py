@@ -107,3 +107,22 @@ def test_a_loss_of_ones_own_is_a_short_diff(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, changed.__name__, changed)  # where dataclasses look
     exec(source.replace(removed, "\n".join(added)), vars(changed))
     assert issubclass(changed.METHODS["cosine"], changed.Method)
+
+
+RECIPE_PAGES = [page for page in PAGES if page.parent.name == "recipes" and page.stem != "index"]
+
+
+@pytest.mark.parametrize("page", RECIPE_PAGES, ids=lambda page: page.stem)
+def test_tables_of_settings_are_as_the_help_says(
+    page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "2000")  # argparse breaks no line
+    with pytest.raises(SystemExit):
+        importlib.import_module(page.stem).main(["--help"])
+    told = capsys.readouterr().out
+    rows = re.findall(r"(?m)^\| `--(\w+)` \| (?:`([^`]*)`)? ?\|", page.read_text())
+    assert len(rows) >= 8
+    for name, default in rows:
+        match = re.search(rf"(?ms)^  --{name}[ ,\n].*?\(default: ([^\n]*)\)$", told)
+        assert match, f"{page.stem} has no --{name}"
+        assert default.lower() == re.sub(r"[\[\]',]", "", match[1]).lower(), f"--{name} of {page.stem}"
