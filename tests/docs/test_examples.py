@@ -38,8 +38,8 @@ def gpt2() -> Any:
 def test_own_norm_with_parameters_is_exported_and_reloads(
     gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("vector_tanh", "vector_tanh_scheme"):
-        (tmp_path / f"{name}.py").write_text(example(f"# {name}.py"))
+    for name, written in {"vector_tanh": "class VectorTanh(", "vector_tanh_scheme": "class VectorTanhNorm("}.items():
+        (tmp_path / f"{name}.py").write_text(example(written))
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     try:
