@@ -17,7 +17,8 @@ BLOB = "https://github.com/hfpatch/hfpatch/blob/main"
 SWEEPS = ("norm_swap", "exact", "positions", "native_rope", "native_export", "patching_cost")
 TEXTS = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 TEXTS |= {f"support/{name}.md": f"tests/sweeps/{name}.md" for name in SWEEPS}
-_INCLUDE = re.compile(r"(?m)^<!-- include: (\S+) -->$")
+_INCLUDE = re.compile(r"(?m)^<!-- include: (.+) -->$")
+_LINE_OF_PROSE = re.compile(r"(?m)^(?!\||\* |#).+(?=\n[^\n])")  # two spaces behind it are Markdown's line break
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#]+)")
 
 
@@ -32,14 +33,22 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace each line `<!-- include: recipes/results/NAME/results.md -->` with that file, without its heading."""
+    """Replace each line `<!-- include: PATH -->` or `<!-- include: PATH#HEADING -->` with a file, or a section of it.
+
+    Its own heading stays behind; those below it go two levels down. A line of prose stays a line.
+    """
 
     def text_of(match: re.Match[str]) -> str:
-        path = ROOT / match[1]
+        name, _, heading = match[1].partition("#")
+        path = ROOT / name
         if not path.is_file():
-            raise PluginError(f"{match[0]}: there is no {path.relative_to(ROOT)}.")
-        text = re.sub(r"\A#[^\n]*\n", "", path.read_text()).strip()
-        return _with_links_to_source(re.sub(r"(?m)^(#+ )", r"##\1", text), match[1])
+            raise PluginError(f"{match[0]}: there is no {name}.")
+        sections = {part.partition("\n")[0].strip(): part for part in re.split(r"(?m)^#+ ", path.read_text())}
+        if heading and heading not in sections:
+            raise PluginError(f"{match[0]}: {name} has no heading {heading!r}.")
+        text = sections[heading].partition("\n")[2] if heading else re.sub(r"\A#[^\n]*\n", "", path.read_text())
+        text = _LINE_OF_PROSE.sub(r"\g<0>  ", re.sub(r"(?m)^(#+ )", r"##\1", text.strip()))
+        return _with_links_to_source(text, name)
 
     return _INCLUDE.sub(text_of, markdown)
 

@@ -207,6 +207,8 @@ def margin(results: Results) -> str:
 def ranking_line(ranks: pd.DataFrame, axis: str) -> str:
     first, second = list(ranks.itertuples())[:2]
     order = ", ".join(f"{r.Index} {r.rank:.2f}" for r in ranks.itertuples())
+    if first.rank == second.rank:
+        return f"Of the {axis}s, {first.Index} and {second.Index} rank alike (mean ranks: {order})."
     best = f"best in {first.best} of {first.count} comparisons; mean ranks: {order}"
     chance = f"against {second.Index} that {'could be chance' if second.chance > 0.05 else 'is more than chance'}"
     return f"Of the {axis}s, {first.Index} ranks first ({best}); {chance} (sign test, p = {second.chance:.2g})."

@@ -228,7 +228,7 @@ def test_no_family_gives_a_false_alarm(model_type: str, tmp_path: Path) -> None:
     except AttributeError as error:  # inkling_audio
         pytest.skip(f"transformers can't open it unpatched: {error}")
     if model_type == "diffusion_gemma":
-        pytest.skip("it ties norms by the names of their parameters, which DynamicTanh doesn't have (README, Limits)")
+        pytest.skip("it ties norms by the names of their parameters, which DynamicTanh doesn't have (a known limit)")
     patched = False
     for request in ({"norm": "rms", "init": "copy"}, {"norm": "dyt"}, {"pos": "rope"}):
         try:

@@ -1,7 +1,8 @@
 """Damaged weight files of patched checkpoints, in one file and in shards, and what opening may come to.
 
-Opening is refused, or gives the model that was saved. With one exception, which the README tells: the quick check reads
-samples of large tensors, so changed numbers between them may pass; `check_fingerprint="full"` must refuse those.
+Opening is refused, or gives the model that was saved. With one exception, which the documentation tells: the quick
+check reads samples of large tensors, so changed numbers between them may pass; `check_fingerprint="full"` must refuse
+those.
 """
 
 from __future__ import annotations

@@ -215,6 +215,16 @@ class TestReport:
         for told in ("seeds 0, 1, 2", "`python recipes/compare.py`", "2 cores", "made up"):
             assert told in text
 
+    def test_ways_that_rank_alike_are_in_no_order(self):
+        results = planted({"dyt": 0.1}, methods=("finetune", "distil"), noise=0, seeds=2)
+        for name in ("dyt-auto-distil-20-seed-0", "dyt-auto-finetune-20-seed-1"):
+            results["stages"][name]["end"]["loss"] -= 0.05
+        text = compare_report.compare_report(results)
+        assert re.search(r"Of the methods, (distil and finetune|finetune and distil) rank alike \(mean ranks:", text)
+        assert "ranks first" not in text
+        results["stages"]["dyt-auto-distil-20-seed-1"]["end"]["loss"] -= 0.1
+        assert "Of the methods, distil ranks first (best in 2 of 2" in compare_report.compare_report(results)
+
     def test_unfinished_grids_say_so(self, results):
         assert "Not finished" not in compare_report.compare_report(results)
         results["stages"].popitem()

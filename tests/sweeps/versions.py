@@ -2,8 +2,8 @@
 
 Every row gets an environment of its own in a temporary folder: a Python from PATH, else uv; the package with its extra
 `test`, installed by uv under the row's pins; the core tests on one worker. Rows that aren't named keep their results,
-which are in versions.json and from there in the README. Needs only the standard library, and a package index that
-offers the pinned versions.
+which are in versions.json and from there in docs/support/index.md. Needs only the standard library, and a package
+index that offers the pinned versions.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def main() -> int:
         print(f"== {name}: Python {ROWS[name][0]}, {ROWS[name][1]}", flush=True)
         results[name] = run(name, args.keep)
         RESULTS.write_text(json.dumps({one: results[one] for one in ROWS if one in results}, indent=1) + "\n")
-    subprocess.run([sys.executable, str(ROOT / "tests/update_readme.py"), "versions"], check=True)
+    subprocess.run([sys.executable, str(ROOT / "tests/docs/update.py"), "versions"], check=True)
     print(table(results))
     return int(any(row.get("failed") or "broken" in row for row in results.values()))
 

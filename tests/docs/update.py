@@ -1,0 +1,152 @@
+"""Writes the generated blocks of README.md and docs/: `python tests/docs/update.py [BLOCK ...]`.
+
+A block stands between `<!-- NAME: COMMAND -->` and `<!-- /NAME -->`, where COMMAND makes what it is made of;
+tests/docs/test_generated.py compares. Figures of the recipes aren't blocks: docs/hooks.py includes their files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import site
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from blocks import PAGES, ROOT
+
+SWEEPS = ROOT / "tests/sweeps"
+SITE = "https://hfpatch.github.io/hfpatch"
+
+site.addsitedir(str(SWEEPS))
+
+
+def totals(sweep: str) -> dict[str, Any]:
+    return json.loads((SWEEPS / f"{sweep}.json").read_text())
+
+
+def exact_counts() -> dict[str, int]:
+    found = totals("exact")
+    return {kind: found.get(kind, 0) for kind in ("exact", "in part", "refused", "wrong", "killed", "failed")}
+
+
+def stock_architectures() -> set[str]:
+    """Those that some patched model of another family equals."""
+    return {name for row in totals("native_export")["rows"] for name in row["equal"] if name != row["family"]}
+
+
+def settings_that_differ() -> int:
+    """How many model types compute something else than transformers with the same settings of RoPE."""
+    found = totals("native_rope")
+    return sum(found[name].get("DIFFERS", 0) for name in ("same", "theta", "linear", "partial"))
+
+
+def support() -> str:
+    """A row for each sweep, for the README: links are absolute."""
+    norms, places, turned, counts = totals("norm_swap"), totals("positions"), totals("native_rope"), exact_counts()
+    rows = [
+        ("any norm replaced", f"{norms['converted']} of {norms['of']} model types with a LayerNorm", "norm_swap"),
+        (
+            "LayerNorm to RMSNorm, exact",
+            f"{counts['exact']} model types in full, {counts['in part']} in part, {counts['refused']} refused, "
+            f"{counts['wrong']} wrong",
+            "exact",
+        ),
+        (
+            "RoPE in place of a position table",
+            f"{places['supported']} of {places['of']} classes, {places['wrong anywhere']} wrong",
+            "positions",
+        ),
+        (
+            "other RoPE settings",
+            f"of {turned['rotating']} rotary model types {turned['theta']['yes']} take another theta, "
+            f"{turned['linear']['yes']} linear scaling; {settings_that_differ()} differ from transformers' own",
+            "native_rope",
+        ),
+        ("native export, no code needed", f"{len(stock_architectures())} stock architectures", "native_export"),
+    ]
+    lines = [f"| {what} | {count} | [table]({SITE}/support/{page}/) |" for what, count, page in rows]
+    return "\n".join([f"| what | measured with transformers {norms['transformers']} | |", "|---|---|---|", *lines])
+
+
+def sweep() -> str:
+    found = totals("norm_swap")
+    return (
+        f"**{found['converted']} of {found['of']} model types** (transformers {found['transformers']}); what was kept "
+        "and why, and the types that don't instantiate, are in [Norms by model type](norm_swap.md)."
+    )
+
+
+def exact() -> str:
+    count, found = exact_counts(), totals("exact")
+    return (
+        f"Of {totals('norm_swap')['of']} model types with a LayerNorm {len(found['types'])} were examined "
+        f"(transformers {found['transformers']}): **{count['exact']} are exact in full**, {count['in part']} in part, "
+        f"{count['refused']} refused, {count['killed'] + count['failed']} ran out of time or memory, "
+        f"**{count['wrong']} wrong**; each with its error and the reasons in [Exact conversion](exact.md)."
+    )
+
+
+def positions() -> str:
+    found = totals("positions")
+    return (
+        f"**{found['supported']} of {found['of']} classes** that own a table (transformers {found['transformers']}) "
+        f"take RoPE, {found['refused']} are refused with a reason, **{found['wrong anywhere']} are wrong**; "
+        f"{found['beyond']} classes beyond that list do as well. Each with its figures, or the reason, in "
+        "[Positions by class](positions.md)."
+    )
+
+
+def native_rope() -> str:
+    found = totals("native_rope")
+    yes = {name: found[name].get("yes", 0) for name in ("same", "theta", "linear", "partial")}
+    return (
+        f"Of {found['rotating']} model types that rotate (transformers {found['transformers']}) {yes['same']} stay "
+        f"the same bit for bit; another theta ({yes['theta']}), linear scaling ({yes['linear']}) and partial rotation "
+        f"({yes['partial']}) equal transformers' own model with these settings, likewise; the rest is refused with its "
+        f"reason, or has no measurable effect in so small a model; **{settings_that_differ()} differ**. "
+        "[Other RoPE settings](native_rope.md) names them."
+    )
+
+
+def native_export() -> str:
+    import native_export as sweep
+
+    return sweep.compact(totals("native_export"))
+
+
+def versions() -> str:
+    import versions as sweep
+
+    return sweep.table(totals("versions"))
+
+
+BLOCKS = {block.__name__: block for block in (support, sweep, exact, positions, native_rope, native_export, versions)}
+
+
+def block_pattern(name: str) -> re.Pattern[str]:
+    """A block: the line that begins it, what is written, the line that ends it."""
+    return re.compile(rf"(?ms)^(<!-- {name}: [^\n]* -->\n)(.*?)(^<!-- /{name} -->$)")
+
+
+def pages_with(name: str) -> list[Path]:
+    return [page for page in PAGES if block_pattern(name).search(page.read_text())]
+
+
+def main(names: Iterable[str] = ()) -> None:
+    """Writes the named blocks, or all."""
+    for name in names or BLOCKS:
+        written = BLOCKS[name]()
+        for page in pages_with(name):
+            text = block_pattern(name).sub(lambda match, new=written: f"{match[1]}{new}\n{match[3]}", page.read_text())
+            page.write_text(text)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("blocks", nargs="*", metavar="BLOCK", help=f"{', '.join(BLOCKS)}; none: all")
+    args = parser.parse_args()
+    if unknown := set(args.blocks) - set(BLOCKS):
+        parser.error(f"no block {', '.join(sorted(unknown))}; there are {', '.join(BLOCKS)}")
+    main(args.blocks)
