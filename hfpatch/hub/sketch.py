@@ -214,7 +214,7 @@ class _Reader:
             kind = mlp.kind or type(mlp.act).__name__
             name = mlp.name.removeprefix(f"{site.block_name}.")
             return Piece("MLP", name, f"{mlp.sizes[0]} → {mlp.sizes[1]}, {kind}", notes)
-        attentions = [name for name in modules if "attention" in type(block.get_submodule(name)).__name__.lower()]
+        attentions = [name for name in modules if name and "attention" in type(block.get_submodule(name)).__name__.lower()]
         name = max(attentions, key=lambda one: one.count("."), default=own.outlet)
         title = "cross-attention" if own.cross else "attention" if attentions else "branch"
         return Piece(title, name, block.get_submodule(name)._get_name(), notes)
