@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..verification.report import LayerRow
@@ -56,10 +56,10 @@ def block_figures(before: BlockSketch, after: BlockSketch, positions: list[tuple
     """A block and what holds positions outside of it, before and after the patch; what differs is marked."""
     both = []
     for title, mine, other, side in (("Before", before, after, 0), ("After", after, before, 1)):
-        changed = set(_pieces(other)) | {pair[1 - side] for pair in positions}
-        drawing = _Drawing(f"{title}: {mine.names}", "after" if side else "before", changed)
+        there = {*_pieces(other), *(("", pair[1 - side]) for pair in positions)}
+        drawing = _Drawing(f"{title}: {mine.names}", "after" if side else "before", there)
         for pair in positions:
-            drawing.box(_LEFT, _WIDTH - _LEFT - 2, pair[side], outside=True)
+            drawing.box(_LEFT, _WIDTH - _LEFT - 2, pair[side])
             drawing.y += 8
         drawing.block(mine)
         both.append(drawing.figure)
@@ -68,30 +68,36 @@ def block_figures(before: BlockSketch, after: BlockSketch, positions: list[tuple
     return both
 
 
-def _pieces(block: BlockSketch) -> Iterable[Piece]:
-    return (piece for branch in block.branches for piece in (branch.norm, branch.body, branch.second) if piece)
+def _pieces(block: BlockSketch) -> Iterator[tuple[str, Piece]]:
+    """The pieces of a block, norms with the placement of their branch."""
+    for branch in block.branches:
+        yield "", branch.body
+        yield from ((branch.placement, norm) for norm in (branch.norm, branch.second) if norm)
 
 
 class _Drawing:
     """Draws a block from top to bottom: the stream on the left, its branches on the right.
 
+    Args:
+        title, side: of the figure, and the style of what differs from the other one.
+        others: the other one's pieces, as `_pieces` has them.
+
     Attributes:
         y: where the next shape goes.
     """
 
-    def __init__(self, title: str, side: str, others: set[Piece]):
+    def __init__(self, title: str, side: str, others: set[tuple[str, Piece]]):
         self.figure, self.side, self.others, self.y = Figure(_WIDTH, title=title), side, others, 4.0
         self.middle = _LEFT + (_WIDTH - _LEFT - 2) / 2
 
-    def box(self, x: float, width: float, piece: Piece, outside: bool = False, note: str = "") -> None:
-        """A piece's box at the present height."""
+    def box(self, x: float, width: float, piece: Piece, placement: str = "", note: str = "") -> None:
+        """A piece's box at the present height; `placement` is that of a norm's branch."""
         letters = int(width / _LETTER)
         text = (piece.name, piece.text, *piece.notes, note)
         lines = tuple(line for one in text if one for line in textwrap.wrap(one, letters))
         height = 2 * 7 + _LINE * (1 + len(lines))
-        style = self.side if piece not in self.others else "same"
-        title = f"{piece.title}, outside of the block" if outside else piece.title
-        self.figure.boxes.append(Box(x, self.y, width, height, title, lines, style))
+        style = "same" if (placement, piece) in self.others else self.side
+        self.figure.boxes.append(Box(x, self.y, width, height, piece.title, lines, style))
         self.y += height
 
     def path(self, data: str, style: str = "flow") -> None:
@@ -117,12 +123,16 @@ class _Drawing:
 
     def _branches(self, together: list[BranchSketch]) -> None:
         """One branch, or several that read and write the same points of the stream."""
-        fork, ends = self.y, []
+        fork, ends, several = self.y, [], len(together) > 1
+        width = _WIDTH - _LEFT - (14 if several else 2)
         for i, branch in enumerate(together):
-            self.y += _GAP
-            to = f"V{self.y - 12}H{self.middle}" if i else f"H{self.middle}"
+            self.y += _GAP + (14 if i else 0)
+            to = f"V{self.y - 14}H{self.middle}" if i else f"H{self.middle}"
             self.path(f"M{_STREAM},{fork}" + (f"H{_STREAM + 14}" if i else "") + f"{to}V{self.y - 2}")
-            boxes = {"pre": (branch.norm, branch.body), "parallel": (branch.norm, branch.body)}
+            boxes: dict[str, tuple[Piece, ...]] = {
+                "pre": (branch.norm, branch.body),
+                "parallel": (branch.norm, branch.body),
+            }
             boxes["sandwich"] = (branch.norm, branch.body, branch.second or branch.norm)
             boxes["olmo2"] = (branch.body, branch.norm)
             for j, piece in enumerate(boxes.get(branch.placement, (branch.body,))):
@@ -130,7 +140,8 @@ class _Drawing:
                     self.path(f"M{self.middle},{self.y}V{self.y + 14}")
                     self.y += 16
                 again = bool(i) and piece is branch.norm and piece == together[0].norm
-                self.box(_LEFT, _WIDTH - _LEFT - 2, piece, note="(the same module)" if again else "")
+                placement = "" if piece is branch.body else branch.placement
+                self.box(_LEFT, width, piece, placement, "(the same module)" if again else "")
             ends.append(self.y)
         self.y += _GAP
         for end in ends:
@@ -143,40 +154,47 @@ class _Drawing:
         self.y += _RADIUS
         if last.placement in ("post", "deepnorm"):
             self.y += 14
-            self.box(4, _WIDTH - 6, last.norm)
+            self.box(4, _WIDTH - 6, last.norm, last.placement)
         self.y += 12
+
+
+_Line = tuple[str, int, str]  # of a plot: its name, the number of its colour, its dashes
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Errors layer by layer of one stream, in two sizes, with a legend: (name, number of its colour, dashes)."""
+    """Errors layer by layer of one stream, in two sizes, with the legend."""
 
     stream: str
     figures: dict[str, Figure]
-    legend: list[tuple[str, int, str]]
+    legend: list[_Line]
 
 
 def layer_curves(rows: list[LayerRow]) -> list[Curves]:
-    """The error of each stream layer by layer, on a logarithmic axis; errors of 0 and infinite ones leave gaps."""
+    """The error of each stream layer by layer, on a logarithmic axis; errors of 0 and infinite ones leave gaps.
+
+    A dtype has one colour: the reference's line is dotted, the model's without the mean over channels dashed.
+    """
     found = []
+    dtypes = list(dict.fromkeys(row.dtype for row in rows))
     for stream in dict.fromkeys(row.stream for row in rows):
-        lines: dict[tuple[str, str], dict[int, float]] = {}
+        lines: dict[_Line, dict[int, float]] = {}
         for row in rows:
             if row.stream == stream:
+                name, colour = f"{row.role}, {row.dtype}", dtypes.index(row.dtype)
                 dots = "dotted" if row.role == "reference" else ""
-                lines.setdefault((f"{row.role}, {row.dtype}", dots), {})[row.layer] = row.error
+                lines.setdefault((name, colour, dots), {})[row.layer] = row.error
                 if row.role == "model":
-                    name = f"{row.role}, {row.dtype}, without the mean over channels"
-                    lines.setdefault((name, "dashed"), {})[row.layer] = row.centred
+                    centred = lines.setdefault((f"{name}, without the mean over channels", colour, "dashed"), {})
+                    centred[row.layer] = row.centred
         if any(0 < error < math.inf for line in lines.values() for error in line.values()):
-            legend = [(name, i, dots) for i, (name, dots) in enumerate(lines)]
             sizes = {"wide": (760, 300), "narrow": (340, 260)}
             figures = {size: _curves(f"{stream}, {size}", lines, *shape) for size, shape in sizes.items()}
-            found.append(Curves(stream, figures, legend))
+            found.append(Curves(stream, figures, list(lines)))
     return found
 
 
-def _curves(title: str, lines: dict[tuple[str, str], dict[int, float]], width: int, height: int) -> Figure:
+def _curves(title: str, lines: dict[_Line, dict[int, float]], width: int, height: int) -> Figure:
     figure = Figure(width, height, title)
     left, right, top, bottom = 46, width - 10, 12, height - 38
     errors = [error for line in lines.values() for error in line.values() if 0 < error < math.inf]
@@ -195,7 +213,7 @@ def _curves(title: str, lines: dict[tuple[str, str], dict[int, float]], width: i
     for layer in layers[:: math.ceil(len(layers) / (2 * _TICKS))]:
         figure.texts.append(Text(place(layer, low)[0], bottom + 18, str(layer), "small middle"))
     figure.texts.append(Text((left + right) / 2, height - 4, "layer (0: what enters the first)", "small middle"))
-    for i, ((_, dots), line) in enumerate(lines.items()):
+    for (_, colour, dots), line in lines.items():
         data, pen_up = "", True
         for layer, error in sorted(line.items()):
             if 0 < error < math.inf:
@@ -203,5 +221,5 @@ def _curves(title: str, lines: dict[tuple[str, str], dict[int, float]], width: i
                 data, pen_up = data + f"{'M' if pen_up else 'L'}{x:.1f},{y:.1f}", False
             else:
                 pen_up = True
-        figure.paths.append((data, f"curve c{i % 8} {dots}"))
+        figure.paths.append((data, f"curve c{colour % 8} {dots}"))
     return figure

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
@@ -19,8 +20,6 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
-
-import hfpatch
 
 from ..checkpoint.auto_classes import auto_classes_of
 from ..core.bare import require_bare
@@ -58,7 +57,9 @@ class _Outcome:
         lost, _, kept = lost.partition("; kept: ")
         verdict, _, rest = measured.partition(":")
         known = next((word for word in ("exact", "approximate", "repaired") if verdict.startswith(word)), "unknown")
-        return cls(request, known, measured if known == "unknown" or not rest else rest.strip(), lost, kept or kept_here)
+        return cls(
+            request, known, measured if known == "unknown" or not rest else rest.strip(), lost, kept or kept_here
+        )
 
 
 def write_page(
@@ -146,7 +147,7 @@ def _facts(
             "size": f"{parameters:,} parameters, {str(model.dtype).removeprefix('torch.')}",
             "form": "not saved yet" if checkpoint is None else _FORMS["remote" if remote else "plugin"],
             "saved with": f"transformers {stored.get('transformers_version') or transformers.__version__}",
-            "page written by": f"hfpatch {hfpatch.__version__}, transformers {transformers.__version__}",
+            "page written with": f"hfpatch {sys.modules['hfpatch'].__version__}, transformers {transformers.__version__}",
         },
         "base_url": f"https://huggingface.co/{base}" if base and _is_hub_id(base, reference) else None,
         "outcomes": outcomes,

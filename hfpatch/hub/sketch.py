@@ -6,8 +6,8 @@ patch made of them is read from the patched model's modules and lenses. A stack 
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -29,7 +29,6 @@ from ..sites.norms import describe
 from ..sites.records.biases import BIASES
 from ..sites.rotations import find_rotations
 from ..sites.stacks import find_stacks
-from ..swap.norms import norm_text
 from ..verification.report import ModuleRow
 
 _DRAWN = ("pre", "post", "olmo2", "sandwich", "parallel")
@@ -167,7 +166,12 @@ def _positions(host: PreTrainedModel, rows: list[ModuleRow]) -> list[tuple[Piece
             continue
         now = text if row is None or row.model == row.reference else row.model
         notes = (row.runtime,) if row is not None and row.runtime else ()
-        found.append((Piece("positions", name, text), Piece("positions", name, now, notes)))
+        found.append(
+            (
+                Piece("positions, outside of the block", name, text),
+                Piece("positions, outside of the block", name, now, notes),
+            )
+        )
     return found
 
 
@@ -214,7 +218,9 @@ class _Reader:
             kind = mlp.kind or type(mlp.act).__name__
             name = mlp.name.removeprefix(f"{site.block_name}.")
             return Piece("MLP", name, f"{mlp.sizes[0]} → {mlp.sizes[1]}, {kind}", notes)
-        attentions = [name for name in modules if name and "attention" in type(block.get_submodule(name)).__name__.lower()]
+        attentions = [
+            name for name in modules if name and "attention" in type(block.get_submodule(name)).__name__.lower()
+        ]
         name = max(attentions, key=lambda one: one.count("."), default=own.outlet)
         title = "cross-attention" if own.cross else "attention" if attentions else "branch"
         return Piece(title, name, block.get_submodule(name)._get_name(), notes)
@@ -238,7 +244,8 @@ def _parts(site: Site, mlp: MLPSite | None) -> list[str]:
 
 def _shared_pieces(name: str, other: str) -> int:
     """How many leading pieces two names share."""
-    return len(os.path.commonprefix([name.split("."), other.split(".")]))
+    pairs = zip(name.split("."), other.split("."), strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _notes(row: ModuleRow, site: Site, modules: list[str]) -> Iterator[str]:
@@ -254,14 +261,18 @@ def _notes(row: ModuleRow, site: Site, modules: list[str]) -> Iterator[str]:
 
 def _norm(block: nn.Module, name: str) -> Piece:
     module = block.get_submodule(name)
-    return Piece("norm", name, norm_text(module, describe(module)))
+    facts = describe(module)
+    size = f"({', '.join(map(str, facts.shape))})" if facts is not None and facts.shape else ""
+    return Piece("norm", name, module._get_name() + size)
 
 
 def _join(site: Site) -> Join | None:
     """What a patch made of the place where a branch meets the stream."""
     joins = lens_of(site.block, Joins)
     own = site.branch
-    return next((one for one in joins.joins if (one.outlet, one.call) == (own.outlet, own.call)), None) if joins else None
+    return (
+        next((one for one in joins.joins if (one.outlet, one.call) == (own.outlet, own.call)), None) if joins else None
+    )
 
 
 def _alpha(site: Site) -> float:
