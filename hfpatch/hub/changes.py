@@ -63,4 +63,4 @@ def _cells(rows: list[ModuleRow], names: str) -> tuple[str, ...]:
         now = "(kept)" if row.state == "kept" else "(same)"
     by_weights = f"weights differ by {change:.1%}" if 0 < change < math.inf else None
     note = "; ".join(filter(None, (row.runtime, row.reason, by_weights)))
-    return names + (f" ×{len(rows)}" if len(rows) > 1 else ""), row.reference, now, note
+    return names + (f"  x{len(rows)}" if len(rows) > 1 else ""), row.reference, now, note

@@ -26,7 +26,7 @@ from ..runtime.classes import ARCHITECTURE
 from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.record import KEY, MODEL_TYPES
 from ..schemes.request import Record
-from .card import CARD
+from .card import CARD, PAGE
 
 CONFIG = "config.json"
 # Globs over the lower-case name of a file or folder that stays behind
@@ -47,12 +47,14 @@ class Checkpoint:
 
     Attributes:
         config: config.json.
+        opened: the same as transformers opens it.
         record: the patch record; None of a native export.
         files: the files to upload, by their path in the folder.
         left_out: paths of those that stay behind.
     """
 
     config: dict[str, Any]
+    opened: Any
     record: Record | None
     files: dict[str, Path]
     left_out: list[str]
@@ -117,7 +119,7 @@ def checkpoint_of(
     export_model(model, scratch / "model", form or "plugin", tokenizer=tokenizer, **save_options)
     written = read_checkpoint(scratch / "model", form == "native")
     if found is not None:
-        written.files |= {name: path for name, path in found.files.items() if name == CARD}
+        written.files |= {name: path for name, path in found.files.items() if name in (CARD, PAGE)}
         written.left_out = found.left_out
     return written
 
@@ -152,7 +154,7 @@ def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
     elif config.get("auto_map"):
         raise CheckpointError(f"{folder} is no native export: it opens with remote code (auto_map in {CONFIG}).")
     _require_weights(folder, files, left_out)
-    return Checkpoint(config, record, files, left_out)
+    return Checkpoint(config, opened, record, files, left_out)
 
 
 def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:

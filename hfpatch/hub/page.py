@@ -31,12 +31,12 @@ from ..runtime.lens import host_class
 from ..runtime.record import KEY
 from ..schemes.request import HOW, LOST, Part, Record
 from ..verification.report import Report, output_lines
-from .card import CARD, TASKS
+from .card import CARD, PAGE, TASKS
 from .changes import HEADINGS, change_lines, changed_modules, unpatched
 from .figures import block_figures, layer_curves
 from .sketch import sketches
 
-PAGE = "report.html"
+_BY_REPAIR = ("repaired", "approximate: a repair")  # how outcomes begin after one
 _ORIGINAL, _PATCHED = "ORIGINAL", "PATCHED"  # stand for names that aren't known
 
 
@@ -138,6 +138,7 @@ def _facts(
     cls = host_class(type(model))
     auto = [*auto_classes_of(cls, host_class(type(model.config)), TASKS), "AutoModel"][0]
     parameters = sum(p.numel() for p in model.parameters())
+    version = sys.modules["hfpatch"].__version__
     outcomes = [_Outcome.of(request, text) for request, text in record.outcomes().items()]
     return {
         "title": name if checkpoint is not None else cls.__name__,
@@ -147,7 +148,7 @@ def _facts(
             "size": f"{parameters:,} parameters, {str(model.dtype).removeprefix('torch.')}",
             "form": "not saved yet" if checkpoint is None else _FORMS["remote" if remote else "plugin"],
             "saved with": f"transformers {stored.get('transformers_version') or transformers.__version__}",
-            "page written with": f"hfpatch {sys.modules['hfpatch'].__version__}, transformers {transformers.__version__}",
+            "page written with": f"hfpatch {version}, transformers {transformers.__version__}",
         },
         "base_url": f"https://huggingface.co/{base}" if base and _is_hub_id(base, reference) else None,
         "outcomes": outcomes,
@@ -241,7 +242,7 @@ def _commands(record: Record, base: str, name: str) -> Iterator[str]:
         words += [word for glob in part.only for word in ("--only", glob)]
         words += [word for glob in part.keep for word in ("--keep", glob)]
         words += [] if part.init == "auto" else ["--init", part.init]
-        if not any("repair" in part.outcome for part in step.values()):
+        if not any(part.outcome.startswith(_BY_REPAIR) for part in step.values()):
             words += ["--calibration", "none"]
         yield shlex.join(words)
         source = target
