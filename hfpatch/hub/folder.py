@@ -26,7 +26,7 @@ from ..runtime.classes import ARCHITECTURE
 from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.record import KEY, MODEL_TYPES
 from ..schemes.request import Record
-from .card import CARD, PAGE
+from .card import CARD
 
 CONFIG = "config.json"
 # Globs over the lower-case name of a file or folder that stays behind
@@ -119,7 +119,7 @@ def checkpoint_of(
     export_model(model, scratch / "model", form or "plugin", tokenizer=tokenizer, **save_options)
     written = read_checkpoint(scratch / "model", form == "native")
     if found is not None:
-        written.files |= {name: path for name, path in found.files.items() if name in (CARD, PAGE)}
+        written.files |= {name: path for name, path in found.files.items() if name == CARD}
         written.left_out = found.left_out
     return written
 

@@ -134,9 +134,9 @@ def push_patched(
     says where there are none, and samples of them are compared.
 
     The card says what was patched, how to open it, and what is known of quality and licence; it links to the page that
-    `hfpatch report` wrote into the folder (report.html). A README.md of the folder
-    (or of the repository, where the folder has none) keeps its text: only the section of an earlier push is renewed,
-    and its metadata is completed.
+    `hfpatch report` wrote into the folder (report.html), which travels where the folder is pushed in the form that it
+    has. A README.md of the folder (or of the repository, where the folder has none) keeps its text: only the section of
+    an earlier push is renewed, and its metadata is completed.
 
     Args:
         model: the model in memory, or the folder that `save_pretrained` or an export wrote. A folder stays as it is.

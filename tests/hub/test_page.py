@@ -22,8 +22,10 @@ from typer.testing import CliRunner
 from hfpatch.cli import app
 from hfpatch.errors import OptionError
 from hfpatch.export.remote import export_remote
+from hfpatch.hub.card import PAGE
 from hfpatch.hub.changes import change_lines, changed_modules, unpatched
 from hfpatch.hub.figures import layer_curves
+from hfpatch.hub.folder import read_checkpoint
 from hfpatch.hub.page import write_page
 from hfpatch.hub.sketch import Sketches, sketches
 from hfpatch.patch import patch_model, repair_report
@@ -326,6 +328,13 @@ def test_its_commands_make_the_checkpoint_again(
     assert set(again.config.hfpatch["edits"]) == set(model.config.hfpatch["edits"])
     tokens = torch.arange(24).reshape(2, 12)
     assert torch.allclose(again(tokens).logits, model(tokens).logits, atol=1e-5)
+
+
+def test_a_push_takes_it_along(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    patched = shutil.copytree(folders[0], tmp_path / "patched")
+    assert PAGE not in read_checkpoint(patched).files
+    called("report", str(patched))
+    assert PAGE in read_checkpoint(patched).files
 
 
 # In a browser
