@@ -89,6 +89,7 @@ def write_page(
         WrappedModelError, CheckpointError: the model is wrapped, or isn't patched.
         OptionError: the name doesn't end in .html.
         PatchError: the file can't be written.
+        OSError: `checkpoint` has no config.json.
     """
     path = Path(path)
     if path.suffix != ".html":

@@ -103,10 +103,10 @@ def sketches(model: PreTrainedModel, host: PreTrainedModel, rows: list[ModuleRow
     was, now = _Reader(host, []), _Reader(model, rows)
     pairs, notes = [], []
     for stack in dict.fromkeys(branch.stack for branch in branches):
-        wanted = [branch for branch in branches if branch.stack == stack]
         names = [name for name, sites in before.items() if sites[0].branch.stack == stack]
-        whole = all(len(before[name]) == len(after.get(name, [])) == len(wanted) for name in names)
-        if not names or not whole or any(branch.placement not in _DRAWN for branch in wanted):
+        whole = all(len(before[name]) == len(after.get(name, [])) for name in names)
+        known = all(branch.placement in _DRAWN for branch in branches if branch.stack == stack)
+        if not (names and whole and known):
             notes.append(f"{stack} isn't drawn: how its branches meet the residual stream isn't known.")
             continue
         different: dict[tuple, list[str]] = {}
@@ -132,7 +132,8 @@ def _branches(host: PreTrainedModel) -> list[Branch]:
         layers = find_branches(small, inputs)
     found: dict[tuple, Branch] = {}
     for branch in layers:
-        known = found.setdefault((branch.stack, branch.outlet, branch.call), replace(branch, block=branch.stack))
+        key = branch.stack, branch.outlet, branch.call, branch.projection
+        known = found.setdefault(key, replace(branch, block=branch.stack))
         if (known.norm, known.outer, known.placement) != (branch.norm, branch.outer, branch.placement):
             raise UnsupportedError(f"the layers of {branch.stack} add their branches to the stream in different ways.")
     if not found:
@@ -141,9 +142,11 @@ def _branches(host: PreTrainedModel) -> list[Branch]:
 
 
 def _by_block(model: nn.Module, branches: list[Branch]) -> dict[str, list[Site]]:
+    """The branches in each block; of blocks of one pattern that aren't alike (T5's), those whose projection it has."""
     found: dict[str, list[Site]] = {}
     for site in sites_of(model, branches):
-        found.setdefault(site.block_name, []).append(site)
+        if any(name == site.branch.projection for name, _ in site.block.named_modules()):
+            found.setdefault(site.block_name, []).append(site)
     return found
 
 
@@ -154,7 +157,11 @@ def _names(names: list[str]) -> str:
 
 def _positions(host: PreTrainedModel, rows: list[ModuleRow]) -> list[tuple[Piece, Piece]]:
     """Tables of positions and the model's own rotary modules, before and after."""
-    tables = [item.table_name for item in (*find_stacks(host), *find_stacks(host, BIASES))]
+    tables = [item.table_name for item in find_stacks(host)]
+    for item in find_stacks(host, BIASES):  # which may be in the first of the owner's attentions
+        leaf = item.stack.table.rpartition(".")[2]
+        names = (name for name, _ in host.named_modules() if name.startswith(f"{item.name}."))
+        tables += [name for name in names if name.rpartition(".")[2] == leaf][:1]
     rotary = [rotation.module_name for rotation in find_rotations(host)]
     found, by_name = [], {row.module: row for row in rows}
     for name in dict.fromkeys((*tables, *rotary)):
@@ -168,8 +175,8 @@ def _positions(host: PreTrainedModel, rows: list[ModuleRow]) -> list[tuple[Piece
         notes = (row.runtime,) if row is not None and row.runtime else ()
         found.append(
             (
-                Piece("positions, outside of the block", name, text),
-                Piece("positions, outside of the block", name, now, notes),
+                Piece("positions", name, text),
+                Piece("positions", name, now, notes),
             )
         )
     return found

@@ -226,6 +226,10 @@ def test_blocks_that_differ_are_drawn_apart() -> None:
 def test_cross_attention_and_own_rotations() -> None:
     bart = list(boxes(sketched(patch(tiny("bart"), pos="rope"))))
     assert [title for _, _, title in bart] == ["attention", "MLP", "attention", "cross-attention", "MLP"]
+    found = sketched(patch(tiny("t5"), pos="rope"))  # whose blocks hold one branch each
+    titles = [title for _, _, title in boxes(found)]
+    assert titles == ["attention", "MLP", "attention", "cross-attention", "MLP"]
+    assert [(before.text, after.text) for before, after in found.positions] == [("Embedding(32, 4)", "nothing")] * 2
     [(before, after)] = sketched(patch(tiny("llama"), pos="rope:theta=50000")).positions
     assert (before.name, before.notes) == ("rotary_emb", ())
     assert after.notes == ("rotates by RoPE(theta=50000, half)",)
