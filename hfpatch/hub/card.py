@@ -6,7 +6,7 @@ section stands between two comments; the rest of a card stays as its author wrot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ from ..errors import OptionError
 from ..runtime.errors import first_line
 from ..runtime.record import KEY, MODEL_TYPES
 from ..schemes.request import HOW, KINDS, Part, Record
-from ..verification.report import ModuleRow, Report
-from .changes import HEADINGS, change_lines
+from ..verification.report import Report
 
 CARD, PAGE = "README.md", "report.html"
 BEGIN, END = "<!-- hfpatch: this section is written anew by every push -->", "<!-- hfpatch: end -->"
@@ -65,7 +64,7 @@ class CardFacts:
         license: as the caller says; None takes the base model's.
         report: what `verify` measured.
         eval_results: results for the metadata.
-        changes: rows for the changed modules, from `changes_by_config`.
+        changes: the table of what changed, module by module, from `changes_by_config`.
         page: whether `hfpatch report`'s page lies beside the card.
     """
 
@@ -78,7 +77,7 @@ class CardFacts:
     license: str | None = None
     report: Report | None = None
     eval_results: tuple[EvalResult, ...] = ()
-    changes: tuple[ModuleRow, ...] = ()
+    changes: Sequence[tuple[str, ...]] = ()
     page: bool = False
 
     @property
@@ -205,7 +204,7 @@ def _section(facts: CardFacts, auto: str, data: Any) -> Iterator[str]:
         told = "\n".join(f"{request}: {outcome}" for request, outcome in facts.record.outcomes().items())
         yield f"What was measured right after each of them, before any training:\n\n```text\n{told}\n```\n\n{HOW}"
         if facts.changes:
-            lines = table([HEADINGS, *change_lines(list(facts.changes))])
+            lines = table(facts.changes)
             yield f"Module by module (what was written into weights alone isn't listed):\n\n```text\n{lines}\n```"
         edits = "\n".join(map(str, facts.record.edits))
         yield f"Its config.json holds that as edits of the host's modules:\n\n```text\n{edits}\n```"

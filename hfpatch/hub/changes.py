@@ -33,14 +33,18 @@ def changed_modules(model: PreTrainedModel) -> list[ModuleRow]:
     return compare_modules(model, unpatched(model))
 
 
-def changes_by_config(config: Any) -> list[ModuleRow]:
-    """The same from the config of a patched checkpoint; [] where its model can't be built from that alone."""
+def changes_by_config(config: Any) -> list[tuple[str, ...]]:
+    """A table of the same, headings first, from the config of a patched checkpoint.
+
+    [] where nothing changed in the structure, or the model can't be built from its config alone.
+    """
     try:
         with torch.device("meta"):
             model = random_weights(config, None, trust=False)
-        return changed_modules(model)
+        lines = change_lines(changed_modules(model))
     except Exception:  # whatever a model's constructor may raise; a card does without the table
         return []
+    return [HEADINGS, *lines] if lines else []
 
 
 def change_lines(rows: list[ModuleRow]) -> list[tuple[str, ...]]:

@@ -198,7 +198,7 @@ def push_patched(
         notes = branch.read_head(required=not dry_run)
         if private and branch.head.private is False:
             notes.append("the repository is public already, so anyone can read this")
-        changes = tuple(changes_by_config(found.opened)) if found.record is not None else ()
+        changes = changes_by_config(found.opened) if found.record is not None else []
         known = found.config, found.record, branch.repo_id, folder, *base, license, report, results
         facts = CardFacts(*known, changes, PAGE in found.files)
         own = found.files.get(CARD)

@@ -145,8 +145,7 @@ def test_the_library_is_renewed_with_the_section(folder: Checkpoint) -> None:
 
 
 def test_the_table_of_what_changed(folder: Checkpoint) -> None:
-    rows = tuple(changes_by_config(folder.opened))
-    text, _ = card(facts(folder, changes=rows), None)
+    text, _ = card(facts(folder, changes=changes_by_config(folder.opened)), None)
     assert re.search(r"\nmodule +original +patched +note\n", text)
     assert re.search(r"\ntransformer\.h\.\{0-1\}\.ln_\{1-2\}  x4 +LayerNorm\(32\) +RMSNorm\(32\)\n", text)
     assert re.search(r"\ntransformer\.ln_f +LayerNorm\(32\) +\(kept\) +keep\n", text)
