@@ -1,18 +1,14 @@
-"""The command line: `hfpatch families`, `plan MODEL`, `patch MODEL OUT`, `verify MODEL REF`, `export`, `push`."""
+"""The command line: `hfpatch families`, `plan`, `patch`, `verify`, `report`, `env`, `export`, `push`."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import transformers
 import typer
-import typer.core
 
 import hfpatch
 
@@ -20,18 +16,21 @@ from .checkpoint.auto_classes import auto_classes_of
 from .checkpoint.by_name import config_of, is_config, opened, random_weights
 from .checkpoint.classes import OPENED
 from .checkpoint.file_digests import compare
+from .core.commands import Commands
+from .core.environment import environment
 from .core.plan_table import table
 from .core.progress import show_progress
 from .core.registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS
 from .core.staging import require_free, staged_folder
-from .errors import FingerprintWarning, NotPreservedWarning, OptionError
+from .errors import OptionError
 from .export import export_model
+from .hub.page import default_place, write_page
 from .hub.push import push_patched
 from .measure.text_batches import processor_of, text_batches, tokenizer_of
 from .patch import outcomes, patch_model, repair_report
 from .plan import plan_patch
 from .repairs.sample import generates, sample_batches
-from .runtime.errors import PatchError, first_line
+from .runtime.errors import PatchError
 from .runtime.lens import host_class
 from .runtime.qk_layouts import Fused
 from .runtime.record import KEY
@@ -40,44 +39,8 @@ from .schemes.request import HOW, LOST
 from .verification import verify as verification
 from .verification.report import Report
 
-_OWN_WARNINGS = (NotPreservedWarning, FingerprintWarning)
-
-
-class _Commands(typer.core.TyperGroup):
-    """The commands, with errors that a user can put right as one line and exit status 1; others keep a traceback."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            with _own_warnings():
-                return super().invoke(ctx)
-        except (PatchError, OSError, ValueError) as error:
-            message = str(error) if isinstance(error, PatchError) else first_line(error)
-            if "trust_remote_code=True" in str(error):
-                message += " Pass --trust-remote-code to run it."
-            typer.echo(f"Error: {message}", err=True)
-            raise typer.Exit(1) from None
-
-
-@contextlib.contextmanager
-def _own_warnings() -> Iterator[None]:
-    """hfpatch's warnings as one line each on stderr."""
-    with warnings.catch_warnings():
-        for category in _OWN_WARNINGS:
-            warnings.simplefilter("always", category)
-        show = warnings.showwarning
-
-        def print_own(message: Any, category: Any, *rest: Any) -> None:
-            if issubclass(category, _OWN_WARNINGS):
-                typer.echo(f"Warning: {message}", err=True)
-            else:
-                show(message, category, *rest)
-
-        warnings.showwarning = print_own  # type: ignore[assignment]
-        yield
-
-
 app = typer.Typer(
-    cls=_Commands,
+    cls=Commands,
     help="Architecture surgery for Hugging Face models.",
     no_args_is_help=True,
     add_completion=False,
@@ -96,6 +59,9 @@ def _option(text: str, *names: str, **settings: Any) -> Any:
 
 Model = Annotated[str, typer.Argument(help="A Hub id, a folder, or config:FAMILY for random weights (config:gpt2).")]
 Patched = Annotated[str, typer.Argument(help="The patched checkpoint: a Hub id or a folder.")]
+Reference = Annotated[str | None, typer.Argument(help="The original's Hub id or folder.")]
+Text = Annotated[Path | None, _option("Text file, one example a line; default: random inputs.")]
+Examples = Annotated[int, _option("How many lines of the text are used, from its start.", min=1)]
 _INIT = (
     "How new parameters start: auto (the same function where there is a way, else as near as a formula gets), exact "
     "(the same function, or an error), copy (gains and shifts as they were), reset (afresh, for training)."
@@ -244,11 +210,11 @@ def patch(
 @app.command()
 def verify(
     model: Patched,
-    reference: Annotated[str | None, typer.Argument(help="The original's Hub id or folder.")] = None,
-    text: Annotated[Path | None, _option("Text file, one example a line; default: random inputs.")] = None,
+    reference: Reference = None,
+    text: Text = None,
     json: Annotated[Path | None, _option("Save the report as this .json file.", "--json")] = None,
     plot: Annotated[Path | None, _option("Draw the error layer by layer into this .png file.")] = None,
-    examples: Annotated[int, _option("How many lines of the text are used, from its start.", min=1)] = 64,
+    examples: Examples = 64,
     length: Length = 128,
     head: Head = None,
     trust_remote_code: Trust = False,
@@ -269,12 +235,7 @@ def verify(
     for place in (json, plot):
         _require_apart(place, model, reference, text)
     built = opened(model, head, trust_remote_code)
-    original = opened(reference, head, trust_remote_code) if trust_remote_code else reference
-    batches = None
-    if text is not None:
-        processor = processor_of(model, trust_remote_code) or processor_of(reference, trust_remote_code)
-        batches = text_batches(text, built, processor, examples, length)
-    report = verification.verify(built, original, batches)
+    report = _compared(built, model, reference, text, examples, length, head, trust_remote_code)
     typer.echo(str(report))
     if json is not None:
         report.save(json)
@@ -282,6 +243,44 @@ def verify(
     if plot is not None:
         report.plot(plot)
         typer.echo(f"\nPlotted to {plot}.")
+
+
+@app.command()
+def report(
+    model: Patched,
+    reference: Reference = None,
+    out: Annotated[Path | None, _option("The .html file; default: report.html in MODEL's folder.")] = None,
+    json: Annotated[Path | None, _option("A .json file that verify saved, instead of measuring.", "--json")] = None,
+    text: Text = None,
+    examples: Examples = 64,
+    length: Length = 128,
+    head: Head = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Write a page about a patched checkpoint: the block before and after, errors, how to open it and make it again.
+
+    One HTML file that loads nothing. With a REFERENCE, the original, it is measured as by verify; --json takes a report
+    that verify saved. A push takes report.html in the folder along, and the model card links to it.
+    """
+    if is_config(model):
+        raise PatchError("report takes a patched checkpoint, not config:FAMILY (random weights).")
+    if (json is not None or reference is None) and text is not None:
+        raise OptionError("--text is what a REFERENCE is compared on, and --json is a comparison already.")
+    place = default_place(model) if out is None else out
+    if out is not None:
+        _require_apart(out, model, reference, text, json)
+    saved = None if json is None else Report.load(json)
+    built = opened(model, head, trust_remote_code)
+    if saved is None and reference is not None:
+        saved = _compared(built, model, reference, text, examples, length, head, trust_remote_code)
+    write_page(built, place, checkpoint=model, reference=reference, report=saved, repair=repair_report(built))
+    typer.echo(f"Saved to {place}.")
+
+
+@app.command()
+def env() -> None:
+    """Print versions, devices and plug-ins for a report of a problem; no names of users, paths or tokens."""
+    typer.echo(environment())
 
 
 @app.command()
@@ -355,6 +354,18 @@ def _require_apart(out: Path | None, *sources: str | Path | None) -> None:
             read, written = Path(source).resolve(), out.resolve()
             if read.is_relative_to(written) or (written.is_file() and written.is_relative_to(read)):
                 raise PatchError(f"{out} would replace {source}, or a part of it. Choose another place.")
+
+
+def _compared(
+    built: Any, model: str, reference: str, text: Path | None, examples: int, length: int, head: str | None, trust: bool
+) -> Report:
+    """What `verify` measures of an opened model, on random inputs or on a text."""
+    original = opened(reference, head, trust) if trust else reference
+    batches = None
+    if text is not None:
+        processor = processor_of(model, trust) or processor_of(reference, trust)
+        batches = text_batches(text, built, processor, examples, length)
+    return verification.verify(built, original, batches)
 
 
 def _verify_files(model: str, head: str | None, trust: bool) -> None:

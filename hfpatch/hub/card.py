@@ -6,7 +6,7 @@ section stands between two comments; the rest of a card stays as its author wrot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from transformers import CONFIG_MAPPING
 
 from ..checkpoint.auto_classes import auto_classes_of
+from ..core.plan_table import table
 from ..errors import OptionError
 from ..runtime.errors import first_line
 from ..runtime.record import KEY, MODEL_TYPES
 from ..schemes.request import HOW, KINDS, Part, Record
 from ..verification.report import Report
 
-CARD = "README.md"
+CARD, PAGE = "README.md", "report.html"
 BEGIN, END = "<!-- hfpatch: this section is written anew by every push -->", "<!-- hfpatch: end -->"
 # Auto class -> the Hub's task; of an encoder-decoder's text it could be several, and of an AutoModel see below
 TASKS = {
@@ -43,6 +44,10 @@ TASKS = {
     "AutoModelForAudioClassification": "audio-classification",
 }
 _BODY_TASKS = {"input_ids": "feature-extraction", "pixel_values": "image-feature-extraction"}  # by the main input
+_LIBRARIES = ("transformers", "hfpatch")  # that a push names
+# Of the Hub's four relations (adapter, finetune, merge, quantized) the one for a whole model whose weights were made
+# from those of one other: a patch is no adapter, merges nothing and quantizes nothing.
+_RELATION = "finetune"
 _NOUNS = {"norm": "norms", "pos": "positions", "mlp": "MLPs", "placement": "places of the norms"}
 
 
@@ -59,6 +64,8 @@ class CardFacts:
         license: as the caller says; None takes the base model's.
         report: what `verify` measured.
         eval_results: results for the metadata.
+        changes: the table of what changed, module by module, from `changes_by_config`.
+        page: whether `hfpatch report`'s page lies beside the card.
     """
 
     config: dict[str, Any]
@@ -70,6 +77,13 @@ class CardFacts:
     license: str | None = None
     report: Report | None = None
     eval_results: tuple[EvalResult, ...] = ()
+    changes: Sequence[tuple[str, ...]] = ()
+    page: bool = False
+
+    @property
+    def library(self) -> str:
+        """What opens the checkpoint: by it the Hub chooses the code that it shows, which has to work."""
+        return "hfpatch" if self.record is not None and not self.config.get("auto_map") else "transformers"
 
     @property
     def parts(self) -> list[tuple[str, Part]]:
@@ -157,11 +171,15 @@ def auto_class_and_task(config: dict[str, Any]) -> tuple[str, str | None]:
 def _complete(data: Any, facts: CardFacts, task: str | None, has_section: bool) -> None:
     """Fill gaps in the author's metadata; the caller's arguments take precedence, equal results are replaced."""
     language = facts.base_card and facts.base_card.get("language")
-    found = {"library_name": "transformers", "pipeline_tag": task, "language": language, **facts.licence()}
+    found = {"library_name": facts.library, "pipeline_tag": task, "language": language, **facts.licence()}
+    if has_section and data.get("library_name") in _LIBRARIES:  # an earlier push may have had another form
+        data["library_name"] = facts.library
     for name, value in {**found, "base_model": facts.base_model}.items():
         by_caller = name == "base_model" or (name == "license" and facts.license)
         if value and (by_caller or not data.get(name)):
             data[name] = value
+    if isinstance(data.get("base_model"), str):
+        data["base_model_relation"] = data.get("base_model_relation") or _RELATION
     tags = data.get("tags") or []
     tags = [tags] if isinstance(tags, str) else tags
     if has_section:  # schemes of an earlier push, which may have been of another patch
@@ -178,12 +196,20 @@ def _section(facts: CardFacts, auto: str, data: Any) -> Iterator[str]:
     yield _summary(facts, data.base_model)
     if facts.record is not None:
         yield "## What was patched"
-        calls = (f"hfpatch.patch_model(model, {part.written(kind)})" for kind, part in facts.parts)
+        calls = [f"hfpatch.patch_model(model, {part.written(kind)})" for kind, part in facts.parts]
+        if isinstance(data.base_model, str):
+            opened = f'model = {auto}.from_pretrained("{data.base_model}")'
+            calls = ["import hfpatch", f"from transformers import {auto}", "", opened, *calls]
         yield "```python\n" + "\n".join(calls) + "\n```"
         told = "\n".join(f"{request}: {outcome}" for request, outcome in facts.record.outcomes().items())
         yield f"What was measured right after each of them, before any training:\n\n```text\n{told}\n```\n\n{HOW}"
+        if facts.changes:
+            lines = table(facts.changes)
+            yield f"Module by module (what was written into weights alone isn't listed):\n\n```text\n{lines}\n```"
         edits = "\n".join(map(str, facts.record.edits))
-        yield f"Which comes to these changes of the host's modules:\n\n```\n{edits}\n```"
+        yield f"Its config.json holds that as edits of the host's modules:\n\n```text\n{edits}\n```"
+        if facts.page:
+            yield f"[{PAGE}]({PAGE}) draws the block before and after; download it to look at it."
     yield "## How to open it"
     yield from _ways_to_open(facts, auto)
     if facts.report is not None:
@@ -210,6 +236,7 @@ def _summary(facts: CardFacts, base: str | list[str] | None) -> str:
 
 
 def _ways_to_open(facts: CardFacts, auto: str) -> Iterator[str]:
+    title = facts.repo_id.split("/")[-1]
     where = f'"{facts.repo_id}"' + (f', subfolder="{facts.subfolder}"' if facts.subfolder else "")
 
     def code(first: str = "", option: str = "") -> str:
@@ -224,6 +251,11 @@ def _ways_to_open(facts: CardFacts, auto: str) -> Iterator[str]:
     if auto in (facts.config.get("auto_map") or {}):
         yield "Without hfpatch, by the code that the repository carries; read it, and give a commit as `revision=`:"
         yield code(option=", trust_remote_code=True")
+        return
+    whole = facts.repo_id if not facts.subfolder else "FOLDER"  # what the command line opens
+    yield "For those without hfpatch, export it: by remote code, or where one is equal as a stock architecture."
+    forms = "\n".join(f"hfpatch export {whole} {title}-{form} --to {form}" for form in ("remote", "native"))
+    yield f"```bash\n{forms}\n```"
 
 
 def _licence(facts: CardFacts, data: Any) -> str:

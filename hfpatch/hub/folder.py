@@ -47,12 +47,14 @@ class Checkpoint:
 
     Attributes:
         config: config.json.
+        opened: the same as transformers opens it.
         record: the patch record; None of a native export.
         files: the files to upload, by their path in the folder.
         left_out: paths of those that stay behind.
     """
 
     config: dict[str, Any]
+    opened: Any
     record: Record | None
     files: dict[str, Path]
     left_out: list[str]
@@ -152,7 +154,7 @@ def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
     elif config.get("auto_map"):
         raise CheckpointError(f"{folder} is no native export: it opens with remote code (auto_map in {CONFIG}).")
     _require_weights(folder, files, left_out)
-    return Checkpoint(config, record, files, left_out)
+    return Checkpoint(config, opened, record, files, left_out)
 
 
 def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:

@@ -34,7 +34,8 @@ from ..core.plan_table import table
 from ..errors import HubError, OptionError
 from ..export import FORMS
 from ..verification.report import Report
-from .card import CARD, CardFacts, base_of, card
+from .card import CARD, PAGE, CardFacts, base_of, card
+from .changes import changes_by_config
 from .folder import checkpoint_of
 
 T = TypeVar("T")
@@ -132,9 +133,10 @@ def push_patched(
     A folder's weights are compared, byte by byte, with the digests that were saved beside them; a FingerprintWarning
     says where there are none, and samples of them are compared.
 
-    The card says what was patched, how to open it, and what is known of quality and licence. A README.md of the folder
-    (or of the repository, where the folder has none) keeps its text: only the section of an earlier push is renewed,
-    and its metadata is completed.
+    The card says what was patched, how to open it, and what is known of quality and licence; it links to the page that
+    `hfpatch report` wrote into the folder (report.html), which travels where the folder is pushed in the form that it
+    has. A README.md of the folder (or of the repository, where the folder has none) keeps its text: only the section of
+    an earlier push is renewed, and its metadata is completed.
 
     Args:
         model: the model in memory, or the folder that `save_pretrained` or an export wrote. A folder stays as it is.
@@ -196,7 +198,9 @@ def push_patched(
         notes = branch.read_head(required=not dry_run)
         if private and branch.head.private is False:
             notes.append("the repository is public already, so anyone can read this")
-        facts = CardFacts(found.config, found.record, branch.repo_id, folder, *base, license, report, results)
+        changes = changes_by_config(found.opened) if found.record is not None else []
+        known = found.config, found.record, branch.repo_id, folder, *base, license, report, results
+        facts = CardFacts(*known, changes, PAGE in found.files)
         own = found.files.get(CARD)
         written = branch.text(_join(folder, CARD), scratch) if own is None else own.read_text("utf-8-sig")
         text, card_notes = card(facts, written)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,8 @@ class Gains:
     Attributes:
         gains: (path of the child, which of its calls in one forward, factor).
     """
+
+    hfpatch_note: ClassVar[str] = "its branch is multiplied before the residual sum"
 
     gains: tuple[tuple[str, int, float], ...]
 
@@ -103,6 +105,8 @@ class Join:
 @dataclass(frozen=True)
 class Joins:
     """The lens on a block: r and g of its branches."""
+
+    hfpatch_note: ClassVar[str] = "its norms stand elsewhere in the residual branches"
 
     joins: tuple[Join, ...]
 

@@ -115,7 +115,7 @@ def _changed_parameters(old: nn.Module, new: nn.Module, ignored: Collection[str]
     for name in a.keys() & b.keys():
         if a[name].shape != b[name].shape:
             notes.append(f"{name} is {tuple(a[name].shape)}, was {tuple(b[name].shape)}")
-        else:
+        elif not (a[name].is_meta or b[name].is_meta):  # which has no values
             deviation = Deviation()
             deviation.add(b[name].to(a[name].dtype), a[name])  # another dtype alone is no change
             largest = max(largest, deviation.rms_error)

@@ -20,6 +20,7 @@ LICENSES = {
     "other",
     "unknown",
 }
+RELATIONS = ("adapter", "finetune", "merge", "quantized")
 
 
 def metadata(card: str) -> tuple[dict[str, Any] | None, str | None]:
@@ -45,6 +46,7 @@ def problems(card: str) -> tuple[list[str], list[str]]:
     rules: dict[str, tuple[Callable[[Any], bool], str]] = {
         "license": (lambda value: set(_listed(value)) <= LICENSES, "must be a known licence"),
         "base_model": (lambda value: all(map(_is_id, _listed(value))), "must be ids of models"),
+        "base_model_relation": (lambda value: value in RELATIONS, f"must be one of {', '.join(RELATIONS)}"),
         "tags": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "must be a list of texts"),
         "pipeline_tag": (_is_text, "must be a text"),
         "library_name": (_is_text, "must be a text"),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hub_client import OWNER, HubClient
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from local_cards import problems
@@ -15,7 +19,9 @@ from local_hub import LocalHub
 from tiny_models import patch, tiny
 
 from hfpatch.errors import OptionError
+from hfpatch.export import export_model
 from hfpatch.hub.card import BEGIN, END, CardFacts, card
+from hfpatch.hub.changes import changes_by_config
 from hfpatch.hub.folder import Checkpoint, read_checkpoint
 from hfpatch.schemes.norms import DyT
 from hfpatch.schemes.rope import RoPE
@@ -61,7 +67,8 @@ def test_what_it_says(folder: Checkpoint) -> None:
     read = parsed(text)
     assert read.data.to_dict() == {
         "base_model": "openai/gpt2",
-        "library_name": "transformers",
+        "base_model_relation": "finetune",
+        "library_name": "hfpatch",
         "license": "mit",
         "language": "en",
         "pipeline_tag": "text-generation",
@@ -86,7 +93,7 @@ def test_what_it_says(folder: Checkpoint) -> None:
 def test_what_is_not_known_is_said_and_left_out(folder: Checkpoint) -> None:
     text, notes = card(facts(folder), None)
     data = parsed(text).data.to_dict()
-    assert not {"license", "base_model", "language"} & set(data)
+    assert not {"license", "base_model", "base_model_relation", "language"} & set(data)
     assert "Not known: the base model's card wasn't at hand." in text
     assert len(notes) == 2
     assert "license=" in notes[0]
@@ -115,8 +122,40 @@ def test_how_to_open_it_without_hfpatch(folder: Checkpoint) -> None:
     text, _ = card(facts(folder, subfolder="small"), None)
     assert 'from_pretrained("me/gpt2-dyt", subfolder="small", trust_remote_code=True)' in text
     assert "`revision=`" in text
+    assert parsed(text).data.library_name == "transformers"  # the Hub then shows code that works
     folder.config["auto_map"] = {"AutoModel": "a.C"}
     assert "trust_remote_code" not in card(facts(folder), None)[0]
+
+
+def test_how_to_get_the_other_forms(folder: Checkpoint) -> None:
+    text, _ = card(facts(folder), None)
+    for form in ("remote", "native"):
+        assert f"\nhfpatch export me/gpt2-dyt gpt2-dyt-{form} --to {form}\n" in text
+    text, _ = card(facts(folder, subfolder="small"), None)
+    assert "hfpatch export FOLDER gpt2-dyt-remote" in text
+
+
+def test_the_library_is_renewed_with_the_section(folder: Checkpoint) -> None:
+    """The form of a later push may be another one; what an author wrote stays."""
+    first, _ = card(facts(folder), None)
+    folder.config["auto_map"] = {"AutoModelForCausalLM": "a.C"}
+    assert parsed(card(facts(folder), first)[0]).data.library_name == "transformers"
+    mine = first.replace("library_name: hfpatch", "library_name: mine")
+    assert parsed(card(facts(folder), mine)[0]).data.library_name == "mine"
+
+
+def test_the_table_of_what_changed(folder: Checkpoint) -> None:
+    text, _ = card(facts(folder, changes=changes_by_config(folder.opened)), None)
+    assert re.search(r"\nmodule +original +patched +note\n", text)
+    assert re.search(r"\ntransformer\.h\.\{0-1\}\.ln_\{1-2\}  x4 +LayerNorm\(32\) +RMSNorm\(32\)\n", text)
+    assert re.search(r"\ntransformer\.ln_f +LayerNorm\(32\) +\(kept\) +keep\n", text)
+    assert re.search(r"\ntransformer\.h\.\{0-1\}\.attn  x2 +GPT2Attention +\(same\) +queries and keys rotated", text)
+    assert changes_by_config(object()) == []  # a model that can't be built costs the card no more than the table
+
+
+def test_it_links_to_the_page(folder: Checkpoint) -> None:
+    assert "[report.html](report.html)" in card(facts(folder, page=True), None)[0]
+    assert "report.html" not in card(facts(folder), None)[0]
 
 
 def test_an_export_needs_nothing_but_transformers(folder: Checkpoint) -> None:
@@ -239,6 +278,47 @@ def test_a_card_without_metadata_and_one_with_broken_metadata(folder: Checkpoint
     for broken in ("---\n- a list\n---\n", "---\na: [\n---\n", "---\nmodel-index: [{}]\n---\n"):
         with pytest.raises(OptionError, match=r"README\.md"):
             card(facts(folder), broken)
+
+
+# The code in it
+
+_PRINT = """
+import torch
+with torch.no_grad():
+    print("logits", model.eval()(torch.arange(24).reshape(2, 12)).logits.double().norm().item())
+"""
+
+
+def code_blocks(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def printed(code: str, isolated: bool = False) -> float:
+    """The norm of the logits of the model that some code opens, in another process, if wanted without hfpatch."""
+    hidden = "import sys\nsys.modules['hfpatch'] = None\n" if isolated else ""
+    done = subprocess.run([sys.executable, "-c", hidden + code + _PRINT], capture_output=True, text=True, check=True)
+    return float(done.stdout.split("logits ")[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["plugin", "remote", "native"])
+def test_its_code_runs(form: str, tmp_path: Path) -> None:
+    """Each block as it is printed, but for the repository's name, in a process of its own."""
+    base, out = tmp_path / "base", tmp_path / "out"
+    tiny("gpt2", "AutoModelForCausalLM").save_pretrained(base)
+    model = patch(tiny("gpt2", "AutoModelForCausalLM"), norm="rms", pos=RoPE(theta=500.0))
+    export_model(model, out, form)
+    with torch.no_grad():
+        expected = float(model(torch.arange(24).reshape(2, 12)).logits.double().norm())
+    found = read_checkpoint(out, native=form == "native")
+    text, _ = card(CardFacts(found.config, found.record, "me/gpt2", base_model="openai/gpt2"), None)
+    blocks = code_blocks(text.replace('"me/gpt2"', repr(str(out))).replace('"openai/gpt2"', repr(str(base))))
+    assert len(blocks) == {"plugin": 2, "remote": 3, "native": 1}[form]
+    for block in blocks:
+        assert printed(block, isolated="import hfpatch" not in block) == pytest.approx(expected, rel=1e-5)
+    with torch.no_grad():
+        original = float(tiny("gpt2", "AutoModelForCausalLM")(torch.arange(24).reshape(2, 12)).logits.double().norm())
+    assert original != pytest.approx(expected, rel=1e-3)  # control
 
 
 # On the Hub

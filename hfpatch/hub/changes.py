@@ -1,0 +1,70 @@
+"""What a patch changed, module by module: a patched model against its own class without the patch, on the meta device.
+
+No weights are compared, so what a patch wrote into them alone (centred projections) isn't seen; `verify` sees it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..checkpoint.by_name import random_weights
+from ..core.plan_table import grouped
+from ..measure.copies import unpatched_config
+from ..runtime.lens import host_class
+from ..verification.module_diff import compare_modules
+from ..verification.report import ModuleRow
+
+HEADINGS = ("module", "original", "patched", "note")
+
+
+def unpatched(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same class and settings without the patch, on the meta device."""
+    host: Any = host_class(type(model))
+    with torch.device("meta"):
+        return host._from_config(unpatched_config(model.config))
+
+
+def changed_modules(model: PreTrainedModel) -> list[ModuleRow]:
+    """Rows for the modules that a patch changed, and for the norms that it kept; `model` may be on the meta device."""
+    return compare_modules(model, unpatched(model))
+
+
+def changes_by_config(config: Any) -> list[tuple[str, ...]]:
+    """A table of the same, headings first, from the config of a patched checkpoint.
+
+    [] where nothing changed in the structure, or the model can't be built from its config alone.
+    """
+    try:
+        with torch.device("meta"):
+            model = random_weights(config, None, trust=False)
+        lines = change_lines(changed_modules(model))
+    except Exception:  # whatever a model's constructor may raise; a card does without the table
+        return []
+    return [HEADINGS, *lines] if lines else []
+
+
+def change_lines(rows: list[ModuleRow]) -> list[tuple[str, ...]]:
+    """The rows as cells of a table, in the order of `HEADINGS`; what differs in layer numbers alone is one line.
+
+    Changed modules come first, kept norms last.
+    """
+    ordered = sorted(rows, key=lambda row: row.state == "kept")
+    return [_cells(members, names) for members, names in grouped(ordered, _in_one_line)]
+
+
+def _in_one_line(row: ModuleRow) -> tuple[object, ...]:
+    return row.reference, row.model, row.state, row.reason, row.runtime, row.change == 0.0
+
+
+def _cells(rows: list[ModuleRow], names: str) -> tuple[str, ...]:
+    row, change = rows[0], max(one.change for one in rows)
+    now = row.model
+    if row.model == row.reference and row.state != "converted":
+        now = "(kept)" if row.state == "kept" else "(same)"
+    by_weights = f"weights differ by {change:.1%}" if 0 < change < math.inf else None
+    note = "; ".join(filter(None, (row.runtime, row.reason, by_weights)))
+    return names + (f"  x{len(rows)}" if len(rows) > 1 else ""), row.reference, now, note

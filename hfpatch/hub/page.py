@@ -1,0 +1,254 @@
+"""One HTML file about a patched checkpoint: what changed, what that came to, how to open it and how to make it again.
+
+The file holds its styles and figures and loads nothing; it has no scripts.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import transformers
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers import PreTrainedModel
+
+from ..checkpoint.auto_classes import auto_classes_of
+from ..core.bare import require_bare
+from ..core.staging import staged
+from ..errors import OptionError
+from ..repairs.report import RepairReport
+from ..runtime.errors import CheckpointError
+from ..runtime.lens import host_class
+from ..runtime.record import KEY
+from ..schemes.request import HOW, LOST, Part, Record
+from ..verification.report import Report, output_lines
+from .card import CARD, PAGE, TASKS
+from .changes import HEADINGS, change_lines, changed_modules, unpatched
+from .figures import block_figures, layer_curves
+from .sketch import sketches
+
+_BY_REPAIR = ("repaired", "approximate: a repair")  # how outcomes begin after one
+_ORIGINAL, _PATCHED = "ORIGINAL", "PATCHED"  # stand for names that aren't known
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a request came to, in parts: "exact", "approximate", "repaired" or "not recorded", and the rest of it."""
+
+    request: str
+    verdict: str
+    measured: str
+    lost: str
+    kept: str
+
+    @classmethod
+    def of(cls, request: str, text: str) -> _Outcome:
+        measured, _, lost = text.partition(LOST)
+        measured, _, kept_here = measured.partition("; kept: ")
+        lost, _, kept = lost.partition("; kept: ")
+        verdict, _, rest = measured.partition(":")
+        known = next((word for word in ("exact", "approximate", "repaired") if verdict.startswith(word)), "unknown")
+        return cls(
+            request, known, measured if known == "unknown" or not rest else rest.strip(), lost, kept or kept_here
+        )
+
+
+def write_page(
+    model: PreTrainedModel,
+    path: str | PathLike[str],
+    *,
+    checkpoint: str | PathLike[str] | None = None,
+    reference: str | PathLike[str] | None = None,
+    report: Report | None = None,
+    repair: RepairReport | None = None,
+) -> None:
+    """Write one self-contained HTML file about a patched model: `hfpatch report` of one that is in memory.
+
+    It shows the repeated block before and after, the modules that changed, each request's measured outcome, with a
+    report of `verify` the error layer by layer and the outputs by dtype, and the code that opens the checkpoint and
+    makes it again. What isn't known is left out. Of folders only the names are written, no paths.
+
+    Args:
+        model: a patched model.
+        path: the file, whose name ends in .html.
+        checkpoint: the Hub id or folder that it was saved to; without it the page says PATCHED instead.
+        reference: the original's Hub id or folder, likewise; without it what the checkpoint's model card names.
+        report: what `verify(model, original)` measured.
+        repair: `repair_report(model)`.
+
+    Raises:
+        WrappedModelError, CheckpointError: the model is wrapped, or isn't patched.
+        OptionError: the name doesn't end in .html.
+        PatchError: the file can't be written.
+        OSError: `checkpoint` has no config.json.
+    """
+    path = Path(path)
+    if path.suffix != ".html":
+        raise OptionError(f"a report page is HTML; call the file {path.stem}.html, not {path.name}.")
+    require_bare(model)
+    if not getattr(model.config, KEY, None):
+        raise CheckpointError(f"this {type(model).__name__} isn't patched, so there is nothing to report on.")
+    text = _template().render(_facts(model, checkpoint, reference, report, repair))
+    with staged(path) as file:
+        file.write_text(text, encoding="utf-8")
+
+
+def default_place(checkpoint: str) -> Path:
+    """Where the page of a checkpoint goes if nobody says: into its folder, where a push takes it along.
+
+    That of a Hub id goes into the working directory.
+    """
+    return Path(checkpoint) / PAGE if Path(checkpoint).is_dir() else Path(f"{checkpoint.split('/')[-1]}-{PAGE}")
+
+
+def _template() -> jinja2.Template:
+    loader = jinja2.PackageLoader("hfpatch", "hub")
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals |= {"share": lambda value: f"{value:.1%}", "number": lambda value: f"{value:.3g}"}
+    return environment.get_template("report.html.j2")
+
+
+def _facts(
+    model: PreTrainedModel,
+    checkpoint: str | PathLike[str] | None,
+    reference: str | PathLike[str] | None,
+    report: Report | None,
+    repair: RepairReport | None,
+) -> dict[str, Any]:
+    """What the template shows."""
+    host, record = unpatched(model), Record.of(model.config)
+    rows = changed_modules(model) if report is None else report.modules
+    if not (record.norm or record.placement):
+        rows = [row for row in rows if row.state != "kept"]  # norms that nobody asked to change
+    drawn = sketches(model, host, rows)
+    stored = _stored_config(checkpoint)
+    base = _base(checkpoint, reference)
+    name = _PATCHED if checkpoint is None else _public_name(checkpoint)
+    remote = bool(stored.get("auto_map")) and stored.get("model_type") == KEY
+    cls = host_class(type(model))
+    auto = [*auto_classes_of(cls, host_class(type(model.config)), TASKS), "AutoModel"][0]
+    parameters = sum(p.numel() for p in model.parameters())
+    version = sys.modules["hfpatch"].__version__
+    outcomes = [_Outcome.of(request, text) for request, text in record.outcomes().items()]
+    return {
+        "title": name if checkpoint is not None else cls.__name__,
+        "facts": {
+            "model": cls.__name__,
+            "original": base or "not known",
+            "size": f"{parameters:,} parameters, {str(model.dtype).removeprefix('torch.')}",
+            "form": "not saved yet" if checkpoint is None else _FORMS["remote" if remote else "plugin"],
+            "saved with": f"transformers {stored.get('transformers_version') or transformers.__version__}",
+            "page written with": f"hfpatch {version}, transformers {transformers.__version__}",
+        },
+        "base_url": f"https://huggingface.co/{base}" if base and _is_hub_id(base, reference) else None,
+        "outcomes": outcomes,
+        "how": HOW,
+        "blocks": [block_figures(*pair, drawn.positions) for pair in drawn.pairs],
+        "block_notes": drawn.notes,
+        "headings": HEADINGS,
+        "changes": change_lines(rows),
+        "lengths": any(part.scheme.max_positions is not None for part in record.pos),  # type: ignore[attr-defined]
+        "edits": [str(edit) for edit in record.edits],
+        "report": report,
+        "outputs": [] if report is None else _outputs(report),
+        "curves": [] if report is None else layer_curves(report.layers),
+        "repair": repair,
+        "left": None if repair is None or not repair.kept else 1 - repair.recovered,
+        "finite": math.isfinite,
+        "name": name,
+        "auto": auto,
+        "remote": remote,
+        "commands": list(_commands(record, base or _ORIGINAL, name)),
+        "remote_command": shlex.join(["hfpatch", "export", name, f"{name.split('/')[-1]}-remote", "--to", "remote"]),
+        "native_command": shlex.join(["hfpatch", "export", name, f"{name.split('/')[-1]}-native"]),
+        "folder": name.split("/")[-1],
+        "repaired": any(one.verdict == "repaired" for one in outcomes),
+    }
+
+
+_FORMS = {"plugin": "plugin: opens where hfpatch is imported", "remote": "remote code, and with hfpatch as well"}
+
+
+def _outputs(report: Report) -> list[list[tuple[str, ...]]]:
+    names = dict.fromkeys(row.output for row in report.outputs)
+    return [output_lines([row for row in report.outputs if row.output == name]) for name in names]
+
+
+def _stored_config(checkpoint: str | PathLike[str] | None) -> dict[str, Any]:
+    """A checkpoint's config.json as it is stored."""
+    if checkpoint is None:
+        return {}
+    return transformers.PreTrainedConfig.get_config_dict(str(checkpoint))[0]
+
+
+def _public_name(name: str | PathLike[str]) -> str:
+    """A Hub id, or the name of a folder without where it is."""
+    return Path(name).resolve().name if Path(name).exists() else str(name)
+
+
+def _base(checkpoint: str | PathLike[str] | None, reference: str | PathLike[str] | None) -> str | None:
+    """The original's name, by the caller or the checkpoint's model card."""
+    if reference is not None:
+        return _public_name(reference)
+    if checkpoint is None or not (Path(checkpoint) / CARD).is_file():
+        return None
+    try:
+        found = ModelCard.load(Path(checkpoint) / CARD, ignore_metadata_errors=True).data.base_model
+    except Exception:  # broken YAML
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _is_hub_id(name: str, reference: str | PathLike[str] | None) -> bool:
+    if reference is not None and Path(reference).exists():
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name
+
+
+def _commands(record: Record, base: str, name: str) -> Iterator[str]:
+    """Command lines that make the checkpoint again, and one that measures it.
+
+    Requests with the same globs and start go together, as far as each kind comes once and in its order.
+    """
+    steps: list[dict[str, Part]] = []
+    for kind, part in sorted(record.parts, key=lambda item: item[0] != "placement"):
+        alike = [step for step in steps if kind not in step and _settings(part) == _settings(next(iter(step.values())))]
+        earlier = max((i for i, step in enumerate(steps) if kind in step), default=-1)
+        step = next((one for one in alike if steps.index(one) > earlier), None)
+        if step is None:
+            steps.append(step := {})
+        step[kind] = part
+    source = base
+    for i, step in enumerate(steps):
+        target = name if i == len(steps) - 1 else f"step-{i + 1}"
+        words = ["hfpatch", "patch", source, target]
+        for kind, part in step.items():
+            words += [f"--{kind}", str(part.scheme)]
+        part = next(iter(step.values()))
+        words += [word for glob in part.only for word in ("--only", glob)]
+        words += [word for glob in part.keep for word in ("--keep", glob)]
+        words += [] if part.init == "auto" else ["--init", part.init]
+        if not any(part.outcome.startswith(_BY_REPAIR) for part in step.values()):
+            words += ["--calibration", "none"]
+        yield shlex.join(words)
+        source = target
+    yield shlex.join(["hfpatch", "verify", name, base])
+
+
+def _settings(part: Part) -> tuple[Any, ...]:
+    return part.only, part.keep, part.init

@@ -1,0 +1,368 @@
+"""The page about a checkpoint: what it shows is so, nothing is loaded, whatever a name holds stays text."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from tiny_models import patch, tiny
+from torch import nn
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from hfpatch.cli import app
+from hfpatch.errors import OptionError
+from hfpatch.export.remote import export_remote
+from hfpatch.hub.card import PAGE
+from hfpatch.hub.changes import change_lines, changed_modules, unpatched
+from hfpatch.hub.figures import layer_curves
+from hfpatch.hub.folder import read_checkpoint
+from hfpatch.hub.page import write_page
+from hfpatch.hub.sketch import Sketches, sketches
+from hfpatch.patch import patch_model, repair_report
+from hfpatch.repairs.report import RepairReport, Step
+from hfpatch.runtime.errors import CheckpointError
+from hfpatch.verification.report import LayerRow, ModuleRow, Report
+from hfpatch.verification.verify import verify
+
+HEAD = "AutoModelForCausalLM"
+HOSTILE = "<img src=x onerror=alert(1)>&\"'"
+run = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A patched GPT-2 and its original."""
+    folder = tmp_path_factory.mktemp("page")
+    tiny("gpt2", HEAD).save_pretrained(folder / "original")
+    patch(tiny("gpt2", HEAD), norm="rms", pos="rope:theta=500").save_pretrained(folder / "patched")
+    return folder / "patched", folder / "original"
+
+
+def tree_of(path: Path) -> ElementTree.Element:
+    """The page, which is well-formed enough for XML, and loads nothing."""
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>\n")
+    tree = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+    assert loaded(tree) == []
+    return tree
+
+
+def loaded(tree: ElementTree.Element) -> list[str]:
+    """What a browser would load for the page, or run."""
+    found = []
+    for element in tree.iter():
+        if element.tag in ("script", "iframe", "object", "embed", "img", "use", "image"):
+            found.append(element.tag)
+        for name, value in element.attrib.items():
+            link = element.tag == "a" and name == "href" and value.startswith("https://huggingface.co/")
+            if name in ("src", "srcset", "href", "data") and not link and value != "data:,":
+                found.append(f"{name}={value}")
+            found += [f"{name}={value}"] if name.startswith("on") or re.search(r"url\((?!#)", value) else []
+        if element.tag == "style":
+            found += re.findall(r"url\(|@import", element.text or "")
+    return found
+
+
+def words(element: ElementTree.Element) -> str:
+    return " ".join(" ".join(element.itertext()).split())
+
+
+def test_what_would_be_loaded_is_found() -> None:
+    """Control."""
+    bad = (
+        "<a><img src='http://x'/><style>a { background: url(http://x) }</style><a href='http://y'/><p onclick='z'/></a>"
+    )
+    assert len(loaded(ElementTree.fromstring(bad))) == 5
+    assert loaded(ElementTree.fromstring("<p><a href='https://huggingface.co/a/b'/><path marker='url(#x)'/></p>")) == []
+
+
+def test_what_it_says(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    model, original = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
+    report = verify(model, original)
+    write_page(model, tmp_path / "x.html", checkpoint=folders[0], reference="openai-community/gpt2", report=report)
+    tree = tree_of(tmp_path / "x.html")
+    text = words(tree)
+    assert "norm='rms' exact outputs differ by" in text
+    assert "pos='rope:theta=500' approximate outputs differ by" in text
+    assert "Not preserved: absolute positions are removed; queries" in text
+    assert "form plugin: opens where hfpatch is imported" in text
+    assert "transformer.h.{0-1}.attn.c_proj x2 Conv1D (same) weights differ by" in text
+    assert "Before: transformer.h.{0-1}" in text
+    assert "norm ln_1 RMSNorm(32)" in text
+    assert "Error by layer: hidden_states" in text
+    assert "Outputs by dtype: logits" in text
+    assert "hfpatch patch openai-community/gpt2 patched --norm rms --pos rope:theta=500 --calibration none" in text
+    assert "hfpatch verify patched openai-community/gpt2" in text
+    assert "model = AutoModelForCausalLM.from_pretrained('patched')" in text
+    assert "hfpatch export patched patched-remote --to remote" in text
+    assert "The repair" not in text
+    assert [link.get("href") for link in tree.iter("a")] == ["https://huggingface.co/openai-community/gpt2"]
+    assert str(folders[0].parent) not in (tmp_path / "x.html").read_text()  # no paths
+
+
+def test_it_does_without_what_is_not_known(tmp_path: Path) -> None:
+    model = patch(tiny("convnext"), norm="dyt")
+    write_page(model, tmp_path / "x.html")
+    text = words(tree_of(tmp_path / "x.html"))
+    assert "original not known" in text
+    assert "form not saved yet" in text
+    assert "isn't drawn: how its branches meet the residual stream isn't known" in text
+    assert "hfpatch patch ORIGINAL PATCHED --norm dyt" in text
+    assert "What verify measured" not in text
+
+
+@pytest.mark.parametrize("place", ["reference", "checkpoint", "module"])
+def test_names_stay_text(place: str, tmp_path: Path) -> None:
+    model = patch(tiny("gpt2", HEAD), norm="rms")
+    how: dict[str, Any] = {"reference": HOSTILE}
+    if place == "checkpoint":
+        how = {"checkpoint": tmp_path / HOSTILE}
+        model.save_pretrained(tmp_path / HOSTILE)
+    if place == "module":
+        rows = [ModuleRow(HOSTILE, HOSTILE, HOSTILE, "converted", HOSTILE, HOSTILE)]
+        step = Step(HOSTILE, "norm", 1.0, 0.5, True, HOSTILE)
+        how = {"report": Report(HOSTILE, HOSTILE, HOSTILE, modules=rows, notes=[HOSTILE])}
+        how["repair"] = RepairReport(8, 1, HOSTILE, 1.0, 0.5, True, [step])
+    write_page(model, tmp_path / "x.html", **how)
+    text = words(tree_of(tmp_path / "x.html"))
+    assert (HOSTILE if place != "reference" else f"patch {shlex.quote(HOSTILE)}") in text
+    assert "<img" not in (tmp_path / "x.html").read_text()
+
+
+def test_a_repair(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(5, 97, (4, 12), generator=generator) for _ in range(4)]
+    model = patch_model(tiny("gpt2", HEAD), norm="dyt", calibration=batches)
+    report = repair_report(model)
+    assert report is not None
+    write_page(model, tmp_path / "x.html", repair=report)
+    text = words(tree_of(tmp_path / "x.html"))
+    assert "norm='dyt' repaired KL divergence" in text
+    assert f"{report.before:.3g} before, {report.after:.3g} after, on 2 held-out of 16 sequences" in text
+    assert f"{len(report.steps)} steps, in forward order" in text
+    assert f"{report.steps[0].module} {report.steps[0].kind} " in text
+    assert "hfpatch patch ORIGINAL PATCHED --norm dyt hfpatch verify" in text  # no --calibration none
+    assert "What the repair was calibrated on isn't in the record" in text
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="isn't patched"):
+        write_page(tiny("gpt2"), tmp_path / "x.html")
+    with pytest.raises(OptionError, match=r"call the file x\.html, not x\.txt"):
+        write_page(patch(tiny("gpt2"), norm="rms"), tmp_path / "x.txt")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Its parts
+
+
+def test_modules_by_structure_are_those_of_verify() -> None:
+    """But for what is in the weights alone."""
+    original, model = tiny("gpt2", HEAD), patch(tiny("gpt2", HEAD), norm="rms", pos="rope")
+    found = {(row.module, row.reference, row.model, row.runtime) for row in changed_modules(model)}
+    rows = verify(model, original).modules
+    assert {(row.module, row.reference, row.model, row.runtime) for row in rows if row.state != "weights"} == found
+    assert any(row.state == "weights" for row in rows)  # control
+
+
+def test_lines_of_changed_modules() -> None:
+    rows = [
+        ModuleRow("ln_f", "A", "A", "kept", "keep"),
+        *(ModuleRow(f"h.{i}.a", "B", "C", "converted") for i in (0, 1)),
+    ]
+    rows.append(ModuleRow("w", "D", "D", "weights", change=0.25))
+    expected = [("h.{0-1}.a  x2", "B", "C", ""), ("w", "D", "(same)", "weights differ by 25.0%")]
+    assert change_lines(rows) == [*expected, ("ln_f", "A", "(kept)", "keep")]
+
+
+def sketched(model: Any) -> Sketches:
+    return sketches(model, unpatched(model), changed_modules(model))
+
+
+def boxes(found: Sketches, side: int = 1) -> Iterator[tuple[str, str, str]]:
+    for pair in found.pairs:
+        for branch in pair[side].branches:
+            yield branch.placement, branch.norm.text, branch.body.title
+
+
+def test_sketch_of_a_pre_norm_model() -> None:
+    found = sketched(patch(tiny("gpt2", HEAD), norm="rms", pos="rope"))
+    assert list(boxes(found, 0)) == [("pre", "LayerNorm(32)", "attention"), ("pre", "LayerNorm(32)", "MLP")]
+    assert list(boxes(found)) == [("pre", "RMSNorm(32)", "attention"), ("pre", "RMSNorm(32)", "MLP")]
+    assert found.pairs[0][1].branches[0].body.notes == ("queries and keys rotated: RoPE(theta=10000, half)",)
+    assert found.pairs[0][0].branches[0].body.notes == ()
+    assert [(before.text, after.text) for before, after in found.positions] == [("Embedding(64, 32)", "its mean row")]
+
+
+def test_sketches_of_other_placements() -> None:
+    bert = sketched(patch(tiny("bert"), norm="dyt"))
+    assert list(boxes(bert)) == [("post", "DynamicTanh(32)", "attention"), ("post", "DynamicTanh(32)", "MLP")]
+    deep = sketched(patch(tiny("bert"), norm="deepnorm:preserve=true")).pairs[0][1].branches
+    assert [(branch.placement, round(branch.alpha, 3)) for branch in deep] == [("deepnorm", 1.414)] * 2
+    sandwich = sketched(patch(tiny("gpt2"), placement="sandwich")).pairs[0]
+    assert [branch.second for branch in sandwich[0].branches] == [None, None]
+    assert [branch.second and branch.second.name for branch in sandwich[1].branches] == ["ln_1_after", "ln_2_after"]
+    assert {placement for placement, _, _ in boxes(sketched(patch(tiny("cohere"), norm="dyt")))} == {"parallel"}
+
+
+def test_blocks_that_differ_are_drawn_apart() -> None:
+    found = sketched(patch(tiny("gpt2"), norm="dyt", only="h.0.*"))
+    assert [(after.names, after.branches[0].norm.text) for _, after in found.pairs] == [
+        ("h.0", "DynamicTanh(32)"),
+        ("h.1", "LayerNorm(32)"),
+    ]
+
+
+def test_cross_attention_and_own_rotations() -> None:
+    bart = list(boxes(sketched(patch(tiny("bart"), pos="rope"))))
+    assert [title for _, _, title in bart] == ["attention", "MLP", "attention", "cross-attention", "MLP"]
+    found = sketched(patch(tiny("t5"), pos="rope"))  # whose blocks hold one branch each
+    titles = [title for _, _, title in boxes(found)]
+    assert titles == ["attention", "MLP", "attention", "cross-attention", "MLP"]
+    assert [(before.text, after.text) for before, after in found.positions] == [("Embedding(32, 4)", "nothing")] * 2
+    [(before, after)] = sketched(patch(tiny("llama"), pos="rope:theta=50000")).positions
+    assert (before.name, before.notes) == ("rotary_emb", ())
+    assert after.notes == ("rotates by RoPE(theta=50000, half)",)
+
+
+def test_curves_leave_out_what_has_no_logarithm() -> None:
+    errors = (0.0, 1e-3, math.inf, 1e-2, 1e-1)
+    rows = [LayerRow("hidden_states", i, "model", "float32", error, error) for i, error in enumerate(errors)]
+    [curves] = layer_curves(rows)
+    assert [name for name, _, _ in curves.legend] == [
+        "model, float32",
+        "model, float32, without the mean over channels",
+    ]
+    line = next(data for data, style in curves.figures["wide"].paths if "curve" in style)
+    assert re.sub(r"[\d.,]+", "", line) == "MML"
+    assert {text.text for text in curves.figures["narrow"].texts} >= {"1e-3", "1e-1", "0", "4"}
+    assert layer_curves([LayerRow("hidden_states", 0, "model", "float64", 0.0, 0.0)]) == []
+
+
+def test_own_modules_of_a_block() -> None:
+    """Control of the sketch: without lenses it is the host's own."""
+    model = patch(tiny("gpt2"), norm="rms")
+    assert isinstance(model.h, nn.ModuleList)
+    [(before, after)] = sketched(model).pairs
+    assert [branch.body for branch in before.branches] == [branch.body for branch in after.branches]
+
+
+# On the command line
+
+
+def called(*args: str, status: int = 0) -> str:
+    result = run.invoke(app, list(args), terminal_width=200)
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_report_on_the_command_line(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched = shutil.copytree(folders[0], tmp_path / "patched")
+    for _ in range(2):  # its own page is replaced
+        assert "report.html" in called("report", str(patched), str(folders[1]))
+    text = words(tree_of(patched / "report.html"))
+    assert "What verify measured" in text
+    assert "hfpatch patch original patched --norm rms" in text
+    called("verify", str(patched), str(folders[1]), "--json", str(tmp_path / "saved.json"))
+    called("report", str(patched), "--json", str(tmp_path / "saved.json"), "--out", str(tmp_path / "b.html"))
+    assert "Error by layer: hidden_states" in words(tree_of(tmp_path / "b.html"))
+    called("report", str(patched), "--out", str(tmp_path / "c.html"))
+    assert "Error by layer" not in words(tree_of(tmp_path / "c.html"))
+    assert "hfpatch verify" in words(tree_of(tmp_path / "c.html"))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("{original}",), "isn't patched, so there is nothing to report on"),
+        (("config:gpt2",), "report takes a patched checkpoint"),
+        (("{patched}", "--out", "{patched}/config.json"), "would replace"),
+        (("{patched}", "--out", "page.txt"), "call the file page.html"),
+        (("{patched}", "--text", "x.txt"), "--text is what a REFERENCE is compared on"),
+        (("{patched}", "--json", "{patched}/config.json"), "it has no version"),
+    ],
+)
+def test_report_errors_are_one_line(args: tuple[str, ...], message: str, folders: tuple[Path, Path]) -> None:
+    places = {"patched": str(folders[0]), "original": str(folders[1])}
+    result = run.invoke(app, ["report", *(arg.format(**places) for arg in args)])
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_remote_export(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    export_remote(AutoModelForCausalLM.from_pretrained(folders[0]), tmp_path / "remote", verify=False)
+    called("report", str(tmp_path / "remote"))
+    text = words(tree_of(tmp_path / "remote/report.html"))
+    assert "form remote code, and with hfpatch as well" in text
+    assert "model = AutoModelForCausalLM.from_pretrained('remote', trust_remote_code=True)" in text
+    assert "--to remote" not in text
+
+
+def test_its_commands_make_the_checkpoint_again(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("gpt2", HEAD)
+    patch(model, norm="dyt:alpha=0.7", only=["transformer.h.0.*"])
+    patch(model, norm="rms", keep=["*.ln_f"], init="copy")
+    patch(model, pos="rope:theta=500")
+    model.save_pretrained(tmp_path / "made")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folders[1], "original")
+    write_page(model, "page.html", checkpoint="made", reference="original")
+    shutil.rmtree("made")
+    blocks = [code.text or "" for code in tree_of(tmp_path / "page.html").iter("code")]
+    lines = next(text for text in blocks if text.startswith("hfpatch patch")).splitlines()
+    assert len(lines) == 4
+    for line in lines[:-1]:
+        called(*shlex.split(line)[1:])
+    again = AutoModelForCausalLM.from_pretrained("made")
+    assert set(again.config.hfpatch["edits"]) == set(model.config.hfpatch["edits"])
+    tokens = torch.arange(24).reshape(2, 12)
+    assert torch.allclose(again(tokens).logits, model(tokens).logits, atol=1e-5)
+
+
+def test_a_push_takes_it_along(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    patched = shutil.copytree(folders[0], tmp_path / "patched")
+    assert PAGE not in read_checkpoint(patched).files
+    called("report", str(patched))
+    assert PAGE in read_checkpoint(patched).files
+
+
+# In a browser
+
+
+@pytest.mark.slow
+def test_a_browser_has_nothing_against_it(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no chromium")
+    called("report", str(folders[0]), str(folders[1]), "--out", str(tmp_path / "page.html"))
+    text = (tmp_path / "page.html").read_text()
+    (tmp_path / "bad.html").write_text(text.replace("</body>", "<script>1</script></body>"))
+    for name in ("page", "bad"):
+        options = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom")
+        profile = f"--user-data-dir={tmp_path / 'profile'}"
+        done = subprocess.run(
+            [browser, *options, profile, (tmp_path / f"{name}.html").as_uri()],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        assert "What the patch came to" in done.stdout
+        assert ("CONSOLE" in done.stderr) == (name == "bad"), (
+            done.stderr
+        )  # control: the page's own policy forbids scripts
