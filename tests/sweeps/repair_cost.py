@@ -91,7 +91,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     tiny = jittered(GPT2Config(n_layer=1, n_embd=64, n_head=4, vocab_size=99, bos_token_id=0, eos_token_id=0))
-    patch_model(tiny, **request, calibration=[torch.zeros(2, 4, dtype=torch.long)] * 2)
+    patch_model(tiny, **request, calibration=[torch.zeros(2, 16, dtype=torch.long)] * 2)
     libraries = resident()
     model = jittered(GPT2Config(n_layer=options.layers))
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / MIB
