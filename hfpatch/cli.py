@@ -249,7 +249,7 @@ def verify(
 def report(
     model: Patched,
     reference: Reference = None,
-    out: Annotated[Path | None, _option("The .html file; default: report.html in MODEL's folder.")] = None,
+    out: Annotated[Path | None, _option("The .html file; default: hfpatch_report.html in MODEL's folder.")] = None,
     json: Annotated[Path | None, _option("A .json file that verify saved, instead of measuring.", "--json")] = None,
     text: Text = None,
     examples: Examples = 64,
@@ -260,7 +260,7 @@ def report(
     """Write a page about a patched checkpoint: the block before and after, errors, how to open it and make it again.
 
     One HTML file that loads nothing. With a REFERENCE, the original, it is measured as by verify; --json takes a report
-    that verify saved. A push takes report.html in the folder along, and the model card links to it.
+    that verify saved. A push takes hfpatch_report.html in the folder along, and the model card links to it.
     """
     if is_config(model):
         raise PatchError("report takes a patched checkpoint, not config:FAMILY (random weights).")

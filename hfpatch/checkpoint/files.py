@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from ..runtime.errors import CheckpointError
 
 SUFFIX = ".safetensors"
+PAGE = "hfpatch_report.html"  # written by `hfpatch report`
 
 
 def require_sound_files(name: Any, subfolder: str = "", variant: str | None = None, **cache: Any) -> None:

@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from ..runtime.errors import CheckpointError
 from ..runtime.record import KEY
 from .file_digests import DIGEST_FILES, variant_of, write_digests
+from .files import PAGE
 from .repair_file import REPAIR_FILE
 
 CONFIG = "config.json"
@@ -94,7 +95,7 @@ def _exchange(folder: Path, hidden: Path) -> None:
     old.mkdir()
     names = sorted((path.name for path in new.iterdir()), key=_order)
     variants = {variant_of(name) for name in names} - {None}
-    known = {*names, REPAIR_FILE} if CONFIG in names else set(names)  # an adapter alone leaves the base's report
+    known = {*names, REPAIR_FILE, PAGE} if CONFIG in names else set(names)  # an adapter alone leaves the base's
     replaced = [name for name in os.listdir(folder) if name in known or variant_of(name) in variants]
     refused = hidden / CONFIG
     if CONFIG in names and CONFIG in replaced:

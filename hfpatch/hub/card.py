@@ -17,6 +17,7 @@ from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from transformers import CONFIG_MAPPING
 
 from ..checkpoint.auto_classes import auto_classes_of
+from ..checkpoint.files import PAGE
 from ..core.plan_table import table
 from ..errors import OptionError
 from ..runtime.errors import first_line
@@ -24,7 +25,7 @@ from ..runtime.record import KEY, MODEL_TYPES
 from ..schemes.request import HOW, KINDS, Part, Record
 from ..verification.report import Report
 
-CARD, PAGE = "README.md", "report.html"
+CARD = "README.md"
 BEGIN, END = "<!-- hfpatch: this section is written anew by every push -->", "<!-- hfpatch: end -->"
 # Auto class -> the Hub's task; of an encoder-decoder's text it could be several, and of an AutoModel see below
 TASKS = {

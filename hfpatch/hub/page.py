@@ -22,6 +22,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
 from ..checkpoint.auto_classes import auto_classes_of
+from ..checkpoint.files import PAGE
 from ..core.bare import require_bare
 from ..core.staging import staged
 from ..errors import OptionError
@@ -31,7 +32,7 @@ from ..runtime.lens import host_class
 from ..runtime.record import KEY
 from ..schemes.request import HOW, LOST, Part, Record
 from ..verification.report import Report, output_lines
-from .card import CARD, PAGE, TASKS
+from .card import CARD, TASKS
 from .changes import HEADINGS, change_lines, changed_modules, unpatched
 from .figures import block_figures, layer_curves
 from .sketch import sketches

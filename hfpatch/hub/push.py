@@ -30,23 +30,27 @@ from huggingface_hub.utils.sha import git_hash
 from transformers import PreTrainedModel
 
 from ..checkpoint.file_digests import DIGEST_FILES
+from ..checkpoint.files import PAGE
+from ..checkpoint.repair_file import REPAIR_FILE
 from ..core.plan_table import table
 from ..errors import HubError, OptionError
 from ..export import FORMS
 from ..verification.report import Report
-from .card import CARD, PAGE, CardFacts, base_of, card
+from .card import CARD, CardFacts, base_of, card
 from .changes import changes_by_config
 from .folder import checkpoint_of
 
 T = TypeVar("T")
 HTTPError: type[Exception] = hub_errors.HTTPError  # httpx's or httpx2's, as the client has it
-# Weights in the repository that transformers would open instead of those of a push, or along with them
+# Files in the repository that say something of other weights: transformers would open them, or people read them
 STALE_WEIGHTS = (
     "model*.safetensors",
     "model.safetensors.index.json",
     "pytorch_model*.bin",
     "pytorch_model.bin.index.json",
     DIGEST_FILES,  # of weights that were pushed before
+    REPAIR_FILE,
+    PAGE,
 )
 _VOCABULARIES = ("tokenizer", "vocab", "spiece")
 _TRANSIENT = (408, 429, 500, 502, 503, 504)  # the statuses that the client itself tries again, where it does
@@ -133,10 +137,10 @@ def push_patched(
     A folder's weights are compared, byte by byte, with the digests that were saved beside them; a FingerprintWarning
     says where there are none, and samples of them are compared.
 
-    The card says what was patched, how to open it, and what is known of quality and licence; it links to the page that
-    `hfpatch report` wrote into the folder (report.html), which travels where the folder is pushed in the form that it
-    has. A README.md of the folder (or of the repository, where the folder has none) keeps its text: only the section of
-    an earlier push is renewed, and its metadata is completed.
+    The card says what was patched, how to open it, and what is known of quality and licence. It links to the page that
+    `hfpatch report` wrote into the folder (hfpatch_report.html), which travels where the folder is pushed in its own
+    form. A README.md of the folder (or of the repository, where the folder has none) keeps its text: only the section
+    of an earlier push is renewed, and its metadata is completed.
 
     Args:
         model: the model in memory, or the folder that `save_pretrained` or an export wrote. A folder stays as it is.

@@ -154,8 +154,8 @@ def test_the_table_of_what_changed(folder: Checkpoint) -> None:
 
 
 def test_it_links_to_the_page(folder: Checkpoint) -> None:
-    assert "[report.html](report.html)" in card(facts(folder, page=True), None)[0]
-    assert "report.html" not in card(facts(folder), None)[0]
+    assert "[hfpatch_report.html](hfpatch_report.html)" in card(facts(folder, page=True), None)[0]
+    assert "hfpatch_report.html" not in card(facts(folder), None)[0]
 
 
 def test_an_export_needs_nothing_but_transformers(folder: Checkpoint) -> None:

@@ -266,7 +266,7 @@ def test_options_are_checked_before_the_hub_is_asked(folder: Path, option: dict[
         (("{folder}", "me/model/twice"), "Repo id must be in the form"),
         (("{folder}", "datasets/me/model"), "Repo id must be in the form"),
         (("{folder}", "me/model", "--report", "{folder}/model.safetensors"), "is no JSON"),
-        (("{folder}", "me/model", "--report", "{folder}/config.json"), "this is no report"),
+        (("{folder}", "me/model", "--report", "{folder}/config.json"), "this is no Report that hfpatch wrote"),
         (("{folder}", "me/model", "--report", "./none.json"), "No such file"),
         (("{folder}", "me/model"), "hf auth login"),
     ],

@@ -19,10 +19,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from hfpatch.checkpoint.files import PAGE
 from hfpatch.cli import app
 from hfpatch.errors import OptionError
 from hfpatch.export.remote import export_remote
-from hfpatch.hub.card import PAGE
 from hfpatch.hub.changes import change_lines, changed_modules, unpatched
 from hfpatch.hub.figures import layer_curves
 from hfpatch.hub.folder import read_checkpoint
@@ -271,8 +271,8 @@ def test_report_on_the_command_line(
 ) -> None:
     patched = shutil.copytree(folders[0], tmp_path / "patched")
     for _ in range(2):  # its own page is replaced
-        assert "report.html" in called("report", str(patched), str(folders[1]))
-    text = words(tree_of(patched / "report.html"))
+        assert "hfpatch_report.html" in called("report", str(patched), str(folders[1]))
+    text = words(tree_of(patched / PAGE))
     assert "What verify measured" in text
     assert "hfpatch patch original patched --norm rms" in text
     called("verify", str(patched), str(folders[1]), "--json", str(tmp_path / "saved.json"))
@@ -281,6 +281,8 @@ def test_report_on_the_command_line(
     called("report", str(patched), "--out", str(tmp_path / "c.html"))
     assert "Error by layer" not in words(tree_of(tmp_path / "c.html"))
     assert "hfpatch verify" in words(tree_of(tmp_path / "c.html"))
+    AutoModelForCausalLM.from_pretrained(patched).save_pretrained(patched)
+    assert not (patched / PAGE).exists()  # it was about what is replaced
 
 
 @pytest.mark.parametrize(
@@ -305,7 +307,7 @@ def test_report_errors_are_one_line(args: tuple[str, ...], message: str, folders
 def test_a_remote_export(folders: tuple[Path, Path], tmp_path: Path) -> None:
     export_remote(AutoModelForCausalLM.from_pretrained(folders[0]), tmp_path / "remote", verify=False)
     called("report", str(tmp_path / "remote"))
-    text = words(tree_of(tmp_path / "remote/report.html"))
+    text = words(tree_of(tmp_path / "remote/hfpatch_report.html"))
     assert "form remote code, and with hfpatch as well" in text
     assert "model = AutoModelForCausalLM.from_pretrained('remote', trust_remote_code=True)" in text
     assert "--to remote" not in text
