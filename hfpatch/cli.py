@@ -27,7 +27,8 @@ from .core.staging import require_free, staged_folder
 from .errors import FingerprintWarning, NotPreservedWarning, OptionError
 from .export import export_model
 from .hub.push import push_patched
-from .measure.text_batches import processor_of, text_batches, tokenizer_of
+from .measure.batches import LENGTH, SEQUENCES, read_batches
+from .measure.text_batches import processor_of, tokenizer_of
 from .patch import outcomes, patch_model, repair_report
 from .plan import plan_patch
 from .repairs.sample import generates, sample_batches
@@ -189,8 +190,8 @@ def patch(
     placement: Placement = None,
     head: Head = None,
     calibration: Annotated[str | None, _option(_CALIBRATION)] = None,
-    sequences: Annotated[int, _option("How many sequences a repair takes.", min=2)] = 256,
-    length: Length = 128,
+    sequences: Annotated[int, _option("How many sequences a repair takes.", min=2)] = SEQUENCES,
+    length: Length = LENGTH,
     fit: Annotated[Literal["qk", "bias"], _option(_FIT)] = "qk",
     report: Annotated[Path | None, _option("Save what the repair did as this .json file.")] = None,
     seed: Annotated[int, _option("Seed of random weights (config:FAMILY) and of samples.")] = 0,
@@ -218,7 +219,7 @@ def patch(
             request["calibration"] = (
                 sample_batches(built, sequences, length, seed)
                 if calibration == "self"
-                else text_batches(Path(calibration), built, processor, sequences, length)
+                else _texts(Path(calibration), built, processor, sequences, length)
             )
         scheme = Position.resolve(pos)
         has_length = scheme is not None and scheme.max_positions is not None
@@ -249,7 +250,7 @@ def verify(
     json: Annotated[Path | None, _option("Save the report as this .json file.", "--json")] = None,
     plot: Annotated[Path | None, _option("Draw the error layer by layer into this .png file.")] = None,
     examples: Annotated[int, _option("How many lines of the text are used, from its start.", min=1)] = 64,
-    length: Length = 128,
+    length: Length = LENGTH,
     head: Head = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -273,7 +274,7 @@ def verify(
     batches = None
     if text is not None:
         processor = processor_of(model, trust_remote_code) or processor_of(reference, trust_remote_code)
-        batches = text_batches(text, built, processor, examples, length)
+        batches = _texts(text, built, processor, examples, length)
     report = verification.verify(built, original, batches)
     typer.echo(str(report))
     if json is not None:
@@ -346,6 +347,13 @@ def push(
         dry_run=dry_run,
     )
     typer.echo(str(push))
+
+
+def _texts(path: Path, model: Any, processor: Any, sequences: int, length: int) -> Any:
+    """The lines of a text file as batches, by the tokenizer that came with the model."""
+    if tokenizer_of(processor) is None:
+        raise PatchError(f"no tokenizer for the text in {path} comes with the model.")
+    return read_batches(path, model, processor, sequences=sequences, length=length, option="text")
 
 
 def _require_apart(out: Path | None, *sources: str | Path | None) -> None:

@@ -21,6 +21,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from ..schemes.request import Record
 from ..sites.norms import describe
 from .attention_maps import Example, fit_maps, in_float32, map_of, require_fit
 from .block_replay import BlockReplay, Segment, first_tensor, segments_of
-from .calibration import Batches, require_batches, require_enough
+from .calibration import Batches, require_enough
 from .distance import helps, output_distance
 from .least_squares import Fit, fit_ridge
 from .linear_roles import BlockRoles, Roles
@@ -58,9 +59,11 @@ _MAP_SEQUENCES, _MAP_NUMBERS = 256, 2**27  # at most: sequences whose attention 
 def repair(
     model: PreTrainedModel,
     reference: PreTrainedModel,
-    calibration: Iterable[Any] | str,
+    calibration: Iterable[Any] | str | PathLike[str],
     edits: Transaction | None = None,
     fit: str = "qk",
+    *,
+    tokenizer: Any = None,
 ) -> RepairReport:
     """Fit a patched model back to the original, in place. No labels, no training, no gradients.
 
@@ -69,8 +72,9 @@ def repair(
         reference: the original, on any device; it is only read. Both run in eval mode. If it doesn't fit in memory,
             it may be offloaded by accelerate (`device_map="auto"`, `offload_folder=`): only the block that is running
             is loaded.
-        calibration: batches of inputs (dictionaries, or tensors of the main input; two sequences at least, up to
-            100,000, kept on disk), or "self": sequences sampled from the original, for models that generate.
+        calibration: texts (with `tokenizer`) or inputs, in any form that `read_batches` takes (two sequences at least,
+            up to 100,000, kept on disk; of texts and single rows the first 256, and 128 tokens of a text), or "self":
+            sequences sampled from the original, for models that generate.
         edits: the transaction that logs the changes, so that they can be undone.
         fit: what is fitted to the original's attention maps if positions changed: "qk", weights and biases of queries
             and keys, or "bias", their biases alone.
@@ -96,7 +100,7 @@ def repair(
     alone = changing(model) if by_itself else nullcontext()  # a patch holds the model already
     edits = Transaction() if edits is None else edits
     is_self = isinstance(calibration, str) and calibration == "self"
-    calibration = sample_batches(reference) if is_self else require_batches(calibration, model)
+    calibration = sample_batches(reference) if is_self else calibration
     with (
         alone,
         tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
@@ -105,7 +109,7 @@ def repair(
         quiet(model),
         quiet(reference),
     ):
-        batches = Batches(calibration, model, Path(folder))
+        batches = Batches(calibration, model, Path(folder), tokenizer)
         new = BlockReplay(model, batches, Path(folder) / "new")
         old = BlockReplay(reference, batches, Path(folder) / "old")
         repairer = _Repairer(new, old, batches, edits, fit)
