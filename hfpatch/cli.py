@@ -21,7 +21,6 @@ from .checkpoint.by_name import config_of, is_config, opened, random_weights
 from .checkpoint.classes import OPENED
 from .checkpoint.file_digests import compare
 from .core.plan_table import table
-from .core.progress import show_progress
 from .core.registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS
 from .core.staging import require_free, staged_folder
 from .errors import FingerprintWarning, NotPreservedWarning, OptionError
@@ -210,20 +209,19 @@ def patch(
     planned = plan_patch(built, **request)
     typer.echo(str(planned))
     processor = None if is_config(model) else processor_of(model, trust_remote_code)
-    with show_progress():
-        if calibration is None:
-            calibration = "self" if not is_config(model) and generates(built) else "none"
-        if planned.losses() and init != "reset" and calibration != "none":
-            most = f"up to {sequences} sequences of {length} tokens"
-            typer.echo(f"\nRepairs on {most} (--sequences, --length: fewer take less time).")
-            request["calibration"] = (
-                sample_batches(built, sequences, length, seed)
-                if calibration == "self"
-                else _texts(Path(calibration), built, processor, sequences, length)
-            )
-        scheme = Position.resolve(pos)
-        has_length = scheme is not None and scheme.max_positions is not None
-        patch_model(built, **request, fit=fit, tokenizer=tokenizer_of(processor) if has_length else None)
+    if calibration is None:
+        calibration = "self" if not is_config(model) and generates(built) else "none"
+    if planned.losses() and init != "reset" and calibration != "none":
+        most = f"up to {sequences} sequences of {length} tokens"
+        typer.echo(f"\nRepairs on {most} (--sequences, --length: fewer take less time).")
+        request["calibration"] = (
+            sample_batches(built, sequences, length, seed)
+            if calibration == "self"
+            else _texts(Path(calibration), built, processor, sequences, length)
+        )
+    scheme = Position.resolve(pos)
+    has_length = scheme is not None and scheme.max_positions is not None
+    patch_model(built, **request, fit=fit, tokenizer=tokenizer_of(processor) if has_length else None)
     repaired = repair_report(built)
     if repaired is not None:
         typer.echo(f"\n{repaired}")

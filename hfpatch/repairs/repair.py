@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ _MAP_SEQUENCES, _MAP_NUMBERS = 256, 2**27  # at most: sequences whose attention 
 def repair(
     model: PreTrainedModel,
     reference: PreTrainedModel,
-    calibration: Iterable[Any] | str | PathLike[str],
+    calibration: Any,
     edits: Transaction | None = None,
     fit: str = "qk",
     *,
@@ -72,9 +71,8 @@ def repair(
         reference: the original, on any device; it is only read. Both run in eval mode. If it doesn't fit in memory,
             it may be offloaded by accelerate (`device_map="auto"`, `offload_folder=`): only the block that is running
             is loaded.
-        calibration: texts (with `tokenizer`) or inputs, in any form that `read_batches` takes (two sequences at least,
-            up to 100,000, kept on disk; of texts and single rows the first 256, and 128 tokens of a text), or "self":
-            sequences sampled from the original, for models that generate.
+        calibration: texts (with `tokenizer`) or inputs as in `patch_model`, two sequences at least, up to 100,000, kept
+            on disk; or "self": sequences sampled from the original, for models that generate.
         edits: the transaction that logs the changes, so that they can be undone.
         fit: what is fitted to the original's attention maps if positions changed: "qk", weights and biases of queries
             and keys, or "bias", their biases alone.
@@ -99,8 +97,8 @@ def repair(
     by_itself = edits is None
     alone = changing(model) if by_itself else nullcontext()  # a patch holds the model already
     edits = Transaction() if edits is None else edits
-    is_self = isinstance(calibration, str) and calibration == "self"
-    calibration = sample_batches(reference) if is_self else calibration
+    if isinstance(calibration, str) and calibration == "self":
+        calibration = sample_batches(reference)
     with (
         alone,
         tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
@@ -153,6 +151,8 @@ class _Repairer:
             self.report.measure, before = output_distance(self.new, self.old)
             require_enough(len(before), self.batches)
             for self.done, segment in enumerate(segments):
+                if segment.block:
+                    self.bar.begin_parts(self.done)
                 self._show(segment.block or segment.modules[0])
                 self._repair(segment)
             self.done = len(segments)
