@@ -87,8 +87,8 @@ def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:
     for name, reason in _refused(model).items():
         return UnsupportedError(f"{family}: the positions of {name} can't be changed: {reason}. norm= works without.")
     like_it = [name for name, record in ARCHITECTURES.items() if any(_built_like(model, s) for s in record.stacks)]
-    close = difflib.get_close_matches(family, like_it or list(ARCHITECTURES), n=1, cutoff=0.0 if like_it else 0.6)
-    nearest = f" Nearest supported family{', built alike' if like_it else ''}: {close[0]}." if close else ""
+    close = difflib.get_close_matches(family, like_it, n=1, cutoff=0.0)  # a name alone says nothing of how it's built
+    nearest = f" Nearest supported family, built alike: {close[0]}." if close else ""
     return UnsupportedError(
         f"{family}: {_positions_of(model)} hfpatch has no record for it, so pos= can't change its positions yet."
         f"{nearest} `hfpatch families` lists the {len(ARCHITECTURES)} that have one; norm= works without."
