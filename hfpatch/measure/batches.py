@@ -218,6 +218,11 @@ class _Reader:
             self._require_taken(name, place)
             stacked = of_rows or (_is_listed(value) and not _are_tensors(value))
             batch[name] = self._stacked(name, value, place) if stacked else value
+        if columns and not columns.keys() & self.takes:
+            raise OptionError(
+                f"{place} has {', '.join(map(repr, columns))}, none of which {type(self.model).__name__} takes; "
+                f"it reads {self.main}."
+            )
         lengths = _lengths(columns.get(self.main))
         if len(set(lengths)) > 1 and "attention_mask" in self.takes and "attention_mask" not in batch:
             batch["attention_mask"] = pad_sequence([torch.ones(n, dtype=torch.long) for n in lengths], True)

@@ -756,7 +756,7 @@ def test_a_stream_that_ends_in_an_error_restores_everything() -> None:
         ([{"input_ids": [[1, 2]]}], "one sequence"),
         ([{"input_ids": [[1, 2], "text"]}], "batch 0: input_ids can't be made a tensor"),
         ([{"input_ids": [torch.ones(3).long()] * 2}], "with_format"),
-        ({"train": [1], "test": [2]}, "batch 0"),
+        ({"train": [1], "test": [2]}, "batch 0 has 'train', 'test', none of which GPT2LMHeadModel takes"),
         ([{"labels": torch.ones(2, 3).long()}], "batch 0"),
         ([{"input_idz": torch.ones(2, 3).long()}], "batch 0"),
         ([{"input_ids": torch.full((2, 3), 5000)}], "batch 0"),
