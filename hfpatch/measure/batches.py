@@ -213,16 +213,17 @@ class _Reader:
         """A batch as keyword arguments of the forward: lists as tensors, checked and completed."""
         place = f"{self.option} batch {self.made}" if self.option != "batches" else f"batch {self.made}"
         self.made += 1
-        batch: dict[str, Any] = {}
-        for name, value in columns.items():
+        for name in columns:
             self._require_taken(name, place)
-            stacked = of_rows or (_is_listed(value) and not _are_tensors(value))
-            batch[name] = self._stacked(name, value, place) if stacked else value
         if columns and not columns.keys() & self.takes:
             raise OptionError(
                 f"{place} has {', '.join(map(repr, columns))}, none of which {type(self.model).__name__} takes; "
                 f"it reads {self.main}."
             )
+        batch: dict[str, Any] = {}
+        for name, value in columns.items():
+            stacked = of_rows or (_is_listed(value) and not _are_tensors(value))
+            batch[name] = self._stacked(name, value, place) if stacked else value
         lengths = _lengths(columns.get(self.main))
         if len(set(lengths)) > 1 and "attention_mask" in self.takes and "attention_mask" not in batch:
             batch["attention_mask"] = pad_sequence([torch.ones(n, dtype=torch.long) for n in lengths], True)

@@ -222,6 +222,7 @@ def test_what_a_tokenizer_adds_is_left_out() -> None:
             "Did you mean 'attention_mask'",
         ),
         ([{"input_ids": [[1, 2], ["a"]]}], "batch 0: input_ids can't be made a tensor"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], "has 'messages', none of which GPT2LMHeadModel takes"),
         (DataLoader([{"input_ids": [1, 2]}] * 4, batch_size=4), r"with_format\('torch'\)"),
         ([[1, 2], [1, 500]], "tokens 1 to 500"),
     ],
