@@ -124,7 +124,7 @@ def test_families_with_random_weights(family: str, meant: str | None) -> None:
 
 
 @pytest.mark.parametrize("family", ["mamba", "rwkv"])
-def test_a_family_is_near_only_if_it_is_built_alike(family: str) -> None:
+def test_a_family_is_near_only_if_a_table_stands_where_it_has_one(family: str) -> None:
     """Mamba is near mBART by its name alone."""
     with torch.device("meta"):
         model = AutoModel.from_config(AutoConfig.for_model(family, num_hidden_layers=1))
