@@ -248,7 +248,7 @@ def verify(
     json: Annotated[Path | None, _option("Save the report as this .json file.", "--json")] = None,
     plot: Annotated[Path | None, _option("Draw the error layer by layer into this .png file.")] = None,
     examples: Annotated[int, _option("How many lines of the text are used, from its start.", min=1)] = 64,
-    length: Length = LENGTH,
+    length: Length = 128,
     head: Head = None,
     trust_remote_code: Trust = False,
 ) -> None:
