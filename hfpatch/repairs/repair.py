@@ -74,8 +74,7 @@ def repair(
         calibration: texts (with `tokenizer`) or inputs as in `patch_model`, two sequences at least, up to 100,000, kept
             on disk; or "self": sequences sampled from the original, for models that generate.
         edits: the transaction that logs the changes, so that they can be undone.
-        fit: what is fitted to the original's attention maps if positions changed: "qk", weights and biases of queries
-            and keys, or "bias", their biases alone.
+        fit: what is fitted to the original's attention maps if positions changed, "qk" or "bias", as in `patch_model`.
 
     Memory: besides the two models, the sums of one map at a time (2 (in + out) in float64 numbers) and one batch of
     activations; streams of all batches lie in a temporary folder.
@@ -95,12 +94,11 @@ def repair(
     require_fit(fit)
     require_weights(model, reference)
     by_itself = edits is None
-    alone = changing(model) if by_itself else nullcontext()  # a patch holds the model already
     edits = Transaction() if edits is None else edits
     if isinstance(calibration, str) and calibration == "self":
         calibration = sample_batches(reference)
     with (
-        alone,
+        changing(model) if by_itself else nullcontext(),  # a patch holds the model already
         tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
         torch.inference_mode(False),
         torch.autocast(model.device.type, enabled=False),
