@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .errors import PatchError
     from .export import export_model
     from .hub.push import push_patched
+    from .measure.batches import read_batches
     from .patch import outcomes, patch_model, repair_report, unpatch_model
     from .plan import plan_patch
     from .repairs.repair import repair
@@ -64,6 +65,7 @@ __all__ = [
     "patch_model",
     "plan_patch",
     "push_patched",
+    "read_batches",
     "repair",
     "repair_report",
     "sample_batches",
@@ -78,6 +80,7 @@ _NAMES = {
     "errors": "PatchError",
     "export": "export_model",
     "hub.push": "push_patched",
+    "measure.batches": "read_batches",
     "patch": "outcomes patch_model repair_report unpatch_model",
     "plan": "plan_patch",
     "repairs.repair": "repair",

@@ -19,14 +19,14 @@ from .checkpoint.file_digests import compare
 from .core.commands import Commands
 from .core.environment import environment
 from .core.plan_table import table
-from .core.progress import show_progress
 from .core.registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS
 from .core.staging import require_free, staged_folder
 from .errors import OptionError
 from .export import export_model
 from .hub.page import default_place, write_page
 from .hub.push import push_patched
-from .measure.text_batches import processor_of, text_batches, tokenizer_of
+from .measure.batches import LENGTH, SEQUENCES, read_batches
+from .measure.text_batches import processor_of, tokenizer_of
 from .patch import outcomes, patch_model, repair_report
 from .plan import plan_patch
 from .repairs.sample import generates, sample_batches
@@ -155,8 +155,8 @@ def patch(
     placement: Placement = None,
     head: Head = None,
     calibration: Annotated[str | None, _option(_CALIBRATION)] = None,
-    sequences: Annotated[int, _option("How many sequences a repair takes.", min=2)] = 256,
-    length: Length = 128,
+    sequences: Annotated[int, _option("How many sequences a repair takes.", min=2)] = SEQUENCES,
+    length: Length = LENGTH,
     fit: Annotated[Literal["qk", "bias"], _option(_FIT)] = "qk",
     report: Annotated[Path | None, _option("Save what the repair did as this .json file.")] = None,
     seed: Annotated[int, _option("Seed of random weights (config:FAMILY) and of samples.")] = 0,
@@ -175,20 +175,19 @@ def patch(
     planned = plan_patch(built, **request)
     typer.echo(str(planned))
     processor = None if is_config(model) else processor_of(model, trust_remote_code)
-    with show_progress():
-        if calibration is None:
-            calibration = "self" if not is_config(model) and generates(built) else "none"
-        if planned.losses() and init != "reset" and calibration != "none":
-            most = f"up to {sequences} sequences of {length} tokens"
-            typer.echo(f"\nRepairs on {most} (--sequences, --length: fewer take less time).")
-            request["calibration"] = (
-                sample_batches(built, sequences, length, seed)
-                if calibration == "self"
-                else text_batches(Path(calibration), built, processor, sequences, length)
-            )
-        scheme = Position.resolve(pos)
-        has_length = scheme is not None and scheme.max_positions is not None
-        patch_model(built, **request, fit=fit, tokenizer=tokenizer_of(processor) if has_length else None)
+    if calibration is None:
+        calibration = "self" if not is_config(model) and generates(built) else "none"
+    if planned.losses() and init != "reset" and calibration != "none":
+        most = f"up to {sequences} sequences of {length} tokens"
+        typer.echo(f"\nRepairs on {most} (--sequences, --length: fewer take less time).")
+        request["calibration"] = (
+            sample_batches(built, sequences, length, seed)
+            if calibration == "self"
+            else _texts(Path(calibration), built, processor, sequences, length)
+        )
+    scheme = Position.resolve(pos)
+    has_length = scheme is not None and scheme.max_positions is not None
+    patch_model(built, **request, fit=fit, tokenizer=tokenizer_of(processor) if has_length else None)
     repaired = repair_report(built)
     if repaired is not None:
         typer.echo(f"\n{repaired}")
@@ -347,6 +346,13 @@ def push(
     typer.echo(str(push))
 
 
+def _texts(path: Path, model: Any, processor: Any, sequences: int, length: int) -> Any:
+    """The lines of a text file as batches, by the tokenizer that came with the model."""
+    if tokenizer_of(processor) is None:
+        raise PatchError(f"no tokenizer for the text in {path} comes with the model.")
+    return read_batches(path, model, processor, sequences=sequences, length=length, option="text")
+
+
 def _require_apart(out: Path | None, *sources: str | Path | None) -> None:
     """Refuse an output that would replace what is read: a folder that holds it, or a file that is part of it."""
     for source in sources:
@@ -364,7 +370,7 @@ def _compared(
     batches = None
     if text is not None:
         processor = processor_of(model, trust) or processor_of(reference, trust)
-        batches = text_batches(text, built, processor, examples, length)
+        batches = _texts(text, built, processor, examples, length)
     return verification.verify(built, original, batches)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from typing import Any, TypeVar
 
 import torch
@@ -18,10 +19,11 @@ from .core.bare import require_bare
 from .core.optimizer import check_optimizer, swap_parameters
 from .core.transaction import UNDO_RECORD, Transaction, UndoRecord, changes_alone
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
+from .measure.text_batches import tokenizer_of
 from .outcome import Measurement, write_outcomes
 from .plan import Plan, checked_request, make_plan
 from .repairs.attention_maps import require_fit
-from .repairs.calibration import runnable_batches
+from .repairs.calibration import read_calibration, tried
 from .repairs.reference import reference_copy
 from .repairs.repair import repair
 from .repairs.report import RepairReport
@@ -56,7 +58,7 @@ def patch_model(
     optimizer: Any = None,
     reversible: bool = False,
     example_inputs: Mapping[str, Any] | None = None,
-    calibration: Iterable[Any] | str | None = None,
+    calibration: Iterable[Any] | str | PathLike[str] | None = None,
     placement: str | Placement | None = None,
     tokenizer: Any = None,
     fit: str = "qk",
@@ -80,10 +82,13 @@ def patch_model(
             what they replace.
         reversible: keep what was replaced in memory, for `unpatch_model`.
         calibration: data for a repair: whatever isn't exact is fitted back to the original, branch after branch,
-            without labels or training (see repairs/repair.py). Any number of batches of inputs (dictionaries, or
-            tensors of the main input), or "self": sequences that a language model generates. None: no repair.
-            `repair_report(model)` returns its results.
-        tokenizer: a tokenizer or processor whose `model_max_length` becomes the position scheme's `max_positions`.
+            without labels or training (see repairs/repair.py). Texts with `tokenizer` (a list of strings, a
+            datasets.Dataset, a path of a text file), inputs in any form that `read_batches` takes (a tokenised Dataset,
+            what a tokenizer returns, a DataLoader), or "self": sequences that a language model generates. Of texts and
+            single rows the first 256 are read, and 128 tokens of a text; for more pass `read_batches(...)`. None: no
+            repair. `repair_report(model)` returns its results.
+        tokenizer: a tokenizer, or a processor that has one. It reads the texts in `calibration`, and where `pos` sets
+            `max_positions`, that becomes its `model_max_length`.
         fit: what a repair of positions fits to the original's attention maps: "qk", weights and biases of queries and
             keys, or "bias", their biases alone.
         compile: call `compile_model` on the result.
@@ -114,8 +119,8 @@ def patch_model(
         require_blocks(model)
     if optimizer is not None:
         check_optimizer(optimizer, model)
-    tokenizer, length = _tokenizer_and_length(tokenizer, pos)
-    batches = _checked_calibration(model, calibration, plan, init)
+    told, length = _tokenizer_and_length(tokenizer, pos, calibration)
+    batches = _checked_calibration(model, calibration, tokenizer, plan, init)
     before, dtype, lengths = list(model.parameters()), model.dtype, plan.lengths_in(model.config)
     edits, optimizer_edits, report = Transaction(), Transaction(), None
     with edits.all_or_nothing(), optimizer_edits.all_or_nothing():
@@ -127,10 +132,10 @@ def patch_model(
                     raise
                 edits.undo()
                 plan = make_plan(model, checked_request(schemes, only, keep, init), example_inputs, error.measured)
-                batches = batches or _checked_calibration(model, calibration, plan, init)
+                batches = batches or _checked_calibration(model, calibration, tokenizer, plan, init)
                 report = _carry_out(plan, model, edits, batches, fit, init, example_inputs)
-        if tokenizer is not None:
-            edits.set_attribute(tokenizer, "model_max_length", length)
+        if told is not None:
+            edits.set_attribute(told, "model_max_length", length)
         if plan.changes:
             if optimizer is not None:
                 swap_parameters(model, optimizer, before, edits.replacements(), optimizer_edits)
@@ -205,27 +210,31 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
     return model
 
 
-def _tokenizer_and_length(processor: Any, pos: str | Position | None) -> tuple[Any, int | None]:
-    """The tokenizer (of a processor, its own) and its new `model_max_length`; (None, None) if none was passed.
+def _tokenizer_and_length(processor: Any, pos: str | Position | None, calibration: Any) -> tuple[Any, int | None]:
+    """The tokenizer (of a processor, its own) and its new `model_max_length`; (None, None) if that doesn't change.
 
     Raises:
-        OptionError: `pos` sets no max_positions, or `processor` has no tokenizer with a `model_max_length`.
+        OptionError: `processor` has no tokenizer with a `model_max_length`, or isn't needed: `pos` sets no
+            max_positions, and nothing calibrates.
     """
     if processor is None:
         return None, None
-    scheme = Position.resolve(pos)
-    if scheme is None or scheme.max_positions is None:
-        raise OptionError(
-            "tokenizer= is given the new length, so pos= must set one: pos='rope:max_positions=8192', for example."
-        )
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_of(processor)
     if not hasattr(tokenizer, "model_max_length"):
         raise OptionError(f"tokenizer= takes a tokenizer or a processor that has one, not {type(processor).__name__}.")
-    return tokenizer, scheme.max_positions
+    scheme = Position.resolve(pos)
+    if scheme is not None and scheme.max_positions is not None:
+        return tokenizer, scheme.max_positions
+    if calibration is None:
+        raise OptionError(
+            "tokenizer= reads the texts of calibration=, and is given the length that pos= sets "
+            "(pos='rope:max_positions=8192', for example). This request has neither."
+        )
+    return None, None
 
 
 def _checked_calibration(
-    model: PreTrainedModel, calibration: Iterable[Any] | str | None, plan: Plan, init: str
+    model: PreTrainedModel, calibration: Any, tokenizer: Any, plan: Plan, init: str
 ) -> Iterable[Any] | None:
     """Calibration batches, validated before anything changes; None if there is nothing to repair.
 
@@ -250,7 +259,7 @@ def _checked_calibration(
         raise OptionError("calibration needs weights, and this model has none yet (meta device). Load it first.")
     if isinstance(calibration, str) and calibration == "self":
         return sample_batches(model) if plan.losses() else None
-    return runnable_batches(calibration, model)
+    return tried(read_calibration(calibration, model, tokenizer), model)
 
 
 def _carry_out(
@@ -320,8 +329,8 @@ def _warn(plan: Plan, model: PreTrainedModel, report: RepairReport | None, init:
 def _not_preserved(plan: Plan, changed: Mapping[str, str], report: RepairReport | None) -> str:
     """Text of the warning: what the patch didn't preserve, and how to get a repair or more about the one that ran."""
     advice = (
-        "calibration=batches (inputs without labels; --calibration FILE), or calibration='self' for a model that "
-        "generates, repairs it without training. plan_patch(...) lists the modules."
+        "calibration=texts with tokenizer= (or inputs without labels; --calibration FILE), or calibration='self' for a "
+        "model that generates, repairs it without training. plan_patch(...) lists the modules."
     )
     if report is not None:
         advice = "repair_report(model) lists the repair's steps and what couldn't be fitted."

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
+from ..core.suggest import did_you_mean
 from ..runtime.errors import PatchError
 from ..runtime.record import KEY
 from .auto_classes import class_to_build
@@ -36,7 +37,8 @@ def config_of(model: str, trust: bool) -> Any:
     try:
         return AutoConfig.for_model(family)
     except ValueError:
-        raise PatchError(f"transformers {transformers.__version__} has no family {family!r}.") from None
+        hint = did_you_mean(family, list(CONFIG_MAPPING))
+        raise PatchError(f"transformers {transformers.__version__} has no family {family!r}.{hint}") from None
 
 
 def random_weights(config: Any, head: str | None, trust: bool) -> Any:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..errors import NoMatchError, OptionError
 from ..runtime.lens import named_modules
 from .plan_table import Row
+from .suggest import did_you_mean
 
 
 def as_globs(option: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -111,8 +112,20 @@ def require_matches(names: Names, globs: dict[str, tuple[str, ...]], rows: Seque
     for option, patterns in globs.items():
         for glob in patterns:
             if not any(names.matches(glob, (row.module, *row.aliases)) for row in rows):
-                shown = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", row.module) for row in rows)
+                shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", row.module) for row in rows))
                 raise NoMatchError(
-                    f"{option}={glob!r} matches none of the {len(rows)} modules that this request could change. "
-                    f"Their names look like: {', '.join(list(shown)[:8])}."
+                    f"{option}={glob!r} matches none of the {len(rows)} modules that this request could change."
+                    f"{_suggested(glob, shown)} Their names look like: {', '.join(shown[:8])}."
                 )
+
+
+def _suggested(glob: str, shown: Sequence[str]) -> str:
+    """The glob that may be meant, by the ends of names: " Did you mean '*.ln_1'?", or ""."""
+    written = glob.strip("*.")
+    length = written.count(".") + 1
+    ends = {f"*.{'.'.join(name.split('.')[-length:])}" for name in shown if name.count(".") >= length}
+    if f"*.{written}" in ends:
+        return f" Did you mean {f'*.{written}'!r}?"
+    if written and any(written in name for name in shown):
+        return f" Did you mean {f'*{written}*'!r}?"
+    return did_you_mean(written, [*sorted(ends), *shown])

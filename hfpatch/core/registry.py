@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
@@ -12,6 +11,7 @@ from torch import nn
 
 from ..errors import UnknownNameError
 from ..runtime.errors import PatchError
+from .suggest import did_you_mean
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -88,10 +88,17 @@ class Registry(Mapping[str, T], Generic[T]):
                     f"{self.kind} {name!r} of {package} can't be loaded from {point.value!r}: {error!r}. "
                     f"Repair or uninstall {package}."
                 ) from error
-        known = list(self)
-        close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise UnknownNameError(f"no {self.kind} called {name!r}.{hint} Registered: {', '.join(known)}.")
+        hint = did_you_mean(str(name), self.spellings())
+        raise UnknownNameError(f"no {self.kind} called {name!r}.{hint} Registered: {', '.join(self)}.")
+
+    def spellings(self) -> dict[str, str]:
+        """What people may write for each name: the name, the classes' names, and what the entry says it is called."""
+        found = {name: name for name in self}
+        for name, entry in self._entries.items():
+            classes = [one for one in (entry, getattr(entry, "component", None)) if isinstance(one, type)]
+            for written in (*(one.__name__ for one in classes), *getattr(entry, "also_called", ())):
+                found.setdefault(written, name)
+        return found
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries or name in self._points

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 from ..errors import OptionError
 from ..runtime.errors import PatchError
 from .registry import Registry
+from .suggest import did_you_mean, nearest
 
 S = TypeVar("S", bound="Scheme")
 MOST = 2**63 - 1  # the largest integer that torch takes
@@ -24,11 +25,13 @@ class Scheme:
 
     Attributes:
         registry: of this kind of schemes.
+        also_called: other names that people know it by, for suggestions where one is asked for.
         planner: the function that turns a request for the scheme into changes of a model (swap/planners.py), as entry
             points name it: "package.module:function".
     """
 
     registry: ClassVar[Registry]
+    also_called: ClassVar[tuple[str, ...]] = ()
     planner: ClassVar[str]
 
     @property
@@ -87,6 +90,11 @@ class Scheme:
                 f"not {value!r:.80}."
             )
         name, _, options = value.partition(":")
+        if called := re.fullmatch(r"\s*(\w+)\s*[\s(]\s*(\w+=[^()]*)\)?\s*", name):
+            known = nearest(called[1], cls.registry.spellings()) or called[1]
+            raise OptionError(
+                f"{value!r} is a string with options: write {f'{known}:{called[2]}'!r}, or pass an object."
+            )
         return construct(cls.registry, name, _parse_options(value, options))
 
 
@@ -96,8 +104,9 @@ def construct(registry: Registry, name: str, options: Mapping[str, Any]) -> Any:
     known = [field.name for field in fields(scheme)]
     for option in options:
         if option not in known:
+            hint = did_you_mean(option, known)
             raise OptionError(
-                f"{registry.kind} {name!r} has no option {option!r}. Options: {', '.join(known) or 'none'}."
+                f"{registry.kind} {name!r} has no option {option!r}.{hint} Options: {', '.join(known) or 'none'}."
             )
     try:
         found = scheme(**options)

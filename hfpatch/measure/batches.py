@@ -1,75 +1,326 @@
-"""Checks the batches of inputs that users pass, and makes each into keyword arguments of one forward."""
+"""Reads the data that users have (texts, rows, batches) into inputs of a model's forward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import difflib
+import functools
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import BatchEncoding, BatchFeature, PreTrainedModel
 
 from ..errors import OptionError
-from ..runtime.errors import UnsupportedError
-from .inputs import example_inputs
+from ..runtime.errors import first_line
+from .inputs import input_embedding
+from .text_batches import copied_tokenizer, encode, lines_of
 
 Batch = Mapping[str, Any]
-RANDOM = "random, from the config"
+SEQUENCES, LENGTH, BATCH = 256, 128, 8
+# The number of axes that one sequence has in an input; a batch has one more.
+_AXES = {"input_ids": 1, "inputs_embeds": 2, "input_values": 1, "input_features": 2, "pixel_values": 3}
+_TEXT = "text"  # the column that is read where a row has several of strings
+_WORKS = (
+    '{} takes texts with tokenizer=tokenizer: ["a text", ...], a datasets.Dataset, "file.txt" with one text a line; '
+    'or inputs: what a tokenizer returns, rows such as [{{"input_ids": [1, 2, 3]}}, ...], tensors, a DataLoader.'
+)
+_log = logging.getLogger("hfpatch")
 
 
-def as_batches(batches: Any, model: PreTrainedModel) -> tuple[list[Batch], str]:
-    """The batches as dicts, and a description of them for reports.
+def read_batches(
+    data: Any,
+    model: PreTrainedModel,
+    tokenizer: Any = None,
+    *,
+    sequences: int = SEQUENCES,
+    length: int = LENGTH,
+    option: str = "batches",
+) -> list[dict[str, Any]] | Iterator[dict[str, Any]]:
+    """The inputs for `model` that some data makes, in batches: what `calibration=` and `verify` do with theirs.
+
+    Args:
+        data: any of these, or an iterable of them:
+            * texts: strings (a list, a generator, a pandas Series), rows with a column of strings (a datasets.Dataset;
+              of several such columns the one that is called "text"), or a path of a text file, one text a line. Empty
+              ones are left out.
+            * rows: one sequence each, as dictionaries of lists (a tokenised datasets.Dataset, a tokenizer's output for
+              one text) or lists of token ids. They are padded on the right and get an attention mask.
+            * batches: dictionaries of tensors or of lists (ragged ones are padded), a tokenizer's output, tensors of
+              the main input. A DataLoader gives such.
+            Strings are left out of rows and batches, and what the forward doesn't take out of rows and of what a
+            tokenizer returned.
+        model: the model that takes the inputs; it isn't run. An encoder-decoder that is given input_ids alone reads
+            them, shifted by one, in its decoder too.
+        tokenizer: a tokenizer, or a processor that has one; needed for texts. It stays as it is.
+        sequences: how many texts and rows are read, at most; batches are all taken.
+        length: tokens of a text, at most; the model's and the tokenizer's own limits hold as well. Rows and batches
+            keep their length.
+        option: what messages call the data.
+
+    Returns:
+        Keyword arguments of forwards, on the device where they were: a list where `data` is at hand, an iterator where
+        it is a stream (a generator, a DataLoader, a Dataset), which is read as the iterator is.
 
     Raises:
-        OptionError: they are empty, or not inputs of the model.
+        OptionError: the data is none of that, is empty, holds texts without a tokenizer, or isn't the model's input.
     """
-    if batches is None:
+    items = _items(data, sequences, option)
+    batches = _Reader(model, tokenizer, sequences, length, option).read(items)
+    return list(batches) if isinstance(items, list | tuple) else batches
+
+
+def _items(data: Any, sequences: int, option: str) -> Iterable[Any]:
+    """What the data consists of: a list or tuple where it is at hand."""
+    if isinstance(data, str | os.PathLike):
+        return lines_of(data, sequences + 1, option)
+    if isinstance(data, Mapping) and any(hasattr(value, "column_names") for value in data.values()):
+        raise OptionError(f"{option} is given the splits {', '.join(data)}; pass one: dataset[{next(iter(data))!r}].")
+    if isinstance(data, Mapping | Tensor):
+        return [data]
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):  # a pandas DataFrame, which iterates over names
+        return data.to_dict("records")
+    if isinstance(data, Iterable) or hasattr(data, "__getitem__"):
+        return data
+    raise OptionError(f"{_WORKS.format(option)} Not {type(data).__name__}.")
+
+
+@dataclass
+class _Reader:
+    """Turns items into batches of inputs; texts and rows are collected until they fill one."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    sequences: int
+    length: int
+    option: str
+    made: int = 0  # batches
+    read_alone: int = 0  # texts and rows
+    waiting: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        parameters = signature(self.model.forward).parameters
+        self.main = self.model.main_input_name
+        self.takes = parameters.keys() | {self.main}
+        self.takes_others = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        # Without a mask a sequence would be read with its padding.
+        self.together = BATCH if "attention_mask" in parameters or self.main != "input_ids" else 1
+
+    def read(self, items: Iterable[Any]) -> Iterator[dict[str, Any]]:
+        """All batches, in order."""
+        for number, item in enumerate(items):
+            found = self._of(item, number)
+            if isinstance(found, Mapping):
+                yield from self._waiting()
+                yield self._finished(found)
+                continue
+            for one in found:
+                if self.read_alone == self.sequences:
+                    yield from self._waiting()
+                    _log.info(
+                        "%s: the first %d texts (or rows) are read; hfpatch.read_batches(..., sequences=) reads more",
+                        *(self.option, self.sequences),
+                    )
+                    return
+                self.read_alone += 1
+                self.waiting.append(one)
+                if len(self.waiting) == self.together:
+                    yield from self._waiting()
+        yield from self._waiting()
+        if not self.made:
+            raise OptionError(
+                f"{self.option} is empty: it holds no batch and no text. (An iterator can be read only once; pass a "
+                "list.)"
+            )
+
+    def _waiting(self) -> Iterator[dict[str, Any]]:
+        """The collected texts and rows as one batch."""
+        rows, self.waiting = self.waiting, []
+        if rows:
+            names = [name for name in rows[0] if all(name in row for row in rows)]
+            yield self._finished({name: [row[name] for row in rows] for name in names}, of_rows=True)
+
+    def _of(self, item: Any, number: int) -> Mapping[str, Any] | list[Mapping[str, Any]]:
+        """A batch, or the rows in an item: of texts as the tokenizer makes them."""
+        if isinstance(item, list | tuple) and len(item) == 1 and isinstance(item[0], Tensor) and item[0].dim() > 1:
+            item = item[0]  # how a DataLoader of a TensorDataset gives it
+        texts = _texts(item)
+        if texts is None and isinstance(item, Mapping) and not self._has_inputs(item):
+            texts = self._text_column(item)
+        if texts is not None:
+            return self._encoded(texts)
+        if not isinstance(item, Mapping):
+            if not isinstance(item, Tensor | list | tuple) and not hasattr(item, "__array__"):
+                raise OptionError(f"{self.option}: item {number} is {type(item).__name__}. {_WORKS.format('It')}")
+            item = {self.main: item}
+        columns = {name: value for name, value in item.items() if name in self.takes or not _is_text(value)}
+        like = next((name for name in (self.main, *_AXES) if name in columns and name in _AXES), None)
+        if like is not None and _count_axes(columns[like]) == _AXES[like]:
+            row = {name: value for name, value in columns.items() if name in self.takes and value is not None}
+            return [row] if len(row[like]) else []
+        if like is not None and _are_tensors(columns[like]):
+            raise OptionError(
+                f"{self.option}: item {number} has a list of tensors as {like}. Pad them into one tensor; a DataLoader "
+                "of a datasets.Dataset gives such lists unless it reads dataset.with_format('torch')."
+            )
+        if isinstance(item, BatchEncoding | BatchFeature) and not self.takes_others:
+            return {name: value for name, value in columns.items() if name in self.takes}
+        return columns
+
+    def _has_inputs(self, item: Mapping[str, Any]) -> bool:
+        return any(name in self.takes and name != "labels" and not _is_text(item[name]) for name in item)
+
+    def _text_column(self, item: Mapping[str, Any]) -> list[str] | None:
+        """The texts in a row, or in a batch of rows, that holds no inputs.
+
+        Raises:
+            OptionError: several columns could be meant.
+        """
+        found = {name: texts for name, value in item.items() if (texts := _texts(value)) is not None}
+        if len(found) > 1 and _TEXT not in found:
+            names = ", ".join(map(repr, found))
+            raise OptionError(
+                f"{self.option} has several columns of text ({names}): pass one, as dataset[{next(iter(found))!r}], or "
+                "tokenise them yourself."
+            )
+        return found.get(_TEXT, next(iter(found.values()), None))
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        return copied_tokenizer(self.tokenizer, self.option)
+
+    def _encoded(self, texts: list[str]) -> list[Mapping[str, Any]]:
+        texts = [text for text in texts if text.strip()][: self.sequences - self.read_alone + 1]
+        if not texts:
+            return []
+        encoded = encode(texts, self._tokenizer, self.model, self.length, self.option)
+        kept = {name: values for name, values in encoded.items() if name in self.takes}
+        if self.main not in kept:
+            raise OptionError(
+                f"{self.option} holds text, and {type(self.model).__name__} reads {self.main}: pass batches of that."
+            )
+        rows = [{name: values[i] for name, values in kept.items()} for i in range(len(texts))]
+        return [row for row in rows if len(row[self.main])]
+
+    # One batch
+
+    def _finished(self, columns: Mapping[str, Any], of_rows: bool = False) -> dict[str, Any]:
+        """A batch as keyword arguments of the forward: lists as tensors, checked and completed."""
+        place = f"{self.option} batch {self.made}" if self.option != "batches" else f"batch {self.made}"
+        self.made += 1
+        for name in columns:
+            self._require_taken(name, place)
+        if columns and not columns.keys() & self.takes:
+            raise OptionError(
+                f"{place} has {', '.join(map(repr, columns))}, none of which {type(self.model).__name__} takes; "
+                f"it reads {self.main}."
+            )
+        batch: dict[str, Any] = {}
+        for name, value in columns.items():
+            stacked = of_rows or (_is_listed(value) and not _are_tensors(value))
+            batch[name] = self._stacked(name, value, place) if stacked else value
+        lengths = _lengths(columns.get(self.main))
+        if len(set(lengths)) > 1 and "attention_mask" in self.takes and "attention_mask" not in batch:
+            batch["attention_mask"] = pad_sequence([torch.ones(n, dtype=torch.long) for n in lengths], True)
+        _require_values(batch, place)
+        _require_known_tokens(batch.get("input_ids"), place, self.model)
+        return _completed(batch, self.model)
+
+    def _stacked(self, name: str, values: Any, place: str) -> Tensor:
+        """One input of several sequences as a tensor, padded on the right where they differ in length."""
         try:
-            return [_completed(example_inputs(model, seed=0), model)], RANDOM
-        except UnsupportedError as error:
-            raise OptionError(f"no random inputs could be made for {type(model).__name__}; pass batches=.") from error
-    single = isinstance(batches, Mapping | Tensor)
-    if not single and (isinstance(batches, str) or not isinstance(batches, Iterable)):
-        raise OptionError(f"batches must be dicts of tensors, or tensors, not {type(batches).__name__}.")
-    listed = [batches] if single else list(batches)
-    if not listed:
-        raise OptionError("batches is empty. (An iterator can be read only once; pass a list.)")
-    found: list[Batch] = [_completed(_checked(batch, number, model), model) for number, batch in enumerate(listed)]
-    return found, f"{len(found)} batch{'es' if len(found) > 1 else ''} given"
+            each = [torch.as_tensor(value) for value in values]
+            if len({one.shape for one in each}) > 1:
+                return pad_sequence(each, batch_first=True, padding_value=self._padding(name))
+            return torch.stack(each) if each else torch.empty(0)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise OptionError(f"{place}: {name} can't be made a tensor: {first_line(error)}") from error
+
+    def _padding(self, name: str) -> int:
+        """What fills a column behind its shorter sequences, where the mask is 0."""
+        if name in ("input_ids", "decoder_input_ids"):
+            pad = getattr(self.model.config.get_text_config(), "pad_token_id", None)
+            table = input_embedding(self.model)
+            return pad if isinstance(pad, int) and 0 <= pad < (table.num_embeddings if table else pad + 1) else 0
+        return -100 if name == "labels" else 0
+
+    def _require_taken(self, name: str, place: str) -> None:
+        """Refuse what the forward doesn't take, and misspelt names where it takes any.
+
+        Raises:
+            OptionError: names the input.
+        """
+        if name in self.takes:
+            return
+        close = difflib.get_close_matches(name, self.takes, n=1, cutoff=0.85)
+        if close or not self.takes_others:
+            hint = f"Did you mean {close[0]!r}?" if close else "Leave it out."
+            raise OptionError(f"{place} has {name!r}, which {type(self.model).__name__}.forward doesn't take. {hint}")
 
 
-def as_inputs(batch: Any, number: int, model: PreTrainedModel) -> dict[str, Any]:
-    """One batch as keyword arguments of a forward; `number` is for the message.
+def _texts(value: Any) -> list[str] | None:
+    """One text or a list of them; None of anything else."""
+    if isinstance(value, str):
+        return [value]
+    several = isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value)
+    return list(value) if several else None
 
-    Raises:
-        OptionError: it isn't inputs of the model.
-    """
-    return dict(_completed(_checked(batch, number, model), model))
+
+def _is_text(value: Any) -> bool:
+    """Whether a column is of strings, or of nothing, as missing values are."""
+    return value is None or _texts(value) is not None
 
 
-def _checked(batch: Any, number: int, model: PreTrainedModel) -> dict[str, Any]:
-    if isinstance(batch, Tensor):
-        batch = {model.main_input_name: batch}
-    if not isinstance(batch, Mapping):
-        raise OptionError(
-            f"batch {number} is {type(batch).__name__}, not a dict of tensors; run text through the tokenizer first."
-        )
-    takes = signature(model.forward).parameters
+def _is_listed(value: Any) -> bool:
+    """Whether a value is a list or an array, to be made a tensor."""
+    return isinstance(value, list | tuple) or (hasattr(value, "__array__") and not isinstance(value, Tensor))
+
+
+def _are_tensors(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(one, Tensor) for one in value)
+
+
+def _count_axes(value: Any) -> int:
+    axes = 0
+    while isinstance(value, list | tuple):
+        axes, value = axes + 1, value[0] if value else None
+    return axes + getattr(value, "ndim", 0)
+
+
+def _lengths(value: Any) -> list[int]:
+    """Lengths of the sequences in a column that still is a list of them."""
+    listed = isinstance(value, list | tuple) and all(hasattr(one, "__len__") for one in value)
+    return [len(one) for one in value] if listed else []
+
+
+def _require_values(batch: Batch, place: str) -> None:
     for name, value in batch.items():
-        if name not in takes and not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
-            raise OptionError(f"batch {number} has {name!r}, which {type(model).__name__}.forward doesn't take.")
-        if isinstance(value, list) and not all(isinstance(item, Tensor) for item in value):
-            raise OptionError(f"batch {number}: {name} is a list; call the tokenizer with return_tensors='pt'.")
         if isinstance(value, Tensor) and not value.numel():
-            raise OptionError(f"batch {number}: {name} is empty, shape {tuple(value.shape)}.")
+            raise OptionError(f"{place}: {name} is empty, shape {tuple(value.shape)}.")
     for name in ("attention_mask", "decoder_attention_mask"):
         mask = batch.get(name)
         if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.any()):
-            raise OptionError(f"batch {number}: {name} is zero everywhere, so no position counts.")
+            raise OptionError(f"{place}: {name} is zero everywhere, so no position counts.")
     if not any(isinstance(value, Tensor) for value in batch.values()):
-        raise OptionError(f"batch {number} holds no tensor.")
-    return dict(batch)
+        raise OptionError(f"{place} holds no tensor.")
+
+
+def _require_known_tokens(ids: Any, place: str, model: PreTrainedModel) -> None:
+    """Refuse tokens that the model's embedding has no row for."""
+    table = input_embedding(model)
+    if table is None or not isinstance(ids, Tensor) or ids.is_floating_point():
+        return
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or most >= table.num_embeddings:
+        raise OptionError(
+            f"{type(model).__name__} doesn't take {place}: it has tokens {least} to {most}, and the embedding's rows "
+            f"are 0 to {table.num_embeddings - 1}."
+        )
 
 
 def _completed(batch: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:

@@ -1,17 +1,18 @@
-"""Batches of inputs from a text file, by the tokenizer that comes with a checkpoint."""
+"""Texts as token ids: the tokenizer that comes with a checkpoint, and what it makes of texts and of text files."""
 
 from __future__ import annotations
 
-import inspect
-from pathlib import Path
+import copy
+import itertools
+import os
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
 from transformers import AutoProcessor, PreTrainedModel
 
-from ..runtime.errors import PatchError, first_line
+from ..errors import OptionError
+from ..runtime.errors import first_line
 
-BATCH = 8
 _WORD_START = "\u2581"  # of SentencePiece; an invented Unigram tokenizer knows no other token
 
 
@@ -33,42 +34,50 @@ def processor_of(checkpoint: str, trust_remote_code: bool = False) -> Any:
     return processor
 
 
-def text_batches(
-    text: Path, model: PreTrainedModel, processor: Any, examples: int, length: int
-) -> list[dict[str, Tensor]]:
-    """The first lines of a file that aren't empty, one example each, in padded batches.
-
-    Args:
-        text: a file in UTF-8.
-        model: what takes the batches; arguments that its forward doesn't have are left out.
-        processor: a tokenizer, or a processor that has one.
-        examples: how many lines, at most.
-        length: tokens of a line, at most; the model's and the tokenizer's own limits hold as well.
+def copied_tokenizer(processor: Any, option: str) -> Any:
+    """A copy of the tokenizer, since a call of one changes what it would save.
 
     Raises:
-        PatchError: there is no such file, no line of text in it, or no tokenizer that takes it.
+        OptionError: there is none.
     """
-    if not text.is_file():
-        raise PatchError(f"there is no text file {text}.")
+    if processor is None:
+        raise OptionError(f"{option} holds text: pass tokenizer=, the model's tokenizer or processor.")
     tokenizer = tokenizer_of(processor)
-    if tokenizer is None:
-        raise PatchError(f"no tokenizer for the text in {text} comes with the model.")
-    lines = [line for line in text.read_text(encoding="utf-8").splitlines() if line.strip()][:examples]
-    if not lines:
-        raise PatchError(f"{text} holds no line of text.")
-    tokenizer.padding_side = "right"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    size = BATCH if tokenizer.pad_token is not None else 1
+    if not callable(tokenizer):
+        raise OptionError(f"tokenizer= takes a tokenizer or a processor that has one, not {type(processor).__name__}.")
+    return copy.deepcopy(tokenizer)
+
+
+def encode(
+    texts: list[str], tokenizer: Any, model: PreTrainedModel, length: int, option: str
+) -> Mapping[str, list[list[int]]]:
+    """What a tokenizer makes of texts: lists of unequal length, cut at `length` and at its and the model's limits.
+
+    Raises:
+        OptionError: it takes no such texts.
+    """
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
-    cut = min(length, longest, tokenizer.model_max_length)
-    takes = inspect.signature(model.forward).parameters
-    batches = []
-    for i in range(0, len(lines), size):
-        few = lines[i : i + size]
-        try:
-            encoded = tokenizer(few, return_tensors="pt", truncation=True, max_length=cut, padding=size > 1)
-        except Exception as error:  # whatever a tokenizer raises about text that isn't its own kind
-            raise PatchError(f"the tokenizer takes no such text ({first_line(error):.200}): {few[0]:.60}") from error
-        batches.append({name: value for name, value in encoded.items() if name in takes})
-    return batches
+    cut = min(length, longest, getattr(tokenizer, "model_max_length", length))
+    try:
+        return tokenizer(texts, truncation=True, max_length=cut)
+    except Exception as error:  # whatever a tokenizer raises about text that isn't its own kind
+        raise OptionError(
+            f"{option}: the tokenizer takes no such text ({first_line(error):.200}): {texts[0]:.60}"
+        ) from error
+
+
+def lines_of(path: str | os.PathLike[str], most: int, option: str) -> list[str]:
+    """The first lines of a text file that aren't empty.
+
+    Raises:
+        OptionError: there is no such file, or it isn't text in UTF-8.
+    """
+    if not os.path.isfile(path):
+        raise OptionError(
+            f"there is no text file {os.fspath(path):.200}, which {option} names. A text goes into a list."
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            return list(itertools.islice((line.rstrip("\n") for line in file if line.strip()), most))
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{option}: {os.fspath(path)} isn't text in UTF-8: {error}.") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +15,28 @@ from transformers import PreTrainedModel
 
 from ..core.staging import save_temporary
 from ..errors import OptionError
-from ..measure.batches import as_inputs
-from ..measure.inputs import input_embedding
+from ..measure.batches import read_batches
 from ..measure.quiet_forward import fitting, quiet
 
 HELD_OUT = 8  # one of every so many sequences is held out, for judging
 _LEAST_OUTPUTS = 8  # at held-out tokens; fewer don't tell help from noise
 _MOST = 100_000  # sequences; a generator that gives more is taken for an endless one
-_EMPTY = "calibration holds no batch: pass dictionaries of inputs, or tensors of input_ids."
 
 
 class Batches:
     """Calibration inputs stored on disk, the same in every pass, with masks of padding and of held-out rows.
 
     Args:
-        batches: dictionaries of a model's inputs, or tensors of its main input. Labels are dropped.
+        calibration: what `read_batches` takes. Labels are dropped.
         model: the model that takes them.
         folder: where they are stored.
+        tokenizer: for texts.
 
     Raises:
-        OptionError: there are fewer than two sequences, too many, or a batch isn't of that form.
+        OptionError: there are fewer than two sequences, too many, or the data isn't of a form that can be read.
     """
 
-    def __init__(self, batches: Iterable[Any], model: PreTrainedModel, folder: Path):
+    def __init__(self, calibration: Any, model: PreTrainedModel, folder: Path, tokenizer: Any = None):
         self.folder = folder
         self.main = model.main_input_name
         self._counts: list[int] = []
@@ -46,8 +45,8 @@ class Batches:
         self._always = {"use_cache": False} if "use_cache" in takes else {}
         if not getattr(model.config, "return_dict", True):
             self._always["return_dict"] = True
-        for index, batch in enumerate(batches):
-            inputs = {name: stored(value) for name, value in calibration_inputs(batch, index, model).items()}
+        for index, batch in enumerate(read_calibration(calibration, model, tokenizer)):
+            inputs = {name: stored(value) for name, value in batch.items()}
             self._counts.append(count_sequences(inputs, self.main))
             masks = {name: inputs.get(name) for name in ("attention_mask", "decoder_attention_mask")}
             self._masks.append({name: mask for name, mask in masks.items() if isinstance(mask, Tensor)})
@@ -107,59 +106,51 @@ class Batches:
         return valid, self.held_out(index).repeat_interleave(rows // count)
 
 
-def require_batches(batches: Any, model: PreTrainedModel) -> Iterable[Any]:
-    """Refuse what can't be an iterable of batches.
+def read_calibration(
+    calibration: Any, model: PreTrainedModel, tokenizer: Any = None
+) -> list[dict[str, Any]] | Iterator[dict[str, Any]]:
+    """The inputs for a repair that `read_batches` makes of some data, without labels; a decoder reads them instead.
 
     Raises:
-        OptionError: a single batch, a word, or nothing to iterate over.
+        OptionError: as in `read_batches`; of a list also if it holds one sequence.
     """
-    if isinstance(batches, str | Tensor | Mapping) or not isinstance(batches, Iterable):
-        shown = repr(batches) if isinstance(batches, str) else f"one {type(batches).__name__}"
-        raise OptionError(
-            "calibration is a list (or another iterable) of batches, each a dictionary of inputs or a tensor of "
-            f"{model.main_input_name}, or the word 'self'; not {shown:.80}."
-        )
-    return batches
+    batches = read_batches(calibration, model, tokenizer, option="calibration")
+    inputs = (_without_labels(batch, index, model) for index, batch in enumerate(batches))
+    if not isinstance(batches, list):
+        return inputs
+    listed = list(inputs)
+    _require_two([count_sequences(batch, model.main_input_name) for batch in listed])
+    return listed
 
 
-def runnable_batches(batches: Any, model: PreTrainedModel) -> Iterable[Any]:
-    """The same batches, after one forward of the first; all are checked where that doesn't use them up.
+def tried(batches: Iterable[dict[str, Any]], model: PreTrainedModel) -> Iterable[dict[str, Any]]:
+    """The same inputs of a repair, after a forward of the first ones.
 
     Raises:
-        OptionError: there are too few, or they aren't inputs of the model.
+        OptionError: the model doesn't take them.
     """
-    batches = require_batches(batches, model)
-    whole = isinstance(batches, list | tuple)
-    if whole:
-        seen = list(batches)
-    else:
-        with torch.random.fork_rng(devices=[]):  # a shuffling loader draws its order when its iterator is made
-            rest = iter(batches)
-            seen = list(itertools.islice(rest, 1))
-        batches = itertools.chain(seen, rest)
-    checked = [calibration_inputs(batch, index, model) for index, batch in enumerate(seen)]
-    counts = [count_sequences(inputs, model.main_input_name) for inputs in checked]
-    _require_two(counts if whole or not counts else [*counts, 1])
+    rest = iter(batches)
+    with torch.random.fork_rng(devices=[]):  # a shuffling loader draws its order when its iterator is made
+        first = next(rest)
     few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with quiet(model):
         try:
-            model(**fitting(model, checked[0]), **few)
+            model(**fitting(model, first), **few)
         except Exception as error:
             raise OptionError(f"{type(model).__name__} doesn't take calibration batch 0: {error}") from error
-    return batches
+    return batches if isinstance(batches, list) else itertools.chain([first], rest)
 
 
-def calibration_inputs(batch: Any, index: int, model: PreTrainedModel) -> dict[str, Any]:
-    """A batch as keyword arguments of a forward, without labels; a decoder that has no other input reads them.
+def _without_labels(batch: dict[str, Any], index: int, model: PreTrainedModel) -> dict[str, Any]:
+    """A batch without labels; a decoder that has no other input reads them.
 
     Raises:
-        OptionError: it isn't inputs of the model.
+        OptionError: nothing is left.
     """
-    inputs = as_inputs(batch, index, model)
-    labels = inputs.pop("labels", None)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    labels = batch.get("labels")
     if not any(isinstance(value, Tensor) and value.dim() for value in inputs.values()):
         raise OptionError(f"calibration batch {index} holds no tensor with a batch axis besides labels.")
-    _require_known_tokens(inputs.get("input_ids"), index, model)
     decodes = model.config.is_encoder_decoder and not {"decoder_input_ids", "decoder_inputs_embeds"} & inputs.keys()
     if labels is not None and decodes:
         if not hasattr(model, "prepare_decoder_input_ids_from_labels"):
@@ -176,8 +167,6 @@ def count_sequences(inputs: Mapping[str, Any], main: str) -> int:
 
 
 def _require_two(counts: list[int]) -> None:
-    if not counts:
-        raise OptionError(_EMPTY)
     if sum(counts) < 2:
         raise OptionError(
             "calibration holds one sequence. At least two are needed, since one of every eight (of fewer, the last) is "
@@ -198,19 +187,6 @@ def require_enough(outputs: int, batches: Batches) -> None:
             f"calibration is too little to judge a repair: of {batches.sequences} sequences {held_out} are held out, "
             f"with {outputs} tokens (or outputs) in all, and {_LEAST_OUTPUTS} are needed. Pass {needed} sequences of "
             "this length, or longer ones; some hundred make a good repair."
-        )
-
-
-def _require_known_tokens(ids: Any, index: int, model: PreTrainedModel) -> None:
-    """Refuse tokens that the model's embedding has no row for."""
-    table = input_embedding(model)
-    if table is None or not isinstance(ids, Tensor) or ids.is_floating_point():
-        return
-    least, most = int(ids.min()), int(ids.max())
-    if least < 0 or most >= table.num_embeddings:
-        raise OptionError(
-            f"{type(model).__name__} doesn't take calibration batch {index}: it has tokens {least} to {most}, and the "
-            f"embedding's rows are 0 to {table.num_embeddings - 1}."
         )
 
 

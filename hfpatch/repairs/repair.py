@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from ..schemes.request import Record
 from ..sites.norms import describe
 from .attention_maps import Example, fit_maps, in_float32, map_of, require_fit
 from .block_replay import BlockReplay, Segment, first_tensor, segments_of
-from .calibration import Batches, require_batches, require_enough
+from .calibration import Batches, require_enough
 from .distance import helps, output_distance
 from .least_squares import Fit, fit_ridge
 from .linear_roles import BlockRoles, Roles
@@ -58,9 +58,11 @@ _MAP_SEQUENCES, _MAP_NUMBERS = 256, 2**27  # at most: sequences whose attention 
 def repair(
     model: PreTrainedModel,
     reference: PreTrainedModel,
-    calibration: Iterable[Any] | str,
+    calibration: Any,
     edits: Transaction | None = None,
     fit: str = "qk",
+    *,
+    tokenizer: Any = None,
 ) -> RepairReport:
     """Fit a patched model back to the original, in place. No labels, no training, no gradients.
 
@@ -69,11 +71,10 @@ def repair(
         reference: the original, on any device; it is only read. Both run in eval mode. If it doesn't fit in memory,
             it may be offloaded by accelerate (`device_map="auto"`, `offload_folder=`): only the block that is running
             is loaded.
-        calibration: batches of inputs (dictionaries, or tensors of the main input; two sequences at least, up to
-            100,000, kept on disk), or "self": sequences sampled from the original, for models that generate.
+        calibration: texts (with `tokenizer`) or inputs as in `patch_model`, two sequences at least, up to 100,000, kept
+            on disk; or "self": sequences sampled from the original, for models that generate.
         edits: the transaction that logs the changes, so that they can be undone.
-        fit: what is fitted to the original's attention maps if positions changed: "qk", weights and biases of queries
-            and keys, or "bias", their biases alone.
+        fit: what is fitted to the original's attention maps if positions changed, "qk" or "bias", as in `patch_model`.
 
     Memory: besides the two models, the sums of one map at a time (2 (in + out) in float64 numbers) and one batch of
     activations; streams of all batches lie in a temporary folder.
@@ -94,19 +95,18 @@ def repair(
     require_fit(fit)
     require_weights(model, reference)
     by_itself = edits is None
-    alone = changing(model) if by_itself else nullcontext()  # a patch holds the model already
     edits = Transaction() if edits is None else edits
-    is_self = isinstance(calibration, str) and calibration == "self"
-    calibration = sample_batches(reference) if is_self else require_batches(calibration, model)
+    if isinstance(calibration, str) and calibration == "self":
+        calibration = sample_batches(reference)
     with (
-        alone,
+        changing(model) if by_itself else nullcontext(),  # a patch holds the model already
         tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
         torch.inference_mode(False),
         torch.autocast(model.device.type, enabled=False),
         quiet(model),
         quiet(reference),
     ):
-        batches = Batches(calibration, model, Path(folder))
+        batches = Batches(calibration, model, Path(folder), tokenizer)
         new = BlockReplay(model, batches, Path(folder) / "new")
         old = BlockReplay(reference, batches, Path(folder) / "old")
         repairer = _Repairer(new, old, batches, edits, fit)
@@ -151,6 +151,8 @@ class _Repairer:
             self.report.measure, before = output_distance(self.new, self.old)
             require_enough(len(before), self.batches)
             for self.done, segment in enumerate(segments):
+                if segment.block:
+                    self.bar.begin_parts(self.done)
                 self._show(segment.block or segment.modules[0])
                 self._repair(segment)
             self.done = len(segments)

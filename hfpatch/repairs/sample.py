@@ -12,9 +12,10 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..core.progress import ProgressBar
 from ..errors import OptionError
+from ..measure.batches import LENGTH, SEQUENCES
 from ..measure.quiet_forward import device_of, quiet
 
-SEQUENCES, LENGTH, BATCH = 256, 128, 32
+BATCH = 32
 _UNUSED_ROWS = 2  # rows of a position table that RoBERTa and its like don't use
 
 

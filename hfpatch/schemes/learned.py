@@ -44,6 +44,7 @@ class Learned(Position):
         OptionError: an option is outside its domain.
     """
 
+    also_called: ClassVar[tuple[str, ...]] = ("absolute", "table", "interpolated")
     method: str | None = None
     image_size: int | tuple[int, int] | None = None
     any_length: ClassVar[bool] = False

@@ -129,6 +129,7 @@ class SwiGLU(MLP):
     farther than that from either of its forms. Options as in `MLP`.
     """
 
+    also_called: ClassVar[tuple[str, ...]] = ("silu", "swish", "glu")
     label: ClassVar[str] = "SwiGLU"
 
     def activation(self, replaced: Activation) -> nn.Module:
@@ -143,6 +144,7 @@ class GeGLU(MLP):
     Starts exactly from gelu, whose form (erf or tanh) is kept. Options as in `MLP`.
     """
 
+    also_called: ClassVar[tuple[str, ...]] = ("gelu",)
     label: ClassVar[str] = "GeGLU"
 
     def activation(self, replaced: Activation) -> nn.Module:
@@ -161,6 +163,7 @@ class ReGLU(MLP):
     Starts exactly from relu. Options as in `MLP`.
     """
 
+    also_called: ClassVar[tuple[str, ...]] = ("relu",)
     label: ClassVar[str] = "ReGLU"
 
     def activation(self, replaced: Activation) -> nn.Module:

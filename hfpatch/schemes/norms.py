@@ -131,6 +131,7 @@ class Layer(Norm):
         OptionError: `bias` is no bool.
     """
 
+    also_called: ClassVar[tuple[str, ...]] = ("ln",)
     bias: bool = True
     component: ClassVar[type[AffineNorm]] = LayerNorm
 
@@ -228,6 +229,7 @@ class DyT(Norm):
         OptionError: alpha is neither a positive finite number nor "llm".
     """
 
+    also_called: ClassVar[tuple[str, ...]] = ("tanh",)
     alpha: float | str = 0.5
     component: ClassVar[type[AffineNorm]] = DynamicTanh
 
@@ -260,6 +262,7 @@ class Derf(Norm):
         OptionError: alpha is no positive finite number, or s no finite one.
     """
 
+    also_called: ClassVar[tuple[str, ...]] = ("erf",)
     alpha: float = 0.5
     s: float = 0.0
     component: ClassVar[type[AffineNorm]] = DynamicErf
@@ -314,6 +317,7 @@ class DeepNorm(Norm):
         OptionError: an option outside its domain.
     """
 
+    also_called: ClassVar[tuple[str, ...]] = ("deepnet",)
     alpha: float | None = None
     beta: float | None = None
     preserve: bool = False
@@ -363,6 +367,7 @@ class BatchNorm(Norm):
         OptionError: momentum is no number in (0, 1].
     """
 
+    also_called: ClassVar[tuple[str, ...]] = ("bn",)
     momentum: float = 0.1
     component: ClassVar[type[AffineNorm]] = MaskedBatchNorm
     planner: ClassVar[str] = "hfpatch.contrib.batch_norm:plan_batch_norms"

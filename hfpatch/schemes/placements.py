@@ -26,6 +26,7 @@ PLACEMENTS.base = Placement
 class Pre(Placement):
     """x + f(LN(x)): GPT-2, Llama; Xiong et al. 2020, arXiv:2002.04745. The stack wants a norm at its end."""
 
+    also_called: ClassVar[tuple[str, ...]] = ("pre-norm", "pre-LN")
     formula: ClassVar[str] = "x + f(LN(x))"
 
 
@@ -34,6 +35,7 @@ class Pre(Placement):
 class Post(Placement):
     """LN(x + f(x)): BERT; Vaswani et al. 2017, arXiv:1706.03762."""
 
+    also_called: ClassVar[tuple[str, ...]] = ("post-norm", "post-LN")
     formula: ClassVar[str] = "LN(x + f(x))"
 
 
@@ -50,4 +52,5 @@ class OLMo2(Placement):
 class Sandwich(Placement):
     """x + LN2(f(LN(x))): CogView (arXiv:2105.13290), Gemma 2. LN2 is a new norm, called as the first with `_after`."""
 
+    also_called: ClassVar[tuple[str, ...]] = ("peri-LN", "gemma2")
     formula: ClassVar[str] = "x + LN2(f(LN(x)))"

@@ -138,6 +138,7 @@ class ALiBi(Position):
         max_bias: the largest slope's exponent over all heads, 8 in the paper (MPT's `alibi_bias_max`).
     """
 
+    also_called: ClassVar[tuple[str, ...]] = ("linear biases",)
     max_bias: float = 8.0
     attends: ClassVar[str | None] = "attention scores fall with distance, which they were not trained for"
 
@@ -161,6 +162,8 @@ class NoPE(Position):
     A causal decoder still sees order through its mask (Haviv et al. 2022, arXiv:2203.16634); an encoder becomes blind
     to it.
     """
+
+    also_called: ClassVar[tuple[str, ...]] = ("none", "no positions")
 
 
 LAYOUTS = ("interleaved", "half", "tensor2tensor")
@@ -186,6 +189,7 @@ class Sinusoidal(Position):
         OptionError: an option is outside its domain.
     """
 
+    also_called: ClassVar[tuple[str, ...]] = ("sin", "sine", "sincos", "fixed")
     base: float = 10_000.0
     layout: str = "interleaved"
     scale: float = 1.0

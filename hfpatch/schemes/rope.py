@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ..core.registry import POSITIONS
 from ..core.scheme import require_number
@@ -81,6 +81,7 @@ class RoPE(Position):
         UnsupportedError: scaling with several axes.
     """
 
+    also_called: ClassVar[tuple[str, ...]] = ("rotary", "rotary embedding", "rotary position embedding")
     theta: float | None = None
     scaling: dict[str, Any] | None = None
     partial: float | None = None

@@ -7,13 +7,13 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
 from ..core.bare import require_bare
 from ..errors import OptionError, WrappedModelError
-from ..measure.batches import RANDOM, Batch, as_batches, count_examples, count_tokens
+from ..measure.batches import Batch, count_examples, count_tokens, read_batches
+from ..measure.inputs import example_inputs
 from ..runtime.errors import CheckpointError, UnsupportedError
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
@@ -23,13 +23,16 @@ from .dtype_copy import Subject, isolated
 from .module_diff import compare_modules
 from .report import Report
 
+EXAMPLES = 64  # texts and single rows, at most: both models run on them in every dtype
+
 
 def verify(
     model: PreTrainedModel,
     reference: PreTrainedModel | str | PathLike[str],
-    batches: Iterable[Batch | Tensor] | Batch | Tensor | None = None,
+    batches: Any = None,
     *,
     dtypes: Iterable[str | torch.dtype] = ("float32", "bfloat16"),
+    tokenizer: Any = None,
 ) -> Report:
     """Compare a patched model with its original: modules, outputs by dtype, and the stream layer by layer.
 
@@ -48,11 +51,11 @@ def verify(
         model: a transformers model, patched or not, in any dtype and on any device that has float64.
         reference: the original, as an object or as what `from_pretrained` takes. patch_model works in place, so an
             original in memory is a copy made before.
-        batches: dicts of inputs, or tensors of the model's main input (input_ids (B, T), pixel_values (B, C, H, W));
-            one of them or several. An encoder-decoder that is given input_ids alone reads them, shifted by one, in its
-            decoder too. None makes random inputs from the config: enough to see whether two models are the same
-            function, but agreement and perplexity then say nothing of real text.
+        batches: texts (with `tokenizer`) or inputs, in any form that `read_batches` takes: of texts and single rows the
+            first 64, and 128 tokens of a text; batches are all taken. None makes random inputs from the config: enough
+            to see whether two models are the same function, but agreement and perplexity then say nothing of real text.
         dtypes: names of torch dtypes besides float64.
+        tokenizer: a tokenizer, or a processor that has one, for texts.
 
     Returns:
         The report: print it, `save` it, `plot` it.
@@ -74,15 +77,19 @@ def verify(
             "model and reference are the same object: patch_model works in place. Pass the original's name or folder, "
             "or a copy.deepcopy made before the patch."
         )
-    inputs, how = as_batches(batches, model)
+    is_random = batches is None
+    inputs: list[Batch] = list(
+        read_batches(_random(model) if is_random else batches, model, tokenizer, sequences=EXAMPLES)
+    )
+    count = f"{len(inputs)} batch{'es' if len(inputs) > 1 else ''} given"
     comparison = Comparison(Subject("model", model), Subject("reference", reference), inputs)
-    if how == RANDOM:
+    if is_random:
         comparison.notes.append("random inputs: agreement, divergence and perplexity say nothing of real data.")
     comparison.measure(wanted)
     return Report(
         model=_titled(model),
         reference=_titled(reference),
-        inputs=how,
+        inputs="random, from the config" if is_random else count,
         examples=sum(count_examples(batch) for batch in inputs),
         tokens=sum(count_tokens(batch) for batch in inputs),
         modules=compare_modules(model, reference),
@@ -90,6 +97,18 @@ def verify(
         layers=comparison.layer_rows(),
         notes=comparison.notes,
     )
+
+
+def _random(model: PreTrainedModel) -> dict[str, Any]:
+    """Random inputs.
+
+    Raises:
+        OptionError: none can be made for such a model.
+    """
+    try:
+        return example_inputs(model, seed=0)
+    except UnsupportedError as error:
+        raise OptionError(f"no random inputs could be made for {type(model).__name__}; pass batches=.") from error
 
 
 def _dtypes(dtypes: Iterable[str | torch.dtype]) -> list[str]:

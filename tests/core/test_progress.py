@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import io
 import logging
 import re
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -14,11 +17,12 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from hfpatch.cli import app
+from hfpatch.core import progress
 from hfpatch.core.progress import ProgressBar, show_progress
 from hfpatch.repairs.sample import sample_batches
 
 LOGGER = logging.getLogger("hfpatch")
-STEP = re.compile(r"(?P<task>.+), (?P<done>\d+) of (?P<total>\d+) done: (?P<what>.+)")
+STEP = re.compile(r"(?P<task>.+), (?P<done>\d+) of (?P<total>\d+) done(?P<left>, about [\d:]+ left)?: (?P<what>.+)")
 
 
 @pytest.fixture
@@ -34,7 +38,7 @@ def test_a_repair_says_what_it_fits(model: PreTrainedModel, caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, logger="hfpatch"):
         repaired(model)
     steps = [STEP.fullmatch(record.getMessage()) for record in caplog.records if record.name == "hfpatch"]
-    found = [step.groups() for step in steps if step and step["task"] == "repair"]
+    found = [step.group("task", "done", "total", "what") for step in steps if step and step["task"] == "repair"]
     blocks, last = len(model.transformer.h), len(model.transformer.h) + 1  # the last norm is a part by itself
     assert {int(total) for _, _, total, _ in found} == {last}
     done = [int(done) for _, done, _, _ in found]
@@ -46,7 +50,8 @@ def test_a_repair_says_what_it_fits(model: PreTrainedModel, caplog: pytest.LogCa
         expected = [f"transformer.h.{i}", f"norm transformer.h.{i}.ln_1", f"readers transformer.h.{i}.attn.c_attn"]
         expected += [f"maps transformer.h.{i}.attn", f"projection transformer.h.{i}.attn.c_proj"]
         assert [what for what in said if what in expected] == expected
-    assert f"repair, 1 of {last} done: norm transformer.h.1.ln_1" in caplog.messages
+    assert {bool(step["left"]) for step in steps if step and step["done"] in ("1", "2")} == {True}
+    assert {bool(step["left"]) for step in steps if step and step["done"] in ("0", "3")} == {False}
     assert {record.levelno for record in caplog.records if record.name.startswith("hfpatch")} == {logging.INFO}
 
 
@@ -55,6 +60,100 @@ def test_so_does_a_model_that_draws_sequences(model: PreTrainedModel, caplog: py
         sample_batches(model, sequences=40, length=6)
     starts = [message.partition(" done")[0] for message in caplog.messages]
     assert starts == [f"own sequences, {done} of 40" for done in (0, 32, 40)]
+
+
+class Clock:
+    """Seconds that pass only when they are told to."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(progress, "monotonic", clock := Clock())
+    return clock
+
+
+def said(caplog: pytest.LogCaptureFixture) -> str:
+    found = STEP.fullmatch(caplog.messages[-1])
+    assert found
+    return found["left"] or ""
+
+
+def test_the_time_that_is_left(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Four parts, the first of which tells nothing of the others, between two measurements of equal length."""
+    caplog.set_level(logging.INFO, logger="hfpatch")
+    with ProgressBar("repair", 4) as bar:
+        bar.step(0, "distance before")
+        clock.now += 20
+        bar.step(0, "embedding")
+        clock.now += 1
+        bar.step(1, "block 0")
+        bar.begin_parts(1)
+        clock.now += 60
+        bar.step(1, "still block 0")
+        assert said(caplog) == "", "nothing is known before a block is done"
+        bar.begin_parts(2)  # a later block changes nothing
+        bar.step(2, "block 1")
+        assert said(caplog) == ", about 02:21 left"  # two parts and the last measurement
+        clock.now += 30
+        bar.step(2, "still block 1")
+        assert said(caplog) == ", about 01:51 left"
+        clock.now += 1000
+        bar.step(2, "still block 1")
+        assert said(caplog) == ", about 00:00 left"
+        bar.step(4, "distance after")
+        assert said(caplog) == ""
+
+
+def test_the_time_that_is_left_of_equal_parts(clock: Clock, capfd: pytest.CaptureFixture[str]) -> None:
+    with show_progress(), ProgressBar("own sequences", 256) as bar:
+        bar.step(0, "drawing")
+        clock.now += 10
+        bar.step(32, "drawing")
+    assert "32/256 [00:00, about 01:10 left, drawing]" in capfd.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class TestWhereStderrIsATerminal:
+    def test_bars_are_drawn(self, model: PreTrainedModel) -> None:
+        with redirect_stderr(Terminal()) as terminal:
+            repaired(model)
+        assert "repair: 100%" in terminal.getvalue()
+        assert "left, norm transformer.h.1.ln_1]" in terminal.getvalue()
+
+    def test_unless_they_arent_wanted(self) -> None:
+        with redirect_stderr(Terminal()) as terminal:
+            with show_progress(False):
+                TestBars.drawn()
+            assert terminal.getvalue() == ""
+            TestBars.drawn()
+            assert "task: 100%" in terminal.getvalue()
+
+    def test_a_call_holds_from_there_on(self) -> None:
+        def draws() -> None:
+            show_progress(False)
+            TestBars.drawn()
+
+        with redirect_stderr(Terminal()) as terminal:
+            contextvars.copy_context().run(draws)
+        assert terminal.getvalue() == ""
+
+    @pytest.mark.parametrize(("rank", "drawn"), [("0", True), ("1", False)])
+    def test_the_first_of_several_processes_draws(
+        self, rank: str, drawn: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with redirect_stderr(Terminal()) as terminal:
+            TestBars.drawn()
+        assert ("task: 100%" in terminal.getvalue()) == drawn
 
 
 def test_nothing_is_printed_by_itself(model: PreTrainedModel, capfd: pytest.CaptureFixture[str]) -> None:
@@ -123,13 +222,21 @@ class TestBars:
         assert caplog.records == [], "level INFO is shown to whoever asks for it"
         with caplog.at_level(logging.INFO, logger="hfpatch"), show_progress():
             self.drawn()
-        assert caplog.messages == ["task, 1 of 2 done: part", "task, 2 of 2 done: part"]
+        steps = [STEP.fullmatch(message) for message in caplog.messages]
+        assert [step and step.group("task", "done", "what") for step in steps] == [
+            ("task", "1", "part"),
+            ("task", "2", "part"),
+        ]
 
 
 def test_command_line(model: PreTrainedModel, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     few = ["--norm", "dyt", "--sequences", "4", "--tokens", "8"]
-    result = CliRunner().invoke(app, ["patch", str(tmp_path / "model"), str(tmp_path / "out"), *few])
+    command = ["patch", str(tmp_path / "model"), str(tmp_path / "out"), *few]
+    result = CliRunner().invoke(app, command)
+    assert (result.exit_code, result.stderr) == (0, ""), "no terminal"
+    with show_progress():
+        result = CliRunner().invoke(app, [*command, "--overwrite"])
     assert result.exit_code == 0, result.output
     assert "own sequences: 100%" in result.stderr
     assert "repair: 100%" in result.stderr

@@ -733,7 +733,7 @@ def test_a_stream_that_ends_in_an_error_restores_everything() -> None:
 
     def wrong() -> Iterator[Any]:
         yield inputs(model)
-        yield "text"
+        yield {"input_ids": torch.full((2, 3), 5000)}
 
     with pytest.raises(StopHereError):
         patch(model, norm="dyt", calibration=broken())
@@ -748,15 +748,20 @@ def test_a_stream_that_ends_in_an_error_restores_everything() -> None:
     [
         ([], "no batch"),
         (iter(()), "no batch"),
-        ("text", "'text'"),
-        ({"input_ids": torch.ones(2, 3).long()}, "one dict"),
-        (torch.ones(2, 3).long(), "one Tensor"),
-        (3, "one int"),
-        ([{"input_ids": [[1, 2]]}], "batch 0"),
+        ("text", "no text file text"),
+        ({"input_ids": torch.ones(1, 3).long()}, "one sequence"),
+        (torch.ones(1, 3).long(), "one sequence"),
+        (3, r"takes texts with tokenizer=tokenizer.* Not int\."),
+        ([3], "item 0 is int"),
+        (["text"], "pass tokenizer="),
+        ([{"input_ids": [[1, 2]]}], "one sequence"),
+        ([{"input_ids": [[1, 2], "text"]}], "batch 0: input_ids can't be made a tensor"),
+        ([{"input_ids": [torch.ones(3).long()] * 2}], "with_format"),
+        ({"train": [1], "test": [2]}, "batch 0 has 'train', 'test', none of which GPT2LMHeadModel takes"),
         ([{"labels": torch.ones(2, 3).long()}], "batch 0"),
         ([{"input_idz": torch.ones(2, 3).long()}], "batch 0"),
         ([{"input_ids": torch.full((2, 3), 5000)}], "batch 0"),
-        ([{"input_ids": torch.ones(2, 3).long()}, "text"], "batch 1 is str"),
+        ([{"input_ids": torch.ones(2, 3).long()}, "text"], "pass tokenizer="),
         ([{"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.zeros(2, 3).long()}], "zero everywhere"),
     ],
 )

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from hfpatch.errors import OptionError
 from hfpatch.repairs import calibration
 from hfpatch.repairs.block_replay import BlockReplay, is_linear_map, segments_of
-from hfpatch.repairs.calibration import Batches, calibration_inputs, runnable_batches
+from hfpatch.repairs.calibration import Batches, read_calibration, tried
 
 
 def norms_in(model: nn.Module) -> list[str]:
@@ -138,8 +138,8 @@ def test_one_sequence_is_too_few(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="one sequence"):
         Batches(iter(alone), model, tmp_path)
     with pytest.raises(OptionError, match="one sequence"):
-        runnable_batches(alone, model)
-    assert list(runnable_batches(iter(alone * 2), model)) == alone * 2
+        read_calibration(alone, model)
+    assert len(list(tried(read_calibration(iter(alone * 2), model), model))) == 2
 
 
 def test_an_endless_generator_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,11 +193,11 @@ def test_the_main_input_says_how_many_sequences_there_are(tmp_path: Path) -> Non
 def test_labels_become_a_decoders_input() -> None:
     model = tiny("bart", "AutoModelForSeq2SeqLM")
     ids, labels = torch.ones(2, 5).long(), torch.tensor([[9, 8, 2], [7, 2, -100]])
-    given = calibration_inputs({"input_ids": ids, "labels": labels}, 0, model)
+    [given] = read_calibration({"input_ids": ids, "labels": labels}, model)
     assert given["decoder_input_ids"].tolist() == [[3, 9, 8], [3, 7, 2]]
     assert given["decoder_attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
     assert "labels" not in given
-    alone = calibration_inputs({"input_ids": ids}, 0, model)
+    [alone] = read_calibration({"input_ids": ids}, model)
     assert alone["decoder_input_ids"][:, 0].tolist() == [3, 3]
 
 
@@ -209,18 +209,18 @@ def test_streams_are_tried_on_their_first_batch_only() -> None:
             asked.append(i)
             yield torch.full((1, 4), i + 5)
 
-    tried = runnable_batches(stream(), model)
+    batches = tried(read_calibration(stream(), model), model)
     assert asked == [0]
-    assert [int(batch[0, 0]) for batch in tried] == [5, 6, 7]
+    assert [int(batch["input_ids"][0, 0]) for batch in batches] == [5, 6, 7]
     with pytest.raises(OptionError, match="no batch"):
-        runnable_batches(iter(()), model)
+        tried(read_calibration(iter(()), model), model)
 
 
 def test_a_shuffling_loader_leaves_the_random_stream_alone() -> None:
     model = tiny("gpt2")
     loader = DataLoader(torch.randint(5, 90, (8, 6)), batch_size=4, shuffle=True)
     stream = torch.get_rng_state()
-    runnable_batches(loader, model)
+    tried(read_calibration(loader, model), model)
     assert torch.equal(torch.get_rng_state(), stream)
 
 
@@ -228,7 +228,7 @@ def test_what_is_tried_leaves_no_trace() -> None:
     model = tiny("gpt2").train()
     given = copy.deepcopy(inputs(model))
     before = fingerprint(model)
-    runnable_batches([given], model)
+    tried(read_calibration([given], model), model)
     with pytest.raises(OptionError, match=r"batch 0.*4000"):
-        runnable_batches([{"input_ids": torch.full((2, 3), 4000)}], model)
+        read_calibration([{"input_ids": torch.full((2, 3), 4000)}], model)
     assert not changes(before, fingerprint(model))

@@ -1,0 +1,133 @@
+"""Names that are misspelt, or written as papers and classes write them, get a suggestion; others get none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny
+from transformers import AutoConfig, AutoModel
+
+from hfpatch.checkpoint.by_name import config_of
+from hfpatch.core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
+from hfpatch.core.suggest import did_you_mean, nearest
+from hfpatch.errors import NoMatchError, OptionError, UnknownNameError
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import PatchError, UnsupportedError
+from hfpatch.schemes.norms import Norm
+from hfpatch.schemes.positions import Position
+
+
+def test_nearest() -> None:
+    assert nearest("GPT-NEO", ["gpt2", "gpt_neo", "bert"]) == "gpt_neo"
+    assert nearest("gtp2", ["gpt2", "gpt_neo"]) == "gpt2"
+    assert nearest("rotary", {"rope": "rope", "Rotary": "rope"}) == "rope"
+    assert nearest("quux", ["gpt2"]) is None
+    assert nearest("", ["gpt2"]) is None
+    assert did_you_mean("GPT2", ["gpt2"]) == " Did you mean 'gpt2'?"
+    assert did_you_mean("quux", ["gpt2"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("registry", "written", "meant"),
+    [
+        (NORMS, "RMSNorm", "rms"),
+        (NORMS, "RMS", "rms"),
+        (NORMS, "LayerNorm", "layer"),
+        (NORMS, "layer_norm", "layer"),
+        (NORMS, "LN", "layer"),
+        (NORMS, "DynamicTanh", "dyt"),
+        (NORMS, "DyT", "dyt"),
+        (NORMS, "DeepNorm", "deepnorm"),
+        (NORMS, "DynamicErf", "derf"),
+        (NORMS, "BatchNorm", "batch"),
+        (POSITIONS, "RoPE", "rope"),
+        (POSITIONS, "rotary", "rope"),
+        (POSITIONS, "RotaryEmbedding", "rope"),
+        (POSITIONS, "ALiBi", "alibi"),
+        (POSITIONS, "none", "nope"),
+        (POSITIONS, "sin", "sinusoidal"),
+        (MLPS, "SwiGLU", "swiglu"),
+        (MLPS, "silu", "swiglu"),
+        (PLACEMENTS, "pre-norm", "pre"),
+        (PLACEMENTS, "postnorm", "post"),
+        (NORMS, "GroupNorm", None),
+        (NORMS, "none", None),
+        (NORMS, "rope", None),
+    ],
+)
+def test_names_of_schemes(registry: Registry, written: str, meant: str | None) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        registry[written]
+    hint = f" Did you mean {meant!r}?" if meant else ""
+    assert str(caught.value).startswith(f"no {registry.kind} called {written!r}.{hint} Registered: ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "written", "message"),
+    [
+        (Norm, "dyt:alfa=1", r"no option 'alfa'\. Did you mean 'alpha'\? Options: alpha\."),
+        (Position, "rope:max_position=9", r"Did you mean 'max_positions'\?"),
+        (Position, "rope:scale=linear", r"Did you mean 'scaling'\?"),
+        (Position, "rope:base=9", r"no option 'base'\. Options: max_positions"),
+        (Norm, "DyT(alpha=0.8)", r"write 'dyt:alpha=0\.8', or pass an object"),
+        (Norm, "dyt alpha=0.8", r"write 'dyt:alpha=0\.8'"),
+        (Position, "RoPE(theta=1e6, partial=0.5)", r"write 'rope:theta=1e6, partial=0\.5'"),
+    ],
+)
+def test_options_of_schemes(kind: Any, written: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        kind.resolve(written)
+
+
+def test_what_is_suggested_for_a_call_works() -> None:
+    with pytest.raises(OptionError) as caught:
+        Position.resolve("RoPE(theta=1e6, partial=0.5)")
+    assert str(Position.resolve(str(caught.value).split("'")[3])) == "rope:theta=1000000.0,partial=0.5"
+
+
+@pytest.mark.parametrize(
+    ("glob", "meant"),
+    [
+        ("ln_1", "*.ln_1"),
+        ("*.lnf", "*.ln_f"),
+        ("*ln1", "*.ln_1"),
+        (".*ln_1", "*.ln_1"),
+        ("*.LN_F", "*.ln_f"),
+        ("transformer.h.*.ln1", "transformer.h.*.ln_1"),
+        ("h.*.ln1", "*.h.*.ln_1"),
+        ("ln_", "*ln_*"),
+        ("ln", "*ln*"),
+        ("xyz", None),
+        ("*.attention.*", None),
+    ],
+)
+@pytest.mark.parametrize("option", ["only", "keep"])
+def test_globs(option: str, glob: str, meant: str | None) -> None:
+    model = tiny("gpt2", "AutoModelForCausalLM")
+    with pytest.raises(NoMatchError) as caught:
+        plan_patch(model, norm="rms", **{option: glob})
+    hint = f" Did you mean {meant!r}?" if meant else ""
+    assert f"could change.{hint} Their names look like: " in str(caught.value)
+    if meant:
+        plan_patch(model, norm="rms", only=meant)
+
+
+@pytest.mark.parametrize(
+    ("family", "meant"), [("gtp2", "gpt2"), ("Llama", "llama"), ("gpt-2", "gpt2"), ("xyzzy", None)]
+)
+def test_families_with_random_weights(family: str, meant: str | None) -> None:
+    with pytest.raises(PatchError, match=f"no family '{family}'") as caught:
+        config_of(f"config:{family}", False)
+    assert str(caught.value).endswith(f"Did you mean {meant!r}?" if meant else f"{family!r}.")
+
+
+@pytest.mark.parametrize("family", ["mamba", "rwkv"])
+def test_a_family_is_near_only_if_a_table_stands_where_it_has_one(family: str) -> None:
+    """Mamba is near mBART by its name alone."""
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.for_model(family, num_hidden_layers=1))
+    with pytest.raises(UnsupportedError, match="has no record for it") as caught:
+        plan_patch(model, pos="rope")
+    assert "earest" not in str(caught.value)
