@@ -17,6 +17,10 @@ BLOB = "https://github.com/hfpatch/hfpatch/blob/main"
 SWEEPS = ("norm_swap", "exact", "positions", "native_rope", "native_export", "patching_cost")
 TEXTS = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 TEXTS |= {f"support/{name}.md": f"tests/sweeps/{name}.md" for name in SWEEPS}
+_COMMAND_LINE = """\
+Here you look up each command of `hfpatch` and its options. `MODEL` is a Hub id, a folder, or `config:FAMILY` for random
+weights of a family's default config. Errors are one line on stderr and exit status 1; those that newcomers meet are in
+[Troubleshooting](../guides/troubleshooting.md#command-line)."""
 _INCLUDE = re.compile(r"(?m)^<!-- include: (\S+) -->$")
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#]+)")
 
@@ -55,12 +59,17 @@ def _with_links_to_source(text: str, source: str) -> str:
 
 
 def _command_line() -> str:
-    """The help of every command as Markdown, by typer's own generator."""
+    """The help of every command as Markdown, by typer's own generator, whose list of commands is cut at 45 characters."""
     import typer
     from typer.cli import get_docs_for_click
 
     from hfpatch.cli import app
 
-    command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
     context = command.context_class(command, info_name="hfpatch")
-    return get_docs_for_click(obj=command, ctx=context, name="hfpatch", title="Command line")
+    text = get_docs_for_click(obj=command, ctx=context, name="hfpatch", title="Command line")
+    firsts = {name: one.help.split("\n\n")[0].replace("\n", " ") for name, one in command.commands.items()}
+    listed = "\n".join(f"* [`hfpatch {name}`](#hfpatch-{name}): {first}" for name, first in firsts.items())
+    text = re.sub(r"(?s)(?<=\*\*Commands\*\*:\n\n).*?(?=\n\n)", lambda _: listed, text, count=1)
+    text = re.sub(r"\bx>=(\d+)", r"at least \1", text)
+    return text.replace("Architecture surgery for Hugging Face models.", _COMMAND_LINE, 1)
