@@ -59,7 +59,7 @@ def _with_links_to_source(text: str, source: str) -> str:
 
 
 def _command_line() -> str:
-    """The help of every command as Markdown, by typer's own generator, whose list of commands is cut at 45 characters."""
+    """The help of every command as Markdown, by typer's own generator; the list of commands, which it cuts, in full."""
     import typer
     from typer.cli import get_docs_for_click
 

@@ -54,10 +54,10 @@ class RoPE(Position):
 
     With `axes=2` the tokens of an image lie on a grid: half of a head's pairs turn by the patch's row, the other half
     by its column, with the same frequencies `theta^(-4i/d)` (the axial frequencies of Heo et al. 2024,
-    arXiv:2403.13298; the layout of EVA-02, Qwen2-VL and MLCD, rows first). Attention between two patches then depends on
-    their distance in rows and in columns, at any resolution and aspect ratio. Tokens that are no patches (class, distillation,
-    register and detection tokens) aren't rotated: to patches they stand at (0, 0), an absolute anchor, so the function
-    is invariant to translation among patches only.
+    arXiv:2403.13298; the layout of EVA-02, Qwen2-VL and MLCD, rows first). Attention between two patches then depends
+    on their distance in rows and in columns, at any resolution and aspect ratio. Tokens that are no patches (class,
+    distillation, register and detection tokens) aren't rotated: to patches they stand at (0, 0), an absolute anchor, so
+    the function is invariant to translation among patches only.
 
     An option that is None is the model's own where it rotates already, and otherwise the value given here.
 
