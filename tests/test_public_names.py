@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 import hfpatch
+from hfpatch import errors
+from hfpatch.runtime import errors as runtime_errors
+
+REFERENCE = Path(__file__).resolve().parent.parent / "docs/reference"
 
 
 def run(code: str) -> str:
@@ -31,6 +35,15 @@ def test_type_checkers_see_the_same_names() -> None:
     seen = {name.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
     assert seen == hfpatch._MODULES
     assert sorted(seen) == sorted(hfpatch.__all__)
+
+
+def test_the_reference_lists_every_name_and_every_error() -> None:
+    text = "".join(path.read_text() for path in REFERENCE.glob("*.md"))
+    registries = {"ARCHITECTURES", "MLPS", "NORMS", "POSITIONS"}  # described by their class, in words
+    assert [name for name in {*hfpatch.__all__} - registries if f"::: hfpatch.{name}\n" not in text] == []
+    assert [name for name in registries if f"`{name}`" not in text] == []
+    classes = [one for module in (errors, runtime_errors) for one in vars(module).values() if isinstance(one, type)]
+    assert [one.__name__ for one in classes if f".{one.__name__}\n" not in text] == []
 
 
 @pytest.mark.slow
