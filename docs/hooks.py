@@ -17,10 +17,6 @@ BLOB = "https://github.com/hfpatch/hfpatch/blob/main"
 SWEEPS = ("norm_swap", "exact", "positions", "native_rope", "native_export", "patching_cost")
 TEXTS = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 TEXTS |= {f"support/{name}.md": f"tests/sweeps/{name}.md" for name in SWEEPS}
-_COMMAND_LINE = """\
-Here you look up each command of `hfpatch` and its options. `MODEL` is a Hub id, a folder, or `config:FAMILY` for random
-weights of a family's default config. Errors are one line on stderr and exit status 1; those that newcomers meet are in
-[Troubleshooting](../guides/troubleshooting.md#command-line)."""
 _INCLUDE = re.compile(r"(?m)^<!-- include: (\S+) -->$")
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#]+)")
 
@@ -56,6 +52,12 @@ def _with_links_to_source(text: str, source: str) -> str:
         return str(target.relative_to("docs")) if target.is_relative_to("docs") else f"{BLOB}/{target}"
 
     return _LINK.sub(link, text)
+
+
+_COMMAND_LINE = """\
+Here you look up each command of `hfpatch` and its options. `MODEL` is a Hub id, a folder, or `config:FAMILY` for random
+weights of a family's default config. Errors are one line on stderr and exit status 1; those that newcomers meet are in
+[Troubleshooting](../guides/troubleshooting.md#command-line)."""
 
 
 def _command_line() -> str:

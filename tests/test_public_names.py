@@ -11,10 +11,6 @@ from pathlib import Path
 import pytest
 
 import hfpatch
-from hfpatch import errors
-from hfpatch.runtime import errors as runtime_errors
-
-REFERENCE = Path(__file__).resolve().parent.parent / "docs/reference"
 
 
 def run(code: str) -> str:
@@ -37,15 +33,6 @@ def test_type_checkers_see_the_same_names() -> None:
     assert sorted(seen) == sorted(hfpatch.__all__)
 
 
-def test_the_reference_lists_every_name_and_every_error() -> None:
-    text = "".join(path.read_text() for path in REFERENCE.glob("*.md"))
-    registries = {"ARCHITECTURES", "MLPS", "NORMS", "POSITIONS"}  # described by their class, in words
-    assert [name for name in {*hfpatch.__all__} - registries if f"::: hfpatch.{name}\n" not in text] == []
-    assert [name for name in registries if f"`{name}`" not in text] == []
-    classes = [one for module in (errors, runtime_errors) for one in vars(module).values() if isinstance(one, type)]
-    assert [one.__name__ for one in classes if f".{one.__name__}\n" not in text] == []
-
-
 @pytest.mark.slow
 def test_nothing_is_imported_before_it_is_used() -> None:
     code = "import sys, hfpatch; print([n for n in ('hfpatch.hub', 'hfpatch.export.native') if n in sys.modules])"
@@ -61,3 +48,16 @@ def test_a_patched_checkpoint_opens_after_the_import_alone(tmp_path: Path) -> No
     opened = f"AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})"
     code = f"import hfpatch; from transformers import AutoModelForCausalLM; print({opened}.transformer.ln_f)"
     assert run(code).startswith("RMSNorm")
+
+
+def test_the_reference_lists_every_name_and_every_error() -> None:
+    from hfpatch import errors
+    from hfpatch.runtime import errors as runtime_errors
+
+    pages = (Path(__file__).resolve().parent.parent / "docs/reference").glob("*.md")
+    text = "".join(page.read_text() for page in pages)
+    registries = {"ARCHITECTURES", "MLPS", "NORMS", "POSITIONS"}  # described by their class, in words
+    assert [name for name in {*hfpatch.__all__} - registries if f"::: hfpatch.{name}\n" not in text] == []
+    assert [name for name in registries if f"`{name}`" not in text] == []
+    classes = [one for module in (errors, runtime_errors) for one in vars(module).values() if isinstance(one, type)]
+    assert [one.__name__ for one in classes if f".{one.__name__}\n" not in text] == []
