@@ -63,13 +63,24 @@ def _with_links_to_source(text: str, source: str) -> str:
     return _LINK.sub(link, text)
 
 
+_COMMAND_LINE = """\
+Here you look up each command of `hfpatch` and its options. `MODEL` is a Hub id, a folder, or `config:FAMILY` for random
+weights of a family's default config. Errors are one line on stderr and exit status 1; those that newcomers meet are in
+[Troubleshooting](../guides/troubleshooting.md#command-line)."""
+
+
 def _command_line() -> str:
-    """The help of every command as Markdown, by typer's own generator."""
+    """The help of every command as Markdown, by typer's own generator; the list of commands, which it cuts, in full."""
     import typer
     from typer.cli import get_docs_for_click
 
     from hfpatch.cli import app
 
-    command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
     context = command.context_class(command, info_name="hfpatch")
-    return get_docs_for_click(obj=command, ctx=context, name="hfpatch", title="Command line")
+    text = get_docs_for_click(obj=command, ctx=context, name="hfpatch", title="Command line")
+    firsts = {name: one.help.split("\n\n")[0].replace("\n", " ") for name, one in command.commands.items()}
+    listed = "\n".join(f"* [`hfpatch {name}`](#hfpatch-{name}): {first}" for name, first in firsts.items())
+    text = re.sub(r"(?s)(?<=\*\*Commands\*\*:\n\n).*?(?=\n\n)", lambda _: listed, text, count=1)
+    text = re.sub(r"\bx>=(\d+)", r"at least \1", text)
+    return text.replace("Architecture surgery for Hugging Face models.", _COMMAND_LINE, 1)

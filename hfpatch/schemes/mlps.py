@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..core.registry import MLPS
+from ..core.registry import MLPS, Registry
 from ..core.scheme import Scheme, require_number
 from ..errors import OptionError
 
@@ -53,10 +53,10 @@ class Start:
 
 @dataclass(frozen=True)
 class MLP(Scheme):
-    """A gated MLP (act(x W) * (x V)) W2 in place of act(x W1) W2. Its fields are its options.
+    """A gated MLP `(act(x W) * (x V)) W2` in place of `act(x W1) W2`. Its fields are its options.
 
     From trained weights it starts as the function that was there: W = scale * W1, V = 0 with a bias of 1 / scale, the
-    last projection untouched, so that act(scale * x W1) / scale stands for the replaced activation. That needs all of
+    last projection untouched, so that `act(scale * x W1) / scale` stands for the replaced activation. That needs all of
     d_ff. With `init="reset"` all three projections are fresh and d_ff is two thirds, for an equal number of weights
     (Shazeer 2020, arXiv:2002.05202, section 2).
 
@@ -70,7 +70,7 @@ class MLP(Scheme):
         OptionError: an option is outside its domain, or both d_ff and ratio are given.
     """
 
-    registry: ClassVar = MLPS
+    registry: ClassVar[Registry] = MLPS
     planner: ClassVar[str] = "hfpatch.swap.mlps:plan_mlp_request"
     label: ClassVar[str] = "MLP"  # as plans print it
 
@@ -123,10 +123,10 @@ MLPS.base = MLP
 @MLPS.register("swiglu")
 @dataclass(frozen=True)
 class SwiGLU(MLP):
-    """(silu(x W) * (x V)) W2, silu(x) = x sigmoid(x); Shazeer 2020, arXiv:2002.05202, eq. 6 (Swish with beta 1).
+    """`(silu(x W) * (x V)) W2`, `silu(x) = x sigmoid(x)`; Shazeer 2020, arXiv:2002.05202, eq. 6 (Swish with beta 1).
 
-    Starts exactly from silu and quick_gelu, within 0.0203 per activation from gelu: silu(1.712 x) / 1.712 is never
-    farther than that from either of its forms. Options as in `MLP`.
+    Starts exactly from silu and quick_gelu, within 0.0203 per activation from gelu: `silu(1.712 x) / 1.712` is
+    never farther than that from either of its forms. Options as in `MLP`.
     """
 
     also_called: ClassVar[tuple[str, ...]] = ("silu", "swish", "glu")
@@ -139,7 +139,7 @@ class SwiGLU(MLP):
 @MLPS.register("geglu")
 @dataclass(frozen=True)
 class GeGLU(MLP):
-    """(gelu(x W) * (x V)) W2; Shazeer 2020, arXiv:2002.05202, eq. 6.
+    """`(gelu(x W) * (x V)) W2`; Shazeer 2020, arXiv:2002.05202, eq. 6.
 
     Starts exactly from gelu, whose form (erf or tanh) is kept. Options as in `MLP`.
     """
@@ -158,7 +158,7 @@ class GeGLU(MLP):
 @MLPS.register("reglu")
 @dataclass(frozen=True)
 class ReGLU(MLP):
-    """(relu(x W) * (x V)) W2; Shazeer 2020, arXiv:2002.05202, eq. 6.
+    """`(relu(x W) * (x V)) W2`; Shazeer 2020, arXiv:2002.05202, eq. 6.
 
     Starts exactly from relu. Options as in `MLP`.
     """

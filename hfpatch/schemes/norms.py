@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..core.registry import NORMS
+from ..core.registry import NORMS, Registry
 from ..core.scheme import Scheme, require_number
 from ..errors import OptionError
 from ..runtime.batch_norm import MaskedBatchNorm
@@ -36,7 +36,7 @@ class Norm(Scheme):
         label: the module's name in plans; by default the component's name.
     """
 
-    registry: ClassVar = NORMS
+    registry: ClassVar[Registry] = NORMS
     planner: ClassVar[str] = "hfpatch.swap.norms:plan_norm_request"
     component: ClassVar[type[AffineNorm]]
     label: ClassVar[str] = ""
@@ -122,7 +122,7 @@ NORMS.base = Norm
 class Layer(Norm):
     """Layer normalisation: a control in ablations, or with `bias=False` LayerNorm without its shift.
 
-    (x - mean) / sqrt(var + eps) * gain [+ shift], Ba et al. 2016, arXiv:1607.06450.
+    `(x - mean) / sqrt(var + eps) * gain [+ shift]`, Ba et al. 2016, arXiv:1607.06450.
 
     Args:
         bias: keep the shift. Without it the swap is exact only where the shift was zero or absent.
@@ -156,7 +156,7 @@ class Layer(Norm):
 class RMS(Norm):
     """Root mean square normalisation: LayerNorm without the subtraction of the mean.
 
-    x / sqrt(mean(x^2) + eps) * gain + shift, Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4. Gain, shift and eps are
+    `x / sqrt(mean(x^2) + eps) * gain + shift`, Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4. Gain, shift and eps are
     the replaced norm's. The function stays the same wherever the input's mean over the channels is zero. So everything
     that writes to the residual stream is centred first, if that doesn't change the model's outputs. Hidden states that
     the model records (`output_hidden_states=True`) lose their mean.
@@ -217,7 +217,7 @@ class RMS(Norm):
 class DyT(Norm):
     """Dynamic Tanh: an elementwise squashing in place of normalisation.
 
-    gain * tanh(alpha x) + shift, Zhu et al. 2025, arXiv:2503.10622, eq. 2 (gamma and beta there). gain and shift are
+    `gain * tanh(alpha x) + shift`, Zhu et al. 2025, arXiv:2503.10622, eq. 2 (gamma and beta there). gain and shift are
     the replaced norm's own Parameters.
 
     Args:
@@ -252,7 +252,7 @@ class DyT(Norm):
 class Derf(Norm):
     """Dynamic erf: like DyT with the error function and a learned shift inside.
 
-    gain * erf(alpha x + s) + shift, arXiv:2512.10938. gain and shift are the replaced norm's own Parameters.
+    `gain * erf(alpha x + s) + shift`, arXiv:2512.10938. gain and shift are the replaced norm's own Parameters.
 
     Args:
         alpha: starting value of the learned slope (paper: 0.5).
@@ -291,7 +291,7 @@ class Depth:
 @NORMS.register("deepnorm")
 @dataclass(frozen=True)
 class DeepNorm(Norm):
-    """LN(a x + f(x)) in every residual branch f, in place of LN(x + f(x)) or x + f(LN(x)).
+    """`LN(a x + f(x))` in every residual branch f, in place of `LN(x + f(x))` or `x + f(LN(x))`.
 
     With N encoder layers of two branches and M decoder layers of three (Wang et al. 2022, arXiv:2203.00555, fig. 2):
 
@@ -305,7 +305,7 @@ class DeepNorm(Norm):
     and keys stay as they are. The paper draws them by Xavier's rule with gain b (1 for queries and
     keys); here the model's own initial values are multiplied by b, so `init="reset"` is for models just built.
 
-    Post-norm models are changed by LN_eps(a x + f(x)) = LN_(eps/a^2)(x + f(x)/a): a gain on the branch and a smaller
+    Post-norm models are changed by `LN_eps(a x + f(x)) = LN_(eps/a^2)(x + f(x)/a)`: a gain on the branch and a smaller
     eps. In pre-norm models the norm moves behind the sum; the stack's last norm stays.
 
     Args:
@@ -354,11 +354,11 @@ class DeepNorm(Norm):
 class BatchNorm(Norm):
     """Batch normalisation per channel, over all positions of the batch that aren't padding.
 
-    (x - mean_c) / sqrt(var_c + eps) * gain + shift, Ioffe & Szegedy 2015, arXiv:1502.03167. For encoders: in a causal
+    `(x - mean_c) / sqrt(var_c + eps) * gain + shift`, Ioffe & Szegedy 2015, arXiv:1502.03167. For encoders: in a causal
     stack batch statistics would leak later positions into earlier ones, so such stacks keep their norms, and a causal
     model is refused. Padding is read from the attention mask of the block around a norm; in models that take a mask,
     norms outside of any block stay. The running averages start at mean 0 and variance 1: before training, eval mode
-    passes x * gain + shift on.
+    passes `x * gain + shift` on.
 
     Args:
         momentum: weight of the newest batch in the running averages.

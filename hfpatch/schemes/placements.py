@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..core.registry import PLACEMENTS
+from ..core.registry import PLACEMENTS, Registry
 from ..core.scheme import Scheme
 
 
@@ -13,7 +13,7 @@ from ..core.scheme import Scheme
 class Placement(Scheme):
     """How a branch f with its norm meets the stream x. Norms keep their Parameters, branches everything."""
 
-    registry: ClassVar = PLACEMENTS
+    registry: ClassVar[Registry] = PLACEMENTS
     planner: ClassVar[str] = "hfpatch.swap.placement:plan_placement"
     formula: ClassVar[str] = ""
 

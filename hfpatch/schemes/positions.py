@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from ..core.registry import POSITIONS
+from ..core.registry import POSITIONS, Registry
 from ..core.scheme import Scheme, require_number
 from ..errors import OptionError
 from ..runtime.alibi import LinearBias
@@ -36,7 +36,7 @@ class Position(Scheme):
 
     max_positions: int | None = field(default=None, kw_only=True)
     original_max_positions: int | None = field(default=None, kw_only=True)
-    registry: ClassVar = POSITIONS
+    registry: ClassVar[Registry] = POSITIONS
     planner: ClassVar[str] = "hfpatch.swap.config_lengths:plan_position_request"
     any_length: ClassVar[bool] = True
     keeps_table: ClassVar[bool] = False
@@ -118,11 +118,11 @@ POSITIONS.base = Position
 class ALiBi(Position):
     """Attention with linear biases: the table is removed, and scores decrease with distance by a slope for each head.
 
-    softmax(q_i K' / sqrt(d) - m_h [i - 1, ..., 2, 1, 0]), Press et al. 2022, arXiv:2108.12409, section 3. The slopes of
-    n heads are m_h = 2^(-8 h / n), h = 1..n, for n a power of two; for other n those of the next smaller power of two,
-    then every other slope of the next larger one (the authors' code).
+    `softmax(q_i K' / sqrt(d) - m_h [i - 1, ..., 2, 1, 0])`, Press et al. 2022, arXiv:2108.12409, section 3. The slopes
+    of n heads are `m_h = 2^(-8 h / n)`, h = 1..n, for n a power of two; for other n those of the next smaller power of
+    two, then every other slope of the next larger one (the authors' code).
 
-    Without a causal mask the bias is symmetric, -m_h |i - j|: the authors' own proposal for encoders
+    Without a causal mask the bias is symmetric, `-m_h |i - j|`: the authors' own proposal for encoders
     (github.com/ofirpress/attention_with_linear_biases/issues/5), which MosaicBERT and JinaBERT took up.
 
     Distances are counted along the sequence as it lies in memory (the cache included), so left padding and packed
@@ -174,15 +174,15 @@ LAYOUTS = ("interleaved", "half", "tensor2tensor")
 class Sinusoidal(Position):
     """Sinusoidal positions in the place of the table: computed, not learned, and defined at any length.
 
-    PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos(pos / base^(2i/d)), Vaswani et al. 2017,
+    `PE(pos, 2i) = sin(pos / base^(2i/d))`, `PE(pos, 2i+1) = cos(pos / base^(2i/d))`, Vaswani et al. 2017,
     arXiv:1706.03762, section 3.5. The host's own count of positions stays: offsets, padding, `position_ids`. Rows that
     hold no position (the reserved ones of BART and RoBERTa, padding) are zeros.
 
     Args:
         base: of the frequencies, 10,000 in the paper.
         layout: "interleaved" has sines at even and cosines at odd channels (the paper); "half" has all sines, then all
-            cosines (Marian, Pegasus); "tensor2tensor" is that with frequencies base^(-i/(d/2-1)), as in tensor2tensor,
-            fairseq and Whisper's encoder.
+            cosines (Marian, Pegasus); "tensor2tensor" is that with frequencies `base^(-i/(d/2-1))`, as in
+            tensor2tensor, fairseq and Whisper's encoder.
         scale: factor on all of it. Embeddings of pretrained models are often much smaller than sines.
 
     Raises:

@@ -49,15 +49,15 @@ THETA_OF_A_GRID = 100.0  # Heo et al. 2024 and DINOv3, as grids have few positio
 class RoPE(Position):
     """Rotary position embedding: q and k are rotated by their positions, so only differences of positions count.
 
-    Pairs of channels (x1, x2) become (x1 cos a - x2 sin a, x2 cos a + x1 sin a) with a = m * theta^(-2i/d), Su et al.
-    2021, arXiv:2104.09864, eq. 34.
+    Pairs of channels (x1, x2) become `(x1 cos a - x2 sin a, x2 cos a + x1 sin a)` with `a = m * theta^(-2i/d)`, Su et
+    al. 2021, arXiv:2104.09864, eq. 34.
 
     With `axes=2` the tokens of an image lie on a grid: half of a head's pairs turn by the patch's row, the other half
-    by its column, with the same frequencies theta^(-4i/d) (the axial frequencies of Heo et al. 2024, arXiv:2403.13298;
-    the layout of EVA-02, Qwen2-VL and MLCD, rows first). Attention between two patches then depends on their distance
-    in rows and in columns, at any resolution and aspect ratio. Tokens that are no patches (class, distillation,
-    register and detection tokens) aren't rotated: to patches they stand at (0, 0), an absolute anchor, so the function
-    is invariant to translation among patches only.
+    by its column, with the same frequencies `theta^(-4i/d)` (the axial frequencies of Heo et al. 2024,
+    arXiv:2403.13298; the layout of EVA-02, Qwen2-VL and MLCD, rows first). Attention between two patches then depends
+    on their distance in rows and in columns, at any resolution and aspect ratio. Tokens that are no patches (class,
+    distillation, register and detection tokens) aren't rotated: to patches they stand at (0, 0), an absolute anchor, so
+    the function is invariant to translation among patches only.
 
     An option that is None is the model's own where it rotates already, and otherwise the value given here.
 

@@ -37,10 +37,10 @@ def verify(
     """Compare a patched model with its original: modules, outputs by dtype, and the stream layer by layer.
 
     The truth t is the original in float64. Against it stand the original in each of `dtypes` (what the dtype costs) and
-    the model in float64 and each of `dtypes` (what the change costs): max|y - t| / rms(t) and rms(y - t) / rms(t) for
-    every output; for logits also top-1 agreement, KL(t || y) = sum p_t (log p_t - log p_y) in nats, and perplexity
-    where the inputs give targets (of a causal model the next token, of others the batch's `labels`); for vectors their
-    cosines, one by one and mean-pooled. Positions whose attention mask is 0 don't count.
+    the model in float64 and each of `dtypes` (what the change costs): `max|y - t| / rms(t)` and `rms(y - t) / rms(t)`
+    for every output; for logits also top-1 agreement, `KL(t || y) = sum p_t (log p_t - log p_y)` in nats, and
+    perplexity where the inputs give targets (of a causal model the next token, of others the batch's `labels`); for
+    vectors their cosines, one by one and mean-pooled. Positions whose attention mask is 0 don't count.
 
     Both models run in copies in eval mode, with the same random numbers: they stay as they are, and so do the random
     streams. Besides the two models, memory holds the original's copy in float64 and one copy of one model at a time
