@@ -74,7 +74,8 @@ def lines_of(path: str | os.PathLike[str], most: int, option: str) -> list[str]:
     """
     if not os.path.isfile(path):
         raise OptionError(
-            f"there is no text file {os.fspath(path):.200}, which {option} names. A text goes into a list."
+            f"there is no text file {os.fspath(path):.200}. In Python, texts themselves are passed as a list of "
+            "strings."
         )
     try:
         with open(path, encoding="utf-8") as file:
