@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .sites.stacks import ARCHITECTURES
     from .verification.verify import verify
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 importlib.import_module(".checkpoint.classes", __name__)  # registers its classes with the Auto classes of transformers
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import versions
+import yaml
 
 REPORT = """<testsuites><testsuite name="pytest" errors="1" failures="1" skipped="1" tests="5">
 <testcase classname="a" name="good"/><testcase classname="a" name="good2"/>
@@ -38,6 +39,14 @@ def test_committed_results_are_of_rows_and_of_their_pins() -> None:
 
 def test_floors_are_those_of_pyproject() -> None:
     assert versions.floors().keys() >= {"torch", "transformers", "safetensors", "typer", "peft", "pytest-xdist"}
+
+
+def test_the_workflow_runs_every_row() -> None:
+    path = versions.ROOT / ".github/workflows/tests.yml"
+    if not path.exists():
+        pytest.skip("an sdist has no workflows")
+    matrix = yaml.safe_load(path.read_text())["jobs"]["versions"]["strategy"]["matrix"]["include"]
+    assert [(one["row"], one["python"]) for one in matrix] == [(name, row[0]) for name, row in versions.ROWS.items()]
 
 
 def row(**result: Any) -> dict[str, dict[str, Any]]:

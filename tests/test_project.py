@@ -1,0 +1,78 @@
+"""Files around the code agree with it: versions, addresses, folders, workflows, issue forms."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hfpatch
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKFLOWS = ROOT / ".github/workflows"
+in_a_clone = pytest.mark.skipif(not WORKFLOWS.exists(), reason="an sdist has no workflows")
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def workflow(name: str) -> dict:
+    return yaml.safe_load((WORKFLOWS / f"{name}.yml").read_text())
+
+
+def commands(name: str) -> list[str]:
+    return [step["run"] for job in workflow(name)["jobs"].values() for step in job["steps"] if "run" in step]
+
+
+def test_one_version() -> None:
+    """The newest one in the changelog, with its date and the address that compares it with the one before."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    (newest, date), *_ = re.findall(r"^## \[(\d\S*)\] - (\d{4}-\d{2}-\d{2})$", text, re.M)
+    assert newest == hfpatch.__version__
+    released = re.findall(r"^## \[(\S+)\]", text, re.M)
+    assert released == re.findall(r"^\[(\S+)\]: https://github.com/hfpatch/hfpatch/", text, re.M)
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (cited["version"], str(cited["date-released"])) == (newest, date)
+
+
+def test_one_address() -> None:
+    urls = project()["urls"]
+    assert (
+        urls["Repository"] == urls["Homepage"] == yaml.safe_load((ROOT / "CITATION.cff").read_text())["repository-code"]
+    )
+    assert all(url.startswith((urls["Repository"], urls["Documentation"])) for url in urls.values())
+
+
+def test_folders_are_told_in_the_order_of_imports() -> None:
+    from test_imports import ORDER
+
+    table = (ROOT / "CONTRIBUTING.md").read_text().split("| folder |")[1].split("\n\n")[0]
+    told = re.findall(r"`([a-z]+)(?:/|\.py)`", table)
+    assert [name for name in told if name != "cli"] == [name for name in ORDER if name != "__init__"]
+
+
+@in_a_clone
+def test_workflows_run_what_the_guide_says() -> None:
+    assert {"ruff check .", "ruff format --check .", "mypy", ".ci/matrix ${{ matrix.row }}"} <= set(commands("tests"))
+    assert "mkdocs build --strict" in commands("docs")
+    assert ".ci/package dist" in commands("release")
+    assert workflow("release")["jobs"]["publish"]["permissions"] == {"id-token": "write"}
+    run = (ROOT / ".ci/run").read_text()
+    assert all(command in run for command in ("ruff check .", "ruff format --check .", "mypy", "-m 'not sweep'"))
+
+
+@in_a_clone
+@pytest.mark.parametrize("form", ["bug", "model", "feature"])
+def test_issue_forms(form: str) -> None:
+    """What GitHub asks of a form: names, unique ids, and text that needs an answer."""
+    read = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{form}.yml").read_text())
+    assert read.keys() == {"name", "description", "labels", "body"}
+    fields = [part for part in read["body"] if part["type"] != "markdown"]
+    assert len({field["id"] for field in fields}) == len(fields)
+    assert all(field["attributes"]["label"] for field in fields)
+    assert any(field.get("validations", {}).get("required") for field in fields)
+    assert ("hfpatch env" in str(read)) == (form != "feature")
