@@ -60,7 +60,7 @@ class Phase:
             values(changes)
 
 
-@dataclass
+@dataclass(repr=False)
 class Plan(Result):
     """Plan of a patch of one model, made by `plan_patch`; `str(plan)` is a table of it, and notebooks show it as one.
 

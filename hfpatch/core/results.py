@@ -49,7 +49,7 @@ class Table:
 
 
 class Result:
-    """Base of results for people: `str(result)` is text, and a notebook shows the same as HTML tables."""
+    """Base of results for people: `str(result)` and a console show text, a notebook the same as HTML tables."""
 
     def parts(self) -> Iterable[Sequence[str | Table]]:
         """The parts of the text, between which is an empty line; each is lines and tables."""
@@ -57,6 +57,8 @@ class Result:
 
     def __str__(self) -> str:
         return "\n\n".join("\n".join(map(str, part)) for part in self.parts())
+
+    __repr__ = __str__  # what a console shows of an expression
 
     def _repr_html_(self) -> str:
         """As Jupyter shows it; everything in it is escaped."""

@@ -59,7 +59,7 @@ class FittedValues:
     note: str = ""
 
 
-@dataclass
+@dataclass(repr=False)
 class RepairReport(SavedResult):
     """Report of a repair; `str(report)` is a table, and notebooks show it as one.
 

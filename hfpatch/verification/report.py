@@ -99,7 +99,7 @@ class LayerRow:
     centred: float
 
 
-@dataclass
+@dataclass(repr=False)
 class Report(SavedResult):
     """Result of `verify`; `str(report)` is the table, and notebooks show it as one.
 
@@ -167,6 +167,7 @@ class Report(SavedResult):
             for (label, style), line in _curves([row for row in self.layers if row.stream == stream]).items():
                 axes.plot(*line, style, label=label, markersize=3)
             axes.set(yscale="log", title=stream, xlabel="layer", ylabel="rms error / rms of the truth")
+            axes.xaxis.get_major_locator().set_params(integer=True)
             axes.legend(fontsize=8)
         figure.suptitle(f"{self.model}\nagainst {self.reference} in float64", fontsize=9)
         try:

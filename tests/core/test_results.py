@@ -63,6 +63,11 @@ def cells(element: ElementTree.Element) -> list[list[str]]:
 
 
 @every_result
+def test_a_console_shows_the_text(make: Callable[[], Any]) -> None:
+    assert repr(make()) == str(make())
+
+
+@every_result
 def test_html_says_what_the_text_says(make: Callable[[], Any]) -> None:
     """It is well-formed, its cells are the text's, and nothing in it is taken for markup."""
     result = make()
