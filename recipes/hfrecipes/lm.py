@@ -46,7 +46,7 @@ class LanguageModellingConfig(TextConfig):
     layers: int = option(4, "of the GPT-2 made from scratch", COUNT)
     width: int = option(128, "of the GPT-2 made from scratch; a head takes 32 of it")
     heldout_blocks: int = option(320, "held-out blocks behind the table, at most", COUNT)
-    curve_blocks: int = option(64, "held-out blocks behind the curves", COUNT)
+    curve_blocks: int = option(32, "held-out blocks behind the curves", COUNT)
 
 
 class LanguageModelling(Task):
