@@ -5,18 +5,16 @@ No weights are compared, so what a patch wrote into them alone (centred projecti
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ..checkpoint.by_name import random_weights
-from ..core.plan_table import grouped
 from ..measure.copies import unpatched_config
 from ..runtime.lens import host_class
 from ..verification.module_diff import compare_modules
-from ..verification.report import ModuleRow
+from ..verification.report import ModuleRow, module_lines
 
 HEADINGS = ("module", "original", "patched", "note")
 
@@ -53,18 +51,7 @@ def change_lines(rows: list[ModuleRow]) -> list[tuple[str, ...]]:
     Changed modules come first, kept norms last.
     """
     ordered = sorted(rows, key=lambda row: row.state == "kept")
-    return [_cells(members, names) for members, names in grouped(ordered, _in_one_line)]
-
-
-def _in_one_line(row: ModuleRow) -> tuple[object, ...]:
-    return row.reference, row.model, row.state, row.reason, row.runtime, row.change == 0.0
-
-
-def _cells(rows: list[ModuleRow], names: str) -> tuple[str, ...]:
-    row, change = rows[0], max(one.change for one in rows)
-    now = row.model
-    if row.model == row.reference and row.state != "converted":
-        now = "(kept)" if row.state == "kept" else "(same)"
-    by_weights = f"weights differ by {change:.1%}" if 0 < change < math.inf else None
-    note = "; ".join(filter(None, (row.runtime, row.reason, by_weights)))
-    return names + (f"  x{len(rows)}" if len(rows) > 1 else ""), row.reference, now, note
+    return [
+        (names, reference, "(kept)" if state == "kept" else now, note)
+        for names, reference, now, state, note in module_lines(ordered)
+    ]

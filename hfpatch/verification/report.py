@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -197,20 +197,24 @@ class Report(SavedResult):
     def _modules_table(self) -> list[str | Table]:
         if not self.modules:
             return ["No module differs."]
-        lines: list[tuple[str, ...]] = [("module", "reference", "model", "state", "note")]
-        for members, names in grouped(self.modules, _in_one_line):
-            row, count = members[0], len(members)
-            change = max(one.change for one in members)
-            changed = f"weights differ by {change:.1%}" if 0 < change < math.inf else None
-            note = "; ".join(filter(None, (row.runtime, row.reason, changed)))
-            now = "(same)" if row.model == row.reference and row.state != "converted" else row.model
-            lines.append((names + (f"  x{count}" if count > 1 else ""), row.reference, now, row.state, note))
+        lines = [("module", "reference", "model", "state", "note"), *module_lines(self.modules)]
         states = Counter(row.state for row in self.modules)
         counts = [f"{states[state]} {words}" for state, words in STATES.items() if states[state]]
         return [Table(lines), f"{', '.join(counts)}."]
 
 
 _ROWS: dict[str, type] = {"outputs": OutputRow, "layers": LayerRow, "modules": ModuleRow}
+
+
+def module_lines(rows: list[ModuleRow]) -> Iterator[tuple[str, str, str, str, str]]:
+    """Rows as cells: names, the reference's module, the model's, state, note; layers that are alike share a line."""
+    for members, names in grouped(rows, _in_one_line):
+        row, count = members[0], len(members)
+        change = max(one.change for one in members)
+        changed = f"weights differ by {change:.1%}" if 0 < change < math.inf else None
+        note = "; ".join(filter(None, (row.runtime, row.reason, changed)))
+        now = "(same)" if row.model == row.reference and row.state != "converted" else row.model
+        yield names + (f"  x{count}" if count > 1 else ""), row.reference, now, row.state, note
 
 
 def _in_one_line(row: ModuleRow) -> tuple[object, ...]:
