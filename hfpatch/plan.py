@@ -259,7 +259,7 @@ def _require_same_init(parts: dict[str, Part], record: Record) -> None:
     for kind, part in parts.items():
         if part.init != "auto" and record.has(kind, part) and getattr(record, kind)[-1].init != part.init:
             raise OptionError(
-                f"{kind}={str(part.scheme)!r} is in place already, with init={getattr(record, kind)[-1].init!r}: "
+                f"{kind}={str(part.asked.scheme)!r} is in place already, with init={getattr(record, kind)[-1].init!r}: "
                 f"init={part.init!r} would change nothing. Patch the original model with it, or use "
                 "repair(model, original, batches) to fit this one."
             )

@@ -241,6 +241,12 @@ def test_unpatch_forgets_it() -> None:
     assert outcomes(unpatch_model(model)) == {}
 
 
+def test_a_request_is_shown_as_it_was_asked_for_and_recorded_in_full() -> None:
+    model = patch(tiny("gpt2", LM), mlp="swiglu")
+    assert list(outcomes(model)) == ["mlp='swiglu'"]
+    assert model.config.hfpatch["request"][0]["mlp"] == "swiglu:ratio=1.0,bias=true"
+
+
 def test_a_checkpoint_and_its_card_say_the_same(tmp_path: Path) -> None:
     model = tiny("gpt2", LM)
     patch(model, norm="dyt", mlp="geglu", calibration=calibration(model))

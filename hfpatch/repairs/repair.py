@@ -84,7 +84,7 @@ def repair(
         `repair_report(model)` returns it from now on, also of the model that is saved and opened again.
 
     Warns:
-        NotPreservedWarning: the repair doesn't suffice (see there); not with `edits`, whose owner warns.
+        NotPreservedWarning: the repair doesn't suffice (`report.suffices`); not with `edits`, whose owner warns.
 
     Raises:
         OptionError: a model that isn't patched, no usable batches, fewer than two sequences or eight held-out tokens
