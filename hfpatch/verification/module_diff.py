@@ -108,18 +108,19 @@ def _note(module: nn.Module, leaf: str, value: Any) -> str | None:
 
 
 def _changed_parameters(old: nn.Module, new: nn.Module, ignored: Collection[str]) -> tuple[float, str | None]:
-    """rms of the difference of a module's own Parameters, relative to the old ones'; and names that don't match."""
+    """rms of the difference of a module's own Parameters, relative to the old ones' rms; and names that don't match.
+
+    Over all of them together: a bias near zero says little about the module.
+    """
     a, b = ({name: p for name, p in m.named_parameters(recurse=False) if name not in ignored} for m in (new, old))
     notes = [f"{name} added" for name in a.keys() - b.keys()] + [f"{name} removed" for name in b.keys() - a.keys()]
-    largest = 0.0
+    deviation = Deviation()
     for name in a.keys() & b.keys():
         if a[name].shape != b[name].shape:
             notes.append(f"{name} is {tuple(a[name].shape)}, was {tuple(b[name].shape)}")
         elif not (a[name].is_meta or b[name].is_meta):  # which has no values
-            deviation = Deviation()
             deviation.add(b[name].to(a[name].dtype), a[name])  # another dtype alone is no change
-            largest = max(largest, deviation.rms_error)
-    return (math.inf if notes else largest), ", ".join(sorted(notes)) or None
+    return (math.inf if notes else deviation.rms_error), ", ".join(sorted(notes)) or None
 
 
 def _text(module: nn.Module, norm: NormFacts | None) -> str:
