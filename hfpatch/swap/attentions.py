@@ -95,7 +95,7 @@ def attention_change(
     own = () if scheme.keeps_table else stack.in_attention
     seen = any(one is not None for one in (new, new_bias, rotary, bias, stack.window))
     if not (seen or own):
-        row.reason = "its queries and keys carry no positions"
+        row.reason = "has no positions of its own"
         return Change(row)
     refuse_private_forward(name, module)
     row.action, row.becomes = "replace", scheme.describe(head_dim)

@@ -173,6 +173,12 @@ def test_a_shifted_stream_is_an_error_that_centring_takes_away() -> None:
     assert module(report, "transformer.wpe").change > 0.5
 
 
+def test_a_norm_without_its_shift_shows_it() -> None:
+    model, reference = pair(request={"norm": "layer:bias=false"})
+    norm = module(verify(model, reference, inputs(model), dtypes=()), "transformer.ln_f")
+    assert (norm.reference, norm.model) == ("LayerNorm(32)", "LayerNorm(32, bias=False)")
+
+
 def test_a_bias_near_zero_is_no_share_of_its_own() -> None:
     """Ten times its size in one bias of 1e-6, a tenth in the weights: a tenth of the module."""
     model, reference = (one.double() for one in pair())
