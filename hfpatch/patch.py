@@ -82,11 +82,11 @@ def patch_model(
             what they replace.
         reversible: keep what was replaced in memory, for `unpatch_model`.
         calibration: data for a repair: whatever isn't exact is fitted back to the original, branch after branch,
-            without labels or training (see repairs/repair.py). Texts with `tokenizer` (a list of strings, a
-            datasets.Dataset, a path of a text file), inputs in any form that `read_batches` takes (a tokenised Dataset,
-            what a tokenizer returns, a DataLoader), or "self": sequences that a language model generates. Of texts and
-            single rows the first 256 are read, and 128 tokens of a text; for more pass `read_batches(...)`. None: no
-            repair. `repair_report(model)` returns its results.
+            without labels or training, as `repair` does. Texts with `tokenizer` (a list of strings, a datasets.Dataset,
+            a path of a text file), inputs in any form that `read_batches` takes (a tokenised Dataset, what a tokenizer
+            returns, a DataLoader), or "self": sequences that a language model generates. Of texts and single rows the
+            first 256 are read, and 128 tokens of a text; for more pass `read_batches(...)`. None: no repair.
+            `repair_report(model)` returns its results.
         tokenizer: a tokenizer, or a processor that has one. It reads the texts in `calibration`, and where `pos` sets
             `max_positions`, that becomes its `model_max_length`.
         fit: what a repair of positions fits to the original's attention maps: "qk", weights and biases of queries and
@@ -97,8 +97,8 @@ def patch_model(
         The same model; `outcomes(model)` says what was measured: exact, approximate, or repaired, and by how much.
 
     Warns:
-        NotPreservedWarning: names what the patch didn't preserve, unless a repair sufficed (see there for when it does)
-            or `init` is "reset".
+        NotPreservedWarning: names what the patch didn't preserve, unless `init` is "reset" or a repair sufficed
+            (`help(hfpatch.NotPreservedWarning)` says when one does).
 
     Raises:
         PatchError: one of its children, from the plan, before anything changes; also where another thread is patching
@@ -150,7 +150,8 @@ def outcomes(model: nn.Module) -> dict[str, str]:
     """What each request of a patched model came to: {"norm='rms'": "exact: outputs differ by 2.7e-07, ..."}.
 
     Measured right after the patch or its repair, against the model as it was before, and saved with the model; what
-    training does afterwards isn't in it.
+    training does afterwards isn't in it. A request is recorded as it was carried out: with init='copy' where an exact
+    swap of norms was tried and nothing could be centred.
     """
     return Record.of(model.config).outcomes()
 

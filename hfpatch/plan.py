@@ -108,13 +108,8 @@ class Plan(Result):
 
     def losses(self, kind: str | None = None) -> list[str]:
         """What the patch (or its part of one kind) doesn't preserve, as texts without repetition; empty if exact."""
-        rows = (change.row for change in (self.changes if kind is None else self.by_kind[kind]))
-        texts = (
-            row.loss if row.kind == "position" else f"{row.becomes.partition('(')[0]}: {row.loss}"
-            for row in rows
-            if row.loss and row.becomes
-        )
-        return list(dict.fromkeys(texts))
+        changes = self.changes if kind is None else self.by_kind[kind]
+        return list(dict.fromkeys(text for change in changes for text in change.row.losses))
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values: the model's class, the patch record that it will have, and all rows.
@@ -264,7 +259,7 @@ def _require_same_init(parts: dict[str, Part], record: Record) -> None:
     for kind, part in parts.items():
         if part.init != "auto" and record.has(kind, part) and getattr(record, kind)[-1].init != part.init:
             raise OptionError(
-                f"{kind}={str(part.scheme)!r} is in place already, with init={getattr(record, kind)[-1].init!r}: "
+                f"{kind}={str(part.asked.scheme)!r} is in place already, with init={getattr(record, kind)[-1].init!r}: "
                 f"init={part.init!r} would change nothing. Patch the original model with it, or use "
                 "repair(model, original, batches) to fit this one."
             )

@@ -144,6 +144,28 @@ def test_without_inputs_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given.startswith("approximate: outputs differ by ")
 
 
+@pytest.mark.parametrize(
+    ("family", "request_", "lost"),
+    [
+        ("gpt2", {"placement": "olmo2"}, "norms are placed as x + LN(f(x)) in place of x + f(LN(x))"),
+        (
+            "t5",  # an encoder, which can't tell the order without its biases, and a decoder, which can
+            {"pos": "nope"},
+            "relative biases are removed; without a causal mask the stack can't tell the order of its tokens",
+        ),
+        (
+            "bart",
+            {"pos": "nope"},
+            "absolute positions are removed; without a causal mask the stack can't tell the order of its tokens",
+        ),
+        ("gpt2", {"norm": "dyt", "init": "reset"}, "DynamicTanh: parameters are reinitialised"),
+    ],
+)
+def test_what_was_lost_is_said_once(family: str, request_: dict[str, str], lost: str) -> None:
+    (outcome,) = outcomes(patch(tiny(family), **request_)).values()
+    assert outcome.partition("; not preserved: ")[2].partition("; kept: ")[0] == lost
+
+
 def test_without_weights_it_says_so() -> None:
     with torch.device("meta"):
         model = type(tiny("gpt2", LM))(tiny("gpt2", LM).config)
@@ -217,6 +239,12 @@ def test_unpatch_forgets_it() -> None:
     model = patch(tiny("gpt2", LM), pos="rope", reversible=True)
     assert outcomes(model)
     assert outcomes(unpatch_model(model)) == {}
+
+
+def test_a_request_is_shown_as_it_was_asked_for_and_recorded_in_full() -> None:
+    model = patch(tiny("gpt2", LM), mlp="swiglu")
+    assert list(outcomes(model)) == ["mlp='swiglu'"]
+    assert model.config.hfpatch["request"][0]["mlp"] == "swiglu:ratio=1.0,bias=true"
 
 
 def test_a_checkpoint_and_its_card_say_the_same(tmp_path: Path) -> None:

@@ -158,12 +158,23 @@ def test_the_table_says_what_is_kept_and_why() -> None:
         "cls.predictions.transform.LayerNorm": "not in only",
     }
     assert "(kept)" in str(plan)
+    assert {(row.now, row.becomes) for row in plan.rows if row.becomes} == {
+        ("LayerNorm(32)", "LayerNorm(32, bias=False)")
+    }
     assert table(plan)[-1] == "BertForMaskedLM: 4 of 6 modules change."
     exact = plan_patch(model, norm="layer")
     assert {row.loss for row in exact.rows} == {None}
     assert "exact" in str(exact)
     assert "approximate" not in str(exact)
     assert exact.losses() == []
+
+
+@pytest.mark.parametrize("pos", ["nope", "sinusoidal", "learned:max_positions=128"])
+def test_attentions_that_a_position_scheme_leaves_alone(pos: str) -> None:
+    """They are in the plan all the same, since globs name them: the table that feeds them goes, or stays."""
+    plan = plan_patch(tiny("gpt2"), pos=pos, only="h.*.attn")
+    assert {row.reason for row in plan.rows if row.module.endswith("attn")} == {"has no positions of its own"}
+    assert [row.module for row in plan.rows if row.action == "replace"] == ["wpe"]
 
 
 def test_the_table_of_mlps() -> None:

@@ -46,6 +46,18 @@ class Row:
         """ "exact" or "approximate"; "" of what is kept."""
         return "" if self.action == "keep" else "exact" if self.loss is None else "approximate"
 
+    @property
+    def losses(self) -> list[str]:
+        """The loss as texts that stand by themselves: of a new norm or MLP one, with its name before it.
+
+        Those of positions are taken apart, since stacks that lose the same may differ in what else they lose.
+        """
+        if not (self.loss and self.becomes):
+            return []
+        if self.kind in ("position", "placement"):
+            return self.loss.split("; ")
+        return [f"{self.becomes.partition('(')[0]}: {self.loss}"]
+
 
 @dataclass
 class Change:

@@ -54,6 +54,10 @@ class Scheme:
         """The scheme with every option set that depends on `init`: the form that a checkpoint records."""
         return self
 
+    def unsettled(self: S, init: str) -> S:
+        """The scheme without the options that `settled` sets to the same values again: the form that people read."""
+        return self
+
     @classmethod
     def from_json(cls: type[S], record: Any) -> S:
         """The scheme that `to_json` wrote.

@@ -226,7 +226,11 @@ def _auto_class(model: Any, layout: FamilyLayout) -> str:
 
 def _refusal(model: Any, tried: list[Candidate]) -> UnsupportedError | VerificationError:
     """Why there is no native form of a model: a line for each architecture that came into question."""
-    lines = dict.fromkeys(f"  {one.model_type}: {one.reason}." for one in tried)
+    reasons: dict[str, str | None] = {}
+    for one in tried:  # some are tried in two ways: as the host and as a target, or in two variants
+        if one.model_type not in reasons or one.measured is not None:  # a measured way came further
+            reasons[one.model_type] = one.reason
+    lines = [f"  {name}: {reason}." for name, reason in reasons.items()]
     message = "\n".join(
         (
             f"{host_class(type(model)).__name__} with this patch equals no architecture of transformers "

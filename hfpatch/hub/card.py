@@ -152,7 +152,10 @@ def card(facts: CardFacts, written: str | None) -> tuple[str, list[str]]:
     if not data.license:
         notes.append("the licence isn't known: pass license= (--license)")
     if not data.base_model:
-        notes.append("the model that was patched isn't known: pass base_model= (--base)")
+        notes.append(
+            "the card doesn't name the model that was patched: pass its id on the Hub as base_model= (--base); a "
+            "folder has none, and only its card is read"
+        )
     return str(present), notes
 
 

@@ -239,7 +239,7 @@ def _commands(record: Record, base: str, name: str) -> Iterator[str]:
         target = name if i == len(steps) - 1 else f"step-{i + 1}"
         words = ["hfpatch", "patch", source, target]
         for kind, part in step.items():
-            words += [f"--{kind}", str(part.scheme)]
+            words += [f"--{kind}", str(part.asked.scheme)]
         part = next(iter(step.values()))
         words += [word for glob in part.only for word in ("--only", glob)]
         words += [word for glob in part.keep for word in ("--keep", glob)]

@@ -12,6 +12,7 @@ from ..core.transaction import UNDO_RECORD
 from ..errors import OptionError, WrappedModelError
 from ..measure.copies import copy_with
 from ..measure.quiet_forward import device_of, is_library_hook
+from ..runtime.record import KEY
 
 
 def reference_copy(model: PreTrainedModel, writes: bool = False) -> PreTrainedModel:
@@ -29,13 +30,19 @@ def reference_copy(model: PreTrainedModel, writes: bool = False) -> PreTrainedMo
     return copy_with(model, lambda _, tensor: tensor.detach(), memo).requires_grad_(False)
 
 
-def require_weights(model: PreTrainedModel, reference: PreTrainedModel) -> None:
-    """Refuse models on the meta device; only the reference may be offloaded.
+def require_repairable(model: PreTrainedModel, reference: PreTrainedModel) -> None:
+    """Refuse a model that isn't patched, and models on the meta device; only the reference may be offloaded.
 
     Raises:
         WrappedModelError: a Parameter of the patched model is on the meta device.
-        OptionError: the reference holds no weights.
+        OptionError: the model carries no patch record, or the reference holds no weights.
     """
+    if not getattr(model.config, KEY, None):
+        raise OptionError(
+            f"this {type(model).__name__} isn't patched, so there is nothing to repair. repair(model, reference, ...) "
+            "takes the patched model first and its original second; patch_model(model, ..., calibration=...) patches "
+            "and repairs in one call."
+        )
     missing = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if missing:
         raise WrappedModelError(

@@ -45,7 +45,7 @@ from .distance import helps, output_distance
 from .least_squares import Fit, fit_ridge
 from .linear_roles import BlockRoles, Roles
 from .norm_fit import fit_norm
-from .reference import require_weights
+from .reference import require_repairable
 from .report import FittedValues, RepairReport, Step
 from .sample import sample_batches
 
@@ -84,16 +84,17 @@ def repair(
         `repair_report(model)` returns it from now on, also of the model that is saved and opened again.
 
     Warns:
-        NotPreservedWarning: the repair doesn't suffice (see there); not with `edits`, whose owner warns.
+        NotPreservedWarning: the repair doesn't suffice (`report.suffices`); not with `edits`, whose owner warns.
 
     Raises:
-        OptionError: no usable batches, fewer than two sequences or eight held-out tokens (outputs, where a model gives
-            one a sequence), "self" for a model that doesn't generate, a reference without weights, or an unknown `fit`.
+        OptionError: a model that isn't patched, no usable batches, fewer than two sequences or eight held-out tokens
+            (outputs, where a model gives one a sequence), "self" for a model that doesn't generate, a reference without
+            weights, or an unknown `fit`.
         WrappedModelError: the patched model itself is offloaded, but its weights must be written to.
         UnsupportedError: another thread is changing the patched model.
     """
     require_fit(fit)
-    require_weights(model, reference)
+    require_repairable(model, reference)
     by_itself = edits is None
     edits = Transaction() if edits is None else edits
     if isinstance(calibration, str) and calibration == "self":
@@ -112,9 +113,8 @@ def repair(
         repairer = _Repairer(new, old, batches, edits, fit)
         with edits.all_or_nothing():
             repairer.run()
-            if KEY in vars(model.config):
-                record, original = Record.of(model.config), Record.of(reference.config)
-                edits.set_attribute(model.config, KEY, record.repaired(original, repairer.report.outcome()).to_json())
+            record, original = Record.of(model.config), Record.of(reference.config)
+            edits.set_attribute(model.config, KEY, record.repaired(original, repairer.report.outcome()).to_json())
             edits.set_attribute(model, REPAIR, repairer.report)
     if by_itself and not repairer.report.suffices:
         warnings.warn(f"{type(model).__name__}: {repairer.report.summary()}", NotPreservedWarning, stacklevel=2)

@@ -16,6 +16,7 @@ from ..measure.batches import LENGTH, SEQUENCES
 from ..measure.quiet_forward import device_of, quiet
 
 BATCH = 32
+_REMINDER = "warn_if_padding_and_no_attention_mask"  # method of transformers' models that a forward may call
 _UNUSED_ROWS = 2  # rows of a position table that RoBERTa and its like don't use
 
 
@@ -82,7 +83,10 @@ def _starts(model: PreTrainedModel, config: Any, count: int) -> Tensor:
 
 @contextmanager
 def _plain_generation(model: PreTrainedModel, length: int) -> Iterator[None]:
-    """Sampling at temperature 1: a model's own settings may ask for beams, lengths, penalties or forced tokens."""
+    """Sampling at temperature 1, without reminders of a mask.
+
+    A model's own settings may ask for beams, lengths, penalties or forced tokens.
+    """
     own = model.generation_config
     tokens = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "decoder_start_token_id")}
     pad = own.pad_token_id if own.pad_token_id is not None else _first(own.eos_token_id) or 0
@@ -90,10 +94,15 @@ def _plain_generation(model: PreTrainedModel, length: int) -> Iterator[None]:
         **tokens, pad_token_id=pad, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_length=length
     )
     model.generation_config = plain
+    hosts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for module in hosts:  # generate() drops a mask of ones on the way to the forward, which then reminds of it
+        vars(module)[_REMINDER] = lambda *inputs: None
     try:
         yield
     finally:
         model.generation_config = own
+        for module in hosts:
+            del vars(module)[_REMINDER]
 
 
 def _generate(model: PreTrainedModel, **given: Tensor) -> Tensor:

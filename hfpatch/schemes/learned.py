@@ -101,6 +101,15 @@ class Learned(Position):
             return f"inputs beyond {self.max_positions} tokens are refused"
         return None
 
+    def note(self, old: int) -> str | None:
+        """Where the rows come from that a table of `old` positions hadn't; None if it had them all."""
+        new = self.max_positions or old
+        if new <= old:
+            return None
+        if self.line_method() == "linear":
+            return "interpolated rows were never trained"
+        return f"rows {old} to {new - 1} repeat the first ones, and were never trained"
+
     def resized(self, table: Tensor) -> Tensor:
         """A table (rows, width) of positions as (max_positions, width), in its dtype."""
         old, new = len(table), self.max_positions or len(table)

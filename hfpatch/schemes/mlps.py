@@ -97,6 +97,14 @@ class MLP(Scheme):
             ratio = 2 / 3 if fresh else 1.0
         return replace(self, ratio=ratio, bias=True if self.bias is None and not fresh else self.bias)
 
+    def unsettled(self: M, init: str) -> M:
+        own = replace(self, ratio=None, bias=None).settled(init)
+        return replace(
+            self,
+            ratio=None if self.ratio == own.ratio else self.ratio,
+            bias=None if self.bias == own.bias else self.bias,
+        )
+
     def width(self, d_ff: int) -> int:
         """Hidden channels of what replaces an MLP with `d_ff` of them."""
         if self.d_ff is not None:

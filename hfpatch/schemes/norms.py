@@ -222,8 +222,8 @@ class DyT(Norm):
 
     Args:
         alpha: starting value of the learned scalar; the paper's default outside LLMs is 0.5. "llm" is the paper's
-            recipe for training a language model from scratch (contrib/dyt_llm.py), for `init="reset"` only: starting
-            values that depend on the stream's width and the norm's place, and token embeddings with a learned scale.
+            recipe for training a language model from scratch, for `init="reset"` only: starting values that depend on
+            the stream's width and the norm's place, and token embeddings with a learned scale.
 
     Raises:
         OptionError: alpha is neither a positive finite number nor "llm".

@@ -49,9 +49,14 @@ class Part:
         init = {} if self.init == "auto" else {"init": self.init}
         return {kind: str(self.scheme), **globs, **init}
 
+    @property
+    def asked(self) -> Part:
+        """The request without the options that follow from `init`."""
+        return replace(self, scheme=self.scheme.unsettled(self.init))
+
     def written(self, kind: str) -> str:
         """The request as arguments of `patch_model`."""
-        return ", ".join(f"{name}={value!r}" for name, value in self.to_json(kind).items())
+        return ", ".join(f"{name}={value!r}" for name, value in self.asked.to_json(kind).items())
 
 
 @dataclass(frozen=True)

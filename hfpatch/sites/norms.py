@@ -216,3 +216,11 @@ def _stated_eps(module: nn.Module, measured: float | None) -> float | None:
         if isinstance(stated, float) and abs(stated - measured) <= 0.02 * stated + 1e-15:
             return stated
     return float(f"{measured:.3g}")
+
+
+def size_of(facts: NormFacts | None, replaced: NormFacts | None = None) -> str:
+    """A norm's shape as plans print it: "(768)", or "(768, bias=False)" without the shift of the norm it replaced."""
+    if facts is None:
+        return ""
+    dropped = replaced is not None and replaced.shift and not facts.shift
+    return f"({', '.join(map(str, facts.shape))}{', bias=False' if dropped else ''})"

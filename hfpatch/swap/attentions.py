@@ -11,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core.globs import Names
 from ..core.plan_table import ALREADY_DONE, Change, Row, refuse_private_forward
+from ..core.registry import by_class
 from ..errors import OptionError
 from ..runtime.attention import BIAS, POSITION_IDS, ROTARY, AttentionLens
 from ..runtime.edits import LENS_SLOT, Edit, pattern_of
@@ -21,6 +22,7 @@ from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import Position
 from ..schemes.request import Part
 from ..schemes.rope import RoPE
+from ..sites.records.biases import BIASES
 from ..sites.records.record import Stack
 from ..sites.records.refused import WITHOUT_GRID
 from ..sites.stacks import FoundStack, max_positions, names_of
@@ -65,7 +67,7 @@ def attention_changes(
     changes = [attention_change(name, module, item, scheme, reasons[name]) for name, module in attentions.items()]
     if scheme.attends:
         changed = {change.row.module: attentions[change.row.module] for change in changes if change.changes}
-        require_bias(changed, _lens(item.stack), scheme)
+        require_bias(changed, _lens(item.stack), scheme, _has_biases(item))
     return changes
 
 
@@ -90,12 +92,12 @@ def attention_change(
     if same and bias is None and scheme.max_positions is None:
         row.reason = ALREADY_DONE
         return Change(row)
-    new_bias = bias_for(name, module, scheme)
+    new_bias = bias_for(name, module, scheme, _has_biases(item))
     # where a table stays, so does what else the attention knows of positions
     own = () if scheme.keeps_table else stack.in_attention
     seen = any(one is not None for one in (new, new_bias, rotary, bias, stack.window))
     if not (seen or own):
-        row.reason = "its queries and keys carry no positions"
+        row.reason = "has no positions of its own"
         return Change(row)
     refuse_private_forward(name, module)
     row.action, row.becomes = "replace", scheme.describe(head_dim)
@@ -116,6 +118,11 @@ def attention_change(
     if new is not None and not scheme.keeps_table:
         found += _handing_down(item)
     return Change(row, tuple(found))
+
+
+def _has_biases(item: FoundStack) -> bool:
+    """Whether a stack's own positions are, or are besides a table, relative biases that hfpatch can take out."""
+    return by_class(BIASES, item.owner) is not None
 
 
 @functools.cache

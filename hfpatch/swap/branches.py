@@ -22,8 +22,8 @@ from ..sites.anatomy import Branch
 from ..sites.blocks import has_matrix
 from ..sites.branches import Site, discover, require_joinable, require_own_forward, require_transparent, sites_of
 from ..sites.deepnorm_weights import heads_of, values_of
-from ..sites.norms import describe
-from .norms import norm_text, size_of, start_afresh
+from ..sites.norms import describe, size_of
+from .norms import norm_text, start_afresh
 from .planners import Planned
 
 

@@ -32,7 +32,10 @@ from ..sites.pairing import pairing_of, reordering
 from ..sites.rotations import NativeRotation, Settings, find_rotations, rotations_of
 from .config_diff import Setting, derive, host_with
 
-OWN_ROTATION_KEPT = "the model rotates by itself: only rope and nope change that"
+OWN_ROTATION_KEPT = (
+    "the model rotates by itself: pos='rope:theta=...' changes that rotation, pos='nope' drops it, and no other scheme "
+    "replaces it"
+)
 
 
 _PARTIAL = "partial_rotary_factor"

@@ -20,7 +20,7 @@ from ..runtime.errors import UnsupportedError
 from ..runtime.norms import AffineNorm, NormFacts
 from ..schemes.norms import Norm
 from ..schemes.request import Part
-from ..sites.norms import describe, looks_like_norm
+from ..sites.norms import describe, looks_like_norm, size_of
 from .planners import Planned
 
 _QUERY_KEY = re.compile(
@@ -220,15 +220,11 @@ def _change(model: nn.Module, site: _Site, part: Part, reason: str | None, swap:
     refuse_private_forward(name, site.module)
     assert facts is not None
     assert isinstance(scheme, Norm)
-    row.action, row.becomes, row.loss = "replace", scheme.label + size_of(facts), swap.loss
+    new = size_of(scheme.remaining_facts(facts), replaced=facts)
+    row.action, row.becomes, row.loss = "replace", scheme.label + new, swap.loss
     row.reason = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
     edit = Edit.of(name, scheme.call(facts, site.module))
     return Change(row, (edit,), start_afresh(model, [name]) if part.init == "reset" else None)
-
-
-def size_of(facts: NormFacts | None) -> str:
-    """A norm's shape as plans print it: "(768)"."""
-    return f"({', '.join(map(str, facts.shape))})" if facts else ""
 
 
 def norm_text(module: nn.Module, facts: NormFacts | None) -> str:

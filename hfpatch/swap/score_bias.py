@@ -31,8 +31,13 @@ _TOKENS, _FAR, _SLIGHT = 3, -1e4, 1e-4
 _SAME = 1e-3  # relative, in float32
 
 
-def bias_for(name: str, module: nn.Module, scheme: Position) -> Call | None:
+def bias_for(name: str, module: nn.Module, scheme: Position, relative: bool) -> Call | None:
     """What the scheme adds to this attention's scores, None for nothing.
+
+    Args:
+        name, module: the attention.
+        scheme: the scheme.
+        relative: whether the attention has relative biases of its own.
 
     Raises:
         UnsupportedError: the attention takes no mask, or its implementation would lose the bias.
@@ -41,18 +46,15 @@ def bias_for(name: str, module: nn.Module, scheme: Position) -> Call | None:
         return None
     host: Any = host_class(type(module))
     if MASK not in inspect.signature(host.forward).parameters:
-        raise UnsupportedError(
-            f"{name}: {module._get_name()} takes no mask of the shape (B, 1, T, S), so its scores can't be given the "
-            f"bias of pos={scheme.name!r}. pos='rope' works here."
-        )
+        raise _refusal(name, module, scheme, relative, "takes no mask of the shape (B, 1, T, S)")
     kind = attention_implementation(module)
     if kind not in TAKE_A_BIAS:
         raise UnsupportedError(no_bias(name, kind))
     return scheme.score_bias(_num_heads(name, module))
 
 
-def require_bias(attentions: dict[str, nn.Module], lens: AttentionLens, scheme: Position) -> None:
-    """Try one attention of each class with a bias; their weights aren't used.
+def require_bias(attentions: dict[str, nn.Module], lens: AttentionLens, scheme: Position, relative: bool) -> None:
+    """Try one attention of each class with a bias; their weights aren't used. `relative` as in `bias_for`.
 
     Raises:
         UnsupportedError: it would be lost; says what the attention does with a mask.
@@ -60,10 +62,18 @@ def require_bias(attentions: dict[str, nn.Module], lens: AttentionLens, scheme: 
     for name, module in {type(module): (name, module) for name, module in attentions.items()}.values():
         why = _why_no_bias(module, lens, _num_heads(name, module))
         if why is not None:
-            raise UnsupportedError(
-                f"{name}: {module._get_name()} {why}, so its scores can't be given the bias of pos={scheme.name!r}. "
-                "pos='rope' works here."
-            )
+            raise _refusal(name, module, scheme, relative, why)
+
+
+def _refusal(name: str, module: nn.Module, scheme: Position, relative: bool, why: str) -> UnsupportedError:
+    """The error that an attention can't be given a bias, with what works instead."""
+    own, works = "", "pos='rope' works here"
+    if relative:
+        own, works = "has relative biases of its own and ", "pos='rope' replaces those, pos='nope' drops them"
+    return UnsupportedError(
+        f"{name}: {module._get_name()} {own}{why}, so its scores can't be given the bias of pos={scheme.name!r}. "
+        f"{works}."
+    )
 
 
 def _num_heads(name: str, module: nn.Module) -> int:

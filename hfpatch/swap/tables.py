@@ -177,7 +177,7 @@ def kept_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) 
         )
         return Change(row)
     else:
-        row.loss = scheme.loss(old)
+        row.loss, row.reason = scheme.loss(old), scheme.note(old)
     if row.loss:
         refuse_exact(item.table_name, part, row.loss)
     edits, values = _table_edits(item, scheme, first, fresh=part.init == "reset")

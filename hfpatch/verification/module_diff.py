@@ -20,7 +20,7 @@ from ..runtime.length_lenses import MEAN_ROW, NOTHING, LengthLimit
 from ..runtime.lens import host_class
 from ..runtime.norms import NormFacts
 from ..schemes.request import Record
-from ..sites.norms import describe, looks_like_norm
+from ..sites.norms import describe, looks_like_norm, size_of
 from .report import ModuleRow
 
 _MEAN_ROW = "MeanRow"  # the component that stands for a Parameter that was a table of positions
@@ -39,7 +39,7 @@ def compare_modules(model: PreTrainedModel, reference: PreTrainedModel) -> list[
         if name.startswith(replaced):
             continue
         new = new_modules.get(name)
-        now = "removed" if new is None else _text(new, facts[new])
+        now = "removed" if new is None else _text(new, facts[new], facts[old])
         row = ModuleRow(name or type(old).__name__, _text(old, facts[old]), now, "converted")
         rows.append(row)
         added = [edit for edit in edits[name] if edit not in old_edits[name]]
@@ -108,29 +108,29 @@ def _note(module: nn.Module, leaf: str, value: Any) -> str | None:
 
 
 def _changed_parameters(old: nn.Module, new: nn.Module, ignored: Collection[str]) -> tuple[float, str | None]:
-    """rms of the difference of a module's own Parameters, relative to the old ones'; and names that don't match."""
+    """rms of the difference of a module's own Parameters, relative to the old ones' rms; and names that don't match.
+
+    Over all of them together: a bias near zero says little about the module.
+    """
     a, b = ({name: p for name, p in m.named_parameters(recurse=False) if name not in ignored} for m in (new, old))
     notes = [f"{name} added" for name in a.keys() - b.keys()] + [f"{name} removed" for name in b.keys() - a.keys()]
-    largest = 0.0
-    for name in a.keys() & b.keys():
+    deviation = Deviation()
+    for name in sorted(a.keys() & b.keys()):
         if a[name].shape != b[name].shape:
             notes.append(f"{name} is {tuple(a[name].shape)}, was {tuple(b[name].shape)}")
         elif not (a[name].is_meta or b[name].is_meta):  # which has no values
-            deviation = Deviation()
             deviation.add(b[name].to(a[name].dtype), a[name])  # another dtype alone is no change
-            largest = max(largest, deviation.rms_error)
-    return (math.inf if notes else largest), ", ".join(sorted(notes)) or None
+    return (math.inf if notes else deviation.rms_error), ", ".join(sorted(notes)) or None
 
 
-def _text(module: nn.Module, norm: NormFacts | None) -> str:
+def _text(module: nn.Module, norm: NormFacts | None, replaced: NormFacts | None = None) -> str:
     """A module's class, with the sizes of norms and tables; constants in the place of tables in words."""
     if isinstance(module, ConstantPositions):
         return MEAN_ROW
     if isinstance(module, NoPositions):
         return NOTHING
-    sizes: tuple[int, ...] = ()
+    if norm is not None and norm.shape:
+        return module._get_name() + size_of(norm, replaced)
     if isinstance(module, nn.Embedding):
-        sizes = module.num_embeddings, module.embedding_dim
-    if norm is not None:
-        sizes = norm.shape
-    return module._get_name() + (f"({', '.join(map(str, sizes))})" if sizes else "")
+        return f"{module._get_name()}({module.num_embeddings}, {module.embedding_dim})"
+    return module._get_name()

@@ -22,7 +22,7 @@ from hfpatch.cli import app
 from hfpatch.errors import OptionError, UnknownNameError, VerificationError
 from hfpatch.export import export_model, layouts, write
 from hfpatch.export.equality import compare
-from hfpatch.export.native import candidates
+from hfpatch.export.native import Candidate, _refusal, candidates
 from hfpatch.runtime.errors import PatchError, UnsupportedError
 from hfpatch.runtime.record import MODEL_TYPE
 
@@ -183,6 +183,24 @@ def test_reasons() -> None:
     assert reason("arcee", pos="rope") == "its norm has no shift"
     assert reason("gpt_neox", pos="rope", mlp="geglu") == "it has no gates in its MLPs"
     assert reason("gpt_neox", pos="alibi") == "it doesn't have ALiBi"
+
+
+@pytest.mark.parametrize("architecture", [None, "llama"])
+def test_a_refusal_lists_every_architecture_once(architecture: str | None, tmp_path: Path) -> None:
+    """A Llama is tried in two ways: as the class that it was patched from, and as a target."""
+    model = patch(tiny("llama", LM), norm="dyt")
+    assert [each.model_type for each in candidates(model, "llama")] == ["llama", "llama"]
+    with pytest.raises(UnsupportedError) as caught:
+        export_model(model, tmp_path / "out", "native", architecture=architecture)
+    names = [line.partition(":")[0].strip() for line in str(caught.value).splitlines()[1:-1]]
+    assert names[0] == "llama"
+    assert len(names) == len(set(names))
+
+
+def test_a_refusal_names_the_way_that_came_furthest() -> None:
+    model = tiny("gpt2", LM)
+    far, near = Candidate("x", reason="no such norm"), Candidate("x", model, measured=compare(model, model), reason="b")
+    assert "  x: b.\n" in str(_refusal(model, [far, near, Candidate("x", reason="c")]))
 
 
 def test_windows_that_short_texts_dont_show() -> None:

@@ -346,6 +346,14 @@ def test_a_base_that_cant_be_seen_gives_no_licence(hub: LocalHub, client: HubCli
     data, _, _ = client.call("card", name, token=OWNER)
     assert data["base_model"] == "strangers/secret"
     assert "license" not in data
+    assert "a folder has none" not in done["text"]
+
+
+def test_a_base_in_a_folder_has_no_id_on_the_hub(hub: LocalHub, client: HubClient, saved: Path, name: str) -> None:
+    done = client.call("push", str(saved), name, base_model=str(saved), token=OWNER)
+    note = "doesn't name the model that was patched: pass its id on the Hub as base_model= (--base); a folder has none"
+    assert note in done["text"]
+    assert "base_model" not in client.call("card", name, token=OWNER)[0]
 
 
 def test_the_base_of_a_model_in_memory_is_known(hub: LocalHub, client: HubClient, name: str, tmp_path: Path) -> None:

@@ -282,10 +282,12 @@ def test_repair_and_verify_read_the_same(tmp_path: Path) -> None:
 
 def test_texts_without_a_tokenizer_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, original = tiny("gpt2", LM), tiny("gpt2", LM)
-    before = fingerprint(model)
+    patched = patch_model(tiny("gpt2", LM), norm="dyt", init="reset")
+    before, of_patched = fingerprint(model), fingerprint(patched)
     monkeypatch.setattr(Transaction, "_record", lambda *a: pytest.fail("the model was changed"))
     with pytest.raises(OptionError, match="calibration holds text: pass tokenizer="):
         patch_model(model, norm="dyt", calibration=MANY)
     with pytest.raises(OptionError, match="calibration holds text: pass tokenizer="):
-        repair(model, original, MANY)
+        repair(patched, original, MANY)
     assert not changes(before, fingerprint(model))
+    assert not changes(of_patched, fingerprint(patched))

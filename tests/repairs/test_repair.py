@@ -799,6 +799,15 @@ def test_a_model_without_weights_is_refused() -> None:
         repair(patch(tiny("gpt2", LM), "dyt"), model, batches_like())
 
 
+def test_a_model_that_is_not_patched_is_refused_before_anything_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = tiny("gpt2", LM)
+    monkeypatch.setattr(engine, "sample_batches", lambda *a: pytest.fail("sequences were drawn"))
+    with pytest.raises(OptionError, match="GPT2LMHeadModel isn't patched, so there is nothing to repair"):
+        repair(copy.deepcopy(original), original, "self")
+    with pytest.raises(OptionError, match="isn't patched"):  # in the wrong order
+        repair(original, patch(copy.deepcopy(original), "dyt"), batches(original))
+
+
 def hfpatch_free_gpt2() -> PreTrainedModel:
     from tiny_models import tiny_config
     from transformers import AutoModelForCausalLM

@@ -26,7 +26,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import ARCHITECTURES
-from hfpatch.errors import OptionError
+from hfpatch.errors import NothingToPatchError, OptionError
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.alibi import LinearBias, slopes_of
 from hfpatch.runtime.attention import BIAS
@@ -321,6 +321,25 @@ def test_an_attention_without_a_mask_argument_is_refused() -> None:
     model.transformer.h[0].attn = NoMask()
     with pytest.raises(UnsupportedError, match=r"h\.0\.attn: NoMask"):
         plan_patch(model, pos="alibi")
+
+
+@pytest.mark.parametrize("model_type", ["t5", "deberta-v2", "bloom"])
+def test_relative_biases_that_leave_no_place_for_it_are_named_with_what_works(model_type: str) -> None:
+    why = r"has relative biases of its own and .*pos='alibi'\. pos='rope' replaces those, pos='nope' drops them"
+    with pytest.raises(UnsupportedError, match=why):
+        plan_patch(zoo.tiny(model_type)[0], pos="alibi")
+    for works in ("rope", "nope"):
+        assert not plan_patch(zoo.tiny(model_type)[0], pos=works).empty
+
+
+def test_control_relative_biases_beside_a_mask() -> None:
+    assert not plan_patch(zoo.tiny("umt5")[0], pos="alibi").empty
+
+
+@pytest.mark.parametrize("pos", ["alibi", "sinusoidal"])
+def test_a_model_that_rotates_by_itself_is_told_what_works(pos: str) -> None:
+    with pytest.raises(NothingToPatchError, match=r"rope:theta=\.\.\.' changes that rotation, pos='nope' drops it"):
+        plan_patch(zoo.tiny("llama")[0], pos=pos)
 
 
 def test_alibi_and_rope_replace_one_another() -> None:

@@ -15,6 +15,7 @@ from hfpatch.errors import OptionError, UnknownNameError
 from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.gated import GatedActivation, GatedLinear
 from hfpatch.schemes.mlps import MLP, GeGLU, ReGLU, SwiGLU
+from hfpatch.schemes.request import INITS
 
 
 @pytest.mark.parametrize("name", ["swiglu", "geglu", "reglu"])
@@ -66,6 +67,22 @@ def test_names() -> None:
 def test_widths(scheme: MLP, init: str, width: int) -> None:
     assert scheme.settled(init).width(3072) == width
     assert scheme.settled(init).settled(init) == scheme.settled(init)
+
+
+@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("text", ["swiglu", "swiglu:d_ff=7", "swiglu:ratio=0.5", "swiglu:d_ff=40,bias=false"])
+def test_a_settled_scheme_is_shown_as_it_was_asked_for(text: str, init: str) -> None:
+    scheme = MLP.resolve(text)
+    assert scheme is not None
+    settled = scheme.settled(init)
+    assert str(settled.unsettled(init)) == text
+    assert settled.unsettled(init).settled(init) == settled
+
+
+def test_options_that_init_would_set_otherwise_are_shown() -> None:
+    """As of a checkpoint that was recorded under other defaults."""
+    assert str(SwiGLU(ratio=1.0, bias=True).unsettled("reset")) == "swiglu:ratio=1.0,bias=true"
+    assert str(SwiGLU(ratio=2 / 3, bias=True).unsettled("auto")) == f"swiglu:ratio={2 / 3}"
 
 
 def test_two_thirds_are_rounded_up_to_eight() -> None:

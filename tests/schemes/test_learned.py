@@ -150,6 +150,24 @@ def test_cut_or_stretched_is_said() -> None:
         cut(tokens(1, 17))
 
 
+@pytest.mark.parametrize(
+    ("options", "expected", "note"),
+    [
+        ("64", "exact", "rows 32 to 63 repeat the first ones, and were never trained"),
+        (
+            "64,method=linear",
+            "approximate",
+            "interpolated rows were never trained; its 32 positions are stretched over 64",
+        ),
+        ("16", "approximate", "inputs beyond 16 tokens are refused"),
+    ],
+)
+def test_a_plan_says_which_rows_were_never_trained(options: str, expected: str, note: str) -> None:
+    row, *_ = plan_patch(make("gpt2"), pos=f"learned:max_positions={options}").rows
+    assert row.expected == expected
+    assert "; ".join(filter(None, (row.reason, row.loss))) == note
+
+
 def test_fresh_rows() -> None:
     table = patched(make("opt"), pos="learned:max_positions=2000", init="reset").model.decoder.embed_positions.weight
     assert table.shape == (2002, 32)

@@ -173,6 +173,24 @@ def test_a_shifted_stream_is_an_error_that_centring_takes_away() -> None:
     assert module(report, "transformer.wpe").change > 0.5
 
 
+def test_a_norm_without_its_shift_shows_it() -> None:
+    model, reference = pair(request={"norm": "layer:bias=false"})
+    norm = module(verify(model, reference, inputs(model), dtypes=()), "transformer.ln_f")
+    assert (norm.reference, norm.model) == ("LayerNorm(32)", "LayerNorm(32, bias=False)")
+
+
+def test_a_bias_near_zero_is_no_share_of_its_own() -> None:
+    """Ten times its size in one bias of 1e-6, a tenth in the weights: a tenth of the module."""
+    model, reference = (one.double() for one in pair())
+    with torch.no_grad():
+        reference.transformer.h[0].mlp.c_fc.bias.fill_(1e-6)
+        model.transformer.h[0].mlp.c_fc.bias.fill_(11e-6)
+        model.transformer.h[0].mlp.c_fc.weight *= 1.1
+    (row_,) = (one for one in verify(model, reference, inputs(model), dtypes=()).modules if one.state == "weights")
+    assert row_.module == "transformer.h.0.mlp.c_fc"
+    assert row_.change == pytest.approx(0.1, rel=1e-3)
+
+
 # Which positions count
 
 
