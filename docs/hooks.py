@@ -1,11 +1,14 @@
-"""Pages of the site that aren't written in docs/: tables of the sweeps, figures of the recipes, the command line.
+"""What the site has besides the pages in docs/: tables of sweeps, figures of recipes and notebooks, the command line.
 
 mkdocs calls `on_files` before it reads the pages, and `on_page_markdown` for each of them.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,8 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, page, content=_with_links_to_source((ROOT / source).read_text(), source)))
     for figure in sorted((ROOT / "recipes/results").glob("*/*.png")):
         files.append(File.generated(config, f"results/{figure.parent.name}.png", abs_src_path=str(figure)))
+    for name, content in _figures_of_notebooks():
+        files.append(File.generated(config, f"examples/{name}", content=content))
     files.append(File.generated(config, "reference/cli.md", content=_command_line()))
     return files
 
@@ -51,6 +56,18 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         return _with_links_to_source(text, name)
 
     return _INCLUDE.sub(text_of, markdown)
+
+
+def _figures_of_notebooks() -> Iterator[tuple[str, str | bytes]]:
+    """The pictures that each notebook shows, called NAME-1.png, NAME-2.png, ... in their order."""
+    for path in sorted((ROOT / "docs/examples").glob("*.ipynb")):
+        outputs = [one for cell in json.loads(path.read_text())["cells"] for one in cell.get("outputs", [])]
+        shown = [one["data"] for one in outputs if {"image/png", "image/svg+xml"} & one.get("data", {}).keys()]
+        for number, data in enumerate(shown, start=1):
+            if "image/png" in data:
+                yield f"{path.stem}-{number}.png", base64.b64decode("".join(data["image/png"]))
+            else:
+                yield f"{path.stem}-{number}.svg", "".join(data["image/svg+xml"])
 
 
 def _with_links_to_source(text: str, source: str) -> str:

@@ -79,7 +79,7 @@ def kind_of(words: list[str]) -> str:
         return "run by tests/docs/test_pages.py"
     if recipe is not None:
         return "settings checked by tests/docs/test_pages.py"
-    if words[0] in ("pip", "pytest", "git", "cd", "ruff", "mypy", "mkdocs", "pre-commit", "python"):
+    if words[0] in ("pip", "pytest", "git", "cd", "ruff", "mypy", "mkdocs", "pre-commit", "python", "source"):
         return "a command of .ci/run or of the shell"
     raise ValueError(f"no test for {shlex.join(words)}; mark the block `<!-- not run: REASON -->`")
 
