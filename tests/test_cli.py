@@ -192,6 +192,8 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
         (("plan", "config:gpt2", "--norm", "rmsnorm"), "Error: no norm called 'rmsnorm'. Did you mean 'rms'?"),
         (("plan", "config:gpt2", "--pos", "rope:partial=2"), "partial must be a number in (0, 1]"),
         (("plan", "config:gpt3", "--norm", "rms"), "has no family 'gpt3'"),
+        (("plan", "no/such/folder", "--norm", "rms"), "there is no folder no/such/folder"),
+        (("plan", "nofolder", "--norm", "rms"), "there is no folder nofolder"),
         (("plan", "config:xlnet", "--pos", "rope"), "its positions are relative, and they stay"),
         (("plan", "config:convbert", "--pos", "rope"), "its convolutions are made of the queries too"),
         (("plan", "config:llama", "--norm", "rms"), "is rms already"),

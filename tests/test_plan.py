@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_models import RECORDED, changes, fingerprint, patch, tiny, tiny_config
 from torch import nn
-from transformers import EncoderDecoderModel, GPT2Model
+from transformers import EncoderDecoderModel, GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import NoMatchError, NothingToPatchError, OptionError, UnknownNameError, WrappedModelError
@@ -533,12 +533,24 @@ WRAPPED: dict[Callable[[Any], Any], str] = {
     with_lora: r"PeftModelForCausalLM is a PEFT wrapper\. Patch the base model first, then call get_peft_model",
     dispatched: r"accelerate.* Patch the model first, then dispatch.*remove_hook_from_module",
     offloaded: r"accelerate.* Patch the model first, then dispatch.*remove_hook_from_module",
-    lambda model: nn.Sequential(model): r"takes a transformers PreTrainedModel, not Sequential",
-    lambda model: type(model): r"takes a transformers PreTrainedModel, not type",
-    lambda model: "gpt2": r"takes a transformers PreTrainedModel, not str.*model\[0\]\.auto_model",
-    lambda model: None: r"takes a transformers PreTrainedModel, not NoneType",
-    lambda model: model.state_dict(): r"takes a transformers PreTrainedModel, not OrderedDict",
+    lambda model: nn.Sequential(model): r"PreTrainedModel is needed, not Sequential.*model\[0\]\.auto_model",
 }
+
+
+@pytest.mark.parametrize(
+    ("not_a_model", "message"),
+    [
+        (GPT2LMHeadModel, "PreTrainedModel is needed, not <class .*Build the model first"),
+        (GPT2Config(), "PreTrainedModel is needed, not GPT2Config. Build the model first"),
+        ("gpt2", r"PreTrainedModel is needed, not 'gpt2'. Open the model first, .*from_pretrained"),
+        (None, "PreTrainedModel is needed, not NoneType. Open the model first"),
+        ({"weight": torch.zeros(2)}, "PreTrainedModel is needed, not dict. Open the model first"),
+    ],
+)
+def test_what_is_no_model(not_a_model: Any, message: str) -> None:
+    for call in (plan_patch, patch_model):
+        with pytest.raises(OptionError, match=message):
+            call(not_a_model, norm="rms")
 
 
 @pytest.mark.parametrize(("wrap", "message"), WRAPPED.items(), ids=[getattr(w, "__name__", "") for w in WRAPPED])

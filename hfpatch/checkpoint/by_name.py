@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from ..core.suggest import did_you_mean
-from ..runtime.errors import PatchError
+from ..runtime.errors import PatchError, first_line
 from ..runtime.record import KEY
 from .auto_classes import class_to_build
 from .classes import patched_model_class
@@ -29,10 +30,17 @@ def config_of(model: str, trust: bool) -> Any:
         trust: whether code of the repository may be run.
 
     Raises:
-        PatchError: transformers has no such family.
+        PatchError: transformers has no such family, or there is no such folder.
     """
     if not is_config(model):
-        return AutoConfig.from_pretrained(model, trust_remote_code=trust)
+        try:
+            return AutoConfig.from_pretrained(model, trust_remote_code=trust)
+        except OSError as error:
+            if Path(model).exists() or model.count("/") == 1:  # a folder without a config, or a Hub id
+                raise
+            raise PatchError(
+                f"there is no folder {model}, and no such model on the Hub: {first_line(error)}"
+            ) from error
     family = model.removeprefix(_RANDOM)
     try:
         return AutoConfig.for_model(family)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..errors import WrappedModelError
+from ..errors import OptionError, WrappedModelError
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
@@ -15,11 +15,15 @@ def require_bare(model: object) -> None:
     """Refuse everything but a bare transformers model.
 
     Raises:
+        OptionError: it is no model at all.
         WrappedModelError: says what it is and what to do first.
         UnsupportedError: a part of it was patched by itself, or it was built from a patched config without a patch:
             a checkpoint has one patch record, the outermost model's.
     """
     kind = type(model).__name__
+    if not isinstance(model, nn.Module):
+        shown = repr(model) if isinstance(model, str | type) else kind
+        raise OptionError(f"a transformers PreTrainedModel is needed, not {shown:.80}. {_advice_to_build(model)}")
     if not isinstance(model, PreTrainedModel):
         raise WrappedModelError(_unwrap_advice(model, kind))
     record = getattr(model.config, KEY, None)
@@ -47,6 +51,12 @@ def require_bare(model: object) -> None:
             )
 
 
+def _advice_to_build(model: object) -> str:
+    if isinstance(model, PreTrainedConfig) or (isinstance(model, type) and issubclass(model, PreTrainedModel)):
+        return "Build the model first, such as by an Auto class's from_config or from_pretrained."
+    return "Open the model first, such as by AutoModel.from_pretrained."
+
+
 def _unwrap_advice(model: object, kind: str) -> str:
     if hasattr(model, "_orig_mod"):
         return "the model is wrapped by torch.compile. Patch the model first, then compile it."
@@ -55,6 +65,6 @@ def _unwrap_advice(model: object, kind: str) -> str:
     if isinstance(getattr(model, "module", None), nn.Module):
         return f"{kind} wraps the model for distributed or parallel use. Patch the model first, then wrap it."
     return (
-        f"patch_model takes a transformers PreTrainedModel, not {kind}. For a library's wrapper pass the model inside "
+        f"a transformers PreTrainedModel is needed, not {kind}. For a library's wrapper pass the model inside "
         "it (sentence-transformers: model[0].auto_model)."
     )

@@ -10,14 +10,19 @@ from collections.abc import Iterable, Mapping
 def nearest(word: str, known: Mapping[str, str] | Iterable[str]) -> str | None:
     """The name that is spelt most like a word, without regard to case and punctuation; None where none is like it.
 
+    The longest name that the word begins with comes first: of "bert-base" that is "bert", not "roberta".
+
     Args:
         known: names, or from each spelling to the name that it stands for.
     """
     spellings: dict[str, str] = {}
     for spelling, name in (known if isinstance(known, Mapping) else {name: name for name in known}).items():
         spellings.setdefault(_plain(spelling), name)
-    close = difflib.get_close_matches(_plain(word), spellings, n=1, cutoff=0.65)
-    return spellings[close[0]] if close else None
+    plain = _plain(word)
+    close = difflib.get_close_matches(plain, spellings, n=1, cutoff=0.65)
+    begun = [spelling for spelling in spellings if len(spelling) >= 3 and plain.startswith(spelling)]
+    found = max(begun, key=len) if begun else close[0] if close else None
+    return None if found is None else spellings[found]
 
 
 def did_you_mean(word: str, known: Mapping[str, str] | Iterable[str]) -> str:

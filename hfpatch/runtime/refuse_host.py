@@ -21,7 +21,7 @@ from .record import KEY
 ENTRY = "guarded"  # of the record on disk: dotted name of a setting -> its value
 SENTENCE = (
     "This checkpoint is patched by hfpatch. Install hfpatch, `import hfpatch`, and open it with an Auto class: "
-    "the class named here would open it unpatched."
+    "the class that was called would open it unpatched."
 )
 _PREFIX = "This checkpoint is patched"  # of this version's sentence and of later ones
 _PREFERRED = ("initializer_range", "init_std", "initializer_factor", "layer_norm_eps", "rms_norm_eps")

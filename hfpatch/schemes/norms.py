@@ -244,7 +244,7 @@ class DyT(Norm):
         return "hfpatch.contrib.dyt_llm:plan_dyt_llm" if self.alpha == "llm" else super().planner
 
     def loss(self, facts: NormFacts) -> str | None:
-        return "the scale of its input isn't removed; on trained weights DyT needs repair (calibration=) or training"
+        return "the scale of its input isn't removed"
 
 
 @NORMS.register("derf")

@@ -23,6 +23,7 @@ def test_nearest() -> None:
     assert nearest("GPT-NEO", ["gpt2", "gpt_neo", "bert"]) == "gpt_neo"
     assert nearest("gtp2", ["gpt2", "gpt_neo"]) == "gpt2"
     assert nearest("rotary", {"rope": "rope", "Rotary": "rope"}) == "rope"
+    assert nearest("bert-base", ["roberta", "bert"]) == "bert"
     assert nearest("quux", ["gpt2"]) is None
     assert nearest("", ["gpt2"]) is None
     assert did_you_mean("GPT2", ["gpt2"]) == " Did you mean 'gpt2'?"

@@ -50,7 +50,7 @@ def support() -> str:
         (
             "LayerNorm to RMSNorm, exact",
             f"{counts['exact']} model types in full, {counts['in part']} in part, {counts['refused']} refused, "
-            f"{counts['wrong']} wrong",
+            f"{counts['killed'] + counts['failed']} not finished, {counts['wrong']} wrong",
             "exact",
         ),
         (
