@@ -133,8 +133,8 @@ MLPS.base = MLP
 class SwiGLU(MLP):
     """`(silu(x W) * (x V)) W2`, `silu(x) = x sigmoid(x)`; Shazeer 2020, arXiv:2002.05202, eq. 6 (Swish with beta 1).
 
-    Starts exactly from silu and quick_gelu, within 0.0193 per activation from erf's gelu and 0.0197 from tanh's: `silu(1.712 x) / 1.712` is
-    never farther than that from either of its forms. Options as in `MLP`.
+    Starts exactly from silu and quick_gelu, and from gelu within 0.0193 per activation (0.0197 from its tanh form):
+    `silu(1.712 x) / 1.712` is never farther from it than that. Options as in `MLP`.
     """
 
     also_called: ClassVar[tuple[str, ...]] = ("silu", "swish", "glu")
