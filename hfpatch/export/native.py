@@ -20,13 +20,13 @@ import transformers
 from ..checkpoint.auto_classes import auto_classes_of
 from ..core.bare import require_bare
 from ..errors import UnknownNameError, VerificationError
-from ..runtime.errors import UnsupportedError
+from ..runtime.errors import UnsupportedError, described
 from ..runtime.lens import host_class
 from ..runtime.rotary import ADAPTIVE
 from ..schemes.rope import RoPE
 from .equality import Measured, compare
 from .files import require_plain_options, staged
-from .layouts import LAYOUTS, FamilyLayout
+from .layouts import LAYOUTS, OLDER_NAMES, FamilyLayout
 from .read import read, unsupported_setting
 from .same_host import as_stock_host
 from .targets import TARGETS, Target
@@ -108,6 +108,8 @@ def export_native(
         stock = found.model
         if stock.can_generate() and getattr(model, "generation_config", None) is not None:
             stock.generation_config = copy.deepcopy(model.generation_config)
+        for older, name in OLDER_NAMES.get(stock.config.model_type, {}).items():
+            setattr(stock.config, older, stock.config.rope_parameters[name])
         stock.save_pretrained(staging, **save_options)
     return Exported(folder, "native", type(stock).__name__, found.measured, found.longest)
 
@@ -191,7 +193,10 @@ def _compared_candidate(
         model, longest = build()
     except UnsupportedError as error:
         return Candidate(model_type, reason=str(error).rstrip("."))
-    measured = compare(source, model, longest, beyond)
+    try:
+        measured = compare(source, model, longest, beyond)
+    except Exception as error:  # whatever a class raises whose forward doesn't take its own config's settings
+        return Candidate(model_type, reason=f"its forward fails: {described(error)}")
     return Candidate(model_type, model, longest, measured, None if measured.holds else str(measured))
 
 
