@@ -62,8 +62,11 @@ NO_ROTATION = {
 }
 
 # Settings that transformers 5 no longer saves and that readers by older names ask for (transformers 4, and with it the
-# converter of llama.cpp): by `model_type`, the older name and the name in `rope_parameters`; transformers 5 reads both
-OLDER_NAMES = {"gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}}
+# converter of llama.cpp): by `model_type`, the older name and the one in the config or its `rope_parameters`
+OLDER_NAMES = {
+    "gpt2": {"n_ctx": "n_positions"},
+    "gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tiny_models import patch, randomise
 from hfpatch.export.layouts import BASE, LM, MASKED, QUESTION, SEQUENCE, TOKEN
 
 NO_SWITCH = ("llama", "qwen2", "mistral", "gemma")  # rotate by a config that can't say that they don't
-UNGATED = ("gpt_neox", "starcoder2", "jais2", "nemotron", "persimmon", "falcon")
+UNGATED = ("gpt_neox", "starcoder2", "nemotron", "persimmon", "falcon", "jais2")
 PLAIN_OPT = {
     "enable_bias": False,
     "layer_norm_elementwise_affine": False,
@@ -143,10 +143,10 @@ CASES = (
     case("gpt_neo", LM, UNGATED, ROPE),
     case("biogpt", LM, UNGATED, ROPE),
     case("xglm", LM, UNGATED, ROPE, double=False),
-    case("gpt_bigcode", LM, ("starcoder2", "jais2", "nemotron", "falcon"), ROPE, multi_query=True),
+    case("gpt_bigcode", LM, ("starcoder2", "nemotron", "falcon", "jais2"), ROPE, multi_query=True),
     case("gpt_bigcode", LM, UNGATED, ROPE, multi_query=False),
     case("opt", LM, "mpt", {"pos": "alibi"}, double=False, **PLAIN_OPT),
-    case("gpt2", LM, ("arcee", *UNGATED), *NO_SHIFT, ROPE),
+    case("gpt2", LM, (*UNGATED, "arcee"), *NO_SHIFT, ROPE),
     # decoders whose MLPs have one
     case("gpt2", LM, "llama", *NO_SHIFT, ROPE, {"mlp": "geglu"}),
     case("gpt2", LM, "llama", {"norm": "layer:bias=false", "pos": "rope", "mlp": "swiglu", "init": "reset"}, RMS_),
