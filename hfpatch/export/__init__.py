@@ -39,7 +39,7 @@ def export_model(
         to: "plugin", "remote" or "native".
         tokenizer: a tokenizer or processor to save along.
         architecture: of a native export, transformers' name of the only architecture to try.
-        serve: of a native export, the runtime that has to take it: "llama.cpp", "vllm", "sglang" or "tei".
+        serve: of a native export, the runtime that has to take it: "llama.cpp", "vllm", "sglang", "tei", "onnx".
         overwrite: replace a folder that isn't empty, once the export has succeeded.
         save_options: for `save_pretrained`, such as `max_shard_size`.
 

@@ -26,7 +26,8 @@ class Served:
     """What a runtime computes of a class.
 
     Attributes:
-        evidence: "measured" (tests/ecosystem) or "read" (in the runtime's code; the table's comment says where).
+        evidence: "measured" (tests/ecosystem/test_gguf.py, test_onnx.py) or "read" (in the runtime's code; the table's
+            comment says where).
         activations: the only ones of its MLPs, by their names in configs; None: what the config says.
         rope: the types of `rope_parameters` that it follows; None: all.
         theta: the only base of its rotation; None: what the config says.
@@ -43,8 +44,9 @@ class Served:
 
 
 # Converted by convert_hf_to_gguf.py of llama.cpp (as llama-cpp-python 0.3.36 ships it) with transformers 4.57.6, loaded
-# by xllamacpp 2026.10; "read": conversion/*.py and src/models/*.cpp there. Left out: SmolLM3 (three of four layers are
-# rotated there), Falcon with sequential branches, Mpt (the converter knows MPTForCausalLM alone), Persimmon, encoders.
+# by xllamacpp 2026.10; "read": conversion/gemma.py and src/models/gemma.cpp there. Left out: SmolLM3 (three of four
+# layers are rotated there), Falcon with sequential branches, Mpt (the converter knows MPTForCausalLM alone), Nemotron
+# (it asks for a SentencePiece vocabulary, which few models that become one have), Persimmon, encoders.
 _LLAMA_CPP = {
     "GPT2LMHeadModel": Served("measured", _GELU, biases=True, wide=True),
     "GPTNeoXForCausalLM": Served("measured", _GELU, rope=("default",), theta=10_000.0, biases=True),
@@ -56,8 +58,6 @@ _LLAMA_CPP = {
     "Qwen2ForCausalLM": Served("measured", _SILU, rope=_SCALED),
     "StableLmForCausalLM": Served("measured", _SILU, rope=("default",), theta=10_000.0),
     "OlmoForCausalLM": Served("measured", _SILU, rope=_SCALED, biases=False),
-    # a SentencePiece vocabulary is asked for, which the measurement's tokenizer isn't
-    "NemotronForCausalLM": Served("read", _RELU2, rope=("default", "linear")),
     "GemmaForCausalLM": Served("read", _GELU, rope=("default",), theta=10_000.0, biases=False),
 }
 
@@ -71,7 +71,7 @@ _VLLM = {
     "ArceeForCausalLM": Served("read", _RELU2),
     "LlamaForCausalLM": Served("read", _SILU),
     "MistralForCausalLM": Served("read", _SILU),
-    "StableLmForCausalLM": Served("read", _SILU, biases=None),
+    "StableLmForCausalLM": Served("read", _SILU),
 }
 
 # sglang/srt/models: arcee.py and, made from vLLM's files, llama.py. SGLang was not run.
@@ -88,12 +88,26 @@ _TEI = {
     for name in ("BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "DistilBertModel")
 }
 
+# torch.onnx.export(dynamo=True) of the stock model with eager attention; ONNX Runtime at another batch and length
+_ONNX = {
+    name: Served("measured")
+    for name in (
+        *("GPT2LMHeadModel", "OPTForCausalLM", "GPTNeoXForCausalLM", "Starcoder2ForCausalLM", "NemotronForCausalLM"),
+        *("PersimmonForCausalLM", "FalconForCausalLM", "Jais2ForCausalLM", "MptForCausalLM", "ArceeForCausalLM"),
+        *("LlamaForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM", "OlmoForCausalLM", "GemmaForCausalLM"),
+        *("Gemma3ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "BertForMaskedLM"),
+        *("RobertaForMaskedLM", "ModernBertForMaskedLM", "JinaEmbeddingsV3ForMaskedLM", "RoFormerForMaskedLM"),
+        *("EsmForMaskedLM", "GteForTokenClassification"),
+    )
+}
+
 # By the name that `serve=` takes; transformers opens every class
 RUNTIMES: Mapping[str, Mapping[str, Served]] = {
     "llama.cpp": _LLAMA_CPP,
     "vllm": _VLLM,
     "sglang": _SGLANG,
     "tei": _TEI,
+    "onnx": _ONNX,
 }
 
 
@@ -121,9 +135,7 @@ def unserved(model: Any, runtime: str) -> str | None:
         return f"{runtime} isn't known to take a {type(model).__name__}"
     activation = next((getattr(config, name) for name in _ACTIVATIONS if getattr(config, name, None)), None)
     if served.activations is not None and activation not in served.activations:
-        return (
-            f"{runtime} computes {served.activations[0]} in its MLPs whatever the config says, and here is {activation}"
-        )
+        return f"{runtime} always computes {served.activations[0]} in its MLPs, and here is {activation}"
     for rotation in find_rotations(model):
         kind, theta = rotation.settings.get("rope_type", "default"), float(rotation.settings["rope_theta"])
         if served.rope is not None and kind not in served.rope:

@@ -56,11 +56,11 @@ TARGETS = (  # in the order in which they are tried
     # decoders with LayerNorm, MLPs without a gate
     Target("gpt_neox", positions=_PARTIAL),
     Target("starcoder2", groups=True),
-    Target("jais2", groups=True, activation="relu2"),
     Target("nemotron", positions=_PARTIAL, groups=True),
     Target("persimmon", positions=_PARTIAL),
     Target("falcon"),
     Target("falcon", variant=1, groups=True),
+    Target("jais2", groups=True, activation="relu2"),
     Target("mpt", positions=("alibi",), shift=False, bounded=True),
     # decoders with RMSNorm; without a gate, with one, without positions
     Target("arcee", norm="rms", shift=False, groups=True, activation="relu2"),

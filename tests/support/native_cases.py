@@ -146,7 +146,7 @@ CASES = (
     case("gpt_bigcode", LM, ("starcoder2", "nemotron", "falcon", "jais2"), ROPE, multi_query=True),
     case("gpt_bigcode", LM, UNGATED, ROPE, multi_query=False),
     case("opt", LM, "mpt", {"pos": "alibi"}, double=False, **PLAIN_OPT),
-    case("gpt2", LM, (*UNGATED, "arcee"), *NO_SHIFT, ROPE),
+    case("gpt2", LM, (*UNGATED[:-1], "arcee", "jais2"), *NO_SHIFT, ROPE),
     # decoders whose MLPs have one
     case("gpt2", LM, "llama", *NO_SHIFT, ROPE, {"mlp": "geglu"}),
     case("gpt2", LM, "llama", {"norm": "layer:bias=false", "pos": "rope", "mlp": "swiglu", "init": "reset"}, RMS_),
