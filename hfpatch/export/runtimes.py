@@ -45,8 +45,8 @@ class Served:
 
 # Converted by convert_hf_to_gguf.py of llama.cpp (as llama-cpp-python 0.3.36 ships it) with transformers 4.57.6, loaded
 # by xllamacpp 2026.10; "read": conversion/gemma.py and src/models/gemma.cpp there. Left out: SmolLM3 (three of four
-# layers are rotated there), Falcon with sequential branches, Mpt (the converter knows MPTForCausalLM alone), Nemotron
-# (it asks for a SentencePiece vocabulary, which few models that become one have), Persimmon, encoders.
+# layers turn whatever its config says), Falcon with sequential branches, Mpt (its name there is MPTForCausalLM),
+# Nemotron (it asks for a SentencePiece vocabulary, which few models that become one have), Persimmon, encoders.
 _LLAMA_CPP = {
     "GPT2LMHeadModel": Served("measured", _GELU, biases=True, wide=True),
     "GPTNeoXForCausalLM": Served("measured", _GELU, rope=("default",), theta=10_000.0, biases=True),
@@ -61,8 +61,8 @@ _LLAMA_CPP = {
     "GemmaForCausalLM": Served("read", _GELU, rope=("default",), theta=10_000.0, biases=False),
 }
 
-# vllm/model_executor/models: registry.py (0002bff), jais2.py (055e47c), falcon.py (00620f9), and the MLPs of arcee.py,
-# gpt_neox.py, llama.py, stablelm.py and starcoder2.py. Only classes whose MLP was read; vLLM was not run.
+# vllm/model_executor/models: registry.py (0002bff), llama.py (0035bdf), jais2.py (055e47c), falcon.py (00620f9); the
+# MLPs of arcee.py, gpt_neox.py, stablelm.py, starcoder2.py in copies. Only classes whose MLP was read. Not run.
 _VLLM = {
     "GPTNeoXForCausalLM": Served("read", biases=True),
     "Starcoder2ForCausalLM": Served("read"),
@@ -74,7 +74,8 @@ _VLLM = {
     "StableLmForCausalLM": Served("read", _SILU),
 }
 
-# sglang/srt/models: arcee.py and, made from vLLM's files, llama.py. SGLang was not run.
+# sglang/srt/models: arcee.py in a copy; that llama.py (bf7a0e2) and mistral.py (64825b8), made from vLLM's, are there.
+# Not run.
 _SGLANG = {
     "ArceeForCausalLM": Served("read", _RELU2, biases=False),
     "LlamaForCausalLM": Served("read", _SILU),
