@@ -23,6 +23,7 @@ from .core.registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS
 from .core.staging import require_free, staged_folder
 from .errors import OptionError
 from .export import export_model
+from .export.runtimes import RUNTIMES
 from .hub.page import default_place, write_page
 from .hub.push import push_patched
 from .measure.batches import LENGTH, SEQUENCES, read_batches
@@ -288,6 +289,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="Folder for what is written.")],
     to: Annotated[Form, _option(_TO)] = "native",
     architecture: Annotated[str | None, _option("With --to native: the only one to try, such as gpt_neox.")] = None,
+    serve: Annotated[str | None, _option(f"With --to native: what has to take it. {_one_of(RUNTIMES)}")] = None,
     head: Head = None,
     max_shard_size: Shard = "50GB",
     trust_remote_code: Trust = False,
@@ -304,7 +306,7 @@ def export(
     built = opened(model, head, trust_remote_code, strongest=True)
     processor = processor_of(model, trust_remote_code)
     how: dict[str, Any] = {"tokenizer": processor, "overwrite": overwrite, "max_shard_size": max_shard_size}
-    typer.echo(str(export_model(built, out, to, architecture=architecture, **how)))
+    typer.echo(str(export_model(built, out, to, architecture=architecture, serve=serve, **how)))
     if processor is None:
         typer.echo("No tokenizer or processor was found to save with it.")
 

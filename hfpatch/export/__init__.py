@@ -22,6 +22,7 @@ def export_model(
     *,
     tokenizer: Any = None,
     architecture: str | None = None,
+    serve: str | None = None,
     overwrite: bool = False,
     **save_options: Any,
 ) -> Exported:
@@ -38,6 +39,7 @@ def export_model(
         to: "plugin", "remote" or "native".
         tokenizer: a tokenizer or processor to save along.
         architecture: of a native export, transformers' name of the only architecture to try.
+        serve: of a native export, the runtime that has to take it: "llama.cpp", "vllm", "sglang", "tei", "onnx".
         overwrite: replace a folder that isn't empty, once the export has succeeded.
         save_options: for `save_pretrained`, such as `max_shard_size`.
 
@@ -45,8 +47,8 @@ def export_model(
         What was written; `str` of it is a summary.
 
     Raises:
-        OptionError: no such form; an architecture for another form than "native"; an option that would save something
-            else.
+        OptionError: no such form or runtime; an architecture or runtime for another form than "native"; an option that
+            would save something else.
         UnsupportedError, VerificationError: no stock architecture equals the model; the message says for each why.
         PatchError: the folder isn't empty or can't be written, or the tokenizer doesn't open again from it.
     """
@@ -54,11 +56,12 @@ def export_model(
         raise OptionError(f"to must be one of {', '.join(FORMS)}, not {to!r:.40}.")
     if architecture is not None and to != "native":
         raise OptionError("architecture= chooses what a native export becomes; pass to='native' with it.")
+    if serve is not None and to != "native":
+        raise OptionError("serve= chooses what a native export becomes; pass to='native' with it.")
     folder = Path(folder)
     if to == "native":
-        return export_native(
-            model, folder, tokenizer=tokenizer, architecture=architecture, overwrite=overwrite, **save_options
-        )
+        chosen = {"architecture": architecture, "serve": serve}
+        return export_native(model, folder, tokenizer=tokenizer, overwrite=overwrite, **chosen, **save_options)
     if to == "remote":
         from .remote import export_remote
 

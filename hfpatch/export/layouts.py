@@ -51,6 +51,23 @@ SETTINGS = {
     "embedding_dropout": "embd_pdrop embed_dropout embedding_dropout emb_pdrop hidden_dropout_prob dropout",
 }
 
+# Settings of a rotation that turns nothing, for classes that have no switch: every wavelength is beyond 1 token, so
+# every frequency is divided by the factor; in float32 a cosine is then 1, and a sine too small to change a sum
+NO_ROTATION = {
+    "rope_type": "llama3",
+    "factor": 1e30,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1,
+}
+
+# Settings that transformers 5 no longer saves and that readers by older names ask for (transformers 4, and with it the
+# converter of llama.cpp): by `model_type`, the older name and the one in the config or its `rope_parameters`
+OLDER_NAMES = {
+    "gpt2": {"n_ctx": "n_positions"},
+    "gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+}
+
 
 @dataclass(frozen=True)
 class FamilyLayout:

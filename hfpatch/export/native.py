@@ -20,14 +20,15 @@ import transformers
 from ..checkpoint.auto_classes import auto_classes_of
 from ..core.bare import require_bare
 from ..errors import UnknownNameError, VerificationError
-from ..runtime.errors import UnsupportedError
+from ..runtime.errors import UnsupportedError, described
 from ..runtime.lens import host_class
 from ..runtime.rotary import ADAPTIVE
 from ..schemes.rope import RoPE
 from .equality import Measured, compare
 from .files import require_plain_options, staged
-from .layouts import LAYOUTS, FamilyLayout
+from .layouts import LAYOUTS, OLDER_NAMES, FamilyLayout
 from .read import read, unsupported_setting
+from .runtimes import require_runtime, unserved
 from .same_host import as_stock_host
 from .targets import TARGETS, Target
 from .write import write
@@ -89,7 +90,14 @@ class Exported:
 
 
 def export_native(
-    model: Any, folder: Path, *, tokenizer: Any, architecture: str | None, overwrite: bool, **save_options: Any
+    model: Any,
+    folder: Path,
+    *,
+    tokenizer: Any,
+    architecture: str | None,
+    overwrite: bool,
+    serve: str | None = None,
+    **save_options: Any,
 ) -> Exported:
     """Write a patched model as an architecture of transformers that computes the same; see `export_model`.
 
@@ -99,31 +107,40 @@ def export_native(
 
     Raises:
         UnknownNameError: hfpatch knows no equality with that architecture.
+        OptionError: hfpatch has no facts about that runtime.
         UnsupportedError: no architecture has what the model has; says for each what is missing.
         VerificationError: there are candidates, and none is equal.
     """
     require_plain_options(save_options)
     with staged(folder, overwrite, tokenizer) as staging:
-        found = find_native(model, architecture)
+        found = find_native(model, architecture, serve)
         stock = found.model
         if stock.can_generate() and getattr(model, "generation_config", None) is not None:
             stock.generation_config = copy.deepcopy(model.generation_config)
-        stock.save_pretrained(staging, **save_options)
+        write_stock(stock, staging, **save_options)
     return Exported(folder, "native", type(stock).__name__, found.measured, found.longest)
 
 
-def native_model(model: Any, architecture: str | None = None) -> Any:
+def write_stock(stock: Any, folder: Path, **save_options: Any) -> None:
+    """Save a stock model, with the settings in its config under older names too where converters go by these."""
+    known = {**vars(stock.config), **(getattr(stock.config, "rope_parameters", None) or {})}
+    for older, name in OLDER_NAMES.get(stock.config.model_type, {}).items():
+        setattr(stock.config, older, known[name])
+    stock.save_pretrained(folder, **save_options)
+
+
+def native_model(model: Any, architecture: str | None = None, serve: str | None = None) -> Any:
     """A stock transformers model that computes the same as a patched one, in its dtype and in eval mode.
 
     Arguments and errors as in `export_native`, which writes it to a folder.
     """
-    return find_native(model, architecture).model
+    return find_native(model, architecture, serve).model
 
 
-def find_native(model: Any, architecture: str | None = None) -> Candidate:
+def find_native(model: Any, architecture: str | None = None, serve: str | None = None) -> Candidate:
     """The first architecture that a model equals; errors as in `export_native`."""
     tried = []
-    for candidate in candidates(model, architecture):
+    for candidate in candidates(model, architecture, serve):
         if candidate.equal:
             candidate.model = candidate.model.to(model.dtype)
             return candidate
@@ -132,18 +149,22 @@ def find_native(model: Any, architecture: str | None = None) -> Candidate:
     raise _refusal(model, tried)
 
 
-def candidates(model: Any, architecture: str | None = None) -> Iterator[Candidate]:
+def candidates(model: Any, architecture: str | None = None, serve: str | None = None) -> Iterator[Candidate]:
     """Every architecture that the model might equal, with its measured error or the reason against it; likeliest first.
 
     Args:
         model: a patched transformers model with weights.
         architecture: the only one to try.
+        serve: a runtime of `RUNTIMES` that has to take it.
 
     Raises:
         UnknownNameError: hfpatch knows no equality with that architecture.
+        OptionError: hfpatch has no facts about that runtime.
         UnsupportedError: the model has no plain weights.
     """
     require_bare(model)
+    if serve is not None:
+        require_runtime(serve)
     source, host = _in_full_precision(model), model.config.model_type
     layout, reason = _layout_of(source.config)
     kind = None if layout is None else (layout.causal, layout.post_norm)
@@ -154,7 +175,7 @@ def candidates(model: Any, architecture: str | None = None) -> Iterator[Candidat
             f"hfpatch can't write {host!r} models as {architecture!r}. It can write them as: {', '.join(known)}."
         )
     if architecture in (None, host):
-        yield _compared_candidate(host, source, partial(as_stock_host, source))
+        yield _compared_candidate(host, source, partial(as_stock_host, source), serve)
     wanted = [target for target in targets if architecture in (None, target.model_type)]
     if layout is None or not wanted:
         return
@@ -173,8 +194,9 @@ def candidates(model: Any, architecture: str | None = None) -> Iterator[Candidat
     kinds = {norm.kind for norm in anatomy.norms()}
     scaling = anatomy.positions.scaling if isinstance(anatomy.positions, RoPE) else None
     beyond = anatomy.scaled_from + 3 if scaling and scaling["rope_type"] in ADAPTIVE else 0
-    for target in sorted(wanted, key=lambda target: {target.norm} != kinds):
-        yield _compared_candidate(target.model_type, source, partial(stock_model, target), beyond)
+    activation = anatomy.facts["activation"]
+    for target in sorted(wanted, key=lambda t: (t.activation not in (None, activation), {t.norm} != kinds)):
+        yield _compared_candidate(target.model_type, source, partial(stock_model, target), serve, beyond)
 
 
 def _layout_of(config: Any) -> tuple[FamilyLayout | None, str | None]:
@@ -185,13 +207,19 @@ def _layout_of(config: Any) -> tuple[FamilyLayout | None, str | None]:
 
 
 def _compared_candidate(
-    model_type: str, source: Any, build: Callable[[], tuple[Any, int | None]], beyond: int = 0
+    model_type: str, source: Any, build: Callable[[], tuple[Any, int | None]], serve: str | None, beyond: int = 0
 ) -> Candidate:
     try:
         model, longest = build()
     except UnsupportedError as error:
         return Candidate(model_type, reason=str(error).rstrip("."))
-    measured = compare(source, model, longest, beyond)
+    reason = None if serve is None else unserved(model, serve)
+    if reason is not None:
+        return Candidate(model_type, reason=reason)
+    try:
+        measured = compare(source, model, longest, beyond)
+    except Exception as error:  # whatever a class raises whose forward doesn't take its own config's settings
+        return Candidate(model_type, reason=f"its forward fails: {described(error)}")
     return Candidate(model_type, model, longest, measured, None if measured.holds else str(measured))
 
 

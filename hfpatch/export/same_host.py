@@ -1,13 +1,15 @@
 """Writes a patched model as the stock class that it was patched from, by other weights or settings.
 
 That is possible where a patch can be expressed in what the class reads: a table of positions with other rows (one row
-for all where positions were dropped), settings of a rotation, a stream without a mean, a norm without a shift.
+for all where positions were dropped), settings of a rotation (`NO_ROTATION` where it was dropped), a stream without a
+mean, a norm without a shift.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import inspect
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,17 +18,21 @@ from torch import Tensor, nn
 from ..measure.copies import unpatched_config
 from ..runtime.attention import BIAS, ROTARY, AttentionLens, order
 from ..runtime.constants import ConstantPositions, FixedArguments
-from ..runtime.errors import UnsupportedError
+from ..runtime.errors import UnsupportedError, first_line
 from ..runtime.gated import GatedLinear
-from ..runtime.host_rotary import Unrotated
+from ..runtime.host_rotary import settings_in
 from ..runtime.lens import SCALED, host_class, lens_of
 from ..runtime.norms import AffineNorm
 from ..runtime.tables import ComputedPositions
+from ..schemes.rope import SCALING_OPTIONS
 from ..sites.pairing import pairing_of, reordered_rows, rotating_attentions
 from ..sites.records.biases import BIASES
 from ..sites.rotations import find_rotations
 from ..sites.stacks import find_stacks, max_positions
+from .layouts import NO_ROTATION
 from .weights import Weights, gains_of
+
+_STAYS_ON = "has lost its positions, which in {host} can't be switched off"
 
 
 @torch.no_grad()
@@ -44,8 +50,12 @@ def as_stock_host(model: Any) -> tuple[Any, int | None]:
         obstacle = _obstacle(module)
         if obstacle is not None:
             raise UnsupportedError(f"{name} {obstacle.format(host=host.__name__)}")
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        twin = host._from_config(unpatched_config(model.config), dtype=model.dtype).eval()
+    config = _without_dropped_rotations(model)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            twin = host._from_config(config, dtype=model.dtype).eval()
+    except Exception as error:  # whatever a class raises that doesn't know a setting
+        raise UnsupportedError(f"its config takes other values: {first_line(error)}") from error
     _fill(twin, model)
     for name, factor in gains_of(model).items():
         for value in twin.get_submodule(name).parameters(recurse=False):
@@ -73,9 +83,28 @@ def _obstacle(module: nn.Module) -> str | None:
         return "rotates queries and keys, which {host} doesn't"
     if module._modules.get(BIAS) is not None:
         return "adds a bias by distance, which {host} doesn't"
-    if lens_of(module, Unrotated) is not None or lens_of(module, FixedArguments) is not None:
-        return "has lost its positions, which in {host} can't be switched off"
+    if lens_of(module, FixedArguments) is not None:
+        return _STAYS_ON
     return None
+
+
+def _without_dropped_rotations(model: Any) -> Any:
+    """The host's config, with settings that turn nothing for every rotation that a patch has dropped.
+
+    Raises:
+        UnsupportedError: the config has no such settings.
+    """
+    config = unpatched_config(model.config)
+    for rotation in find_rotations(model):
+        if not rotation.dropped:
+            continue
+        if rotation.path is None or rotation.theta_alone:
+            raise UnsupportedError(f"{rotation.name} {_STAYS_ON.format(host=host_class(type(model)).__name__)}")
+        part: Any = reduce(getattr, rotation.path, config)
+        kept = {name: value for name, value in rotation.settings.items() if name not in SCALING_OPTIONS}
+        for name, value in settings_in(part, kept | NO_ROTATION, rotation.layer_type).items():
+            setattr(part, name, value)
+    return config
 
 
 def _fill(twin: nn.Module, model: nn.Module) -> None:

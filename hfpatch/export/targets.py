@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import transformers
+from transformers import CONFIG_MAPPING
+
+from ..checkpoint.auto_classes import opened_classes
 from . import layouts
 from .layouts import FamilyLayout
+from .runtimes import served_by
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,8 @@ class Target:
         groups: whether it may have fewer heads of keys and values than of queries.
         optional: roles of parts that it can do without.
         bounded: whether it takes no texts longer than its config's length.
+        activation: the one that servers (vLLM, llama.cpp) compute of it whatever the config says; a model with another
+            is written as this one last.
     """
 
     model_type: str
@@ -32,6 +39,12 @@ class Target:
     groups: bool = False
     optional: tuple[str, ...] = ()
     bounded: bool = False
+    activation: str | None = None
+
+    def served_by(self, auto: str) -> dict[str, str]:
+        """The runtimes that take it with a head, by Auto class, and whether that was measured or read."""
+        found = opened_classes(getattr(transformers, auto), CONFIG_MAPPING[self.model_type])
+        return served_by(found[0].__name__) if found else {}
 
     @property
     def layout(self) -> FamilyLayout:
@@ -43,14 +56,14 @@ TARGETS = (  # in the order in which they are tried
     # decoders with LayerNorm, MLPs without a gate
     Target("gpt_neox", positions=_PARTIAL),
     Target("starcoder2", groups=True),
-    Target("jais2", groups=True),
     Target("nemotron", positions=_PARTIAL, groups=True),
     Target("persimmon", positions=_PARTIAL),
     Target("falcon"),
     Target("falcon", variant=1, groups=True),
+    Target("jais2", groups=True, activation="relu2"),
     Target("mpt", positions=("alibi",), shift=False, bounded=True),
     # decoders with RMSNorm; without a gate, with one, without positions
-    Target("arcee", norm="rms", shift=False, groups=True),
+    Target("arcee", norm="rms", shift=False, groups=True, activation="relu2"),
     Target("llama", norm="rms", shift=False, groups=True),
     Target("smollm3", positions=("none",), norm="rms", shift=False, groups=True),
     # decoders with LayerNorm and gates

@@ -17,7 +17,7 @@ from ..runtime.rotary import ORIGINAL
 from ..schemes.positions import ALiBi
 from ..schemes.rope import FACTOR_BY_LENGTH, RoPE
 from .anatomy import Affine, Anatomy, Parts, fold_norms, fuse_qkv, with_pairing, with_zero_mean_stream
-from .layouts import QKV, SETTINGS, FamilyLayout
+from .layouts import NO_ROTATION, QKV, SETTINGS, FamilyLayout
 from .targets import Target
 from .weights import MAX_EPS_DIFFERENCE, Weights, sections
 
@@ -84,7 +84,7 @@ def _obstacles(anatomy: Anatomy, target: Target) -> Iterator[str]:
     if anatomy.token_types > 1 and "types" not in layout.paths:
         yield f"it has no token types, and there are {anatomy.token_types}"
     kind = "none" if scheme is None else scheme.name
-    if kind not in possible:
+    if kind not in possible and not (scheme is None and "scaling" in possible):
         yield f"it doesn't have {_POSITIONS[kind]}"
     if isinstance(scheme, RoPE):
         if (scheme.axes or 1) > 1:
@@ -163,6 +163,8 @@ def facts_of(anatomy: Anatomy) -> dict[str, Any]:
         "any_bias": of_attention or of_mlps,
         "rotated_layers": [int(scheme is not None)] * len(blocks),
     }
+    if scheme is None:
+        facts["rope"] = NO_ROTATION | {"rope_theta": RoPE().resolved().theta}
     if isinstance(scheme, RoPE):
         facts |= {"theta": float(scheme.theta or 0), "rope": _rope(scheme, anatomy)}
         if scheme.scaling and scheme.scaling["rope_type"] == "dynamic":

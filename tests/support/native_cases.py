@@ -12,7 +12,8 @@ from tiny_models import patch, randomise
 
 from hfpatch.export.layouts import BASE, LM, MASKED, QUESTION, SEQUENCE, TOKEN
 
-UNGATED = ("gpt_neox", "starcoder2", "jais2", "nemotron", "persimmon", "falcon")
+NO_SWITCH = ("llama", "qwen2", "mistral", "gemma")  # rotate by a config that can't say that they don't
+UNGATED = ("gpt_neox", "starcoder2", "nemotron", "persimmon", "falcon", "jais2")
 PLAIN_OPT = {
     "enable_bias": False,
     "layer_norm_elementwise_affine": False,
@@ -36,6 +37,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = tiny_models.CONFIGS | {
         tiny_models._BERT | {"emb_layer_norm_before": True, "token_dropout": False, "mask_token_id": 4},
     ),
     "mistral": ("MistralConfig", tiny_models._LLAMA | {"sliding_window": None}),
+    "gpt_neox": ("GPTNeoXConfig", tiny_models._BERT),
+    "gemma3_text": ("Gemma3TextConfig", tiny_models._LLAMA | {"head_dim": 8}),
+    "modernbert": ("ModernBertConfig", tiny_models._BERT | {"global_attn_every_n_layers": 1}),
+    "qwen3": ("Qwen3Config", tiny_models._LLAMA | {"head_dim": 8}),
     "qwen2": ("Qwen2Config", tiny_models._LLAMA | {"use_sliding_window": False}),
     "camembert": ("CamembertConfig", tiny_models._BERT),
     "xlm-roberta": ("XLMRobertaConfig", tiny_models._BERT),
@@ -97,13 +102,13 @@ CASES = (
     case("gpt2", LM, "gpt2", {"norm": "rms:mode=parametrize"}),
     case("gpt2", LM, "gpt2", {"norm": "rms:fold_bias=true"}),
     case("gpt2", LM, "gpt2", {"norm": "layer:bias=false"}),
-    case("gpt2", LM, "gpt2", NOPE),
+    case("gpt2", LM, ("gpt2", *UNGATED), NOPE),
     case("gpt2", LM, "gpt2", {"pos": "sinusoidal"}),
     case("gpt2", LM, "gpt2", {"pos": "learned:max_positions=99"}),
     case("gpt2", SEQUENCE, "gpt2", RMS_),
     case("opt", LM, "opt", RMS_),
-    case("opt", LM, "opt", NOPE),
-    case("bert", MASKED, "bert", NOPE),
+    case("opt", LM, ("opt", *UNGATED), NOPE),
+    case("bert", MASKED, ("bert", "jina_embeddings_v3"), NOPE),
     case("bert", BASE, "bert", {"pos": "learned:max_positions=99"}),
     case("bert", BASE, "bert", {"norm": "deepnorm"}),
     case("roberta", MASKED, "roberta", {"pos": "sinusoidal"}),
@@ -138,15 +143,19 @@ CASES = (
     case("gpt_neo", LM, UNGATED, ROPE),
     case("biogpt", LM, UNGATED, ROPE),
     case("xglm", LM, UNGATED, ROPE, double=False),
-    case("gpt_bigcode", LM, ("starcoder2", "jais2", "nemotron", "falcon"), ROPE, multi_query=True),
+    case("gpt_bigcode", LM, ("starcoder2", "nemotron", "falcon", "jais2"), ROPE, multi_query=True),
     case("gpt_bigcode", LM, UNGATED, ROPE, multi_query=False),
     case("opt", LM, "mpt", {"pos": "alibi"}, double=False, **PLAIN_OPT),
-    case("gpt2", LM, ("arcee", *UNGATED), *NO_SHIFT, ROPE),
+    case("gpt2", LM, (*UNGATED[:-1], "arcee", "jais2"), *NO_SHIFT, ROPE),
     # decoders whose MLPs have one
     case("gpt2", LM, "llama", *NO_SHIFT, ROPE, {"mlp": "geglu"}),
     case("gpt2", LM, "llama", {"norm": "layer:bias=false", "pos": "rope", "mlp": "swiglu", "init": "reset"}, RMS_),
-    case("llama", LM, "smollm3", NOPE),
-    case("qwen2", LM, "smollm3", NOPE),
+    *(case(family, LM, tuple(dict.fromkeys((family, "llama", "smollm3"))), NOPE) for family in NO_SWITCH),
+    case("gpt_neox", LM, UNGATED, NOPE, use_parallel_residual=False),
+    case("qwen3", LM, "qwen3", NOPE),
+    case("gemma3_text", LM, "gemma3_text", NOPE),
+    case("modernbert", MASKED, "modernbert", NOPE),
+    case("gpt2", LM, ("llama", "smollm3"), *NO_SHIFT, NOPE, {"mlp": "geglu"}),
     case("llama", LM, ("stablelm", "olmo", "llama"), {"norm": "layer"}, rms_norm_eps=1e-5),
     case("mistral", LM, ("stablelm", "olmo", "llama"), {"norm": "layer"}, num_key_value_heads=2, rms_norm_eps=1e-5),
     case("gemma", LM, ("stablelm", "llama"), {"norm": "layer"}),

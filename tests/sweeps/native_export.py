@@ -23,6 +23,7 @@ import transformers
 from native_cases import CASES, Case
 
 from hfpatch.export.native import candidates
+from hfpatch.export.runtimes import RUNTIMES, Served
 
 HERE = Path(__file__).parent
 JSON, MARKDOWN = HERE / "native_export.json", HERE / "native_export.md"
@@ -95,6 +96,14 @@ def to_markdown(report: dict[str, Any]) -> str:
         "|---|---|---|",
         *(f"| {row['family']} ({row['head']}) | `{row['asked']}` | {why(row)} |" for row in rows if not row["equal"]),
         "",
+        "## Served by",
+        "",
+        "What takes these classes: measured, or read in its code; hfpatch/export/runtimes.py says where, and how. In",
+        "brackets is what the runtime computes whatever the config says; `serve=` compares it with the model. Where",
+        "nothing stands, and for every other class, nothing but transformers is known, and `serve=` refuses.",
+        "",
+        *served(rows),
+        "",
     ]
     return "\n".join(lines)
 
@@ -108,6 +117,30 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
             longest = "any" if entry["longest"] is None else str(entry["longest"])
             patched = f"{row['family']} ({row['head']})"
             yield f"| {patched} | `{row['asked']}` | `{entry['class']}` | {' | '.join(figures)} | {longest} |"
+
+
+def served(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The runtimes that take each class of the table."""
+    yield f"| class | transformers | {' | '.join(RUNTIMES)} |"
+    yield "|---|---|" + "---|" * len(RUNTIMES)
+    for name in dict.fromkeys(entry["class"] for row in rows for entry in row["equal"].values()):
+        marks = [_mark(classes.get(name)) for classes in RUNTIMES.values()]
+        if any(marks):
+            yield f"| `{name}` | measured | {' | '.join(marks)} |"
+
+
+def _mark(served: Served | None) -> str:
+    if served is None:
+        return ""
+    biases = {True: "all biases", False: "no biases"}.get(served.biases)  # type: ignore[arg-type]
+    fixed = [
+        *((served.activations[0],) if served.activations else ()),
+        *((f"RoPE {', '.join(served.rope)}",) if served.rope else ()),
+        *((f"theta {served.theta:g}",) if served.theta else ()),
+        *((biases,) if biases else ()),
+        *(("MLPs 4 times as wide",) if served.wide else ()),
+    ]
+    return served.evidence + (f" ({'; '.join(fixed)})" if fixed else "")
 
 
 def compact(report: dict[str, Any]) -> str:

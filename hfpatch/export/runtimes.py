@@ -1,0 +1,165 @@
+"""Table of the runtimes besides transformers that take a stock model, and the check of a model against it.
+
+Runtimes go by the name of the class in config.json, and some compute a part of it in one way whatever the config says:
+a model that differs there would be served wrongly without a word. An entry says what a runtime computes of a class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import OptionError
+from ..sites.rotations import find_rotations
+
+_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")  # ggml's is the approximation by tanh
+_SILU, _RELU2 = ("silu", "swish"), ("relu2",)
+_ACTIVATIONS = ("hidden_act", "activation", "activation_function", "hidden_activation")
+_SCALED = ("default", "linear", "yarn")
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a runtime computes of a class.
+
+    Attributes:
+        evidence: "measured" (tests/ecosystem/test_gguf.py, test_onnx.py) or "read" (in the runtime's code; the table's
+            comment says where).
+        activations: the only ones of its MLPs, by their names in configs; None: what the config says.
+        rope: the types of `rope_parameters` that it follows; None: all.
+        theta: the only base of its rotation; None: what the config says.
+        biases: whether its attentions and MLPs all have biases, or have none; None: either.
+        wide: whether its MLPs are four times as wide as its stream.
+    """
+
+    evidence: str
+    activations: tuple[str, ...] | None = None
+    rope: tuple[str, ...] | None = None
+    theta: float | None = None
+    biases: bool | None = None
+    wide: bool = False
+
+
+# Converted by convert_hf_to_gguf.py of llama.cpp (as llama-cpp-python 0.3.36 ships it) with transformers 4.57.6, loaded
+# by xllamacpp 2026.10; "read": conversion/gemma.py and src/models/gemma.cpp there. Left out: SmolLM3 (three of four
+# layers turn whatever its config says), Falcon with sequential branches, Mpt (its name there is MPTForCausalLM),
+# Nemotron (it asks for a SentencePiece vocabulary, which few models that become one have), Persimmon, encoders.
+_LLAMA_CPP = {
+    "GPT2LMHeadModel": Served("measured", _GELU, biases=True, wide=True),
+    "GPTNeoXForCausalLM": Served("measured", _GELU, rope=("default",), theta=10_000.0, biases=True),
+    "Starcoder2ForCausalLM": Served("measured", _GELU, rope=_SCALED, biases=True),
+    "Jais2ForCausalLM": Served("measured", _RELU2, rope=_SCALED, biases=True),
+    "ArceeForCausalLM": Served("measured", _RELU2, rope=(*_SCALED, "llama3"), biases=False),
+    "LlamaForCausalLM": Served("measured", _SILU, rope=(*_SCALED, "llama3")),
+    "MistralForCausalLM": Served("measured", _SILU, rope=(*_SCALED, "llama3")),
+    "Qwen2ForCausalLM": Served("measured", _SILU, rope=_SCALED),
+    "StableLmForCausalLM": Served("measured", _SILU, rope=("default",), theta=10_000.0),
+    "OlmoForCausalLM": Served("measured", _SILU, rope=_SCALED, biases=False),
+    "GemmaForCausalLM": Served("read", _GELU, rope=("default",), theta=10_000.0, biases=False),
+}
+
+# vllm/model_executor/models: registry.py (0002bff), llama.py (0035bdf), jais2.py (055e47c), falcon.py (00620f9); the
+# MLPs of arcee.py, gpt_neox.py, stablelm.py, starcoder2.py in copies. Only classes whose MLP was read. Not run.
+_VLLM = {
+    "GPTNeoXForCausalLM": Served("read", biases=True),
+    "Starcoder2ForCausalLM": Served("read"),
+    "FalconForCausalLM": Served("read", ("gelu",), wide=True),
+    "Jais2ForCausalLM": Served("read", _RELU2),
+    "ArceeForCausalLM": Served("read", _RELU2),
+    "LlamaForCausalLM": Served("read", _SILU),
+    "MistralForCausalLM": Served("read", _SILU),
+    "StableLmForCausalLM": Served("read", _SILU),
+}
+
+# sglang/srt/models: arcee.py in a copy; that llama.py (bf7a0e2) and mistral.py (64825b8), made from vLLM's, are there.
+# Not run.
+_SGLANG = {
+    "ArceeForCausalLM": Served("read", _RELU2, biases=False),
+    "LlamaForCausalLM": Served("read", _SILU),
+    "MistralForCausalLM": Served("read", _SILU),
+}
+
+# backends/candle/src/lib.rs of text-embeddings-inference (0d124dc): models that it knows by `model_type`, of which none
+# that a rotation was added to is one. TEI was not run.
+_TEI = {
+    name: Served("read")
+    for name in ("BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "DistilBertModel")
+}
+
+# torch.onnx.export(dynamo=True) of the stock model with eager attention; ONNX Runtime at another batch and length
+_ONNX = {
+    name: Served("measured")
+    for name in (
+        *("GPT2LMHeadModel", "OPTForCausalLM", "GPTNeoXForCausalLM", "Starcoder2ForCausalLM", "NemotronForCausalLM"),
+        *("PersimmonForCausalLM", "FalconForCausalLM", "Jais2ForCausalLM", "MptForCausalLM", "ArceeForCausalLM"),
+        *("LlamaForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM", "OlmoForCausalLM", "GemmaForCausalLM"),
+        *("Gemma3ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "BertForMaskedLM"),
+        *("RobertaForMaskedLM", "ModernBertForMaskedLM", "JinaEmbeddingsV3ForMaskedLM", "RoFormerForMaskedLM"),
+        *("EsmForMaskedLM", "GteForTokenClassification"),
+    )
+}
+
+# By the name that `serve=` takes; transformers opens every class
+RUNTIMES: Mapping[str, Mapping[str, Served]] = {
+    "llama.cpp": _LLAMA_CPP,
+    "vllm": _VLLM,
+    "sglang": _SGLANG,
+    "tei": _TEI,
+    "onnx": _ONNX,
+}
+
+
+def require_runtime(name: str) -> None:
+    """Refuse a name that isn't in the table.
+
+    Raises:
+        OptionError: it isn't.
+    """
+    if name not in RUNTIMES:
+        raise OptionError(f"serve must be one of {', '.join(RUNTIMES)}, not {name!r:.40}.")
+
+
+def served_by(class_name: str) -> dict[str, str]:
+    """The runtimes that take a class, transformers first, and whether that was measured or read."""
+    return {"transformers": "measured"} | {
+        runtime: classes[class_name].evidence for runtime, classes in RUNTIMES.items() if class_name in classes
+    }
+
+
+def unserved(model: Any, runtime: str) -> str | None:
+    """Why a runtime doesn't take a stock model, or would compute something else; None where it takes it."""
+    served, config = RUNTIMES[runtime].get(type(model).__name__), model.config
+    if served is None:
+        return f"{runtime} isn't known to take a {type(model).__name__}"
+    activation = next((getattr(config, name) for name in _ACTIVATIONS if getattr(config, name, None)), None)
+    if served.activations is not None and activation not in served.activations:
+        return f"{runtime} always computes {served.activations[0]} in its MLPs, and here is {activation}"
+    for rotation in find_rotations(model):
+        kind, theta = rotation.settings.get("rope_type", "default"), float(rotation.settings["rope_theta"])
+        if served.rope is not None and kind not in served.rope:
+            return f"{runtime} doesn't follow RoPE of type {kind!r} in it"
+        if served.theta not in (None, theta):
+            return f"{runtime} rotates it with theta {served.theta:g}, and here it is {theta:g}"
+    present = {module.bias is not None for module in _linear_layers(model)}
+    if served.biases is not None and present != {served.biases}:
+        return f"{runtime} expects {'every' if served.biases else 'no'} layer of it to have a bias"
+    if served.wide and _mlp_width(config) != 4 * config.hidden_size:
+        return f"{runtime} takes its MLPs for four times as wide as its stream, {4 * config.hidden_size}"
+    return None
+
+
+def _linear_layers(model: Any) -> list[Any]:
+    """The linear layers of the stack, without heads."""
+    return [
+        module
+        for module in model.base_model.modules()
+        if isinstance(module, nn.Linear) or "Conv1D" in type(module).__name__
+    ]
+
+
+def _mlp_width(config: Any) -> int:
+    names = ("ffn_hidden_size", "intermediate_size", "n_inner")
+    return next((getattr(config, name) for name in names if getattr(config, name, None)), 4 * config.hidden_size)

@@ -1,0 +1,174 @@
+"""What the table of runtimes says of llama.cpp is what its own converter and a build of it do.
+
+LLAMA_CPP: a folder with convert_hf_to_gguf.py, such as vendor/llama.cpp in the source distribution of llama-cpp-python
+(`pip download --no-binary llama-cpp-python --no-deps llama-cpp-python`). LLAMA_CPP_PYTHON: a Python that has
+xllamacpp, and what requirements/requirements-convert_hf_to_gguf.txt there asks for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from native_cases import LM, MASKED, NO_SHIFT, NOPE, PLAIN_OPT, RMS_, ROPE, YARN, case
+from tiny_models import VOCABULARY
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hfpatch.export.native import native_model, write_stock
+from hfpatch.export.runtimes import RUNTIMES, unserved
+
+TOOL = Path(__file__).with_name("gguf_tool.py")
+SOURCE, PYTHON = os.environ.get("LLAMA_CPP"), os.environ.get("LLAMA_CPP_PYTHON")
+NEEDED = "LLAMA_CPP and LLAMA_CPP_PYTHON name llama.cpp's sources and a Python with xllamacpp; see the file's docstring"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not (SOURCE and PYTHON), reason=NEEDED)]
+
+PROMPTS = [torch.randint(5, 90, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (7, 40)]
+MOST = 0.005  # of log-probabilities; where an activation is GELU, ggml tabulates it in half precision
+WRONG = 0.1  # at least, where another function is computed
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model, the architecture that it is written as (None: it is unpatched), and what its name is in the report."""
+
+    name: str
+    family: str
+    patches: tuple[dict[str, Any], ...]
+    target: str | None
+    options: dict[str, Any]
+
+    def model(self) -> Any:
+        made = case(self.family, MASKED if self.family == "bert" else LM, (), *self.patches, **self.options).model()
+        return made if self.target is None else native_model(made, self.target)
+
+
+def row(family: str, target: str | None, *patches: dict[str, Any], **options: Any) -> Row:
+    asked = "; ".join(f"{name}={value}" for one in (*patches, options) for name, value in one.items())
+    return Row(f"{family} -> {target}: {asked}", family, patches, target, options)
+
+
+THETA = {"pos": "rope:theta=500"}
+RMS_ROPE, SWIGLU = RMS_ | ROPE, {"norm": "layer:bias=false", "pos": "rope", "mlp": "swiglu", "init": "reset"}
+LLAMA3 = {"pos": 'rope:scaling={"rope_type":"llama3","factor":4.0,"low_freq_factor":1.0,"high_freq_factor":4.0}'}
+CONTROLS = [row(family, None) for family in ("gpt2", "llama", "qwen2", "mistral")]
+TAKEN = [
+    row("gpt2", "gpt2", RMS_),
+    row("gpt2", "gpt2", NOPE),
+    row("gpt2", "gpt_neox", RMS_ROPE),
+    row("gpt2", "gpt_neox", {"pos": "rope:partial=0.5"}),
+    row("gpt2", "gpt_neox", ROPE, activation_function="gelu"),
+    row("gpt2", "starcoder2", RMS_ROPE),
+    row("gpt2", "starcoder2", THETA),
+    row("gpt2", "starcoder2", YARN),
+    row("gpt2", "jais2", ROPE, activation_function="relu2"),
+    row("gpt2", "llama", SWIGLU, RMS_),
+    row("nemotron", "arcee", *NO_SHIFT, {"pos": "rope:partial=1.0"}),
+    row("llama", "llama", THETA),
+    row("llama", "llama", YARN),
+    row("llama", "llama", LLAMA3),
+    row("llama", "llama", NOPE),
+    row("llama", "stablelm", {"norm": "layer"}, rms_norm_eps=1e-5),
+    row("llama", "olmo", {"norm": "layer"}, rms_norm_eps=1e-5),
+    row("qwen2", "qwen2", THETA),
+    row("qwen2", "llama", NOPE),
+    row("mistral", "mistral", NOPE),
+]
+REFUSED = [
+    row("gpt2", "gpt_neox", THETA),  # converts, and rotates by another base
+    row("gpt2", "gpt_neox", NOPE),
+    row("gpt2", "jais2", ROPE),  # another activation
+    row("gpt2", "starcoder2", LLAMA3),
+    row("gpt2", "starcoder2", NOPE),
+    row("gpt2", "falcon", ROPE),  # a second norm
+    row("gpt2", "arcee", *NO_SHIFT, ROPE, activation_function="relu2"),  # biases
+    row("gpt2", "llama", *NO_SHIFT, ROPE, {"mlp": "geglu"}),
+    row("opt", "mpt", {"pos": "alibi"}, **PLAIN_OPT),
+    row("llama", "smollm3", NOPE),
+    row("llama", "stablelm", {"norm": "layer"} | THETA, rms_norm_eps=1e-5),
+    row("qwen2", "qwen2", NOPE),
+    row("bert", "jina_embeddings_v3", ROPE),
+]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with a few merges, fewer than the models' 97 tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:88]
+    merges = [(letter, letter) for letter in letters[:3]]
+    words = ["<p>", "<s>", "</s>", "<u>", *letters, *("".join(pair) for pair in merges)]
+    inner = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, merges, unk_token="<u>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    names = {"pad_token": "<p>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<u>"}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **names)
+
+
+def run(*arguments: Any) -> Any:
+    """What the tool prints, or the end of its error."""
+    done = subprocess.run(
+        [str(PYTHON), str(TOOL), *map(str, arguments)], capture_output=True, text=True, check=False, env=ENVIRONMENT
+    )
+    found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(found[-1].removeprefix("RESULT ")) if found else f"failed: {done.stderr[-300:]}"
+
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float | str, str | None]]:
+    """By row: the largest difference of a log-probability or why there is none, and what the table says against it."""
+    place, rows = tmp_path_factory.mktemp("gguf"), [*CONTROLS, *TAKEN, *REFUSED]
+    made = {place / str(index): (one, one.model()) for index, one in enumerate(rows)}
+    for folder, (_, model) in made.items():
+        save(model, folder)
+    failed = run("convert", SOURCE, *made)
+    assert isinstance(failed, dict), failed
+    found: dict[str, tuple[float | str, str | None]] = {}
+    for folder, (one, model) in made.items():
+        outcome: float | str = failed[str(folder)] or max(difference(model, folder, prompt) for prompt in PROMPTS)
+        found[one.name] = (outcome, unserved(model, "llama.cpp"))
+        print(f"{one.name}: {outcome}; {found[one.name][1]}")
+    return found
+
+
+def save(model: Any, folder: Path) -> None:
+    """As `export_model` saves it, and with a tokenizer that transformers 4 opens."""
+    write_stock(model, folder)
+    tokenizer().save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
+
+
+def difference(model: Any, folder: Path, prompt: list[int]) -> float:
+    """Infinite where the file doesn't load."""
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    found = run("score", f"{folder}.gguf", VOCABULARY, prompt)
+    return float("inf") if isinstance(found, str) else float((torch.tensor(found) - expected).abs().max())
+
+
+@pytest.mark.parametrize("one", [*CONTROLS, *TAKEN], ids=lambda one: one.name)
+def test_taken_and_equal(one: Row, measured: dict[str, tuple[float | str, str | None]]) -> None:
+    outcome, against = measured[one.name]
+    assert against is None
+    assert isinstance(outcome, float), outcome
+    assert outcome <= MOST
+
+
+@pytest.mark.parametrize("one", REFUSED, ids=lambda one: one.name)
+def test_refused_for_a_reason(one: Row, measured: dict[str, tuple[float | str, str | None]]) -> None:
+    """The converter or the build fails, or computes another function: each refusal spares somebody that."""
+    outcome, against = measured[one.name]
+    assert against
+    assert isinstance(outcome, str) or outcome > WRONG
+
+
+def test_every_class_that_is_marked_as_measured_is() -> None:
+    measured = {name for name, served in RUNTIMES["llama.cpp"].items() if served.evidence == "measured"}
+    assert measured == {type(one.model()).__name__ for one in (*CONTROLS, *TAKEN)}

@@ -1,0 +1,62 @@
+"""Every class that the table of runtimes says ONNX Runtime runs is exported, run, and equal there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from native_cases import CASES, Case
+from tiny_models import VOCABULARY
+
+from hfpatch.export.native import candidates
+from hfpatch.export.runtimes import RUNTIMES
+
+pytestmark = pytest.mark.slow
+
+
+class Logits(torch.nn.Module):
+    """A model's logits for tokens alone."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+        model.set_attn_implementation("eager")
+        model.config.use_cache = False
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=input_ids).logits
+
+
+def exported() -> dict[str, tuple[Case, str]]:
+    """A case and a `model_type` for each class of the table."""
+    report = json.loads((Path(__file__).parents[1] / "sweeps" / "native_export.json").read_text())
+    rows = [row for row in report["rows"] if row["head"] in ("CausalLM", "MaskedLM", "TokenClassification")]
+    found: dict[str, tuple[Case, str]] = {}
+    cases = {case.name: case for case in CASES}
+    for row in rows:
+        for model_type, entry in row["equal"].items():
+            found.setdefault(entry["class"], (cases[row["case"]], model_type))
+    return found
+
+
+def test_onnx_runtime_computes_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    cases, errors = exported(), {}
+    names = list(RUNTIMES["onnx"])
+    for name in names:
+        case, model_type = cases[name]
+        model = next(each.model for each in candidates(case.model(), model_type) if each.equal)
+        file, ids = tmp_path / f"{name}.onnx", torch.randint(5, VOCABULARY, (2, 16))
+        sizes = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("length")},)
+        torch.onnx.export(Logits(model).eval(), (ids,), file, dynamo=True, dynamic_shapes=sizes, verbose=False)
+        session, other = onnxruntime.InferenceSession(file), torch.randint(5, VOCABULARY, (3, 23))
+        (logits,) = session.run(None, {session.get_inputs()[0].name: other.numpy()})
+        with torch.no_grad():
+            expected = model(other).logits
+        errors[name] = float((torch.from_numpy(logits) - expected).abs().max() / expected.std())
+    assert {name: error for name, error in errors.items() if not error <= 1e-4} == {}

@@ -1,0 +1,114 @@
+"""The table of runtimes: what `serve=` chooses by it, and what it refuses; tests/ecosystem tests the table itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from native_cases import LM, MASKED, NO_SHIFT, NOPE, ROPE, case
+from tiny_models import patch, tiny
+from typer.testing import CliRunner
+
+from hfpatch.cli import app
+from hfpatch.errors import OptionError
+from hfpatch.export import export_model, native_model
+from hfpatch.export.runtimes import RUNTIMES, served_by
+from hfpatch.export.targets import TARGETS
+from hfpatch.runtime.errors import UnsupportedError
+
+CHOSEN = [  # family, patch, options, without serve=, for llama.cpp
+    ("gpt2", ROPE, {}, "gpt_neox", "gpt_neox"),
+    ("gpt2", {"pos": "rope:theta=500"}, {}, "gpt_neox", "starcoder2"),  # its theta isn't read
+    ("gpt2", ROPE, {"activation_function": "relu2"}, "gpt_neox", "jais2"),
+    ("llama", NOPE, {}, "llama", "llama"),
+    ("qwen2", NOPE, {"use_sliding_window": False}, "qwen2", "llama"),  # its factors aren't read
+]
+
+
+def made(family: str, *patches: dict[str, Any], **options: Any) -> Any:
+    return case(family, LM, (), *patches, **options).model()
+
+
+@pytest.mark.parametrize(("family", "asked", "options", "alone", "llama_cpp"), CHOSEN)
+def test_serve_chooses(family: str, asked: Any, options: Any, alone: str, llama_cpp: str, tmp_path: Path) -> None:
+    model = made(family, asked, **options)
+    assert native_model(model).config.model_type == alone
+    export_model(model, tmp_path / "out", "native", serve="llama.cpp")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == llama_cpp
+
+
+def test_arcee_is_tried_last_unless_the_activation_is_its_own() -> None:
+    """vLLM and llama.cpp compute relu2 in it whatever the config says, and its biases have no place in llama.cpp."""
+    assert native_model(made("gpt2", *NO_SHIFT, ROPE)).config.model_type == "gpt_neox"
+    relu2 = made("gpt2", *NO_SHIFT, ROPE, activation_function="relu2")
+    assert native_model(relu2).config.model_type == "arcee"
+    assert native_model(relu2, serve="llama.cpp").config.model_type == "jais2"
+
+
+REASONS = [
+    (
+        ("gpt2", {"pos": "rope:partial=0.5,theta=500"}),
+        "gpt_neox: llama.cpp rotates it with theta 10000, and here it is 500",
+    ),
+    (("gpt2", {"norm": "dyt"}), "gpt2: transformer.h.0.ln_1 is a DynamicTanh"),
+    (
+        ("gpt2", *NO_SHIFT, ROPE, {"mlp": "geglu"}),
+        "llama: llama.cpp always computes silu in its MLPs, and",
+    ),
+    (("gemma", {"norm": "layer", "pos": "rope:theta=77"}), "stablelm: llama.cpp always computes silu"),
+]
+
+
+@pytest.mark.parametrize(("asked", "reason"), REASONS)
+def test_serve_refuses_with_the_reason(asked: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        export_model(made(*asked), tmp_path / "out", "native", serve="llama.cpp")
+    assert f"\n  {reason}" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_encoders_arent_served_by_llama_cpp() -> None:
+    with pytest.raises(UnsupportedError, match=r"llama\.cpp isn't known to take a JinaEmbeddingsV3ForMaskedLM"):
+        native_model(patch(tiny("bert", MASKED), pos="rope"), serve="llama.cpp")
+
+
+def test_biases_and_widths() -> None:
+    """GPT-2's converter writes four times the width for its MLPs; GPT-NeoX wants biases in every layer."""
+    narrow = made("gpt2", {"norm": "rms"}, n_inner=48)
+    with pytest.raises(UnsupportedError, match="four times as wide as its stream, 128"):
+        native_model(narrow, "gpt2", "llama.cpp")
+    bare = made("nemotron", {"norm": "rms", "pos": "rope:partial=1.0"}, hidden_act="gelu_new")
+    with pytest.raises(UnsupportedError, match=r"gpt_neox: llama\.cpp expects every layer of it to have a bias"):
+        native_model(bare, "gpt_neox", "llama.cpp")
+
+
+def test_arguments(tmp_path: Path) -> None:
+    model = made("gpt2", ROPE)
+    with pytest.raises(OptionError, match=r"serve must be one of llama\.cpp, vllm, sglang, tei, onnx, not 'tgi'"):
+        export_model(model, tmp_path / "out", "native", serve="tgi")
+    with pytest.raises(OptionError, match="serve= chooses what a native export becomes"):
+        export_model(model, tmp_path / "out", "remote", serve="vllm")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_line(tmp_path: Path) -> None:
+    made("gpt2", {"pos": "rope:theta=500"}).save_pretrained(tmp_path / "patched")
+    asked = ["export", str(tmp_path / "patched"), str(tmp_path / "out"), "--serve"]
+    assert "Starcoder2ForCausalLM (native)" in CliRunner().invoke(app, [*asked, "llama.cpp"]).output
+    refused = CliRunner().invoke(app, [*asked, "tei", "--overwrite"])
+    assert refused.exit_code == 1
+    assert "tei isn't known to take a GPTNeoXForCausalLM" in refused.stderr
+
+
+def test_every_target_says_what_serves_it() -> None:
+    known = {target.model_type: target.served_by(next(iter(target.layout.heads))) for target in TARGETS}
+    assert all(marks["transformers"] == "measured" for marks in known.values())
+    assert known["llama"] == {
+        **dict.fromkeys(("transformers", "llama.cpp", "onnx"), "measured"),
+        **dict.fromkeys(("vllm", "sglang"), "read"),
+    }
+    assert {mark for marks in known.values() for mark in marks.values()} == {"measured", "read"}
+    assert all(served.evidence in ("measured", "read") for classes in RUNTIMES.values() for served in classes.values())
+    assert served_by("NoSuchModel") == {"transformers": "measured"}
