@@ -80,11 +80,14 @@ def sweep() -> str:
 
 def exact() -> str:
     count, found = exact_counts(), totals("exact")
+    unfinished = count["killed"] + count["failed"]
+    terms = [count["exact"], count["in part"], count["refused"], count["wrong"], unfinished]
     return (
         f"Of {totals('norm_swap')['of']} model types with a LayerNorm {len(found['types'])} were examined "
         f"(transformers {found['transformers']}): **{count['exact']} are exact in full**, {count['in part']} in part, "
-        f"{count['refused']} refused, {count['killed'] + count['failed']} ran out of time or memory, "
-        f"**{count['wrong']} wrong**; each with its error and the reasons in [Exact conversion](exact.md)."
+        f"{count['refused']} refused, **{count['wrong']} wrong**, {unfinished} not finished (out of time or memory): "
+        f"{sum(terms)} = {' + '.join(map(str, terms))}. Each with its error and the reasons in "
+        "[Exact conversion](exact.md)."
     )
 
 
