@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -83,6 +84,7 @@ def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConf
     """The config class of patched models of one family, registered with every Auto class that knows the host's."""
     patched = patched_config_class(host)
     _register(host, patched)
+    answer_to_architectures()
     return patched
 
 
@@ -360,4 +362,12 @@ def _called_as_on_disk(name: str) -> Any:
     return patched_model_class(host)
 
 
-transformers.__dict__["__getattr__"] = _called_as_on_disk
+def answer_to_architectures() -> None:
+    """Let transformers answer to architectures of patched checkpoints; an entry point, called in vLLM's processes.
+
+    Again for each config, since transformers can be initialised twice (importing PEFT does it), as another module.
+    """
+    vars(sys.modules[transformers.__name__])["__getattr__"] = _called_as_on_disk
+
+
+answer_to_architectures()

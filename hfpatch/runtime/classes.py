@@ -22,12 +22,13 @@ from .errors import CheckpointError
 from .gated import initialise_fresh
 from .generation import without_old_length
 from .host_rotary import ROPE_SETTINGS_PATH, refill
-from .lens import SCALE, SCALED, lensed_forward
+from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
 from .record import ARCHITECTURE, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk
 from .refuse_host import guarded, released
 from .tables import ComputedPositions
 
+SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
 CODE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
 
 
@@ -92,6 +93,7 @@ class PatchedModel:
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         patch_built(self)
+        require_plain_linears(self)
 
     def initialize_weights(self) -> None:
         super().initialize_weights()  # type: ignore[misc]
@@ -147,6 +149,25 @@ def patch_built(model: Any) -> None:
     if model.all_tied_weights_keys.keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
         # what the host ties goes by other names now (zamba2's norms)
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def require_plain_linears(model: Any) -> None:
+    """Refuse a server whose own linear layers would take the places of patched ones.
+
+    Raises:
+        CheckpointError: it is one, and an `nn.Linear` does more than multiply.
+    """
+    attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    if attention not in SERVERS:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and any(
+            vars(module).get(slot) is not None for slot in (LENS, CENTRED, SCALED)
+        ):
+            raise CheckpointError(
+                f"{type(model).__name__}: {name} is centred in every forward, and {attention} puts linear layers of "
+                "its own in the place of all. Patch the original with norm='rms', which centres the weights instead."
+            )
 
 
 @torch.no_grad()

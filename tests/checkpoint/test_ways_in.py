@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -210,7 +211,7 @@ INTO_A_PATCHED_MODEL: dict[str, Callable[[Saved, Path], Any]] = {
     "Auto class": lambda saved, folder: load(folder, CAUSAL),
     "Auto class, shards": lambda saved, folder: load(saved.folder / "shards", CAUSAL),
     "the class that architectures names": lambda saved, folder: load(
-        folder, getattr(transformers, AutoConfig.from_pretrained(folder).architectures[0])
+        folder, getattr(sys.modules["transformers"], AutoConfig.from_pretrained(folder).architectures[0])
     ),
     "its config": lambda saved, folder: load(folder, CAUSAL, config=AutoConfig.from_pretrained(folder)),
     "its weights": lambda saved, folder: type(saved.model).from_pretrained(

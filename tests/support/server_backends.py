@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from accelerate import init_empty_weights
 from safetensors.torch import load_file
 from torch import Tensor, fx, nn
@@ -27,10 +27,9 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-OWN = "server"  # name of the attention function, as "vllm" and "sglang"
 NATIVE = "NativeClass"  # stands for a class of the server's own, chosen by `architectures`
 BACKEND = "TransformersBackend"
-SERVERS = ("vllm", "sglang")
+SERVERS = ("vllm", "sglang")  # also the names of their attention functions
 LENGTHS = (5, 9, 3)
 
 
@@ -53,7 +52,7 @@ def resolved(folder: Path, registry: Sequence[str], server: str, trust: bool = T
     if name in registry:
         return NATIVE
     auto_map = getattr(config, "auto_map", None) or {}
-    cls = getattr(transformers, name, None)
+    cls = getattr(sys.modules["transformers"], name, None)
     if cls is None:
         wanted = ("AutoModel",) if server == "sglang" else tuple(one for one in auto_map if one.startswith("AutoModel"))
         reference = next((auto_map[one] for one in wanted if one in auto_map), None)
@@ -75,7 +74,7 @@ def served(folder: Path, server: str, trust: bool = True) -> PreTrainedModel:
         NotServedError: a layer's attention isn't found, or weights and modules don't fit each other.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
-    config.get_text_config()._attn_implementation = OWN
+    config.get_text_config()._attn_implementation = server
     with init_empty_weights(include_buffers=False):
         model: Any = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=trust)
     if "input_ids" not in inspect.signature(model.forward).parameters:
@@ -118,10 +117,16 @@ class Replaced(nn.Module):
 
     def __init__(self, old: Any):
         super().__init__()
-        self.weight, self.eps = old.weight, old.eps
+        self.weight = getattr(old, "weight", None)
+        self.eps = getattr(old, "eps", getattr(old, "variance_epsilon", 1e-6))
+        try:  # Gemma's weights are offsets from one
+            self.offset = float(not type(old)(1).weight.any())
+        except Exception:
+            self.offset = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        weight = None if self.weight is None else self.weight + self.offset
+        return F.rms_norm(x, x.shape[-1:], weight, self.eps)
 
 
 def is_rms_norm(module: nn.Module) -> bool:
@@ -208,7 +213,8 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, 
 
 
 _CONTEXT: dict[str, Any] = {}
-ALL_ATTENTION_FUNCTIONS[OWN] = _attend
+for _server in SERVERS:
+    ALL_ATTENTION_FUNCTIONS[_server] = _attend
 
 
 def sequences(vocabulary: int) -> list[Tensor]:
@@ -218,11 +224,21 @@ def sequences(vocabulary: int) -> list[Tensor]:
 
 def largest_difference(model: Any, folder: Path, server: str, trust: bool = True) -> float:
     """Of hidden states that a server computes from a checkpoint, from those of the model that it was saved from, one
-    sequence at a time, by their spread."""
+    sequence at a time, by their spread; beyond what the model's own two attentions differ by."""
     base = model.base_model
+    if "input_ids" not in inspect.signature(base.forward).parameters:
+        raise NotServedError("it takes no token ids")
     given = sequences(model.config.get_text_config().vocab_size)
-    with torch.no_grad():
-        wanted = [base(one[None])[0][0] for one in given]
     found = packed(served(folder, server, trust), given)
-    pairs = zip(found, wanted, strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs) / float(torch.cat(wanted).std())
+    own, usual = [], model.config._attn_implementation
+    for attention in ("eager", None):  # Gemma 2 knows no sdpa
+        model.set_attn_implementation(attention or usual)
+        with torch.no_grad():
+            own.append([base(one[None], use_cache=False)[0][0] for one in given])
+    spread = float(torch.cat(own[1]).std())
+    rounding, error = (_largest(other, own[1]) / spread for other in (own[0], found))
+    return max(error - 10 * rounding, 0.0) if error > 1e-5 else error
+
+
+def _largest(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
