@@ -224,21 +224,29 @@ def sequences(vocabulary: int) -> list[Tensor]:
 
 def largest_difference(model: Any, folder: Path, server: str, trust: bool = True) -> float:
     """Of hidden states that a server computes from a checkpoint, from those of the model that it was saved from, one
-    sequence at a time, by their spread; beyond what the model's own two attentions differ by."""
-    base = model.base_model
-    if "input_ids" not in inspect.signature(base.forward).parameters:
+    sequence at a time, by their spread."""
+    if "input_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise NotServedError("it takes no token ids")
     given = sequences(model.config.get_text_config().vocab_size)
-    found = packed(served(folder, server, trust), given)
-    own, usual = [], model.config._attn_implementation
-    for attention in ("eager", None):  # Gemma 2 knows no sdpa
-        model.set_attn_implementation(attention or usual)
-        with torch.no_grad():
-            own.append([base(one[None], use_cache=False)[0][0] for one in given])
-    spread = float(torch.cat(own[1]).std())
-    rounding, error = (_largest(other, own[1]) / spread for other in (own[0], found))
-    return max(error - 10 * rounding, 0.0) if error > 1e-5 else error
+    return _largest(packed(served(folder, server, trust), given), _one_by_one(model, given))
 
 
-def _largest(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
+def rounding(model: Any) -> float:
+    """What a model's own attention and its eager one differ by, likewise."""
+    given, usual = sequences(model.config.get_text_config().vocab_size), model.config._attn_implementation
+    wanted = _one_by_one(model, given)
+    model.set_attn_implementation("eager")
+    try:
+        return _largest(_one_by_one(model, given), wanted)
+    finally:
+        model.set_attn_implementation(usual)
+
+
+def _one_by_one(model: Any, given: Sequence[Tensor]) -> list[Tensor]:
+    with torch.no_grad():
+        return [model.base_model(one[None], use_cache=False)[0][0] for one in given]
+
+
+def _largest(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    differences = [float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)]
+    return max(differences) / float(torch.cat(list(wanted)).std())
