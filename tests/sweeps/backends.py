@@ -46,7 +46,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "swiglu": {"mlp": "swiglu"},
 }
 MORE_FAMILIES = {  # beside those of tiny_models
-    name: (f"{name}Config", CONFIGS["llama"][1]) for name in ("Qwen2", "Mistral", "Gemma2", "ModernBert")
+    name: (f"{name}Config", CONFIGS["llama"][1]) for name in ("Qwen2", "Mistral", "ModernBert")
 } | {"GPTNeoX": ("GPTNeoXConfig", CONFIGS["llama"][1])}
 FAMILIES = [*CONFIGS, *MORE_FAMILIES]
 
