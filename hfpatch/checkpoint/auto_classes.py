@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 
 from ..runtime.errors import PatchError
+from ..runtime.record import saved_from
 
 # the heads to look at first; the others follow in transformers' own order, and AutoModel comes last
 USUAL = (
@@ -94,7 +95,7 @@ def class_to_build(config: Any, head: str | None = None) -> Any:
             raise PatchError(f"transformers has no Auto class {head!r}; try AutoModel or one of {', '.join(USUAL)}.")
         return named
     usual: list[Any] = [getattr(transformers, name) for name in (*USUAL, "AutoModel")]
-    architectures = config.architectures or []
+    architectures = saved_from(config)
     for auto in usual:
         if any(one.__name__ in architectures for one in opened_classes(auto, type(config))):
             return auto

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,7 +24,7 @@ from ..errors import FingerprintWarning, OptionError
 from ..runtime.classes import PatchedConfig, PatchedModel
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import LENS, host_class, once_per_class
-from ..runtime.record import FINGERPRINT, KEY, MODEL_TYPE, REPAIR, REPORT, checked
+from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, MODEL_TYPE, REPAIR, REPORT, checked, saved_from
 from .auto_classes import opening
 from .file_digests import compare, write_digests
 from .files import broken_file, require_sound_files
@@ -83,6 +84,7 @@ def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConf
     """The config class of patched models of one family, registered with every Auto class that knows the host's."""
     patched = patched_config_class(host)
     _register(host, patched)
+    answer_to_architectures()
     return patched
 
 
@@ -110,6 +112,8 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
             config: Any = found[0] if isinstance(found, tuple) else found
             overridden = any(hasattr(config, name) for name in without_harmless(kwargs))
             as_saved = super().from_dict(copy.deepcopy(settings)) if overridden else config
+            if any(isinstance(auto._model_mapping[host], tuple) for auto, _ in opening(host)):
+                config.architectures = saved_from(config) or None  # transformers chooses among the classes by this name
             config.__dict__[OPENED] = Opened(fingerprint, settings_of(as_saved), edited, config_dict[KEY].get(REPORT))
             return found
 
@@ -345,3 +349,25 @@ class _ExportConfig(HfpatchConfig):
 
 for _class in (HfpatchConfig, _ExportConfig):
     AutoConfig.register(_class.model_type, _class, exist_ok=True)
+
+
+def _called_as_on_disk(name: str) -> Any:
+    """`transformers.HfpatchGPT2LMHeadModel`: the patched class, for what goes by a config's `architectures`.
+
+    TRL, vLLM and SGLang do. Python asks a module's `__getattr__` for names that it lacks.
+    """
+    host = getattr(transformers, name.removeprefix(ARCHITECTURE), None) if name.startswith(ARCHITECTURE) else None
+    if not isinstance(host, type) or not issubclass(host, PreTrainedModel):
+        raise AttributeError(f"module 'transformers' has no attribute {name!r}")
+    return patched_model_class(host)
+
+
+def answer_to_architectures() -> None:
+    """Let transformers answer to architectures of patched checkpoints; an entry point, called in vLLM's processes.
+
+    Again for each config, since transformers can be initialised twice (importing PEFT does it), as another module.
+    """
+    vars(sys.modules[transformers.__name__])["__getattr__"] = _called_as_on_disk
+
+
+answer_to_architectures()

@@ -30,7 +30,7 @@ from transformers.integrations.fsdp import is_fsdp_enabled
 
 from ..errors import FingerprintWarning
 from ..runtime.errors import CheckpointError, first_line
-from ..runtime.record import FINGERPRINT, KEY
+from ..runtime.record import FINGERPRINT, KEY, saved_from
 from .small_forward import SUMS, Sums, deviation, is_finite, run, texture
 from .weight_digest import digest, same_weights
 
@@ -270,7 +270,7 @@ class Fingerprint:
         recorded = self.classes.get(type(one).__name__)
         if recorded is None or _obstacle(model) is not None or not isinstance(one, PreTrainedModel):
             return
-        same_head = strict and type(model).__name__ in (model.config.architectures or ())
+        same_head = strict and type(model).__name__ in saved_from(model.config)
         if missing and same_head:
             first = ", ".join(sorted(missing)[:3])
             difference: str | None = f"The file lacks {len(missing)} weights, which were started afresh ({first})."

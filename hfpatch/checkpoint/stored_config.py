@@ -6,10 +6,10 @@ from typing import Any
 
 import transformers
 
-from ..runtime.classes import ARCHITECTURE, own_code
+from ..runtime.classes import own_code
 from ..runtime.edits import parse_edits
 from ..runtime.errors import CheckpointError
-from ..runtime.record import FINGERPRINT, KEY, checked
+from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, checked
 from ..runtime.refuse_host import ENTRY as GUARDED
 from .auto_classes import model_types_of
 from .files import is_plain_name

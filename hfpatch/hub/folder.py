@@ -22,9 +22,8 @@ from ..errors import OptionError
 from ..export import export_model
 from ..export.modeling import FILE
 from ..measure.text_batches import processor_of
-from ..runtime.classes import ARCHITECTURE
 from ..runtime.errors import CheckpointError, PatchError, first_line
-from ..runtime.record import KEY, MODEL_TYPES
+from ..runtime.record import ARCHITECTURE, KEY, MODEL_TYPES
 from ..schemes.request import Record
 from .card import CARD
 

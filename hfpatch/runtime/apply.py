@@ -12,7 +12,7 @@ from .components import OWN as _OWN  # noqa: F401  # the import registers them a
 from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SCALE_SLOT, Call, Edit, children_at, modules_at, pattern_of, value_text
 from .errors import CheckpointError, PatchError, first_line
 from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, with_lens
-from .record import KEY
+from .record import KEY, saved_from
 
 # what an edit raises that doesn't fit the model
 _MISFITS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError)
@@ -92,7 +92,7 @@ def _apply(edit: Edit, tree: Tree, changes: Any) -> int:
             count += assigned
         elif value is None:  # what a later patch drops needn't be there
             missing.discard(path)
-    if missing and tree.fresh and type(model).__name__ in (getattr(model, "config", None).architectures or []):  # type: ignore[union-attr]
+    if missing and tree.fresh and type(model).__name__ in saved_from(model.config):
         raise CheckpointError(
             f"{type(model).__name__} of transformers {transformers.__version__} has no {', '.join(sorted(missing))}, "
             "which its patch record changes. Open it without overriding its settings, and with the versions of hfpatch "

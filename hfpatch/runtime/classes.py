@@ -3,7 +3,8 @@
 In memory they are called as the host's are and have its `model_type`, since PEFT, pipelines and tokenizers go by that.
 On disk the model type is a sentence that starts with "hfpatch" (in an export with code of its own just that) and the
 architecture "Hfpatch..." in front of the host's name: what goes by either (a process without hfpatch, a converter, a
-server's registry) finds nothing that it knows, rather than half a model.
+server's registry) finds nothing that it knows, rather than half a model. A config that was read keeps that name of its
+architecture: vLLM and SGLang look it up in their registries, whose own classes would run the weights unpatched.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from .errors import CheckpointError
 from .gated import initialise_fresh
 from .generation import without_old_length
 from .host_rotary import ROPE_SETTINGS_PATH, refill
-from .lens import SCALE, SCALED, lensed_forward
+from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
-from .record import KEY, MODEL_TYPE, ON_DISK, edits_of
+from .record import ARCHITECTURE, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk
 from .refuse_host import guarded, released
 from .tables import ComputedPositions
 
+SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
 CODE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
-ARCHITECTURE = "Hfpatch"  # what stands before the host's name in a checkpoint's `architectures`
 
 
 class PatchedConfig:
@@ -43,14 +44,14 @@ class PatchedConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The config in memory: the host's model type and architecture, and the record without what is on disk only."""
+        """The config in memory: the host's model type, and the record without what is on disk only."""
         where = str(config_dict.get("_name_or_path") or "this checkpoint's config.json")
         settings: Any = released(config_dict, where)
         settings = {**settings, "model_type": cls.model_type}  # type: ignore[attr-defined]
         if architectures := settings.get("architectures"):  # a config of no saved model has none
             if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
                 raise CheckpointError(f"{where}: its architectures are {architectures!r:.80}, not a list of names.")
-            settings["architectures"] = [name.removeprefix(ARCHITECTURE) for name in architectures]
+            settings["architectures"] = names_on_disk(architectures)
         record = settings.get(KEY)
         if isinstance(record, dict):
             settings[KEY] = {name: value for name, value in record.items() if name not in ON_DISK}
@@ -63,9 +64,7 @@ class PatchedConfig:
         """What config.json holds."""
         stored = json.loads(super().to_json_string(use_diff=use_diff))  # type: ignore[misc]
         if stored.get("architectures"):
-            stored["architectures"] = [
-                ARCHITECTURE + name.removeprefix(ARCHITECTURE) for name in stored["architectures"]
-            ]
+            stored["architectures"] = names_on_disk(stored["architectures"])
         if auto_map := _without_host_code(stored.pop("auto_map", {})):
             stored["auto_map"] = auto_map
         stored["model_type"] = KEY if "AutoConfig" in auto_map else MODEL_TYPE
@@ -94,6 +93,7 @@ class PatchedModel:
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         patch_built(self)
+        require_plain_linears(self)
 
     def initialize_weights(self) -> None:
         super().initialize_weights()  # type: ignore[misc]
@@ -151,6 +151,25 @@ def patch_built(model: Any) -> None:
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
+def require_plain_linears(model: Any) -> None:
+    """Refuse a server whose own linear layers would take the places of patched ones.
+
+    Raises:
+        CheckpointError: it is one, and an `nn.Linear` does more than multiply.
+    """
+    attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    if attention not in SERVERS:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and any(
+            vars(module).get(slot) is not None for slot in (LENS, CENTRED, SCALED)
+        ):
+            raise CheckpointError(
+                f"{type(model).__name__}: {name} is centred in every forward, and {attention} puts linear layers of "
+                "its own in the place of all. Patch the original with norm='rms', which centres the weights instead."
+            )
+
+
 @torch.no_grad()
 def start_values(model: nn.Module) -> None:
     """Initial values of what a patch added and no checkpoint filled; transformers calls this after loading."""
@@ -172,6 +191,8 @@ def start_values(model: nn.Module) -> None:
 def register(config: type, models: dict[str, type]) -> None:
     """Let the Auto classes build patched models of a config: else they would go by its name and build the host's.
 
+    Each class is an attribute of transformers too, under its name on disk: TRL looks it up there.
+
     Args:
         config: a patched config's class.
         models: by an Auto class's name the class that it builds.
@@ -182,3 +203,5 @@ def register(config: type, models: dict[str, type]) -> None:
         auto = getattr(transformers, name, None)
         if auto is not None and name != "AutoConfig":
             auto.register(config, model, exist_ok=True)
+        if "__getattr__" not in vars(transformers):  # by which hfpatch, where it is imported, answers with its own
+            setattr(transformers, ARCHITECTURE + model.__name__, model)

@@ -19,8 +19,9 @@ from .length_lenses import (
     MeanOfBuffer,
     RefusedArguments,
 )
-from .norms import DynamicErf, DynamicTanh, LayerNorm, PartialRMSNorm, RMSNorm
+from .norms import DynamicErf, DynamicTanh, LayerNorm, RMSNorm
 from .padding import Padded
+from .partial_rms import PartialRMSNorm
 from .qk_layouts import Fused, Projections, WindowProjections
 from .rotary import AdaptiveRotaryEmbedding, RotaryEmbedding
 from .tables import ComputedPositions, Sinusoids

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.fx.proxy import Proxy, TraceError
 
 LENS = "_hfpatch_lens"  # attribute of a module that holds its lens
 CENTRED = "_hfpatch_centred"  # attribute of a module: the axis over which the mean of its output is subtracted
@@ -229,6 +230,10 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._module.__dict__ if isinstance(self, View) else self.__dict__
         lens = state.get(LENS)
+        if any(isinstance(one, Proxy) for one in (*args, *kwargs.values())):
+            raise TraceError(
+                f"{host.__name__} is patched: torch.fx can't trace it symbolically. Use torch.export or torch.compile."
+            )
         if lens is None:
             output = host_forward(self, *args, **kwargs)
         else:
@@ -255,6 +260,9 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
         return output
 
     forward.__signature__ = signature  # type: ignore[attr-defined]  # callers inspect it for the arguments to pass
+    # vLLM looks in an attention's source for its call of ALL_ATTENTION_FUNCTIONS. The source alone isn't the module:
+    # what rewrites it goes by a symbolic trace, and there is none
+    forward.__wrapped__ = host_forward  # type: ignore[attr-defined]
     return forward
 
 

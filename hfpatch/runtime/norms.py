@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar
@@ -279,13 +278,20 @@ class LayerNorm(AffineNorm):
 class RMSNorm(AffineNorm):
     """y = x / sqrt(mean(x^2) + eps) * gain + shift over the last axis, eps inside the root.
 
-    Unlike most RMSNorm classes it keeps the shift of a replaced LayerNorm. Arguments as in `AffineNorm`.
+    Unlike most RMSNorm classes it keeps the shift of a replaced LayerNorm; it is then of the class `RMSNormWithMore`.
+    Servers put kernels without a shift in the place of what is called RMSNorm: SGLang by the end of the class's name,
+    vLLM for all modules of a class whose first one is traced to `F.rms_norm`. Arguments as in `AffineNorm`.
     """
 
     kind = "rms"
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+
+    def __init__(self, *norm: Any, **like: Any):
+        super().__init__(*norm, **like)
+        if type(self) is RMSNorm and (self.bias is not None or self.fused_eps is None):
+            self.__class__ = RMSNormWithMore
 
     def normalise(self, h: Tensor) -> Tensor:
         return F.rms_norm(h, self.normalised_shape(h), None, self.eps_for(h))
@@ -300,28 +306,11 @@ class RMSNorm(AffineNorm):
         return affine(F.rms_norm(x, shape, None, eps), gain, shift).to(hidden_states.dtype)
 
 
-class PartialRMSNorm(AffineNorm):
-    """y = x / sqrt(mean(x_k^2) + eps) * gain + shift, x_k the first k = ceil(fraction * d) of the d channels.
+class RMSNormWithMore(RMSNorm):
+    """RMSNorm with a shift, an offset on its gain, channels in front, or an eps by dtype."""
 
-    Args:
-        fraction: in (0, 1). The rest as in `AffineNorm`.
-    """
-
-    kind = "prms"
-
-    def __init__(self, *norm: Any, fraction: float, like: Tensor | None = None):
-        super().__init__(*norm)
-        self.fraction = fraction
-
-    def normalise(self, h: Tensor) -> Tensor:
-        axes = len(self.normalised_shape(h))
-        x = h.flatten(-axes)
-        first = x[..., : math.ceil(self.fraction * x.shape[-1])]
-        scale = (first.square().mean(-1, keepdim=True) + self.eps_for(h)).rsqrt()
-        return (x * scale).unflatten(-1, h.shape[-axes:])
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, fraction={self.fraction}"
+    def _get_name(self) -> str:
+        return RMSNorm.__name__
 
 
 _SLOPES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0)  # trials: alpha times the input's rms

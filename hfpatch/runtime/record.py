@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .edits import Edit, parse_edits
@@ -19,6 +19,7 @@ REPAIR = "_hfpatch_repair"  # attribute of a model: the report of its latest rep
 _REQUIRED = {"version", "base_model_type", "request", "edits"}
 _OPTIONAL = {"any_length", *ON_DISK}
 _MOST_REQUESTS = 1_000
+ARCHITECTURE = "Hfpatch"  # what stands before the host's name in a checkpoint's `architectures`
 
 
 def checked(stored: Any, where: str) -> str:
@@ -65,3 +66,13 @@ def edits_of(config: Any, where: str) -> tuple[Edit, ...]:
     checked(stored, where)
     assert isinstance(stored, Mapping)
     return parse_edits(stored["edits"], where)
+
+
+def names_on_disk(architectures: Iterable[str]) -> list[str]:
+    """Names of model classes as a patched checkpoint has them."""
+    return [ARCHITECTURE + name.removeprefix(ARCHITECTURE) for name in architectures]
+
+
+def saved_from(config: Any) -> list[str]:
+    """Names of the host's classes that a config was saved from."""
+    return [name.removeprefix(ARCHITECTURE) for name in config.architectures or []]

@@ -14,16 +14,8 @@ from ..errors import OptionError
 from ..runtime.batch_norm import MaskedBatchNorm
 from ..runtime.edits import Call, register_component
 from ..runtime.errors import UnsupportedError
-from ..runtime.norms import (
-    AffineNorm,
-    DynamicErf,
-    DynamicTanh,
-    LayerNorm,
-    NormFacts,
-    PartialRMSNorm,
-    RMSNorm,
-    parameter_names,
-)
+from ..runtime.norms import AffineNorm, DynamicErf, DynamicTanh, LayerNorm, NormFacts, RMSNorm, parameter_names
+from ..runtime.partial_rms import PartialRMSNorm
 
 
 @dataclass(frozen=True)

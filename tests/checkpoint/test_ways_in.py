@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,10 +111,8 @@ INTO_THE_HOST: dict[str, tuple[Callable[[Path, Any, type], Any], str]] = {
         ),
         "warns",
     ),
-    "the class that architectures names": (
-        lambda folder, config, host: getattr(
-            transformers, AutoConfig.from_pretrained(folder).architectures[0]
-        ).from_pretrained(folder),
+    "the host's class, by name": (
+        lambda folder, config, host: getattr(transformers, host.__name__).from_pretrained(folder),
         "refuses",
     ),
 }
@@ -211,6 +210,9 @@ def as_earlier_versions_wrote_it(saved: Saved, folder: Path) -> Any:
 INTO_A_PATCHED_MODEL: dict[str, Callable[[Saved, Path], Any]] = {
     "Auto class": lambda saved, folder: load(folder, CAUSAL),
     "Auto class, shards": lambda saved, folder: load(saved.folder / "shards", CAUSAL),
+    "the class that architectures names": lambda saved, folder: load(
+        folder, getattr(sys.modules["transformers"], AutoConfig.from_pretrained(folder).architectures[0])
+    ),
     "its config": lambda saved, folder: load(folder, CAUSAL, config=AutoConfig.from_pretrained(folder)),
     "its weights": lambda saved, folder: type(saved.model).from_pretrained(
         None, config=saved.model.config, state_dict=stored(folder)

@@ -1,0 +1,256 @@
+"""vLLM's and SGLang's Transformers backends, emulated (support/server_backends.py): refuse, or the same function."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exported_models import build
+from server_backends import (
+    BACKEND,
+    NATIVE,
+    SERVERS,
+    interface_calls,
+    is_rms_norm,
+    largest_difference,
+    packed,
+    resolved,
+    sequences,
+    served,
+)
+from tiny_models import difference, load, patch, tiny
+from torch import fx, nn
+from torch.fx.proxy import TraceError
+
+from hfpatch.checkpoint.classes import answer_to_architectures
+from hfpatch.export.remote import export_remote
+from hfpatch.runtime.errors import CheckpointError, PositionError
+from hfpatch.runtime.lens import host_class
+from hfpatch.runtime.norms import RMSNorm, RMSNormWithMore
+from hfpatch.runtime.partial_rms import PartialRMSNorm
+from hfpatch.schemes.norms import RMS
+from hfpatch.sites.norms import describe
+
+CAUSAL = "AutoModelForCausalLM"
+PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT-2 rms": ("gpt2", {"norm": "rms"}),
+    "GPT-2 rms and rope": ("gpt2", {"norm": "rms", "pos": "rope:theta=300"}),
+    "GPT-2 prms": ("gpt2", {"norm": "rms:fraction=0.25"}),
+    "OPT swiglu": ("opt", {"mlp": "swiglu"}),
+    "OPT rms without shifts": ("opt", {"norm": "rms:fold_bias=true"}),
+    "Llama dyt": ("llama", {"norm": "dyt"}),
+    "Llama nope": ("llama", {"pos": "nope"}),
+    "BERT rope": ("bert", {"pos": "rope:theta=300"}),
+    "Nemotron rms": ("nemotron", {"norm": "rms"}),  # whose gains are offsets from one
+}
+
+
+def head(family: str) -> str:
+    return "AutoModel" if family == "bert" else CAUSAL
+
+
+def patched(pair: str) -> Any:
+    family, request = PAIRS[pair]
+    return patch(tiny(family, head(family)), **request)
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_it_computes_the_models_own_function(pair: str, server: str, tmp_path: Path) -> None:
+    model = patched(pair)
+    model.save_pretrained(tmp_path)
+    assert resolved(tmp_path, [type(model).__name__], server) == BACKEND
+    assert largest_difference(model, tmp_path, server) < 1e-5
+
+
+def test_every_layer_attends_through_the_server_and_sees_no_mask(tmp_path: Path) -> None:
+    model = patched("GPT-2 rms and rope")
+    model.save_pretrained(tmp_path)
+    seen: list[Any] = []
+    packed(served(tmp_path, "vllm"), sequences(97), seen)
+    assert seen == [(0, None), (1, None)]
+
+
+def test_controls(tmp_path: Path) -> None:
+    """The comparison sees an unpatched model, sequences that aren't told apart, and positions that don't restart."""
+    model = patched("GPT-2 rms and rope")
+    model.save_pretrained(tmp_path)
+    assert largest_difference(tiny("gpt2", CAUSAL), tmp_path, "vllm") > 1e-2
+    one, other = served(tmp_path, "vllm"), sequences(97)
+    apart, together = packed(one, other), packed(one, [torch.cat(other)])
+    assert float((torch.cat(apart) - torch.cat(together)).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_alibi_and_linear_layers_that_are_centred_are_refused(server: str, tmp_path: Path) -> None:
+    for number, (request, reason) in enumerate(
+        (({"pos": "alibi"}, "ALiBi's bias would be lost"), ({"norm": "rms:mode=parametrize"}, "centred in every"))
+    ):
+        model = patch(tiny("opt", CAUSAL), **request)
+        model.save_pretrained(tmp_path / str(number))
+        with pytest.raises((PositionError, CheckpointError), match=reason):
+            largest_difference(model, tmp_path / str(number), server)
+
+
+# Which class
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("pair", ["Llama nope", "GPT-2 rms and rope"])
+def test_no_server_takes_the_hosts_own_class(pair: str, server: str, tmp_path: Path) -> None:
+    model = patched(pair)
+    host = host_class(type(model))
+    model.save_pretrained(tmp_path / "plugin")
+    export_remote(model, tmp_path / "remote", verify=False)
+    for form in ("plugin", "remote"):
+        assert resolved(tmp_path / form, [host.__name__], server) == BACKEND
+    plain = tiny(PAIRS[pair][0], CAUSAL)
+    plain.save_pretrained(tmp_path / "plain")  # control
+    assert resolved(tmp_path / "plain", [host.__name__], server) == NATIVE
+
+
+def test_without_hfpatch(tmp_path: Path) -> None:
+    """In a process without it: the plugin form is refused, the remote form is what its code builds."""
+    model = patched("Llama nope")
+    model.save_pretrained(tmp_path / "plugin")
+    export_remote(model, tmp_path / "remote", verify=False)
+    with torch.no_grad():
+        states = [model.base_model(one[None])[0][0] for one in sequences(97)]
+    torch.save({"sequences": sequences(97), "states": states}, tmp_path / "wanted.pt")
+    script = Path(__file__).with_name("server_opener.py")
+    env = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "TRANSFORMERS_VERBOSITY": "error"}
+    done = subprocess.run(
+        [sys.executable, "-P", str(script), str(tmp_path)], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for server in SERVERS:
+        assert f"{server} plugin: ValueError" in done.stdout
+        assert f"{server} remote: {BACKEND}" in done.stdout
+        (found,) = (line for line in done.stdout.splitlines() if line.startswith(f"{server} difference"))
+        assert float(found.rpartition(" ")[2]) < 1e-5
+
+
+def test_a_name_of_no_class_stays_unknown() -> None:
+    answer_to_architectures()
+    transformers = sys.modules["transformers"]
+    with pytest.raises(AttributeError, match="HfpatchNobody"):
+        transformers.HfpatchNobody  # noqa: B018
+    assert not hasattr(transformers, "HfpatchLlamaConfig")
+    assert host_class(transformers.HfpatchLlamaForCausalLM) is transformers.LlamaForCausalLM
+
+
+# Plans
+
+
+@pytest.mark.parametrize("family", ["llama", "nemotron", "gemma", "cohere"])
+def test_plans_of_parallel_servers_stay(family: str, tmp_path: Path) -> None:
+    plain = tiny(family, CAUSAL)
+    patch(model := tiny(family, CAUSAL), norm="dyt")
+    model.save_pretrained(tmp_path / "plugin")
+    export_remote(model, tmp_path / "remote", verify=False)
+    for form in ("plugin", "remote"):
+        opened = load(tmp_path / form, CAUSAL)
+        assert plain.tp_plan
+        assert opened.tp_plan == plain.tp_plan
+        assert opened.pp_plan == plain.pp_plan
+        assert opened.config.base_model_tp_plan == plain.config.base_model_tp_plan
+        assert opened.config.base_model_pp_plan == plain.config.base_model_pp_plan
+
+
+# Norms that servers know
+
+
+def norm(shift: bool, **options: Any) -> Any:
+    facts = describe(nn.LayerNorm(8, bias=shift))
+    assert facts is not None
+    old = nn.LayerNorm(8, bias=shift)
+    return RMS(**options).build(facts, old.weight, old.bias, torch.zeros(()))
+
+
+def test_an_rms_norm_without_a_shift_is_known() -> None:
+    """As one call of F.rms_norm with eps in an attribute: vllm/.../fusers/rms_norm.py of 0.33.0, `match`."""
+    plain = norm(shift=False)
+    assert type(plain) is RMSNorm
+    assert is_rms_norm(plain)
+    (call,) = (node for node in fx.symbolic_trace(plain).graph.nodes if node.op == "call_function")
+    assert call.kwargs["eps"] == plain.eps
+    vars(plain)["fused_eps"] = -1.0  # what vLLM does to find the attribute that it reads eps from
+    (call,) = (node for node in fx.symbolic_trace(plain).graph.nodes if node.op == "call_function")
+    assert call.kwargs["eps"] == -1.0
+
+
+@pytest.mark.parametrize("options", [{}, {"fraction": 0.25}], ids=["shift", "some channels"])
+def test_another_one_is_not(options: dict[str, Any]) -> None:
+    """Nor is it of the same class, or a class whose name ends in RMSNorm, by which servers would replace it."""
+    other = norm(shift=True, **options)
+    assert not is_rms_norm(other)
+    assert type(other) is not RMSNorm
+    assert not type(other).__name__.endswith("RMSNorm")
+    assert isinstance(other, RMSNormWithMore if not options else PartialRMSNorm)
+    assert repr(other).startswith("PartialRMSNorm(" if options else "RMSNorm(")
+
+
+def test_a_patched_attention_isnt_traced_but_its_source_is_found() -> None:
+    """vLLM finds the call of the attention interface in the source; a rewritten copy of it would lose the rotation."""
+    attention = patched("BERT rope").encoder.layer[0].attention.self
+    assert interface_calls(type(attention).forward) == 1
+    states = fx.Proxy(fx.Graph().placeholder("hidden_states"), fx.Tracer())
+    with pytest.raises(TraceError, match=r"torch\.export"):
+        attention(states)
+    with pytest.raises(TraceError):
+        fx.symbolic_trace(attention)
+
+
+# Entry point
+
+
+def test_vllm_imports_hfpatch_in_its_processes() -> None:
+    """By the group that vllm/plugins/__init__.py loads and calls in every process."""
+    import tomllib
+
+    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    ((name, value),) = settings["project"]["entry-points"]["vllm.general_plugins"].items()
+    assert name == "hfpatch"
+    code = (
+        "import importlib.metadata as m, sys, transformers\n"
+        f"f = m.EntryPoint({name!r}, {value!r}, 'vllm.general_plugins').load()\n"
+        "assert f() is None and f() is None\n"
+        "assert transformers.HfpatchLlamaForCausalLM.__name__ == 'LlamaForCausalLM'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [one for one in entry_points(group="vllm.general_plugins") if one.name == name]
+    assert all(one.value == value for one in found)  # none where the installed package is older
+    assert EntryPoint(name, value, "vllm.general_plugins").load()
+
+
+# mergekit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "request_"), [("plugin", "nope"), ("remote", "nope"), ("remote", "dyt")])
+def test_mergekit_refuses_or_merges_the_patched_model(form: str, request_: str, tmp_path: Path) -> None:
+    pytest.importorskip("mergekit", reason="mergekit isn't installed")
+    model = build("llama", request_) if request_ == "dyt" else patched("Llama nope")
+    folder, twin, out = (tmp_path / name for name in ("one", "two", "out"))
+    model.save_pretrained(folder) if form == "plugin" else export_remote(model, folder, verify=False)
+    shutil.copytree(folder, twin)
+    (tmp_path / "merge.yml").write_text(
+        f"models: [{{model: {folder}}}, {{model: {twin}}}]\nmerge_method: linear\nparameters: {{weight: 0.5}}\n"
+        "dtype: float32\n"
+    )
+    command = [sys.executable, "-m", "mergekit.scripts.run_yaml", str(tmp_path / "merge.yml"), str(out)]
+    done = subprocess.run([*command, "--trust-remote-code"], capture_output=True, text=True, check=False)
+    if form == "plugin":
+        assert done.returncode != 0
+        assert "hfpatch__install_hfpatch" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert difference(model, load(out, type(model))) < 1e-5
