@@ -194,6 +194,7 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
         (("plan", "config:gpt3", "--norm", "rms"), "has no family 'gpt3'"),
         (("plan", "no/such/folder", "--norm", "rms"), "there is no folder no/such/folder"),
         (("plan", "nofolder", "--norm", "rms"), "there is no folder nofolder"),
+        (("plan", "./missing", "--norm", "rms"), "there is no folder ./missing"),
         (("plan", "config:xlnet", "--pos", "rope"), "its positions are relative, and they stay"),
         (("plan", "config:convbert", "--pos", "rope"), "its convolutions are made of the queries too"),
         (("plan", "config:llama", "--norm", "rms"), "is rms already"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ def config_of(model: str, trust: bool) -> Any:
     if not is_config(model):
         try:
             return AutoConfig.from_pretrained(model, trust_remote_code=trust)
-        except OSError as error:
-            if Path(model).exists() or model.count("/") == 1:  # a folder without a config, or a Hub id
+        except (OSError, ValueError) as error:
+            if Path(model).exists() or re.fullmatch(r"[\w-]+/[\w.-]+", model):  # a folder without a config, or a Hub id
                 raise
             raise PatchError(
                 f"there is no folder {model}, and no such model on the Hub: {first_line(error)}"
