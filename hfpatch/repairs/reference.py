@@ -37,17 +37,17 @@ def require_repairable(model: PreTrainedModel, reference: PreTrainedModel) -> No
         WrappedModelError: a Parameter of the patched model is on the meta device.
         OptionError: the model carries no patch record, or the reference holds no weights.
     """
-    if not getattr(model.config, KEY, None):
-        raise OptionError(
-            f"this {type(model).__name__} isn't patched, so there is nothing to repair. repair(model, reference, ...) "
-            "takes the patched model first and its original second; patch_model(model, ..., calibration=...) patches "
-            "and repairs in one call."
-        )
     missing = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if missing:
         raise WrappedModelError(
             f"{missing} of the patched {type(model).__name__} is on the meta device (offloaded, or never loaded), and "
             "a repair writes to weights. Load the patched model whole; only the reference may be offloaded."
+        )
+    if not getattr(model.config, KEY, None):
+        raise OptionError(
+            f"this {type(model).__name__} isn't patched, so there is nothing to repair. repair(model, reference, ...) "
+            "takes the patched model first and its original second; patch_model(model, ..., calibration=...) patches "
+            "and repairs in one call."
         )
     if device_of(reference).type == "meta":
         raise OptionError(f"the reference {type(reference).__name__} is on the meta device: it holds no weights.")

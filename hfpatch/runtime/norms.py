@@ -278,7 +278,7 @@ class LayerNorm(AffineNorm):
 class RMSNorm(AffineNorm):
     """y = x / sqrt(mean(x^2) + eps) * gain + shift over the last axis, eps inside the root.
 
-    Unlike most RMSNorm classes it keeps the shift of a replaced LayerNorm; it is then of the class `RMSNormWithMore`.
+    Unlike most RMSNorm classes it keeps the shift of a replaced LayerNorm; it is then of the class `RMSNormExtended`.
     Servers put kernels without a shift in the place of what is called RMSNorm: SGLang by the end of the class's name,
     vLLM for all modules of a class whose first one is traced to `F.rms_norm`. Arguments as in `AffineNorm`.
     """
@@ -291,7 +291,7 @@ class RMSNorm(AffineNorm):
     def __init__(self, *norm: Any, **like: Any):
         super().__init__(*norm, **like)
         if type(self) is RMSNorm and (self.bias is not None or self.fused_eps is None):
-            self.__class__ = RMSNormWithMore
+            self.__class__ = RMSNormExtended
 
     def normalise(self, h: Tensor) -> Tensor:
         return F.rms_norm(h, self.normalised_shape(h), None, self.eps_for(h))
@@ -306,7 +306,7 @@ class RMSNorm(AffineNorm):
         return affine(F.rms_norm(x, shape, None, eps), gain, shift).to(hidden_states.dtype)
 
 
-class RMSNormWithMore(RMSNorm):
+class RMSNormExtended(RMSNorm):
     """RMSNorm with a shift, an offset on its gain, channels in front, or an eps by dtype."""
 
     def _get_name(self) -> str:

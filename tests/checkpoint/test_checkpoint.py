@@ -44,7 +44,7 @@ from hfpatch.checkpoint.classes import HfpatchConfig
 from hfpatch.core.registry import NORMS
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import CheckpointError, PatchError
-from hfpatch.runtime.norms import AffineNorm
+from hfpatch.runtime.norms import AffineNorm, RMSNorm
 from hfpatch.runtime.record import saved_from
 from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.norms import RMS, Derf, DyT
@@ -163,7 +163,7 @@ def test_globs_written_for_a_head_hold_for_the_base(tmp_path: Path) -> None:
     }
     assert norms_of(base, RotaryEmbedding) == ["encoder.layer.0.attention.self.rotary_emb"]
     head = reload(base, tmp_path / "2", "AutoModelForMaskedLM")
-    assert type(head.cls.predictions.transform.LayerNorm).__name__ == "RMSNorm"  # the record still says so
+    assert isinstance(head.cls.predictions.transform.LayerNorm, RMSNorm)  # the record still says so
     assert difference(outputs(head.bert), outputs(base)[:1]) == 0
 
 

@@ -33,7 +33,7 @@ from hfpatch.checkpoint.classes import answer_to_architectures
 from hfpatch.export.remote import export_remote
 from hfpatch.runtime.errors import CheckpointError, PositionError
 from hfpatch.runtime.lens import host_class
-from hfpatch.runtime.norms import RMSNorm, RMSNormWithMore
+from hfpatch.runtime.norms import RMSNorm, RMSNormExtended
 from hfpatch.runtime.partial_rms import PartialRMSNorm
 from hfpatch.schemes.norms import RMS
 from hfpatch.sites.norms import describe
@@ -193,7 +193,7 @@ def test_another_one_is_not(options: dict[str, Any]) -> None:
     assert not is_rms_norm(other)
     assert type(other) is not RMSNorm
     assert not type(other).__name__.endswith("RMSNorm")
-    assert isinstance(other, RMSNormWithMore if not options else PartialRMSNorm)
+    assert isinstance(other, RMSNormExtended if not options else PartialRMSNorm)
     assert repr(other).startswith("PartialRMSNorm(" if options else "RMSNorm(")
 
 
