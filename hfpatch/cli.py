@@ -215,7 +215,7 @@ def verify(
     json: Annotated[Path | None, _option("Save the report as this .json file.", "--json")] = None,
     plot: Annotated[Path | None, _option("Draw the error layer by layer into this .png file.")] = None,
     examples: Examples = 64,
-    length: Length = 128,
+    length: Length = LENGTH,
     head: Head = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -253,7 +253,7 @@ def report(
     json: Annotated[Path | None, _option("A .json file that verify saved, instead of measuring.", "--json")] = None,
     text: Text = None,
     examples: Examples = 64,
-    length: Length = 128,
+    length: Length = LENGTH,
     head: Head = None,
     trust_remote_code: Trust = False,
 ) -> None:

@@ -98,7 +98,7 @@ def patch_model(
 
     Warns:
         NotPreservedWarning: names what the patch didn't preserve, unless `init` is "reset" or a repair sufficed
-            (`help(hfpatch.NotPreservedWarning)` says when one does).
+            (`help(hfpatch.errors.NotPreservedWarning)` says when one does).
 
     Raises:
         PatchError: one of its children, from the plan, before anything changes; also where another thread is patching
