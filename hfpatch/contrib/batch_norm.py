@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from ..core.plan_table import refuse_private_forward
 from ..measure.twin import twin
+from ..runtime.batch_norm import Padded, takes_mask
 from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.joins import Joins
 from ..runtime.lens import lens_of
-from ..runtime.padding import Padded, takes_mask
 from ..schemes.request import Part
 from ..sites.blocks import OUTPUT, Block, measuring, stream_blocks
 from ..swap.norms import plan_norms

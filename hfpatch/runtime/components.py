@@ -3,7 +3,7 @@
 # "from . import x" is no import to transformers, which copies what a file of remote code imports
 from .alibi import LinearBias
 from .attention import AttentionLens, HostOrder, Window
-from .batch_norm import MaskedBatchNorm
+from .batch_norm import MaskedBatchNorm, Padded
 from .constants import ConstantPositions, FixedArguments, MeanRow, NoPositions, Rows
 from .edits import register_component
 from .gated import GatedActivation, GatedLinear, Projection
@@ -20,7 +20,6 @@ from .length_lenses import (
     RefusedArguments,
 )
 from .norms import DynamicErf, DynamicTanh, LayerNorm, RMSNorm
-from .padding import Padded
 from .partial_rms import PartialRMSNorm
 from .qk_layouts import Fused, Projections, WindowProjections
 from .rotary import AdaptiveRotaryEmbedding, RotaryEmbedding

@@ -16,11 +16,11 @@ from ..measure.outputs import max_error, outputs_of
 from ..measure.quiet_forward import quiet
 from ..measure.twin import twin
 from ..runtime.apply import apply, condensed
+from ..runtime.batch_norm import Padded
 from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.joins import Gains, Join, Joins
 from ..runtime.lens import lens_of
-from ..runtime.padding import Padded
 from ..schemes.norms import Depth
 from .anatomy import Branch, find_branches
 from .blocks import measuring

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from hfpatch.errors import NotPreservedWarning, OptionError
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.batch_norm import MaskedBatchNorm
+from hfpatch.runtime.batch_norm import MaskedBatchNorm, kept_positions
 from hfpatch.runtime.errors import PositionError, UnsupportedError
-from hfpatch.runtime.padding import kept_positions
 from hfpatch.schemes.norms import BatchNorm
 from hfpatch.sites.norms import describe
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,33 +11,57 @@ import typer
 
 import hfpatch
 
-from .checkpoint.auto_classes import auto_classes_of
-from .checkpoint.by_name import config_of, is_config, opened, random_weights
-from .checkpoint.classes import OPENED
-from .checkpoint.file_digests import compare
-from .core.commands import Commands
-from .core.environment import environment
-from .core.plan_table import table
-from .core.registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS
-from .core.staging import require_free, staged_folder
-from .errors import OptionError
-from .export import export_model
-from .export.runtimes import RUNTIMES
-from .hub.page import default_place, write_page
-from .hub.push import push_patched
-from .measure.batches import LENGTH, SEQUENCES, read_batches
-from .measure.text_batches import processor_of, tokenizer_of
-from .patch import outcomes, patch_model, repair_report
-from .plan import plan_patch
-from .repairs.sample import generates, sample_batches
-from .runtime.errors import PatchError
-from .runtime.lens import host_class
-from .runtime.qk_layouts import Fused
-from .runtime.record import KEY
-from .schemes.positions import Position
-from .schemes.request import HOW, LOST
-from .verification import verify as verification
-from .verification.report import Report
+from ..checkpoint.auto_classes import auto_classes_of
+from ..checkpoint.by_name import config_of, is_config, opened, random_weights
+from ..checkpoint.classes import OPENED
+from ..checkpoint.file_digests import compare
+from ..core.environment import environment
+from ..core.plan_table import table
+from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
+from ..core.staging import require_free, staged_folder
+from ..errors import OptionError
+from ..export import export_model
+from ..export.runtimes import RUNTIMES
+from ..hub.page import default_place, write_page
+from ..hub.push import push_patched
+from ..measure.batches import LENGTH, SEQUENCES
+from ..measure.text_batches import processor_of, tokenizer_of
+from ..patch import outcomes, patch_model, repair_report
+from ..plan import plan_patch
+from ..repairs.sample import generates, sample_batches
+from ..runtime.errors import PatchError
+from ..runtime.lens import host_class
+from ..runtime.qk_layouts import Fused
+from ..runtime.record import KEY
+from ..schemes.positions import Position
+from ..schemes.request import HOW, LOST
+from ..verification import verify as verification
+from ..verification.report import Report
+from .commands import Commands
+from .options import (
+    Examples,
+    Form,
+    Head,
+    Init,
+    Keep,
+    Length,
+    Mlp,
+    Model,
+    Norm,
+    Only,
+    Overwrite,
+    Patched,
+    Placement,
+    Pos,
+    Reference,
+    Shard,
+    Text,
+    Trust,
+    one_of,
+    option,
+    require_apart,
+    texts_of,
+)
 
 app = typer.Typer(
     cls=Commands,
@@ -50,38 +73,6 @@ app = typer.Typer(
 )
 
 
-def _one_of(names: Any) -> str:
-    return f"One of: {', '.join(names)}."
-
-
-def _option(text: str, *names: str, **settings: Any) -> Any:
-    return typer.Option(*names, help=text, **settings)
-
-
-Model = Annotated[str, typer.Argument(help="A Hub id, a folder, or config:FAMILY for random weights (config:gpt2).")]
-Patched = Annotated[str, typer.Argument(help="The patched checkpoint: a Hub id or a folder.")]
-Reference = Annotated[str | None, typer.Argument(help="The original's Hub id or folder.")]
-Text = Annotated[Path | None, _option("Text file, one example a line; default: random inputs.")]
-Examples = Annotated[int, _option("How many lines of the text are used, from its start.", min=1)]
-_INIT = (
-    "How new parameters start: auto (the same function where there is a way, else as near as a formula gets), exact "
-    "(the same function, or an error), copy (gains and shifts as they were), reset (afresh, for training)."
-)
-Norm = Annotated[str | None, _option(f"Norm scheme, with options as dyt:alpha=0.8. {_one_of(NORMS)}")]
-Pos = Annotated[str | None, _option(f"Position scheme, with options as rope:theta=5e5. {_one_of(POSITIONS)}")]
-Mlp = Annotated[str | None, _option(f"MLP scheme, with options as swiglu:d_ff=2048. {_one_of(MLPS)}")]
-Placement = Annotated[str | None, _option(f"Where norms stand, for training from scratch. {_one_of(PLACEMENTS)}")]
-Only = Annotated[list[str] | None, _option("Glob over module names; others are kept. Repeatable.")]
-Keep = Annotated[list[str] | None, _option("Glob over module names that stay as they are. Repeatable.")]
-Init = Annotated[Literal["auto", "exact", "copy", "reset"], _option(_INIT)]
-Head = Annotated[str | None, _option("Auto class to build, such as AutoModel; default: what it was saved as.")]
-Trust = Annotated[bool, _option("Run the code in the model's repository.", "--trust-remote-code")]
-Shard = Annotated[str, _option("Largest file of weights, such as 2GB.")]
-Length = Annotated[
-    int, _option("Maximum length of a sequence in tokens; longer ones are cut.", "--length", "--tokens", min=2)
-]
-Overwrite = Annotated[bool, _option("Replace an existing OUT and everything in it, at the end.", "--overwrite")]
-Form = Literal["native", "remote", "plugin"]
 _CALIBRATION = (
     "Data for the repair of a lossy swap: 'self' (sequences that the model generates; the default if it generates and "
     "has weights), a text file with one example a line, or 'none' for no repair."
@@ -102,7 +93,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def main(
-    version: Annotated[bool, _option("Print versions.", "--version", callback=_version, is_eager=True)] = False,
+    version: Annotated[bool, option("Print versions.", "--version", callback=_version, is_eager=True)] = False,
 ) -> None:
     """Swap the norms, positions and MLPs of pretrained models, and save checkpoints that open again."""
     transformers.logging.set_verbosity_error()
@@ -155,19 +146,19 @@ def patch(
     init: Init = "auto",
     placement: Placement = None,
     head: Head = None,
-    calibration: Annotated[str | None, _option(_CALIBRATION)] = None,
-    sequences: Annotated[int, _option("How many sequences a repair takes.", min=2)] = SEQUENCES,
+    calibration: Annotated[str | None, option(_CALIBRATION)] = None,
+    sequences: Annotated[int, option("How many sequences a repair takes.", min=2)] = SEQUENCES,
     length: Length = LENGTH,
-    fit: Annotated[Literal["qk", "bias"], _option(_FIT)] = "qk",
-    report: Annotated[Path | None, _option("Save what the repair did as this .json file.")] = None,
-    seed: Annotated[int, _option("Seed of random weights (config:FAMILY) and of samples.")] = 0,
+    fit: Annotated[Literal["qk", "bias"], option(_FIT)] = "qk",
+    report: Annotated[Path | None, option("Save what the repair did as this .json file.")] = None,
+    seed: Annotated[int, option("Seed of random weights (config:FAMILY) and of samples.")] = 0,
     max_shard_size: Shard = "50GB",
     trust_remote_code: Trust = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Patch a model, measure what that came to, and save it as a checkpoint, with its tokenizer or processor."""
     for place in (out, report):
-        _require_apart(place, model, calibration)
+        require_apart(place, model, calibration)
     require_free(out, overwrite)
     torch.manual_seed(seed)
     built = opened(model, head, trust_remote_code)
@@ -184,7 +175,7 @@ def patch(
         request["calibration"] = (
             sample_batches(built, sequences, length, seed)
             if calibration == "self"
-            else _texts(Path(calibration), built, processor, sequences, length)
+            else texts_of(Path(calibration), built, processor, sequences, length)
         )
     scheme = Position.resolve(pos)
     has_length = scheme is not None and scheme.max_positions is not None
@@ -212,8 +203,8 @@ def verify(
     model: Patched,
     reference: Reference = None,
     text: Text = None,
-    json: Annotated[Path | None, _option("Save the report as this .json file.", "--json")] = None,
-    plot: Annotated[Path | None, _option("Draw the error layer by layer into this .png file.")] = None,
+    json: Annotated[Path | None, option("Save the report as this .json file.", "--json")] = None,
+    plot: Annotated[Path | None, option("Draw the error layer by layer into this .png file.")] = None,
     examples: Examples = 64,
     length: Length = LENGTH,
     head: Head = None,
@@ -233,7 +224,7 @@ def verify(
     if is_config(model) or is_config(reference):
         raise PatchError("verify compares two checkpoints; random weights (config:FAMILY) have no original.")
     for place in (json, plot):
-        _require_apart(place, model, reference, text)
+        require_apart(place, model, reference, text)
     built = opened(model, head, trust_remote_code)
     report = _compared(built, model, reference, text, examples, length, head, trust_remote_code)
     typer.echo(str(report))
@@ -249,8 +240,8 @@ def verify(
 def report(
     model: Patched,
     reference: Reference = None,
-    out: Annotated[Path | None, _option("The .html file; default: hfpatch_report.html in MODEL's folder.")] = None,
-    json: Annotated[Path | None, _option("A .json file that verify saved, instead of measuring.", "--json")] = None,
+    out: Annotated[Path | None, option("The .html file; default: hfpatch_report.html in MODEL's folder.")] = None,
+    json: Annotated[Path | None, option("A .json file that verify saved, instead of measuring.", "--json")] = None,
     text: Text = None,
     examples: Examples = 64,
     length: Length = LENGTH,
@@ -268,7 +259,7 @@ def report(
         raise OptionError("--text is what a REFERENCE is compared on, and --json is a comparison already.")
     place = default_place(model) if out is None else out
     if out is not None:
-        _require_apart(out, model, reference, text, json)
+        require_apart(out, model, reference, text, json)
     saved = None if json is None else Report.load(json)
     built = opened(model, head, trust_remote_code)
     if saved is None and reference is not None:
@@ -287,9 +278,9 @@ def env() -> None:
 def export(
     model: Patched,
     out: Annotated[Path, typer.Argument(help="Folder for what is written.")],
-    to: Annotated[Form, _option(_TO)] = "native",
-    architecture: Annotated[str | None, _option("With --to native: the only one to try, such as gpt_neox.")] = None,
-    serve: Annotated[str | None, _option(f"With --to native: what has to take it. {_one_of(RUNTIMES)}")] = None,
+    to: Annotated[Form, option(_TO)] = "native",
+    architecture: Annotated[str | None, option("With --to native: the only one to try, such as gpt_neox.")] = None,
+    serve: Annotated[str | None, option(f"With --to native: what has to take it. {one_of(RUNTIMES)}")] = None,
     head: Head = None,
     max_shard_size: Shard = "50GB",
     trust_remote_code: Trust = False,
@@ -302,7 +293,7 @@ def export(
     """
     if is_config(model):
         raise PatchError("export takes a patched checkpoint, not config:FAMILY (random weights).")
-    _require_apart(out, model)
+    require_apart(out, model)
     built = opened(model, head, trust_remote_code, strongest=True)
     processor = processor_of(model, trust_remote_code)
     how: dict[str, Any] = {"tokenizer": processor, "overwrite": overwrite, "max_shard_size": max_shard_size}
@@ -315,18 +306,18 @@ def export(
 def push(
     folder: Annotated[Path, typer.Argument(help="The patched checkpoint's folder.")],
     repo: Annotated[str, typer.Argument(help="The Hub id of the repository: user/name, or name for one's own.")],
-    base: Annotated[str | None, _option("The model that was patched: its Hub id or folder, for the card.")] = None,
-    license: Annotated[str | None, _option("The licence's id on the Hub; default: the base's, where known.")] = None,
-    report: Annotated[Path | None, _option("A .json file that verify saved, for the card.")] = None,
-    tokenizer: Annotated[str | None, _option("Hub id or folder of a tokenizer, if FOLDER has none.")] = None,
-    form: Annotated[Form | None, _option("Export it in this form first (see export --to).")] = None,
-    native: Annotated[bool, _option("The folder is a native export, which has no patch record.", "--native")] = False,
-    public: Annotated[bool, _option("Create the repository as public; default: private.", "--public")] = False,
-    revision: Annotated[str | None, _option("Branch to push to; created if it doesn't exist.")] = None,
-    subfolder: Annotated[str, _option("The folder in the repository.")] = "",
-    create_pr: Annotated[bool, _option("Open a pull request instead of committing.", "--create-pr")] = False,
-    message: Annotated[str | None, _option("The commit's first line.")] = None,
-    dry_run: Annotated[bool, _option("Send nothing; list what would be uploaded.", "--dry-run")] = False,
+    base: Annotated[str | None, option("The model that was patched: its Hub id or folder, for the card.")] = None,
+    license: Annotated[str | None, option("The licence's id on the Hub; default: the base's, where known.")] = None,
+    report: Annotated[Path | None, option("A .json file that verify saved, for the card.")] = None,
+    tokenizer: Annotated[str | None, option("Hub id or folder of a tokenizer, if FOLDER has none.")] = None,
+    form: Annotated[Form | None, option("Export it in this form first (see export --to).")] = None,
+    native: Annotated[bool, option("The folder is a native export, which has no patch record.", "--native")] = False,
+    public: Annotated[bool, option("Create the repository as public; default: private.", "--public")] = False,
+    revision: Annotated[str | None, option("Branch to push to; created if it doesn't exist.")] = None,
+    subfolder: Annotated[str, option("The folder in the repository.")] = "",
+    create_pr: Annotated[bool, option("Open a pull request instead of committing.", "--create-pr")] = False,
+    message: Annotated[str | None, option("The commit's first line.")] = None,
+    dry_run: Annotated[bool, option("Send nothing; list what would be uploaded.", "--dry-run")] = False,
 ) -> None:
     """Push a patched checkpoint to the Hub, with a model card, as one commit; run it again to resume a failed push."""
     push = push_patched(
@@ -348,22 +339,6 @@ def push(
     typer.echo(str(push))
 
 
-def _texts(path: Path, model: Any, processor: Any, sequences: int, length: int) -> Any:
-    """The lines of a text file as batches, by the tokenizer that came with the model."""
-    if tokenizer_of(processor) is None:
-        raise PatchError(f"no tokenizer for the text in {path} comes with the model.")
-    return read_batches(path, model, processor, sequences=sequences, length=length, option="text")
-
-
-def _require_apart(out: Path | None, *sources: str | Path | None) -> None:
-    """Refuse an output that would replace what is read: a folder that holds it, or a file that is part of it."""
-    for source in sources:
-        if out is not None and source and Path(source).exists():
-            read, written = Path(source).resolve(), out.resolve()
-            if read.is_relative_to(written) or (written.is_file() and written.is_relative_to(read)):
-                raise PatchError(f"{out} would replace {source}, or a part of it. Choose another place.")
-
-
 def _compared(
     built: Any, model: str, reference: str, text: Path | None, examples: int, length: int, head: str | None, trust: bool
 ) -> Report:
@@ -372,7 +347,7 @@ def _compared(
     batches = None
     if text is not None:
         processor = processor_of(model, trust) or processor_of(reference, trust)
-        batches = _texts(text, built, processor, examples, length)
+        batches = texts_of(text, built, processor, examples, length)
     return verification.verify(built, original, batches)
 
 
@@ -387,7 +362,3 @@ def _verify_files(model: str, head: str | None, trust: bool) -> None:
     unchecked = vars(config)[OPENED].fingerprint is None
     passes = "but was saved without a fingerprint" if unchecked else "and passes the check of its fingerprint"
     typer.echo(f"{type(built).__name__} opens, {passes}.")
-
-
-if __name__ == "__main__":
-    sys.exit(app())

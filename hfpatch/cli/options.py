@@ -1,0 +1,65 @@
+"""Arguments and options that several commands share, and checks of the places that they write to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ..core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
+from ..measure.batches import read_batches
+from ..measure.text_batches import tokenizer_of
+from ..runtime.errors import PatchError
+
+
+def one_of(names: Any) -> str:
+    """Names for a help text."""
+    return f"One of: {', '.join(names)}."
+
+
+def option(text: str, *names: str, **settings: Any) -> Any:
+    """A typer option whose help comes first."""
+    return typer.Option(*names, help=text, **settings)
+
+
+Model = Annotated[str, typer.Argument(help="A Hub id, a folder, or config:FAMILY for random weights (config:gpt2).")]
+Patched = Annotated[str, typer.Argument(help="The patched checkpoint: a Hub id or a folder.")]
+Reference = Annotated[str | None, typer.Argument(help="The original's Hub id or folder.")]
+Text = Annotated[Path | None, option("Text file, one example a line; default: random inputs.")]
+Examples = Annotated[int, option("How many lines of the text are used, from its start.", min=1)]
+_INIT = (
+    "How new parameters start: auto (the same function where there is a way, else as near as a formula gets), exact "
+    "(the same function, or an error), copy (gains and shifts as they were), reset (afresh, for training)."
+)
+Norm = Annotated[str | None, option(f"Norm scheme, with options as dyt:alpha=0.8. {one_of(NORMS)}")]
+Pos = Annotated[str | None, option(f"Position scheme, with options as rope:theta=5e5. {one_of(POSITIONS)}")]
+Mlp = Annotated[str | None, option(f"MLP scheme, with options as swiglu:d_ff=2048. {one_of(MLPS)}")]
+Placement = Annotated[str | None, option(f"Where norms stand, for training from scratch. {one_of(PLACEMENTS)}")]
+Only = Annotated[list[str] | None, option("Glob over module names; others are kept. Repeatable.")]
+Keep = Annotated[list[str] | None, option("Glob over module names that stay as they are. Repeatable.")]
+Init = Annotated[Literal["auto", "exact", "copy", "reset"], option(_INIT)]
+Head = Annotated[str | None, option("Auto class to build, such as AutoModel; default: what it was saved as.")]
+Trust = Annotated[bool, option("Run the code in the model's repository.", "--trust-remote-code")]
+Shard = Annotated[str, option("Largest file of weights, such as 2GB.")]
+Length = Annotated[
+    int, option("Maximum length of a sequence in tokens; longer ones are cut.", "--length", "--tokens", min=2)
+]
+Overwrite = Annotated[bool, option("Replace an existing OUT and everything in it, at the end.", "--overwrite")]
+Form = Literal["native", "remote", "plugin"]
+
+
+def texts_of(path: Path, model: Any, processor: Any, sequences: int, length: int) -> Any:
+    """The lines of a text file as batches, by the tokenizer that came with the model."""
+    if tokenizer_of(processor) is None:
+        raise PatchError(f"no tokenizer for the text in {path} comes with the model.")
+    return read_batches(path, model, processor, sequences=sequences, length=length, option="text")
+
+
+def require_apart(out: Path | None, *sources: str | Path | None) -> None:
+    """Refuse an output that would replace what is read: a folder that holds it, or a file that is part of it."""
+    for source in sources:
+        if out is not None and source and Path(source).exists():
+            read, written = Path(source).resolve(), out.resolve()
+            if read.is_relative_to(written) or (written.is_file() and written.is_relative_to(read)):
+                raise PatchError(f"{out} would replace {source}, or a part of it. Choose another place.")
