@@ -15,6 +15,7 @@ In the output folder: results.md, results.json, benchmark.png.
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,14 @@ from hfrecipes.bench_micro import micro_races
 from hfrecipes.bench_models import MODELS, model_races
 from hfrecipes.bench_places import place_races
 from hfrecipes.bench_report import benchmark_report, draw_benchmark
-from hfrecipes.command import exit_status
+from hfrecipes.command import run_recipe
 from hfrecipes.corpus import RecipeError
+from hfrecipes.files import write_json
 from hfrecipes.memory import keep_freed_memory
-from hfrecipes.options import COUNT, NOT_NEGATIVE, Range, made_option, option
+from hfrecipes.options import COUNT, NOT_NEGATIVE, Range, option
 from hfrecipes.progress import Progress
 from hfrecipes.report import hardware, versions
-from hfrecipes.results import require_own_folder, write_json
-from hfrecipes.settings import check_output_folder, parse_variant, read_settings
+from hfrecipes.settings import parse_variant, read_settings
 from hfrecipes.timing import MODES
 
 PARTS = {"models": model_races, "places": place_races, "micro": micro_races}
@@ -40,7 +41,7 @@ KNOWN = {"parts": PARTS, "modes": MODES, "models": MODELS, "precision": ("float3
 
 def by_device(cpu: Any, gpu: Any, about: str, choices: Range | None = None) -> Any:
     """A setting whose default goes by the device."""
-    return made_option(lambda: gpu if PartialState().device.type == "cuda" else cpu, about, choices)
+    return option(lambda: gpu if PartialState().device.type == "cuda" else cpu, about, choices)
 
 
 @dataclass
@@ -66,25 +67,22 @@ class BenchmarkConfig:
     precision: str = by_device("float32", "bfloat16", "float32, or bfloat16: autocast for training, else weights")
     widths: list[int] = by_device([768, 2048], [768, 1024, 2048, 4096, 8192, 16384], "channels of the micro part")
 
-
-def check(config: BenchmarkConfig) -> None:
-    """Refuse what can't work before anything is run."""
-    for name, known in KNOWN.items():
-        values = getattr(config, name)
-        if unknown := [value for value in ([values] if isinstance(values, str) else values) if value not in known]:
-            raise RecipeError(f"--{name} knows {', '.join(known)}, not {', '.join(unknown)}")
-    if wrong := [width for width in (config.width or 64, *config.widths) if width < 64 or width % 64]:
-        raise RecipeError(f"--width and --widths must be multiples of 64, not {wrong[0]}")
-    if config.new_tokens > config.block_size:
-        raise RecipeError(f"--new_tokens can't be more than --block_size, {config.block_size}: they are the prompt too")
-    for patch in config.patches:
-        parse_variant(patch)
-    check_output_folder(config.output_dir)
+    def check(self) -> None:
+        for name, known in KNOWN.items():
+            values = getattr(self, name)
+            if unknown := [v for v in ([values] if isinstance(values, str) else values) if v not in known]:
+                raise RecipeError(f"--{name} knows {', '.join(known)}, not {', '.join(unknown)}")
+        if wrong := [width for width in (self.width or 64, *self.widths) if width < 64 or width % 64]:
+            raise RecipeError(f"--width and --widths must be multiples of 64, not {wrong[0]}")
+        if self.new_tokens > self.block_size:
+            raise RecipeError(
+                f"--new_tokens can't be more than --block_size, {self.block_size}: they are the prompt too"
+            )
+        for patch in self.patches:
+            parse_variant(patch)
 
 
 def benchmark(config: BenchmarkConfig, command: str) -> None:
-    check(config)
-    require_own_folder("benchmark.py", config.output_dir)
     transformers.logging.set_verbosity_error()
     accelerator, started, out = Accelerator(), time.perf_counter(), Path(config.output_dir)
     device = accelerator.device
@@ -115,12 +113,8 @@ def benchmark(config: BenchmarkConfig, command: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe. Returns the exit status: 0, 2 (bad input) or 130 (stopped)."""
-    argv = sys.argv[1:] if argv is None else argv
-
-    def measure(command: str) -> None:
-        benchmark(read_settings(BenchmarkConfig, "benchmark.py", argv, (__doc__ or "").split("\n\n")[1]), command)
-
-    return exit_status("benchmark.py", argv, measure, resumable=False)
+    read = partial(read_settings, BenchmarkConfig)
+    return run_recipe("benchmark.py", argv, __doc__, read, benchmark, resumable=False)
 
 
 if __name__ == "__main__":

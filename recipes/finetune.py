@@ -24,7 +24,7 @@ from hfrecipes.memory import keep_freed_memory
 from hfrecipes.methods import Method
 from hfrecipes.report import draw_curves, report
 from hfrecipes.start import Baseline
-from hfrecipes.training import Run, run_recipe
+from hfrecipes.training import Run, run_training
 from transformers import PreTrainedModel
 
 
@@ -45,7 +45,7 @@ def finetune(run: Run) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_recipe("finetune.py", sys.argv[1:] if argv is None else argv, __doc__.split("\n\n")[1], finetune)
+    return run_training("finetune.py", argv, __doc__, finetune)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,15 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from hfrecipes.command import exit_status
+from hfrecipes.command import run_recipe
 from hfrecipes.corpus import RecipeError
 from hfrecipes.depth_report import depth_report, draw_depths
+from hfrecipes.files import read_results, require_comparable, write_json
 from hfrecipes.memory import keep_freed_memory
 from hfrecipes.options import COUNT, NOT_NEGATIVE, POSITIVE, at_least, option
 from hfrecipes.progress import Progress
 from hfrecipes.report import hardware, versions
-from hfrecipes.results import read_results, require_comparable, require_own_folder, write_json
-from hfrecipes.settings import check_output_folder, read_settings
+from hfrecipes.settings import read_settings
 from hfrecipes.texts import TextConfig, read_texts
 from torch import Tensor, nn
 
@@ -69,18 +70,15 @@ class StabilityConfig:
     width: int = option(32, "of the models; a head takes 16 of it", COUNT)
     resume: bool = option(False, "go on where a run with the same settings stopped")
 
+    def check(self) -> None:
+        if self.width % HEAD:
+            raise RecipeError(f"--width must be a multiple of {HEAD}, not {self.width}")
+        for variant in self.variants:
+            if variant not in NATIVE:
+                plan_patch(build(self, "post", depth=2, seed=0), norm=variant, init="reset")  # refuses what it can't do
+
 
 FREE_TO_CHANGE = {"variants", "depths", "seeds", "output_dir", "resume"}  # finished models stay comparable
-
-
-def check(config: StabilityConfig) -> None:
-    """Refuse what can't work before anything is read, trained or written."""
-    if config.width % HEAD:
-        raise RecipeError(f"--width must be a multiple of {HEAD}, not {config.width}")
-    for variant in config.variants:
-        if variant not in NATIVE:
-            plan_patch(build(config, "post", depth=2, seed=0), norm=variant, init="reset")  # refuses what it can't do
-    check_output_folder(config.output_dir)
 
 
 def build(config: StabilityConfig, variant: str, depth: int, seed: int) -> transformers.OPTForCausalLM:
@@ -184,15 +182,7 @@ def sweep(config: StabilityConfig, command: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe. Returns the exit status: 0, 2 (bad input) or 130 (stopped)."""
-    argv = sys.argv[1:] if argv is None else argv
-
-    def work(command: str) -> None:
-        config = read_settings(StabilityConfig, "stability.py", argv, __doc__.split("\n\n")[1])
-        check(config)
-        require_own_folder("stability.py", config.output_dir)
-        sweep(config, command)
-
-    return exit_status("stability.py", argv, work)
+    return run_recipe("stability.py", argv, __doc__, partial(read_settings, StabilityConfig), sweep)
 
 
 if __name__ == "__main__":

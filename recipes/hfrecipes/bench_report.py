@@ -61,19 +61,16 @@ def cells(race: dict[str, Any], timing: Timing) -> dict[str, str]:
 
 def part_table(races: list[dict[str, Any]]) -> list[str]:
     """A line for each subject, with the case and the work in the first of a group; both modes side by side."""
-    lines: dict[tuple[str, str, str], dict[str, str]] = {}
+    rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for race in races:
         for timing in (timing for timing in race["timings"] if timing["seconds"]):
-            lines.setdefault((race["case"], race["work"], timing["subject"]), {}).update(cells(race, timing))
-    found = dict.fromkeys(heading for line in lines.values() for heading in line)
-    headings = sorted(found, key=lambda heading: (heading not in MODES, "/" not in heading))
-    columns, group = [["case"], ["work"], ["subject"], *([heading] for heading in headings)], None
-    for (*names, subject), line in lines.items():
-        row = [*(names if names != group else ("", "")), subject, *(line.get(heading, "-") for heading in headings)]
-        group = names
-        for column, cell in zip(columns, row, strict=True):
-            column.append(cell)
-    return table(columns)
+            named = {"case": race["case"], "work": race["work"], "subject": timing["subject"]}
+            rows.setdefault(tuple(named.values()), named).update(cells(race, timing))
+    frame = pd.DataFrame(rows.values())
+    headings = sorted(frame.columns[3:], key=lambda heading: (heading not in MODES, "/" not in heading))
+    group = frame[["case", "work"]]
+    frame[["case", "work"]] = group.mask(group.duplicated(), "")
+    return table(frame[["case", "work", "subject", *headings]])
 
 
 def benchmark_report(results: dict[str, Any]) -> str:

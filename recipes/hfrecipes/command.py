@@ -1,7 +1,7 @@
 """A recipe as a command: how it is stopped, and what it says and returns where it fails.
 
 0    done
-1    training went wrong: TrainingError
+1    training went wrong: TrainingError; or figures aren't numbers: NotFiniteError
 2    bad input: RecipeError, or hfpatch's PatchError
 130  stopped, with the command to go on: Stopped, or Ctrl-C
 """
@@ -17,6 +17,8 @@ from typing import Any
 from hfpatch.runtime.errors import PatchError
 
 from .corpus import RecipeError
+from .files import require_own_folder
+from .settings import check
 
 
 class TrainingError(RuntimeError):
@@ -25,6 +27,10 @@ class TrainingError(RuntimeError):
 
 class DivergedError(TrainingError):
     """A loss or gradient isn't finite."""
+
+
+class NotFiniteError(ValueError):
+    """Figures of a model that was measured aren't numbers."""
 
 
 class Stopped(Exception):  # noqa: N818
@@ -53,18 +59,39 @@ def stop_requests(received: list[float] | None = None) -> Iterator[list[float]]:
             signal.signal(number, handler)
 
 
-def exit_status(recipe: str, argv: list[str], work: Callable[[str], Any], resumable: bool = True) -> int:
-    """Do a recipe's work, given its command. Returns the exit status, and says on stderr what is to be done."""
+def run_recipe(
+    recipe: str,
+    argv: list[str] | None,
+    about: str,
+    read: Callable[[list[str], str, str], Any],
+    work: Callable[[Any, str], Any],
+    resumable: bool = True,
+) -> int:
+    """Read and check the settings, and do the work. Returns the exit status, and says on stderr what is to be done.
+
+    Args:
+        recipe: the script's name.
+        argv: the flags; None: those of the command line.
+        about: the script's docstring, whose second paragraph --help shows.
+        read: settings from flags, the script's name and that paragraph.
+        work: what is done, given the settings and the command.
+    """
+    argv = sys.argv[1:] if argv is None else argv
     command = ["python", f"recipes/{recipe}", *(flag for flag in argv if flag != "--resume")]
     go_on = f"to go on: {shlex.join([*command, '--resume'])}"
     try:
-        work(shlex.join(command))
+        config = read(argv, recipe, about.split("\n\n")[1])
+        check(config)
+        require_own_folder(recipe, config.output_dir)
+        work(config, shlex.join(command))
         return 0
     except (RecipeError, PatchError) as error:
         status, told = 2, f"{type(error).__name__}: {error}"
     except DivergedError as error:
         advice = "start again with a lower --learning_rate; in the first step it is the model or the data that isn't"
         status, told = 1, f"{type(error).__name__}: {error}: {advice} sound"
+    except NotFiniteError as error:
+        status, told = 1, f"{type(error).__name__}: {error}"
     except TrainingError as error:
         status, told = 1, f"{type(error).__name__}: {error}\n{go_on}"
     except (Stopped, KeyboardInterrupt) as stop:

@@ -36,7 +36,7 @@ def compare_report(results: Results) -> str:
     found = contents(results)
     lines = [f"# {found['title']}", "", *(f"* {line}" for line in found["told"]), ""]
     for frame in found["tables"].values():
-        lines += [*table([[name, *frame[name]] for name in frame]), ""]
+        lines += [*table(frame), ""]
     lines += [f"*{name}*: {text}" for name, text in found["definitions"].items()]
     return "\n".join([*lines, "", *found["provenance"]]) + "\n"
 

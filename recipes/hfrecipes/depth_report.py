@@ -56,7 +56,7 @@ def depth_report(results: Results) -> str:
     lines = [
         "Training loss in nats a byte, and the norm of the whole gradient.",
         "",
-        *table([[name, *frame[name]] for name in frame]),
+        *table(frame),
         "",
         f"*loss*: mean of the last tenth of {config['steps']} steps. *below unigram*: how far that is below the "
         "loss of a model that knows how often each byte occurs and no more, on the same batches. *verdict*: stalled "

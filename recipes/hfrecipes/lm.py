@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -25,7 +26,6 @@ from .corpus import (
     HeldOutBlocks,
     Masked,
     RecipeError,
-    TrainBlocks,
     encode,
     fingerprint,
     split_documents,
@@ -48,17 +48,16 @@ class LanguageModellingConfig(TextConfig):
     heldout_blocks: int = option(320, "held-out blocks behind the table, at most", COUNT)
     curve_blocks: int = option(32, "held-out blocks behind the curves", COUNT)
 
+    def check(self) -> None:
+        if self.model is None and (self.width < 32 or self.width % 32):
+            raise RecipeError(f"--width must be a multiple of 32, not {self.width}")
+
 
 class LanguageModelling(Task):
     """Every token from those before it, or the hidden ones from the rest."""
 
     name = "lm"
     Config = LanguageModellingConfig
-
-    @classmethod
-    def check(cls, config: Any) -> None:
-        if config.model is None and (config.width < 32 or config.width % 32):
-            raise RecipeError(f"--width must be a multiple of 32, not {config.width}")
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config = c = config
@@ -126,8 +125,12 @@ class LanguageModelling(Task):
     def save_extras(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
 
-    def train_set(self, seed: int, first: int, count: int) -> TrainBlocks:
-        return TrainBlocks(self.train_tokens, self.block, seed, first, count)
+    def item(self, seed: int, number: int) -> Batch:
+        """A block at a random place of the stream."""
+        random = np.random.default_rng((seed, number))
+        start = random.integers(len(self.train_tokens) - self.block.content + 1)
+        tokens = torch.from_numpy(self.train_tokens[start : start + self.block.content]).long()
+        return self.block(tokens, seed=int(random.integers(2**31)))
 
     def inputs(self, batch: Batch) -> Batch:
         return {"input_ids": batch["input_ids"]}

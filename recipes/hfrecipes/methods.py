@@ -21,8 +21,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hfpatch.runtime.errors import first_line
-
 from .agreement import divergence, per_item, takes_several
 from .corpus import RecipeError
 from .options import NOT_NEGATIVE, POSITIVE, SHARE, option
@@ -100,22 +98,16 @@ def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
 def with_adapters(model: PreTrainedModel, config: Any) -> nn.Module:
     """W + (alpha / rank) B A for linear maps, A and B trained, and so are all vectors: gains, shifts, biases.
 
-    Hu et al. 2022, arXiv:2106.09685, by peft. `merge_and_unload()` leaves a plain patched model.
-
-    Raises:
-        RecipeError: peft finds no map of that name.
+    The output's map is left alone. Hu et al. 2022, arXiv:2106.09685, by peft. `merge_and_unload()` leaves a plain
+    patched model.
     """
     from peft import LoraConfig, get_peft_model
 
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    targets = config.lora_targets or "all-linear"
-    lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft finds out what GPT-2's maps need
-            adapted = get_peft_model(model, lora)
-    except ValueError as error:
-        raise RecipeError(f"--lora_targets {' '.join(config.lora_targets or [])}: {first_line(error)}") from None
+    lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft finds out what GPT-2's maps need
+        adapted = get_peft_model(model, lora)
     for vector in vectors:
         vector.requires_grad_(True)
     return adapted
@@ -131,7 +123,6 @@ class MethodConfig:
     distil_layers: Literal["last", "all"] = option("last", "distil, --task embed: which hidden states are compared")
     lora_rank: int = option(0, "rank of low-rank adapters (needs peft); 0: train everything", NOT_NEGATIVE)
     lora_alpha: float = option(16.0, "LoRA: adapters are scaled by it over the rank", POSITIVE)
-    lora_targets: list[str] | None = option(None, "LoRA: ends of names of linear maps; none: all but the output's")
 
     def check(self) -> None:
         """Refuse what can't work before anything is read.
@@ -141,8 +132,6 @@ class MethodConfig:
         """
         if self.lora_rank and importlib.util.find_spec("peft") is None:
             raise RecipeError("--lora_rank needs the package: pip install peft")
-        if self.lora_targets and not self.lora_rank:
-            raise RecipeError("--lora_targets needs --lora_rank")
 
 
 def objective(name: str, task: Task, teacher: Teacher, config: Any, variant: str) -> Method:

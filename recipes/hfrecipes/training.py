@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from .accelerator import make_accelerator
-from .command import DivergedError, Stopped, exit_status, stop_requests
+from .command import DivergedError, Stopped, run_recipe, stop_requests
 from .compiled import compiled, really_called
 from .corpus import RecipeError
 from .progress import Progress
-from .results import OutputFolder, require_own_folder
-from .settings import check, read_run
-from .tasks import Batch, Figures, Task, find_task
+from .results import OutputFolder
+from .settings import read_run
+from .tasks import Batch, Drawn, Figures, Task, find_task
 
 
 class Objective:
@@ -108,7 +109,7 @@ class Run(OutputFolder):
             if left:
                 # Items are a function of (seed, index): going on is beginning at another index.
                 items = c.batch_size * accelerator.gradient_accumulation_steps  # in a step
-                train_set = self.task.train_set(seed, (first + record["step"]) * items, left * items)
+                train_set = Drawn(self.task, seed, (first + record["step"]) * items, left * items)
                 batches = iter(self.loader(train_set))
                 self.train(name, model, optimizer, scheduler, batches, objective, record, steps, curve)
             if "best" in record:
@@ -223,16 +224,10 @@ def checkpoint_activations(model: transformers.PreTrainedModel) -> None:
     getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
 
 
-def run_recipe(recipe: str, argv: list[str], about: str, work: Callable[[Run], None], *settings: type) -> int:
-    """Read the settings and do the work. Returns the exit status."""
+def run_training(recipe: str, argv: list[str] | None, about: str, work: Callable[[Run], None], *more: type) -> int:
+    """`run_recipe` for one that trains, whose own settings are `more`. Returns the exit status."""
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()  # which weights are new is said in fewer words, or refused
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are saved once: as they should
-
-    def train(command: str) -> None:
-        config = read_run(argv, recipe, about, *settings)
-        check(config)
-        require_own_folder(recipe, config.output_dir)
-        work(Run(config, command))
-
-    return exit_status(recipe, argv, train)
+    read = partial(read_run, more=more)
+    return run_recipe(recipe, argv, about, read, lambda config, command: work(Run(config, command)))

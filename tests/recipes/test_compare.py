@@ -262,7 +262,7 @@ class TestReport:
         assert curves.curve_of(stages, "loss").to_dict("index") == {0: {0: 3.0, 1: 4.0}}
 
     def test_table_is_aligned(self):
-        assert report.table([["a", "bcd"], ["e", "1"]]) == ["| a   | e |", "|-----|--:|", "| bcd | 1 |"]
+        assert report.table([{"a": "bcd", "e": "1"}]) == ["| a   | e |", "|-----|--:|", "| bcd | 1 |"]
 
 
 class TestGrid:
@@ -385,7 +385,7 @@ compare.main({tiny(tmp_path, text, *PART)!r})
 class TestSettings:
     def test_other_recipes_files_do(self):
         def read(*argv):
-            return settings.read_run([str(a) for a in argv], "compare.py", "", compare.CompareConfig)
+            return settings.read_run([str(a) for a in argv], "compare.py", "", (compare.CompareConfig,))
 
         for name in ("lm.yaml", "vision.yaml", "gpu.yaml"):
             config = read(ROOT / "recipes" / "configs" / name)

@@ -40,7 +40,7 @@ class TestFigures:
         assert stages["healed"]["end"]["loss"] < stages["swapped"]["end"]["loss"]
 
     def test_saved_models_have_the_reported_loss(self, finished, text):
-        of_run = run.Run(settings.read_run(tiny(finished, text), "heal.py", "", heal.HealConfig), "")
+        of_run = run.Run(settings.read_run(tiny(finished, text), "heal.py", "", (heal.HealConfig,)), "")
         for name in ("swapped", "healed", "control"):
             loss = of_run.measure(of_run.task.load(str(finished / name)), of_run.loader(of_run.task.heldout))["loss"]
             assert loss == pytest.approx(read_results(finished)["stages"][name]["end"]["loss"], abs=1e-5)
@@ -117,10 +117,10 @@ def test_adapters_are_merged_in_the_end(finished, text, tmp_path):
 def test_yaml_holds_own_settings(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text("patch: rms\nmethod: distil\ndistil_weight: 0.3\nlora_targets: [c_attn]\nlora_rank: 4\n")
-    config = settings.read_run([str(path), "--distil_weight", "0.4"], "heal.py", "", heal.HealConfig)
+    config = settings.read_run([str(path), "--distil_weight", "0.4"], "heal.py", "", (heal.HealConfig,))
     assert (config.patch, config.method, config.distil_weight) == ("rms", "distil", 0.4)
     assert config.lora_targets == ["c_attn"]
-    shared = settings.read_run([str(ROOT / "recipes/configs/lm.yaml")], "heal.py", "", heal.HealConfig)
+    shared = settings.read_run([str(ROOT / "recipes/configs/lm.yaml")], "heal.py", "", (heal.HealConfig,))
     assert shared.steps == 150
 
 

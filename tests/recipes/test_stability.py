@@ -23,7 +23,7 @@ def tiny(out, text, *more):
 
 
 def parse(*flags):
-    return stability.read_settings(stability.StabilityConfig, "stability.py", list(flags))
+    return stability.read_settings(stability.StabilityConfig, list(flags), "stability.py")
 
 
 def figures(out):
