@@ -23,11 +23,10 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
 
-from hfrecipes.command import DivergedError
+from hfrecipes.command import DivergedError, keep_freed_memory
 from hfrecipes.compare_report import compare_report, draw_grid, html_report
 from hfrecipes.corpus import RecipeError
 from hfrecipes.files import folder_name
-from hfrecipes.memory import keep_freed_memory
 from hfrecipes.methods import METHODS, Distil, Method, MethodConfig, objective
 from hfrecipes.options import COUNT, NOT_NEGATIVE, option
 from hfrecipes.paired import Cell

@@ -29,12 +29,11 @@ import torch
 import transformers
 from accelerate import Accelerator
 from hfrecipes.adapters import lm_eval_figures, sentence_transformers_figures
-from hfrecipes.agreement import agreement
-from hfrecipes.command import NotFiniteError, run_recipe
+from hfrecipes.command import NotFiniteError, keep_freed_memory, run_recipe
 from hfrecipes.corpus import RecipeError
 from hfrecipes.embed import Embedding
 from hfrecipes.files import write_json
-from hfrecipes.memory import keep_freed_memory
+from hfrecipes.methods import agreement
 from hfrecipes.options import COUNT, at_least, option
 from hfrecipes.report import data_line, hardware, machine, show, table, versions, words
 from hfrecipes.settings import chosen_task, read_settings, spell_out

@@ -20,7 +20,7 @@ import sys
 # Threads that spin while they wait make a step ten times slower as soon as something else wants a core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
-from hfrecipes.memory import keep_freed_memory
+from hfrecipes.command import keep_freed_memory
 from hfrecipes.methods import Method
 from hfrecipes.report import draw_curves, report
 from hfrecipes.start import Baseline

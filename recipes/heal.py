@@ -23,11 +23,10 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
 import torch
-from hfrecipes.agreement import agreement
+from hfrecipes.command import keep_freed_memory
 from hfrecipes.corpus import RecipeError
 from hfrecipes.files import folder_name
-from hfrecipes.memory import keep_freed_memory
-from hfrecipes.methods import METHODS, MethodConfig, objective
+from hfrecipes.methods import METHODS, MethodConfig, agreement, objective
 from hfrecipes.options import option
 from hfrecipes.report import draw_healing, heal_report
 from hfrecipes.settings import CONTROL, parse_variant
@@ -55,8 +54,6 @@ class HealConfig(MethodConfig):
     variants: list[str] = option([], argparse.SUPPRESS)  # finetune.py's
 
     def check(self) -> None:
-        if self.variants:  # which a file for finetune.py may name
-            raise RecipeError("heal.py brings one --patch back; compare.py takes several --variants")
         if self.method == "distil" and self.distil_weight == 1:
             self.no_control = True  # without labels there is nothing that an unpatched copy would learn
         if not parse_variant(self.patch):
@@ -106,6 +103,9 @@ def compare_with_teacher(run: Run, baseline: Baseline) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    if "--variants" in (sys.argv if argv is None else argv):  # which a file for finetune.py may name
+        print("RecipeError: heal.py brings one --patch back; compare.py takes several --variants", file=sys.stderr)
+        return 2
     return run_training("heal.py", argv, __doc__, heal, HealConfig)
 
 

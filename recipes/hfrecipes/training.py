@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import set_seed
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DataLoaderConfiguration, DistributedType, parse_flag_from_env, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from .accelerator import make_accelerator
 from .command import DivergedError, Stopped, run_recipe, stop_requests
 from .compiled import compiled, really_called
 from .corpus import RecipeError
@@ -231,3 +231,38 @@ def run_training(recipe: str, argv: list[str] | None, about: str, work: Callable
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are saved once: as they should
     read = partial(read_run, more=more)
     return run_recipe(recipe, argv, about, read, lambda config, command: work(Run(config, command)))
+
+
+def make_accelerator(config: Any) -> Accelerator:
+    """One that shares a batch among the processes, by the settings of a run.
+
+    Raises:
+        RecipeError: accelerate refuses the settings, or a batch can't be shared by the processes.
+    """
+    shard_on_cpu()
+    try:
+        accelerator = Accelerator(
+            mixed_precision=config.mixed_precision,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            log_with=None if config.tracker == "none" else config.tracker,
+            project_dir=Path(config.output_dir),
+            dataloader_config=DataLoaderConfiguration(split_batches=True),  # a batch is shared, not multiplied
+        )
+    except ValueError as error:  # a precision that the device lacks, for one
+        raise RecipeError(f"accelerate refuses: {error}") from None
+    processes = accelerator.num_processes
+    if config.batch_size % processes:
+        raise RecipeError(f"--batch_size {config.batch_size} can't be shared by {processes} processes")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        settings = accelerator.state.deepspeed_plugin.deepspeed_config
+        settings["train_micro_batch_size_per_gpu"] = config.batch_size // processes  # it asks before it sees a loader
+        settings["gradient_clipping"] = config.max_grad_norm  # it clips itself, 0: not at all
+    return accelerator
+
+
+def shard_on_cpu() -> None:
+    """FSDP on CPUs, where it is asked for: accelerate 1.15 would train whole copies there, without a word."""
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and parse_flag_from_env("ACCELERATE_USE_CPU"):
+        state = PartialState(cpu=True)
+        if state.distributed_type == DistributedType.MULTI_CPU:
+            state.distributed_type = DistributedType.MULTI_GPU  # as which it reads FSDP's settings; the device stays

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
-from hfrecipes import command, lm, options, progress, results, settings
+from hfrecipes import command, files, lm, options, progress, settings
 from hfrecipes import corpus as data
 from hfrecipes import training as run
 from run_files import ROOT, figures, read_results
@@ -493,8 +493,8 @@ class TestOwnFolder:
         assert path.read_bytes() == before
 
     def test_ones_own_are_taken(self, finished, tmp_path):
-        results.require_own_folder("finetune.py", str(finished))
-        results.require_own_folder("finetune.py", str(tmp_path / "none"))
+        files.require_own_folder("finetune.py", str(finished))
+        files.require_own_folder("finetune.py", str(tmp_path / "none"))
 
     @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"command": null}', '{"command": ""}', "\xff"])
     def test_what_no_recipe_wrote(self, content, text, tmp_path, capsys):

@@ -116,10 +116,9 @@ def test_adapters_are_merged_in_the_end(finished, text, tmp_path):
 
 def test_yaml_holds_own_settings(tmp_path):
     path = tmp_path / "own.yaml"
-    path.write_text("patch: rms\nmethod: distil\ndistil_weight: 0.3\nlora_targets: [c_attn]\nlora_rank: 4\n")
+    path.write_text("patch: rms\nmethod: distil\ndistil_weight: 0.3\nlora_rank: 4\n")
     config = settings.read_run([str(path), "--distil_weight", "0.4"], "heal.py", "", (heal.HealConfig,))
     assert (config.patch, config.method, config.distil_weight) == ("rms", "distil", 0.4)
-    assert config.lora_targets == ["c_attn"]
     shared = settings.read_run([str(ROOT / "recipes/configs/lm.yaml")], "heal.py", "", (heal.HealConfig,))
     assert shared.steps == 150
 
@@ -129,8 +128,6 @@ def test_yaml_holds_own_settings(tmp_path):
     [
         ("--method distill", "--method"),
         ("--distil_weight 0", "--distil_weight"),
-        ("--lora_targets c_attn", "--lora_rank"),
-        ("--lora_rank 2 --lora_targets nothing", "--lora_targets nothing"),
         ("--variants rms", "--variants"),
         ("--patch control", "--patch control"),
         ("--patch rmss", "UnknownNameError"),
