@@ -34,7 +34,7 @@ from accelerate.utils import set_seed
 from hfrecipes.command import keep_freed_memory, run_recipe
 from hfrecipes.corpus import RecipeError
 from hfrecipes.curves import Panel, draw_panels
-from hfrecipes.files import read_results, require_comparable, write_json
+from hfrecipes.files import begin_results, write_json
 from hfrecipes.options import COUNT, NOT_NEGATIVE, POSITIVE, at_least, option
 from hfrecipes.progress import Progress
 from hfrecipes.report import hardware, provenance, table, versions
@@ -158,11 +158,8 @@ def sweep(config: StabilityConfig, command: str) -> None:
     if len(text) < config.block_size:
         raise RecipeError(f"the text has {len(text)} bytes, less than one block: a smaller --block_size, or more text")
     data = {"source": source, "sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
-    results = {"config": asdict(config), "data": data, "stages": {}, "wall_seconds": 0.0}
-    if config.resume and (out / "results.json").exists():
-        before = read_results(out / "results.json")
-        require_comparable(before, results, FREE_TO_CHANGE, out, "text")
-        results |= {"stages": before["stages"], "wall_seconds": before["wall_seconds"]}
+    fresh = {"config": asdict(config), "data": data, "stages": {}, "wall_seconds": 0.0}
+    results = begin_results(out, fresh, config.resume, FREE_TO_CHANGE, "text")
     batches = {seed: draw_batches(text, config, seed) for seed in config.seeds}
     results |= {"command": command, "hardware": hardware(accelerator), "versions": versions()}
     results["unigram_loss"] = {str(seed): unigram_losses(text, blocks) for seed, blocks in batches.items()}

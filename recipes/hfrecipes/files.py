@@ -29,25 +29,29 @@ def read_results(path: Path) -> dict[str, Any]:
     return results
 
 
-def require_comparable(
-    before: dict[str, Any], now: dict[str, Any], free_to_change: set[str], folder: Path, data: str = "data"
-) -> None:
-    """Refuse to go on with results of other settings or other data.
+def begin_results(
+    folder: Path, fresh: dict[str, Any], resume: bool, free_to_change: set[str], data: str = "data"
+) -> dict[str, Any]:
+    """A run's results: fresh ones, or with `resume` those of the folder, with the settings of now.
 
     Args:
-        before, now: results, with their config and data.
-        free_to_change: settings that may differ.
+        fresh: with its config and data.
+        free_to_change: settings that may differ from those of the run that is taken up.
         data: what the data are called.
 
     Raises:
-        RecipeError: says what has changed.
+        RecipeError: results.json can't be read, or says what has changed.
     """
-    settings = now["config"].items()
+    if not (resume and (folder / "results.json").exists()):
+        return fresh
+    before = read_results(folder / "results.json")
+    settings = fresh["config"].items()
     changed = [name for name, value in settings if name not in free_to_change and before["config"].get(name) != value]
-    if before["data"]["sha256"] != now["data"]["sha256"]:
+    if before["data"]["sha256"] != fresh["data"]["sha256"]:
         changed.append(f"{data} (its content)")
     if changed:
         raise RecipeError(f"can't resume {folder} with other settings: {', '.join(changed)} changed")
+    return before | {"config": fresh["config"]}
 
 
 def require_own_folder(recipe: str, folder: str) -> None:

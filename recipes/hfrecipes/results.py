@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from transformers import PreTrainedModel
 
 from .command import TrainingError
-from .files import folder_name, read_results, require_comparable, write_json
+from .files import begin_results, folder_name, write_json
 from .report import hardware, versions
 from .settings import FREE_TO_CHANGE
 from .tasks import Task
@@ -41,28 +41,22 @@ class OutputFolder:
         Raises:
             RecipeError: it can't be read, or other settings or data have changed.
         """
-        settings = {name: value for name, value in asdict(self.config).items() if name != "resume"}
-        path = self.out / "results.json"
-        if self.config.resume and path.exists():
-            self.results = read_results(path)
-            require_comparable(self.results, {"config": settings, "data": self.task.data}, free_to_change, self.out)
-            self.results["config"] = settings
-        else:
-            if self.main:
-                for stale in ("state", "best"):
-                    shutil.rmtree(self.out / stale, ignore_errors=True)
-            self.results = {
-                "command": self.command,
-                "config": settings,
-                "task": self.task.name,
-                "main": self.task.main,
-                "higher_is_better": self.task.higher_is_better,
-                "data": self.task.data,
-                "hardware": hardware(self.accelerator),
-                "versions": versions(),
-                "wall_seconds": 0.0,
-                "stages": {},
-            }
+        fresh = {
+            "command": self.command,
+            "config": {name: value for name, value in asdict(self.config).items() if name != "resume"},
+            "task": self.task.name,
+            "main": self.task.main,
+            "higher_is_better": self.task.higher_is_better,
+            "data": self.task.data,
+            "hardware": hardware(self.accelerator),
+            "versions": versions(),
+            "wall_seconds": 0.0,
+            "stages": {},
+        }
+        self.results = begin_results(self.out, fresh, self.config.resume, free_to_change)
+        if self.results is fresh and self.main:
+            for stale in ("state", "best"):
+                shutil.rmtree(self.out / stale, ignore_errors=True)
         self.started -= self.results["wall_seconds"]
         self.write_results()
 

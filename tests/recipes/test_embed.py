@@ -272,7 +272,7 @@ FEW = "--task embed --max_length 16 --batch_size 4 --tracker none"
 
 
 @pytest.mark.slow
-def test_training_and_resuming(folder, files, tmp_path):
+def test_training(folder, files, tmp_path):
     flags = f"{FEW} --model {folder} --heldout_passages 6 --heldout_pairs 6 --curve_passages 3 --calibration 12"
     flags += " --variants rope:max_positions=48 --steps 30 --learning_rate 3e-3 --eval_every 30"
     flags = [*flags.split(), "--text", *files]
@@ -283,10 +283,6 @@ def test_training_and_resuming(folder, files, tmp_path):
     assert stage["start"]["similarity"] < 0.999
     losses = stage["train_loss"]
     assert np.mean(losses[-8:]) < np.mean(losses[:8]) - 0.05, "it learns to tell pairs apart"
-    assert finetune.main([*flags, "--output_dir", str(tmp_path / "cut"), "--stop_after", "13"]) == 130
-    assert finetune.main([*flags, "--output_dir", str(tmp_path / "cut"), "--resume"]) == 0
-    resumed = read_results(tmp_path / "cut")["stages"]["rope:max_positions=48"]
-    assert (resumed["train_loss"], resumed["end"]) == (losses, stage["end"])
 
 
 def test_config_is_of_heal_and_can_work(tmp_path):

@@ -88,14 +88,6 @@ class TestRun:
         assert stages["baseline"]["end"]["loss"] == pytest.approx(before["loss"], abs=1e-6)
         assert stages["rms"]["start"]["loss"] == pytest.approx(before["loss"], abs=1e-4), "exact on a ViT"
 
-    def test_a_resumed_run_has_the_same_figures_to_the_bit(self, finished, tmp_path):
-        assert finetune.main(tiny(tmp_path, "--stop_after", 83, "--save_every", 20)) == 130
-        assert finetune.main(tiny(tmp_path, "--resume", "--save_every", 20)) == 0
-        ends = [
-            {name: stage["end"] for name, stage in read_results(out)["stages"].items()} for out in (finished, tmp_path)
-        ]
-        assert ends[0] == ends[1]
-
 
 class TestData:
     def test_digits(self):
