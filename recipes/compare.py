@@ -69,8 +69,6 @@ class CompareConfig(MethodConfig):
     def check(self) -> None:
         if not self.variants:
             raise RecipeError("--variants names nothing to compare with the control")
-        if self.patience is not None:
-            raise RecipeError("--patience would stop models at different steps, and budgets must be equal")
 
 
 def cells_of(config: Any) -> list[Cell]:

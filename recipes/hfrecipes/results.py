@@ -22,7 +22,7 @@ from .tasks import Task
 class OutputFolder:
     """What a run leaves on disk, written whole: a run that is killed goes on from the state before.
 
-    results.json has the records of finished models; of the one in training state/ has the newest state, best/ the best.
+    results.json has the records of finished models; of the one in training state/ has the newest state.
     """
 
     def __init__(self, config: Any, command: str, accelerator: Accelerator, task: Task) -> None:
@@ -55,8 +55,7 @@ class OutputFolder:
         }
         self.results = begin_results(self.out, fresh, self.config.resume, free_to_change)
         if self.results is fresh and self.main:
-            for stale in ("state", "best"):
-                shutil.rmtree(self.out / stale, ignore_errors=True)
+            shutil.rmtree(self.out / "state", ignore_errors=True)
         self.started -= self.results["wall_seconds"]
         self.write_results()
 
@@ -104,9 +103,6 @@ class OutputFolder:
                     shutil.rmtree(other)
         self.write_results()
 
-    def best_folder(self, name: str) -> str:
-        return str(self.out / "best" / folder_name(name))
-
     def count_seconds(self, record: dict[str, Any]) -> None:
         now = time.perf_counter()
         record["seconds"], self.mark = record["seconds"] + now - self.mark, now
@@ -122,8 +118,7 @@ class OutputFolder:
         self.results["stages"][name] = record
         self.write_results()
         if self.main:
-            for done in (self.out / "state", self.best_folder(name)):
-                shutil.rmtree(done, ignore_errors=True)
+            shutil.rmtree(self.out / "state", ignore_errors=True)
 
     def save_model(self, model: PreTrainedModel, folder: Path) -> None:
         """A checkpoint like any other, also of a model that the processes hold in pieces."""

@@ -70,9 +70,6 @@ class RunConfig:
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(None, "none: as accelerate launch says, else no")
     eval_every: int = option(10, "steps between points of the curves", COUNT)
     save_every: int = option(50, "steps between saved states", COUNT)
-    patience: int | None = option(
-        None, "stop a model after so many points of its curve without a better one, and go back to the best", COUNT
-    )
     seed: int = option(0, "of weights and of the order of the data; never of the split", NOT_NEGATIVE)
     resume: bool = option(False, "go on where a run with the same settings stopped")
     stop_after: int | None = option(None, "save and stop after so many steps, for machines with a time limit", COUNT)

@@ -105,15 +105,13 @@ class Run(OutputFolder):
             else:
                 record["start"] = self.measure(model, heldout)
                 record["curve"] = [{"step": 0, **self.measure(model, curve)}]
-            left = 0 if record.get("stopped_early") else steps - record["step"]
+            left = steps - record["step"]
             if left:
                 # Items are a function of (seed, index): going on is beginning at another index.
                 items = c.batch_size * accelerator.gradient_accumulation_steps  # in a step
                 train_set = Drawn(self.task, seed, (first + record["step"]) * items, left * items)
                 batches = iter(self.loader(train_set))
                 self.train(name, model, optimizer, scheduler, batches, objective, record, steps, curve)
-            if "best" in record:
-                accelerator.load_state(self.best_folder(name))
             record["end"] = self.measure(model, heldout) if steps else record["start"]
         self.finish(name, objective.finished(trained), record)
         accelerator.free_memory()
@@ -143,16 +141,12 @@ class Run(OutputFolder):
                     point = self.measure(model, curve)
                     record["curve"].append({"step": step, **point})
                     self.accelerator.log({f"{name}/heldout_{self.task.main}": point[self.task.main]}, step=step)
-                    record["stopped_early"] = self.out_of_patience(name, record)
                 bar.step(step, f"loss {loss:.3f}, {rate:,} {unit}/s")
                 stop = self.stop_requested()
-                last = step == steps or record.get("stopped_early", False)
-                if stop or last or step % c.save_every == 0:
+                if stop or step == steps or step % c.save_every == 0:
                     self.save_state(name, record)
                 if stop:
                     raise Stopped(f"stopped after step {step} of {steps} of {name!r}; everything is saved")
-                if last:
-                    break
 
     def train_step(
         self, where: str, model, optimizer, scheduler, batches: Iterator, objective: Objective
@@ -196,18 +190,6 @@ class Run(OutputFolder):
         model.eval()
         with really_called(model):
             return self.task.figures(model, loader, self.accelerator.gather_for_metrics)
-
-    def out_of_patience(self, name: str, record: dict[str, Any]) -> bool:
-        """With --patience: keep the best state seen; True once the curve has gone too long without a better one."""
-        if self.config.patience is None:
-            return False
-        figures = [point[self.task.main] for point in record["curve"][1:]]
-        best = figures.index((max if self.task.higher_is_better else min)(figures))
-        since = len(figures) - 1 - best
-        if since == 0:
-            self.accelerator.save_state(self.best_folder(name))
-            record["best"] = record["curve"][-1]["step"]
-        return since >= self.config.patience
 
     def stop_requested(self) -> bool:
         """Whether any of the processes was asked to stop, or has taken as many steps as --stop_after allows."""

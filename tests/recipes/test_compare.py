@@ -369,7 +369,6 @@ class TestSettings:
             ("--starts cold", "--starts"),
             ("--methods magic", "--methods"),
             ("--distil_weight 2 --methods distil", "--distil_weight"),
-            ("--patience 3", "--patience"),
             ("--margin -1", "--margin"),
             ("--baseline_steps 0", "--baseline_steps"),
             ("--baseline_steps 0 --starts reset copied", "--baseline_steps"),

@@ -258,30 +258,6 @@ def in_process(*argv):
     return subprocess.run([sys.executable, *map(str, argv)], env=env, capture_output=True, timeout=120, text=True)
 
 
-@pytest.mark.slow
-def test_patience_goes_back_to_the_best_point_and_resumes(text, tmp_path):
-    """A learning rate that spoils the model: the best point is the first one."""
-    spoilt = ["--patience", 2, "--learning_rate", "0.3", "--max_grad_norm", "0", "--resume"]
-    for name, stops in {"once": [], "often": [4, 3]}.items():
-        argv = tiny(tmp_path / name, text, *spoilt, variants="dyt control")
-        argv[argv.index("--steps") + 1] = "12"
-        for stop in stops:
-            assert finetune.main([*argv, "--stop_after", str(stop)]) == 130
-        assert finetune.main(argv) == 0
-    assert figures(tmp_path / "often") == figures(tmp_path / "once")
-    stages = read_results(tmp_path / "once")["stages"]
-    stopped = [stage for stage in stages.values() if stage["stopped_early"]]
-    assert stopped
-    for stage in stages.values():
-        points = {point["step"]: point["loss"] for point in stage["curve"][1:]}
-        assert points[stage["best"]] == min(points.values())
-    for stage in stopped:
-        assert stage["step"] < 12
-        assert stage["curve"][-1]["loss"] > min(point["loss"] for point in stage["curve"]), "or nothing is shown"
-    loss = heldout_loss(tmp_path / "once" / "control", text)
-    assert loss == pytest.approx(stages["control"]["end"]["loss"], rel=1e-5)
-
-
 class TestOptions:
     @pytest.mark.slow
     def test_gradient_checkpointing_changes_no_figure(self, finished, text, tmp_path):
