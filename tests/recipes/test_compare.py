@@ -374,8 +374,6 @@ class TestSettings:
             ("--baseline_steps 0 --starts reset copied", "--baseline_steps"),
         ],
     )
-    def test_refused_at_once(self, text, tmp_path, capsys, monkeypatch, flags, named):
-        monkeypatch.setattr(run.Run, "stage", lambda *a, **k: pytest.fail("training began"))
-        assert compare.main(tiny(tmp_path, text, *flags.split())) == 2
-        assert named in capsys.readouterr().err
+    def test_refused_at_once(self, text, tmp_path, refused, flags, named):
+        assert named in refused(compare, tiny(tmp_path, text, *flags.split()))
         assert not (tmp_path / "results.json").exists()

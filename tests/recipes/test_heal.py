@@ -134,9 +134,5 @@ def test_yaml_holds_own_settings(tmp_path):
         ("--start reset --baseline_steps 0", "--baseline_steps 0"),
     ],
 )
-def test_refused_at_once(text, tmp_path, capsys, monkeypatch, flags, named):
-    monkeypatch.setattr(run.Run, "stage", lambda *a, **k: pytest.fail("training began"))
-    assert heal.main(tiny(tmp_path, text, *flags.split())) == 2
-    error = capsys.readouterr().err.strip()
-    assert named in error
-    assert "\n" not in error
+def test_refused_at_once(text, tmp_path, refused, flags, named):
+    assert named in refused(heal, tiny(tmp_path, text, *flags.split()))
