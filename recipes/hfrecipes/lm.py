@@ -136,7 +136,13 @@ class LanguageModelling(Task):
         return {"input_ids": batch["input_ids"]}
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_nats(model, batch, self.masked)
+        """Per block the summed negative log-likelihood in nats, and the number of tokens that it is over."""
+        logits = model(input_ids=batch["input_ids"], **({} if self.masked else {"use_cache": False})).logits.float()
+        labels = batch["labels"]
+        if not self.masked:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+        return nats.view_as(labels).sum(1), (labels != -100).sum(1)
 
     def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
         """Loss in nats a token, perplexity and, for causal models, bits a byte of the text predicted."""
@@ -148,16 +154,6 @@ class LanguageModelling(Task):
             "perplexity": math.exp(min(loss, 700)),
             "bits_per_byte": None if self.masked else nats / math.log(2) / loader.dataset.sizes.sum(),
         }
-
-
-def token_nats(model: nn.Module, batch: Batch, masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per block: the summed negative log-likelihood in nats, and the number of tokens it is over. Both (B,)."""
-    logits = model(input_ids=batch["input_ids"], **({} if masked else {"use_cache": False})).logits.float()
-    labels = batch["labels"]
-    if not masked:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
-    return nats.view_as(labels).sum(1), (labels != -100).sum(1)
 
 
 def is_masked(config: transformers.PreTrainedConfig) -> bool:
