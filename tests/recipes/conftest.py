@@ -43,7 +43,7 @@ def refused(capsys, monkeypatch):
     """Runs a recipe that refuses its flags before anything is trained; the line that it says."""
     from hfrecipes.training import Run
 
-    monkeypatch.setattr(Run, "stage", lambda *a, **k: pytest.fail("training began"))
+    monkeypatch.setattr(Run, "train", lambda *a, **k: pytest.fail("training began"))
 
     def run(recipe, flags):
         assert recipe.main([*map(str, flags)]) == 2
