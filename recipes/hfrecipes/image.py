@@ -56,8 +56,10 @@ class ImageClassification(Task):
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config = c = config
-        self.size, self.patch = (32, 4) if c.data else (8, 2)  # sides, of the ViT made from scratch
-        self.processor = load(AutoImageProcessor, c.model) if c.model else scaling_to(self.size)
+        self.side, self.patch = (
+            (32, 4) if c.data else (8, 2)
+        )  # of images and patches, from scratch
+        self.processor = load(AutoImageProcessor, c.model) if c.model else scaling_to(self.side)
         train, heldout = read_images(c.data)
         digest = hashlib.sha256(f"{train._fingerprint} {heldout._fingerprint}".encode()).hexdigest()
         names = train.features["label"].names
@@ -86,7 +88,7 @@ class ImageClassification(Task):
             self.keep_head = self.keep_head and not found["missing_keys"]
             return model
         vit = transformers.ViTConfig(
-            image_size=self.size,
+            image_size=self.side,
             patch_size=self.patch,
             hidden_size=c.width,
             num_hidden_layers=c.layers,
