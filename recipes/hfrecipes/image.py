@@ -56,9 +56,7 @@ class ImageClassification(Task):
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config = c = config
-        self.side, self.patch = (
-            (32, 4) if c.data else (8, 2)
-        )  # of images and patches, from scratch
+        self.side, self.patch = (32, 4) if c.data else (8, 2)  # of images and patches, from scratch
         self.processor = load(AutoImageProcessor, c.model) if c.model else scaling_to(self.side)
         train, heldout = read_images(c.data)
         digest = hashlib.sha256(f"{train._fingerprint} {heldout._fingerprint}".encode()).hexdigest()
