@@ -13,7 +13,6 @@ In the output folder: report.html, results.md, results.json, curves.png. A grid 
 goes on with --resume, and trains no model twice; one stopped by Ctrl-C or SIGTERM reports what is finished.
 """
 
-import copy
 import os
 import shutil
 import sys
@@ -24,17 +23,16 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
 
-from hfrecipes.command import DivergedError
+from hfrecipes.command import DivergedError, keep_freed_memory
 from hfrecipes.compare_report import compare_report, draw_grid, html_report
 from hfrecipes.corpus import RecipeError
-from hfrecipes.memory import keep_freed_memory
-from hfrecipes.methods import METHODS, Distil, Method, MethodConfig, objective, with_adapters
+from hfrecipes.files import folder_name
+from hfrecipes.methods import METHODS, Distil, Method, MethodConfig, objective
 from hfrecipes.options import COUNT, NOT_NEGATIVE, option
 from hfrecipes.paired import Cell
-from hfrecipes.results import folder_name
 from hfrecipes.settings import CONTROL, FREE_TO_CHANGE
 from hfrecipes.start import Baseline, check_patch
-from hfrecipes.training import Run, run_recipe
+from hfrecipes.training import Run, run_training
 
 STARTS = ("repaired", "self", "auto", "copied", "reset")
 # What may change when a grid goes on: finished models keep their figures, others come on top.
@@ -69,11 +67,8 @@ class CompareConfig(MethodConfig):
         self.start = next((start for start in self.starts if start != "reset"), "reset")
 
     def check(self) -> None:
-        super().check()
         if not self.variants:
             raise RecipeError("--variants names nothing to compare with the control")
-        if self.patience is not None:
-            raise RecipeError("--patience would stop models at different steps, and budgets must be equal")
 
 
 def cells_of(config: Any) -> list[Cell]:
@@ -97,8 +92,6 @@ def compare(run: Run) -> None:
     first = Baseline(run.task, c, c.seeds[0], [])
     for variant, start in product(c.variants, c.starts):
         check_patch(first.model, variant, start)
-    if c.lora_rank:
-        with_adapters(copy.deepcopy(first.model), c)  # unknown --lora_targets are refused before anything is trained
     run.open_results(FREE_TO_CHANGE | GRID)
     run.results["control_method"] = control_method(c)
     run.results["grid"] = [cell._asdict() for cell in cells]
@@ -151,8 +144,7 @@ def draw_reports(results: dict[str, Any], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    return run_recipe("compare.py", argv, __doc__.split("\n\n")[1], compare, CompareConfig)
+    return run_training("compare.py", argv, __doc__, compare, CompareConfig)
 
 
 if __name__ == "__main__":

@@ -29,15 +29,14 @@ import torch
 import transformers
 from accelerate import Accelerator
 from hfrecipes.adapters import lm_eval_figures, sentence_transformers_figures
-from hfrecipes.agreement import agreement
-from hfrecipes.command import exit_status
+from hfrecipes.command import NotFiniteError, keep_freed_memory, run_recipe
 from hfrecipes.corpus import RecipeError
 from hfrecipes.embed import Embedding
-from hfrecipes.memory import keep_freed_memory
+from hfrecipes.files import write_json
+from hfrecipes.methods import agreement
 from hfrecipes.options import COUNT, at_least, option
-from hfrecipes.report import data_line, hardware, machine, show, table, versions
-from hfrecipes.results import require_own_folder, write_json
-from hfrecipes.settings import check_output_folder, chosen_task, read_settings, spell_out
+from hfrecipes.report import data_line, hardware, machine, show, table, versions, words
+from hfrecipes.settings import chosen_task, read_settings, spell_out
 from hfrecipes.sweep import SWEEPS, Row, draw
 from hfrecipes.tasks import Figures, Task, find_task
 from hfrecipes.texts import is_path
@@ -75,41 +74,33 @@ class EvaluateConfig:
     lm_eval_limit: int | None = option(None, "examples of each task of lm-eval; none: all", COUNT)
     sentence_transformers: bool = option(False, "also sentence-transformers' evaluators, on the task's pairs")
 
+    def check(self) -> None:
+        self.models = list(dict.fromkeys(self.models or filter(None, [self.model])))
+        if not self.models:
+            raise RecipeError("nothing to evaluate: give --models FOLDER_OR_ID ...")
+        for source in [*self.models, *filter(None, [self.against])]:
+            if is_path(source) and not Path(source).is_dir():
+                raise RecipeError(f"there is no model folder {source}")
+        self.model, self.reference = self.models[0], self.against
+        if self.lengths and self.task not in SWEEPS:
+            raise RecipeError(f"--lengths: inputs of --task {self.task} have no length to sweep")
+        for name, (package, suits) in EXTRAS.items():
+            if getattr(self, name) and self.task != suits:
+                raise RecipeError(f"--{name} is for --task {suits}")
+            if getattr(self, name) and importlib.util.find_spec(name) is None:
+                raise RecipeError(f"--{name} needs the package: pip install {package}")
+
 
 # A task's settings of training, of curves and of models made from scratch; --models takes the place of --model.
 UNUSED = {"learning_rate", "calibration", "variants", "model", "layers", "width", "vocab_size", "reference"}
-UNUSED |= {"dropout", "patch_size", "shift"}
-UNUSED |= {"curve_blocks", "curve_texts", "curve_passages", "curve_images"}
+UNUSED |= {"dropout", "curve_blocks", "curve_texts", "curve_passages", "curve_images"}
 EXTRAS = {"lm_eval": ("lm-eval", "lm"), "sentence_transformers": ("sentence-transformers", "embed")}  # package, task
 
 
-def read(argv: list[str]) -> Any:
-    """The recipe's own settings and the task's.
-
-    Raises:
-        RecipeError: they can't work.
-    """
+def read(argv: list[str], recipe: str, about: str) -> Any:
+    """The recipe's own settings and the task's."""
     flags = spell_out(argv)
-    task = chosen_task(flags)
-    config = read_settings((EvaluateConfig, task.Config), "evaluate.py", flags, __doc__.split("\n\n")[1], UNUSED)
-    config.models = list(dict.fromkeys(config.models or filter(None, [config.model])))
-    if not config.models:
-        raise RecipeError("nothing to evaluate: give --models FOLDER_OR_ID ...")
-    for source in [*config.models, *filter(None, [config.against])]:
-        if is_path(source) and not Path(source).is_dir():
-            raise RecipeError(f"there is no model folder {source}")
-    config.model, config.reference = config.models[0], config.against
-    task.check(config)
-    if config.lengths and config.task not in SWEEPS:
-        raise RecipeError(f"--lengths: inputs of --task {config.task} have no length to sweep")
-    for name, (package, suits) in EXTRAS.items():
-        if getattr(config, name) and config.task != suits:
-            raise RecipeError(f"--{name} is for --task {suits}")
-        if getattr(config, name) and importlib.util.find_spec(name) is None:
-            raise RecipeError(f"--{name} needs the package: pip install {package}")
-    check_output_folder(config.output_dir)
-    require_own_folder("evaluate.py", config.output_dir)
-    return config
+    return read_settings((EvaluateConfig, chosen_task(flags).Config), flags, recipe, about, UNUSED)
 
 
 class Evaluation:
@@ -306,39 +297,41 @@ def markdown(results: dict[str, Any], names: dict[str, str]) -> str:
 
 def lines_of(rows: list[dict[str, Any]]) -> list[str]:
     """A table of rows that need not have the same columns; one without any value is left out."""
-    names = dict.fromkeys(name for row in rows for name, value in row.items() if value not in (None, ""))
-    return table([[name.replace("_", " "), *(cell(row.get(name, "-")) for row in rows)] for name in names])
+    written = [{words(name): cell(value) for name, value in row.items() if value not in (None, "")} for row in rows]
+    names = dict.fromkeys(name for row in written for name in row)
+    return table([{name: row.get(name, "-") for name in names} for row in written])
 
 
-def cell(value: float | str | None) -> str:
+def cell(value: float | str) -> str:
     if isinstance(value, float):
         return f"{value:z.4f}" if value < 10 else show(value)
-    return f"{value:,}" if isinstance(value, int) else value or "-"
+    return f"{value:,}" if isinstance(value, int) else value
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the recipe. Returns the exit status: 0, 1 (a model's figures aren't numbers) or 2 (bad input)."""
-    argv, failed = sys.argv[1:] if argv is None else argv, {}
-    transformers.logging.disable_progress_bar()
+def evaluate(config: Any, command: str) -> None:
+    """Measure, write and print.
 
-    def work(command: str) -> None:
-        evaluation = Evaluation(read(argv))
-        results, out = evaluation.run(command), evaluation.out
-        failed.update(results["failed"])
-        if not evaluation.accelerator.is_main_process:
-            return
+    Raises:
+        NotFiniteError: the figures of a model aren't numbers; those of the others are written.
+    """
+    evaluation, out = Evaluation(config), Path(config.output_dir)
+    results = evaluation.run(command)
+    if evaluation.accelerator.is_main_process:
         text = markdown(results, evaluation.names)
         write_json(out / "results.json", results)
         (out / "results.md").write_text(text, "utf-8")
         if any("loss" in row or "mrr" in row for row in evaluation.rows):
             draw(evaluation.rows, evaluation.trained, out / "lengths.png")
         print(f"{text}\nin {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+    if evaluation.failed:
+        told = ". ".join(f"{source}: {broken}" for source, broken in evaluation.failed.items())
+        raise NotFiniteError(f"{told}. The figures of the others are written")
 
-    status = exit_status("evaluate.py", argv, work, resumable=False)
-    if failed:
-        told = ". ".join(f"{source}: {broken}" for source, broken in failed.items())
-        print(f"NotFiniteError: {told}. The figures of the others are written", file=sys.stderr)
-    return 1 if failed else status
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the recipe. Returns the exit status: 0, 1 (a model's figures aren't numbers) or 2 (bad input)."""
+    transformers.logging.disable_progress_bar()
+    return run_recipe("evaluate.py", argv, __doc__, read, evaluate, resumable=False)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ import sys
 # Threads that spin while they wait make a step ten times slower as soon as something else wants a core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
-from hfrecipes.memory import keep_freed_memory
+from hfrecipes.command import keep_freed_memory
 from hfrecipes.methods import Method
 from hfrecipes.report import draw_curves, report
 from hfrecipes.start import Baseline
-from hfrecipes.training import Run, run_recipe
+from hfrecipes.training import Run, run_training
 from transformers import PreTrainedModel
 
 
@@ -45,7 +45,7 @@ def finetune(run: Run) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_recipe("finetune.py", sys.argv[1:] if argv is None else argv, __doc__.split("\n\n")[1], finetune)
+    return run_training("finetune.py", argv, __doc__, finetune)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ healed and control. `--resume` goes on where a stopped run was, to the bit on on
 """
 
 import argparse
-import copy
 import os
 import sys
 from dataclasses import dataclass
@@ -24,16 +23,15 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
 import torch
-from hfrecipes.agreement import agreement
+from hfrecipes.command import keep_freed_memory
 from hfrecipes.corpus import RecipeError
-from hfrecipes.memory import keep_freed_memory
-from hfrecipes.methods import METHODS, MethodConfig, objective, with_adapters
+from hfrecipes.files import folder_name
+from hfrecipes.methods import METHODS, MethodConfig, agreement, objective
 from hfrecipes.options import option
 from hfrecipes.report import draw_healing, heal_report
-from hfrecipes.results import folder_name
 from hfrecipes.settings import CONTROL, parse_variant
 from hfrecipes.start import Baseline
-from hfrecipes.training import Run, run_recipe
+from hfrecipes.training import Run, run_training
 from transformers import PreTrainedModel
 
 SWAPPED, HEALED = "swapped", "healed"
@@ -56,7 +54,6 @@ class HealConfig(MethodConfig):
     variants: list[str] = option([], argparse.SUPPRESS)  # finetune.py's
 
     def check(self) -> None:
-        super().check()
         if self.method == "distil" and self.distil_weight == 1:
             self.no_control = True  # without labels there is nothing that an unpatched copy would learn
         if not parse_variant(self.patch):
@@ -69,8 +66,6 @@ def heal(run: Run) -> None:
     """A baseline, its unpatched copy, and its patched copy right after the patch and healed: each a stage."""
     c = run.config
     baseline = Baseline(run.task, c, c.seed, [c.patch])
-    if c.lora_rank:
-        with_adapters(copy.deepcopy(baseline.model), c)  # unknown --lora_targets are refused before anything is trained
     method = objective(c.method, run.task, baseline.copy, c, c.patch)
     plain = objective("finetune", run.task, baseline.copy, c, CONTROL)
     run.open_results()
@@ -108,11 +103,10 @@ def compare_with_teacher(run: Run, baseline: Baseline) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    if "--variants" in argv:  # which a file for finetune.py may name
+    if "--variants" in (sys.argv if argv is None else argv):  # which a file for finetune.py may name
         print("RecipeError: heal.py brings one --patch back; compare.py takes several --variants", file=sys.stderr)
         return 2
-    return run_recipe("heal.py", argv, __doc__.split("\n\n")[1], heal, HealConfig)
+    return run_training("heal.py", argv, __doc__, heal, HealConfig)
 
 
 if __name__ == "__main__":

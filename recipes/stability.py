@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,19 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
 
 import numpy as np
+import pandas as pd
 import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from hfrecipes.command import exit_status
+from hfrecipes.command import keep_freed_memory, run_recipe
 from hfrecipes.corpus import RecipeError
-from hfrecipes.depth_report import depth_report, draw_depths
-from hfrecipes.memory import keep_freed_memory
+from hfrecipes.curves import Panel, draw_panels
+from hfrecipes.files import begin_results, write_json
 from hfrecipes.options import COUNT, NOT_NEGATIVE, POSITIVE, at_least, option
 from hfrecipes.progress import Progress
-from hfrecipes.report import hardware, versions
-from hfrecipes.results import read_results, require_comparable, require_own_folder, write_json
-from hfrecipes.settings import check_output_folder, read_settings
+from hfrecipes.report import hardware, provenance, table, versions
+from hfrecipes.settings import read_settings
 from hfrecipes.texts import TextConfig, read_texts
 from torch import Tensor, nn
 
@@ -46,6 +47,10 @@ from hfpatch.plan import plan_patch
 
 NATIVE = {"post": False, "pre": True}  # OPT's do_layer_norm_before
 BYTES, HEAD = 256, 16
+MARGIN = 0.05  # nats: what a model must know beyond how often each byte occurs
+LABELS = {"post": "post-norm", "pre": "pre-norm", "deepnorm": "DeepNorm"}
+
+Results = dict[str, Any]
 
 
 @dataclass
@@ -69,18 +74,15 @@ class StabilityConfig:
     width: int = option(32, "of the models; a head takes 16 of it", COUNT)
     resume: bool = option(False, "go on where a run with the same settings stopped")
 
+    def check(self) -> None:
+        if self.width % HEAD:
+            raise RecipeError(f"--width must be a multiple of {HEAD}, not {self.width}")
+        for variant in self.variants:
+            if variant not in NATIVE:
+                plan_patch(build(self, "post", depth=2, seed=0), norm=variant, init="reset")  # refuses what it can't do
+
 
 FREE_TO_CHANGE = {"variants", "depths", "seeds", "output_dir", "resume"}  # finished models stay comparable
-
-
-def check(config: StabilityConfig) -> None:
-    """Refuse what can't work before anything is read, trained or written."""
-    if config.width % HEAD:
-        raise RecipeError(f"--width must be a multiple of {HEAD}, not {config.width}")
-    for variant in config.variants:
-        if variant not in NATIVE:
-            plan_patch(build(config, "post", depth=2, seed=0), norm=variant, init="reset")  # refuses what it can't do
-    check_output_folder(config.output_dir)
 
 
 def build(config: StabilityConfig, variant: str, depth: int, seed: int) -> transformers.OPTForCausalLM:
@@ -156,11 +158,8 @@ def sweep(config: StabilityConfig, command: str) -> None:
     if len(text) < config.block_size:
         raise RecipeError(f"the text has {len(text)} bytes, less than one block: a smaller --block_size, or more text")
     data = {"source": source, "sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
-    results = {"config": asdict(config), "data": data, "stages": {}, "wall_seconds": 0.0}
-    if config.resume and (out / "results.json").exists():
-        before = read_results(out / "results.json")
-        require_comparable(before, results, FREE_TO_CHANGE, out, "text")
-        results |= {"stages": before["stages"], "wall_seconds": before["wall_seconds"]}
+    fresh = {"config": asdict(config), "data": data, "stages": {}, "wall_seconds": 0.0}
+    results = begin_results(out, fresh, config.resume, FREE_TO_CHANGE, "text")
     batches = {seed: draw_batches(text, config, seed) for seed in config.seeds}
     results |= {"command": command, "hardware": hardware(accelerator), "versions": versions()}
     results["unigram_loss"] = {str(seed): unigram_losses(text, blocks) for seed, blocks in batches.items()}
@@ -182,17 +181,87 @@ def sweep(config: StabilityConfig, command: str) -> None:
             print(f"\n{report}\nin {out}: results.md, results.json, curves.png")
 
 
+# -- what a reader sees
+
+
+def end(figures: list[float]) -> float:
+    """Mean of the last tenth."""
+    return float(np.mean(figures[-max(1, len(figures) // 10) :]))
+
+
+def verdict(stage: dict[str, Any], unigram: list[float]) -> str:
+    """Against a model that knows how often each byte occurs and no more, on the same batches."""
+    if stage["not_finite_at"]:
+        return "diverged"
+    return "trains" if end(stage["loss"]) < end(unigram) - MARGIN else "stalled"
+
+
+def depth_table(results: Results) -> pd.DataFrame:
+    """Text of a row for each depth and variant, with ranges over seeds."""
+    rows = []
+    for stage in results["stages"].values():
+        unigram = results["unigram_loss"].get(str(stage["seed"]))
+        if unigram:  # a seed that isn't asked for any more has none
+            loss = np.inf if stage["not_finite_at"] else end(stage["loss"])
+            named = {"layers": stage["depth"], "variant": LABELS.get(stage["variant"], stage["variant"])}
+            figures = {"loss": loss, "below unigram": end(unigram) - loss}
+            norms = {"gradient, step 1": stage["grad_norm"][:1], "largest gradient": stage["grad_norm"]}
+            figures |= {name: max(found, default=np.nan) for name, found in norms.items()}
+            rows.append({**named, "verdict": verdict(stage, unigram), **figures})
+    groups = pd.DataFrame(rows).groupby(["layers", "variant"], sort=False)
+    return groups.agg(spread).reset_index().astype(str)
+
+
+def spread(values: pd.Series) -> str:
+    """The least and the largest of several figures, or how often each word occurs."""
+    if values.name == "verdict":
+        return ", ".join(f"{word} {count} of {len(values)}" for word, count in values.value_counts().items())
+    return " to ".join(dict.fromkeys(f"{value:.3f}" for value in (values.min(), values.max())))
+
+
+def depth_report(results: Results) -> str:
+    """The results as Markdown that is also aligned in a terminal."""
+    config, frame = results["config"], depth_table(results)
+    lines = [
+        "Training loss in nats a byte, and the norm of the whole gradient.",
+        "",
+        *table(frame),
+        "",
+        f"*loss*: mean of the last tenth of {config['steps']} steps. *below unigram*: how far that is below the "
+        "loss of a model that knows how often each byte occurs and no more, on the same batches. *verdict*: stalled "
+        f"is less than {MARGIN} below; diverged is a loss or gradient that isn't finite.",
+        f"OPT of width {config['width']} from Xavier's initial weights; AdamW (.9, .98), "
+        f"learning rate {config['learning_rate']:g}, {config['warmup_steps']} steps of warmup, then constant; "
+        f"{config['batch_size']} x {config['block_size']} bytes a step; "
+        f"seeds {', '.join(map(str, config['seeds']))}.",
+        *provenance(results),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def draw_depths(results: Results, path: Path) -> None:
+    """The loss by step, a panel for each depth, against that of the unigram model."""
+    unigram = smooth({int(seed): losses for seed, losses in results["unigram_loss"].items()})
+    stages, panels = pd.DataFrame(results["stages"].values()), []
+    for depth, of_depth in stages.groupby("depth"):
+        lines = {
+            LABELS.get(variant, variant): smooth(dict(zip(found.seed, found.loss, strict=True)))
+            for variant, found in of_depth.groupby("variant", sort=False)
+        }
+        panels.append(Panel(f"{depth} layers", "training loss", lines, unigram, "unigram model", margin=MARGIN))
+    draw_panels(panels, path)
+
+
+def smooth(losses: dict[int, list[float]]) -> pd.DataFrame:
+    """Curves of several seeds, as far as all of them go: means over a twentieth of the steps, at the last of these."""
+    curves = pd.DataFrame({seed: pd.Series(found, dtype=float) for seed, found in losses.items()}).dropna()
+    width = max(1, len(curves) // 20)
+    return curves.groupby(lambda step: (step // width + 1) * width).mean()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe. Returns the exit status: 0, 2 (bad input) or 130 (stopped)."""
-    argv = sys.argv[1:] if argv is None else argv
-
-    def work(command: str) -> None:
-        config = read_settings(StabilityConfig, "stability.py", argv, __doc__.split("\n\n")[1])
-        check(config)
-        require_own_folder("stability.py", config.output_dir)
-        sweep(config, command)
-
-    return exit_status("stability.py", argv, work)
+    return run_recipe("stability.py", argv, __doc__, partial(read_settings, StabilityConfig), sweep)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,14 @@ from sklearn.metrics import f1_score, precision_recall_curve
 from sklearn.multiclass import OneVsRestClassifier
 from sklearn.preprocessing import MultiLabelBinarizer
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
 from .corpus import Document, RecipeError, train_tokenizer
 from .labelled import SPLITS, DataConfig, Labelled, LabelledData, read_labelled
 from .options import COUNT, NOT_NEGATIVE, at_least, option
 from .settings import CONTROL
-from .tasks import Batch, Figures, Task, load, load_whole
+from .tasks import Batch, Figures, Task, load, load_whole, place_of
 
 THRESHOLD = "threshold.json"  # beside a saved model of several labels
 Item = dict[str, Any]  # input_ids and, as the loss takes them, labels: 0 or 1 for each, or one number
@@ -52,6 +52,12 @@ class ClassificationConfig(DataConfig):
     variants: list[str] = option(["rms", "dyt", CONTROL], "what to compare; see --task lm")
     batch_size: int = option(64, "texts in a batch, over all processes", COUNT)
 
+    def check(self) -> None:
+        if self.width % 32:
+            raise RecipeError(f"--width must be a multiple of 32, not {self.width}")
+        if not self.dropout < 1:
+            raise RecipeError(f"--dropout must be below 1, not {self.dropout:g}")
+
 
 class Classification(Task):
     """Labels of a text: the likeliest one, or all whose probability reaches a threshold.
@@ -69,13 +75,6 @@ class Classification(Task):
     higher_is_better = True
     threshold: float | None = None
     given: float | None = None
-
-    @classmethod
-    def check(cls, config: Any) -> None:
-        if config.width % 32:
-            raise RecipeError(f"--width must be a multiple of 32, not {config.width}")
-        if not config.dropout < 1:
-            raise RecipeError(f"--dropout must be below 1, not {config.dropout:g}")
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config, self.accelerator = config, accelerator
@@ -208,8 +207,9 @@ class Classification(Task):
 
     # -- training and measuring
 
-    def train_set(self, seed: int, first: int, count: int) -> Dataset:
-        return Drawn(self.train_texts, seed, first, count, self.config.batch_size)
+    def item(self, seed: int, number: int) -> Item:
+        """Each text once an epoch, beside others of like length."""
+        return self.train_texts[place_of(seed, number, len(self.train_texts), self.config.batch_size)]
 
     def collate(self, items: list[Item]) -> Batch:
         """Tokens padded to the longest text of the batch."""
@@ -258,36 +258,6 @@ class Classification(Task):
     def dev_loader(self) -> DataLoader:
         loader = DataLoader(self.dev, self.config.batch_size, collate_fn=self.collate, generator=torch.Generator())
         return prepare_data_loader(loader, self.accelerator.device, split_batches=True, put_on_device=True)
-
-
-class Drawn(Dataset):
-    """Each text once an epoch, beside others of like length. Item i is a function of (seed, first + i).
-
-    Args:
-        texts: in the order of their lengths.
-        group: so many lie side by side.
-    """
-
-    def __init__(self, texts: list[Item], seed: int, first: int, count: int, group: int) -> None:
-        self.texts, self.seed, self.first, self.count, self.group = texts, seed, first, count, group
-        self.order: tuple[int, np.ndarray] = (-1, np.empty(0))
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Item:
-        epoch, place = divmod(self.first + index, len(self.texts))
-        if self.order[0] != epoch:
-            self.order = (epoch, self.shuffled(epoch))
-        return self.texts[self.order[1][place]]
-
-    def shuffled(self, epoch: int) -> np.ndarray:
-        """All places in random order, but sorted by length within every eight groups, whose order is random again."""
-        random, pool = np.random.default_rng((self.seed, epoch)), 8 * self.group
-        places = random.permutation(len(self.texts))
-        pools = [np.sort(places[start : start + pool]) for start in range(0, len(places), pool)]
-        groups = [alike[start : start + self.group] for alike in pools for start in range(0, len(alike), self.group)]
-        return np.concatenate([groups[i] for i in random.permutation(len(groups))])
 
 
 def longest(config: Any, given: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> int:

@@ -17,7 +17,6 @@ from .paired import (
     SAME,
     UNDECIDED,
     WORSE,
-    Cell,
     ranking,
     read_grid,
     summarise,
@@ -36,7 +35,7 @@ def compare_report(results: Results) -> str:
     found = contents(results)
     lines = [f"# {found['title']}", "", *(f"* {line}" for line in found["told"]), ""]
     for frame in found["tables"].values():
-        lines += [*table([[name, *frame[name]] for name in frame]), ""]
+        lines += [*table(frame), ""]
     lines += [f"*{name}*: {text}" for name, text in found["definitions"].items()]
     return "\n".join([*lines, "", *found["provenance"]]) + "\n"
 
@@ -48,16 +47,11 @@ def html_report(results: Results, curves: Path) -> str:
         curves: the drawing, which becomes part of it.
     """
     page = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
-    settings = {"setting": results["config"].keys(), "value": map(str, results["config"].values())}
     return page.get_template("report.html.j2").render(
         **contents(results),
         curves=base64.b64encode(curves.read_bytes()).decode(),
         about_curves=ABOUT,
-        folded={
-            **other_figures(results),
-            "Every model": every_model(results),
-            "All settings": pd.DataFrame(settings),
-        },
+        folded=other_figures(results),
         signs=SIGNS,
     )
 
@@ -162,15 +156,6 @@ def other_figures(results: Results) -> dict[str, pd.DataFrame]:
     tables = {name: main_table(results | {"main": name}) for name in names}
     judged = ["verdict", "recovered", "seeds needed"]
     return {words(name): frame.drop(columns=judged, errors="ignore") for name, frame in tables.items()}
-
-
-def every_model(results: Results) -> pd.DataFrame:
-    grid = read_grid(results)
-    shown = grid.loc[grid.done, [*Cell._fields, "swapped", "end", "difference", "failed"]]
-    shown = shown.rename(columns={"swapped": "after the swap"}).astype(object)
-    return shown.map(
-        lambda value: "-" if pd.isna(value) else f"{value:.4f}" if isinstance(value, float) else str(value)
-    )
 
 
 # -- words

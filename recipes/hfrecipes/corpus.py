@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import ByteLevelBPETokenizer, processors
 from torch.utils.data import Dataset
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -109,22 +109,13 @@ def train_tokenizer(
     names = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     if classifier:
         names = {"pad_token": "[PAD]", "cls_token": "[CLS]"}
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.Lowercase() if classifier else None
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=classifier)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes: no text is ever unknown
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(dict.fromkeys(names.values())),
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((d.text for d in documents), trainer)
+    bpe = ByteLevelBPETokenizer(lowercase=classifier, add_prefix_space=classifier)
+    special = list(dict.fromkeys(names.values()))
+    bpe.train_from_iterator((d.text for d in documents), vocab_size, 0, show_progress=False, special_tokens=special)
     if classifier:
-        begin = [("[CLS]", tokenizer.token_to_id("[CLS]"))]
-        tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=begin)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+        begin = [("[CLS]", bpe.token_to_id("[CLS]"))]
+        bpe.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=begin)
+    fast = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **names)
     fast.save_pretrained(folder)
     return fast
 
@@ -184,22 +175,6 @@ class Masked:
         self.collator.generator = torch.Generator().manual_seed(seed)
         block = torch.cat([torch.tensor(self.first), tokens, torch.tensor(self.last)]).long()
         return {name: value[0] for name, value in self.collator([block]).items()}
-
-
-class TrainBlocks(Dataset):
-    """Blocks at random places of the stream. Item i depends on (seed, first + i) and on nothing else."""
-
-    def __init__(self, tokens: np.ndarray, task: Causal | Masked, seed: int, first: int, length: int) -> None:
-        self.tokens, self.task, self.seed, self.first, self.length = tokens, task, seed, first, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        random = np.random.default_rng((self.seed, self.first + index))
-        start = random.integers(len(self.tokens) - self.task.content + 1)
-        block = torch.from_numpy(self.tokens[start : start + self.task.content]).long()
-        return self.task(block, seed=int(random.integers(2**31)))
 
 
 class HeldOutBlocks(Dataset):

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from .corpus import RecipeError, fingerprint, split_documents
 from .encoder import MINILM, hidden_states, longest_input, open_encoder
 from .options import COUNT, NOT_NEGATIVE, POSITIVE, at_least, option
-from .passages import SHORTEST_PASSAGE, Corpus, TrainTexts, length_at
+from .passages import SHORTEST_PASSAGE, Corpus, length_at
 from .tasks import Batch, Figures, Task
 from .texts import TextConfig, read_texts
 
@@ -124,8 +124,18 @@ class Embedding(Task):
 
     # -- learning
 
-    def train_set(self, seed: int, first: int, count: int) -> TrainTexts:
-        return TrainTexts(self.corpus, self.config.max_length, self.config.batch_size, seed, first, count)
+    def item(self, seed: int, number: int) -> dict[str, Any]:
+        """A passage, its length in tokens and, where there are any, a pair.
+
+        The passages of a batch have the same length, so that it holds little padding.
+        """
+        shared = np.random.default_rng((seed, 0, number // self.config.batch_size))
+        own = np.random.default_rng((seed, 1, number))
+        length = length_at(shared.random(), self.config.max_length)
+        item: dict[str, Any] = {"passage": self.corpus.passage(length, own), "length": length}
+        if self.corpus.pairs:
+            item["query"], item["target"] = self.corpus.pairs[own.integers(len(self.corpus.pairs))]
+        return item
 
     def encode(self, text: str, length: int) -> torch.Tensor:
         """At most `length` token ids of a text, (T,), special ones among them."""

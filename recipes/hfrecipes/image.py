@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ import transformers
 from accelerate import Accelerator
 from PIL import Image
 from torch import nn
-from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
 
 from hfpatch.runtime.errors import first_line
 
 from .corpus import RecipeError
-from .options import COUNT, NOT_NEGATIVE, option
-from .tasks import Batch, Figures, Task, load, load_whole
+from .options import COUNT, option
+from .tasks import Batch, Figures, Task, load, load_whole, place_of
 
 HELD_OUT = 0.2  # share of images where the data has no split of its own
 
@@ -37,17 +35,14 @@ class ImageClassificationConfig:
         "split), or a datasets id; none: the 1,797 handwritten digits of 8 x 8 that scikit-learn brings",
     )
     model: str | None = option(None, "a folder or Hub id of an image model; none: a small ViT from scratch")
-    image_size: int | None = option(
-        None, "side of the images that the ViT made from scratch takes; none: 8 or 32", COUNT
-    )
-    patch_size: int | None = option(
-        None, "side of a patch of the ViT made from scratch; none: 2, of large images an eighth", COUNT
-    )
     layers: int = option(4, "of the ViT made from scratch", COUNT)
     width: int = option(64, "of the ViT made from scratch; a head takes 16 of it")
-    shift: int = option(1, "training images are moved by up to so many pixels, either way", NOT_NEGATIVE)
     heldout_images: int = option(2000, "at most so many behind the table", COUNT)
     curve_images: int = option(500, "at most so many behind the curves", COUNT)
+
+    def check(self) -> None:
+        if self.model is None and (self.width < 16 or self.width % 16):
+            raise RecipeError(f"--width must be a multiple of 16, not {self.width}")
 
 
 class ImageClassification(Task):
@@ -59,30 +54,19 @@ class ImageClassification(Task):
     higher_is_better = True
     unit = "images"
 
-    @classmethod
-    def check(cls, config: Any) -> None:
-        if config.model is not None:
-            return
-        if config.width < 16 or config.width % 16:
-            raise RecipeError(f"--width must be a multiple of 16, not {config.width}")
-        size, patch = sizes(config)
-        if size % patch:
-            raise RecipeError(f"--image_size {size} is no multiple of --patch_size {patch}")
-
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config = c = config
-        self.processor = preprocessing(c.model) if c.model else scaling_to(sizes(c)[0])
+        self.side, self.patch = (32, 4) if c.data else (8, 2)  # of images and patches, from scratch
+        self.processor = load(AutoImageProcessor, c.model) if c.model else scaling_to(self.side)
         train, heldout = read_images(c.data)
         digest = hashlib.sha256(f"{train._fingerprint} {heldout._fingerprint}".encode()).hexdigest()
         names = train.features["label"].names
         known = load(AutoConfig, c.model).label2id if c.model else {}
         self.keep_head = not c.model or set(known) == set(names)
         self.labels = {**known} if set(known) == set(names) else {name: i for i, name in enumerate(names)}
+        self.places = [self.labels[name] for name in names]  # of the data's labels in the model's output
         heldout, curve = (heldout.select(range(min(n, len(heldout)))) for n in (c.heldout_images, c.curve_images))
-        places = [self.labels[name] for name in names]  # of the data's labels in the model's output
-        self.train = Images(train, self.processor, places)
-        self.heldout = Images(heldout, self.processor, places)
-        self.curve = Images(curve, self.processor, places)
+        self.train, self.heldout, self.curve = train, heldout, curve
         commonest = np.bincount(train["label"][:]).argmax()
         self.data = {
             "source": c.data or "scikit-learn's handwritten digits",
@@ -101,10 +85,9 @@ class ImageClassification(Task):
             model, found = load(AutoModelForImageClassification, c.model, **options, **classes)
             self.keep_head = self.keep_head and not found["missing_keys"]
             return model
-        size, patch = sizes(c)
         vit = transformers.ViTConfig(
-            image_size=size,
-            patch_size=patch,
+            image_size=self.side,
+            patch_size=self.patch,
             hidden_size=c.width,
             num_hidden_layers=c.layers,
             num_attention_heads=c.width // 16,
@@ -122,8 +105,18 @@ class ImageClassification(Task):
     def save_extras(self, folder: Path) -> None:
         self.processor.save_pretrained(folder)
 
-    def train_set(self, seed: int, first: int, count: int) -> Dataset:
-        return Drawn(self.train, seed, first, count, self.config.shift)
+    def item(self, seed: int, number: int) -> dict[str, Any]:
+        """Each image once an epoch."""
+        return self.train[place_of(seed, number, len(self.train))]
+
+    def collate(self, items: list[dict[str, Any]]) -> Batch:
+        """Images as the model takes them, and their classes' places in its output."""
+        try:
+            images = [datasets.Image().decode_example(item["image"]).convert("RGB") for item in items]
+        except OSError as error:  # it says which file
+            raise RecipeError(f"an image of --data can't be read: {first_line(error)}") from None
+        labels = torch.tensor([self.places[item["label"]] for item in items])
+        return {"pixel_values": self.processor(images, return_tensors="pt")["pixel_values"], "labels": labels}
 
     def inputs(self, batch: Batch) -> Batch:
         return {"pixel_values": batch["pixel_values"]}
@@ -145,24 +138,13 @@ class ImageClassification(Task):
         return len(batch["labels"])
 
 
-def sizes(config: Any) -> tuple[int, int]:
-    """Sides of an image and of a patch of the ViT made from scratch."""
-    size = config.image_size or (32 if config.data else 8)
-    return size, config.patch_size or (2 if size < 32 else size // 8)
-
-
-def preprocessing(model: str) -> Any:
-    """The image processor that lies beside a model."""
-    return load(AutoImageProcessor, model)
-
-
 def scaling_to(size: int) -> Any:
     """An image processor that scales images to that size and their levels to -1 ... 1."""
     return transformers.ViTImageProcessorPil(size={"height": size, "width": size})
 
 
 def read_images(source: str | None) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """(train, held-out), with the columns image and label; the split is the same for every seed.
+    """(train, held-out), with the columns image (not decoded) and label; the split is the same for every seed.
 
     Raises:
         RecipeError: they can't be read, or aren't images of two classes or more.
@@ -180,7 +162,7 @@ def read_images(source: str | None) -> tuple[datasets.Dataset, datasets.Dataset]
         raise RecipeError(f"--data {source}: {first_line(error)}") from None
     if len(set(train["label"][:])) < 2 or not set(heldout["label"][:]) <= set(train["label"][:]):
         raise RecipeError(f"--data {source} needs training images of two classes or more, and of each that is held out")
-    return train, heldout
+    return tuple(part.cast_column("image", datasets.Image(decode=False)) for part in (train, heldout))
 
 
 def read_digits() -> datasets.Dataset:
@@ -210,59 +192,3 @@ def split(parts: datasets.DatasetDict) -> tuple[datasets.Dataset, datasets.Datas
         return train, heldout.shuffle(seed=0)
     both = train.train_test_split(HELD_OUT, stratify_by_column="label", seed=0)
     return both["train"], both["test"]
-
-
-class Images(Dataset):
-    """Images as the model takes them, and their classes' places in its output; read in batches, which is faster."""
-
-    def __init__(self, part: datasets.Dataset, processor: Any, places: list[int]) -> None:
-        self.part, self.processor, self.places = part, processor, places
-
-    def __len__(self) -> int:
-        return len(self.part)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
-        try:
-            rows = self.part[indices]
-        except OSError as error:  # it says which file
-            raise RecipeError(f"an image of --data can't be read: {first_line(error)}") from None
-        images = [image.convert("RGB") for image in rows["image"]]
-        pixels = self.processor(images, return_tensors="pt")["pixel_values"]
-        labels = torch.tensor([self.places[label] for label in rows["label"]])
-        return [{"pixel_values": image, "labels": label} for image, label in zip(pixels, labels, strict=True)]
-
-
-class Drawn(Images):
-    """Training images: each once an epoch, moved a little. Item i is a function of (seed, first + i)."""
-
-    def __init__(self, images: Images, seed: int, first: int, count: int, shift: int) -> None:
-        super().__init__(images.part, images.processor, images.places)
-        self.seed, self.first, self.count, self.shift = seed, first, count, shift
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
-        numbers = [self.first + index for index in indices]
-        drawn = [divmod(number, len(self.part)) for number in numbers]
-        items = super().__getitems__([order(self.seed, epoch, len(self.part))[place] for epoch, place in drawn])
-        for number, item in zip(numbers, items, strict=True):
-            down, right = np.random.default_rng((self.seed, 1, number)).integers(-self.shift, self.shift + 1, 2)
-            item["pixel_values"] = moved(item["pixel_values"], int(down), int(right))
-        return items
-
-
-@lru_cache(maxsize=2)
-def order(seed: int, epoch: int, count: int) -> list[int]:
-    """In which the images of an epoch come."""
-    return np.random.default_rng((seed, 0, epoch)).permutation(count).tolist()
-
-
-def moved(image: torch.Tensor, down: int, right: int) -> torch.Tensor:
-    """The image moved by so many pixels; what comes in is its own edge."""
-    rows = torch.arange(image.shape[1]).sub(down).clamp(0, image.shape[1] - 1)
-    columns = torch.arange(image.shape[2]).sub(right).clamp(0, image.shape[2] - 1)
-    return image[:, rows][:, :, columns]

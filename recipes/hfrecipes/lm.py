@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -25,7 +26,6 @@ from .corpus import (
     HeldOutBlocks,
     Masked,
     RecipeError,
-    TrainBlocks,
     encode,
     fingerprint,
     split_documents,
@@ -48,17 +48,16 @@ class LanguageModellingConfig(TextConfig):
     heldout_blocks: int = option(320, "held-out blocks behind the table, at most", COUNT)
     curve_blocks: int = option(32, "held-out blocks behind the curves", COUNT)
 
+    def check(self) -> None:
+        if self.model is None and (self.width < 32 or self.width % 32):
+            raise RecipeError(f"--width must be a multiple of 32, not {self.width}")
+
 
 class LanguageModelling(Task):
     """Every token from those before it, or the hidden ones from the rest."""
 
     name = "lm"
     Config = LanguageModellingConfig
-
-    @classmethod
-    def check(cls, config: Any) -> None:
-        if config.model is None and (config.width < 32 or config.width % 32):
-            raise RecipeError(f"--width must be a multiple of 32, not {config.width}")
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config = c = config
@@ -126,14 +125,24 @@ class LanguageModelling(Task):
     def save_extras(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
 
-    def train_set(self, seed: int, first: int, count: int) -> TrainBlocks:
-        return TrainBlocks(self.train_tokens, self.block, seed, first, count)
+    def item(self, seed: int, number: int) -> Batch:
+        """A block at a random place of the stream."""
+        random = np.random.default_rng((seed, number))
+        start = random.integers(len(self.train_tokens) - self.block.content + 1)
+        tokens = torch.from_numpy(self.train_tokens[start : start + self.block.content]).long()
+        return self.block(tokens, seed=int(random.integers(2**31)))
 
     def inputs(self, batch: Batch) -> Batch:
         return {"input_ids": batch["input_ids"]}
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_nats(model, batch, self.masked)
+        """Per block the summed negative log-likelihood in nats, and the number of tokens that it is over."""
+        logits = model(input_ids=batch["input_ids"], **({} if self.masked else {"use_cache": False})).logits.float()
+        labels = batch["labels"]
+        if not self.masked:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+        return nats.view_as(labels).sum(1), (labels != -100).sum(1)
 
     def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
         """Loss in nats a token, perplexity and, for causal models, bits a byte of the text predicted."""
@@ -145,16 +154,6 @@ class LanguageModelling(Task):
             "perplexity": math.exp(min(loss, 700)),
             "bits_per_byte": None if self.masked else nats / math.log(2) / loader.dataset.sizes.sum(),
         }
-
-
-def token_nats(model: nn.Module, batch: Batch, masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per block: the summed negative log-likelihood in nats, and the number of tokens it is over. Both (B,)."""
-    logits = model(input_ids=batch["input_ids"], **({} if masked else {"use_cache": False})).logits.float()
-    labels = batch["labels"]
-    if not masked:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
-    return nats.view_as(labels).sum(1), (labels != -100).sum(1)
 
 
 def is_masked(config: transformers.PreTrainedConfig) -> bool:

@@ -18,17 +18,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from hfpatch.runtime.errors import first_line
-
-from .agreement import divergence, per_item, takes_several
 from .corpus import RecipeError
 from .options import NOT_NEGATIVE, POSITIVE, SHARE, option
 from .settings import CONTROL
 from .start import keeps_dropout, switch_off_dropout
-from .tasks import Batch, Task
+from .tasks import Batch, Figures, Task
 from .training import Objective
 
 Teacher = Callable[[], PreTrainedModel]  # makes a copy of the unpatched model
@@ -100,22 +99,16 @@ def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
 def with_adapters(model: PreTrainedModel, config: Any) -> nn.Module:
     """W + (alpha / rank) B A for linear maps, A and B trained, and so are all vectors: gains, shifts, biases.
 
-    Hu et al. 2022, arXiv:2106.09685, by peft. `merge_and_unload()` leaves a plain patched model.
-
-    Raises:
-        RecipeError: peft finds no map of that name.
+    The output's map is left alone. Hu et al. 2022, arXiv:2106.09685, by peft. `merge_and_unload()` leaves a plain
+    patched model.
     """
     from peft import LoraConfig, get_peft_model
 
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    targets = config.lora_targets or "all-linear"
-    lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft finds out what GPT-2's maps need
-            adapted = get_peft_model(model, lora)
-    except ValueError as error:
-        raise RecipeError(f"--lora_targets {' '.join(config.lora_targets or [])}: {first_line(error)}") from None
+    lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft finds out what GPT-2's maps need
+        adapted = get_peft_model(model, lora)
     for vector in vectors:
         vector.requires_grad_(True)
     return adapted
@@ -131,7 +124,6 @@ class MethodConfig:
     distil_layers: Literal["last", "all"] = option("last", "distil, --task embed: which hidden states are compared")
     lora_rank: int = option(0, "rank of low-rank adapters (needs peft); 0: train everything", NOT_NEGATIVE)
     lora_alpha: float = option(16.0, "LoRA: adapters are scaled by it over the rank", POSITIVE)
-    lora_targets: list[str] | None = option(None, "LoRA: ends of names of linear maps; none: all but the output's")
 
     def check(self) -> None:
         """Refuse what can't work before anything is read.
@@ -141,10 +133,68 @@ class MethodConfig:
         """
         if self.lora_rank and importlib.util.find_spec("peft") is None:
             raise RecipeError("--lora_rank needs the package: pip install peft")
-        if self.lora_targets and not self.lora_rank:
-            raise RecipeError("--lora_targets needs --lora_rank")
 
 
 def objective(name: str, task: Task, teacher: Teacher, config: Any, variant: str) -> Method:
     """A method by name, for one variant; the control is trained on the task's loss."""
     return Method(task, config) if variant == CONTROL else METHODS[name](task, config, teacher)
+
+
+# -- how far a model's outputs are from another's on the same inputs
+
+
+@torch.no_grad()
+def agreement(
+    teacher: nn.Module, model: nn.Module, task: Task, loader: DataLoader, gather: Callable[[Any], Any]
+) -> Figures:
+    """Means over what isn't padding: of KL(teacher || model) in nats and of how often both prefer the same class.
+
+    Where classes are labels that may be true together: their mean KL, and how many of the labels both answer alike. A
+    model without outputs of its own: the mean cosine of last hidden states.
+    """
+    totals: dict[str, Tensor] = {}
+    for batch in loader:
+        for name, pair in _compare(teacher, model, task, batch).items():
+            sums_and_counts = torch.stack([seen.double().sum().cpu() for seen in gather(pair)])
+            totals[name] = totals.get(name, 0) + sums_and_counts
+    return {name: (total / count).item() for name, (total, count) in totals.items()}
+
+
+def _compare(teacher: nn.Module, model: nn.Module, task: Task, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+    """Each figure as in `per_item`."""
+    inputs = task.inputs(batch)
+    if states := getattr(task, "states", None):
+        theirs, ours = (states(m, batch).float() for m in (teacher, model))
+        found = {"cosine": F.cosine_similarity(ours, theirs, dim=-1)}
+    else:
+        theirs, ours = (m(**inputs).logits for m in (teacher, model))
+        if takes_several(teacher):
+            same = ((theirs > 0) == (ours > 0)).float().mean(-1)
+        else:
+            same = (theirs.argmax(-1) == ours.argmax(-1)).float()
+        found = {"divergence": divergence(ours, theirs, takes_several(teacher)), "same_answer": same}
+    return {name: per_item(terms, inputs.get("attention_mask")) for name, terms in found.items()}
+
+
+def divergence(student: Tensor, teacher: Tensor, several: bool) -> Tensor:
+    """KL(teacher || student) in nats of each row of logits; with `several`, each class is a label that is true or not,
+    and it is the mean over the labels.
+    """
+    s, t = student.float(), teacher.float()
+    if several:
+        s, t = (torch.stack((F.logsigmoid(x), F.logsigmoid(-x)), -1) for x in (s, t))
+    else:
+        s, t = s.log_softmax(-1), t.log_softmax(-1)
+    terms = F.kl_div(s, t, reduction="none", log_target=True).sum(-1)
+    return terms.mean(-1) if several else terms
+
+
+def per_item(terms: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sum of each item's terms (B, ...) and their number, (B,) each; of terms (B, T) where a mask isn't 0."""
+    weights = mask.to(terms.dtype) if mask is not None and mask.shape == terms.shape else torch.ones_like(terms)
+    return (terms * weights).reshape(len(terms), -1).sum(1), weights.reshape(len(terms), -1).sum(1)
+
+
+def takes_several(model: nn.Module) -> bool:
+    """Whether a classifier's labels may be true together."""
+    return getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"

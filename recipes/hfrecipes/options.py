@@ -30,16 +30,15 @@ SHARE = Range("above 0, at most 1", lambda number: 0 < number <= 1)
 
 
 def option(default: Any, help: str, choices: Range | Collection | None = None) -> Any:
-    """A field of a dataclass: its default, what --help says of it, and what it, or each of its items, may be."""
+    """A field of a dataclass.
+
+    Args:
+        default: its value, or a function that makes it when the settings are read.
+        help: what --help says of it.
+        choices: what it, or each of its items, may be.
+    """
+    metadata = {"help": help} if choices is None else {"help": help, "choices": choices}
     if isinstance(default, list):
-        return made_option(default.copy, help, choices)
-    return field(default=default, metadata=metadata(help, choices))
-
-
-def made_option(make: Callable[[], Any], help: str, choices: Range | Collection | None = None) -> Any:
-    """As `option`, with a default that is made when the settings are read."""
-    return field(default_factory=make, metadata=metadata(help, choices))
-
-
-def metadata(help: str, choices: Range | Collection | None) -> dict[str, Any]:
-    return {"help": help} if choices is None else {"help": help, "choices": choices}
+        default = default.copy
+    made = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**made, metadata=metadata)

@@ -2,10 +2,8 @@
 
 import ast
 import re
-from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from .corpus import Document
 
@@ -78,27 +76,3 @@ class Corpus:
 def length_at(where: float, longest: int) -> int:
     """A length between 16 tokens and the longest, of which short ones are as frequent as their doubles."""
     return int(SHORTEST_PASSAGE * (longest / SHORTEST_PASSAGE) ** where)
-
-
-class TrainTexts(Dataset):
-    """A passage, its length in tokens and, where there are any, a pair: a function of (seed, first + i) alone.
-
-    The passages of a batch have the same length, so that it holds little padding.
-    """
-
-    def __init__(self, corpus: Corpus, longest: int, batch_size: int, seed: int, first: int, count: int) -> None:
-        self.corpus, self.longest, self.batch_size = corpus, longest, batch_size
-        self.seed, self.first, self.count = seed, first, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        place = self.first + index
-        shared = np.random.default_rng((self.seed, 0, place // self.batch_size))
-        own = np.random.default_rng((self.seed, 1, place))
-        length = length_at(shared.random(), self.longest)
-        item: dict[str, Any] = {"passage": self.corpus.passage(length, own), "length": length}
-        if self.corpus.pairs:
-            item["query"], item["target"] = self.corpus.pairs[own.integers(len(self.corpus.pairs))]
-        return item

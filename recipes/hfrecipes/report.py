@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import pandas as pd
 import torch
 import transformers
 from accelerate import Accelerator
@@ -113,13 +114,18 @@ def figure_list(figures: Figures | float) -> str:
     return show(figures)
 
 
-def table(columns: list[list[str]]) -> list[str]:
-    """Lines of a Markdown table from columns with their headings: the first to the left, others to the right."""
+def table(rows: pd.DataFrame | list[dict[str, str]]) -> list[str]:
+    """Lines of a Markdown table from rows of text; "-" where a row has none.
+
+    The first column is to the left, others are to the right.
+    """
+    frame = pd.DataFrame(rows).fillna("-")
+    columns = [[name, *frame[name]] for name in frame]
     columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
     columns[0] = [cell.strip().ljust(len(cell)) for cell in columns[0]]
-    rows = ["| " + " | ".join(row) + " |" for row in zip(*columns, strict=True)]
+    lines = ["| " + " | ".join(line) + " |" for line in zip(*columns, strict=True)]
     rule = "|" + "|".join("-" * (len(c[0]) + 1) + ("-" if i == 0 else ":") for i, c in enumerate(columns)) + "|"
-    return [rows[0], rule, *rows[1:]]
+    return [lines[0], rule, *lines[1:]]
 
 
 # -- recipes/finetune.py
@@ -129,20 +135,20 @@ def report(results: Results) -> str:
     """The results of several variants as Markdown that is also aligned in a terminal."""
     stages, main = results["stages"], results["main"]
     before, control = stages["baseline"]["end"], stages.get(CONTROL)
-    runs = {name: stages[name] for name in results["config"]["variants"]}
-    columns = [["variant", *runs]]
-    for figure in (name for name in before if before[name] is not None):
-        moments = [(before, stage["start"], stage["end"]) for stage in runs.values()]
-        columns.append([words(figure), *(" → ".join(show(at[figure]) for at in row) for row in moments)])
-    if control:
-        gaps = {name: stage["end"][main] - control["end"][main] for name, stage in runs.items()}
-        columns.append(["vs control", *("-" if name == CONTROL else f"{gap:+z.3f}" for name, gap in gaps.items())])
-    back = [back_at(results, name) for name in runs]
-    columns.append(["back at step", *("not yet" if step is None else str(step) for step in back)])
+    rows = []
+    for name in results["config"]["variants"]:
+        moments = before, stages[name]["start"], stages[name]["end"]
+        row = {"variant": name}
+        row |= {words(f): " → ".join(show(at[f]) for at in moments) for f in before if before[f] is not None}
+        if control:
+            gap = stages[name]["end"][main] - control["end"][main]
+            row["vs control"] = "-" if name == CONTROL else f"{gap:+z.3f}"
+        step = back_at(results, name)
+        rows.append(row | {"back at step": "not yet" if step is None else str(step)})
     lines = [
         "Held-out figures: before the patch → right after it → after training.",
         "",
-        *table(columns),
+        *table(rows),
         "",
         f"*vs control*: final {words(main)} against the unpatched copy's. "
         f"*back at step*: where the curve first reaches the {words(main)} before the patch.",
@@ -187,21 +193,25 @@ def heal_report(results: Results) -> str:
     names = [name for name in moments["before"] if moments["before"][name] is not None]
     compared = CONTROL if CONTROL in stages else "before"
     healed, against = moments["healed"], moments[compared]
-    columns = [["held-out", *map(words, names)]]
-    columns += [[moment, *(show(figures[name]) for name in names)] for moment, figures in moments.items()]
-    columns.append([f"healed vs {compared}", *(f"{healed[name] - against[name]:+z.3f}" for name in names)])
-    columns.append(["recovered", *(recovered(results, name, against[name]) for name in names)])
-    agreed = results["agreement"]
-    shares = [["agreement with the unpatched model", *({"swapped": "after the patch"}.get(n, n) for n in agreed)]]
-    for kind in next(iter(agreed.values())):
-        name, form = AGREEMENT[kind]
-        shares.append([name, *(form.format(figures[kind]) for figures in agreed.values())])
+    rows = [
+        {
+            "held-out": words(name),
+            **{moment: show(figures[name]) for moment, figures in moments.items()},
+            f"healed vs {compared}": f"{healed[name] - against[name]:+z.3f}",
+            "recovered": recovered(results, name, against[name]),
+        }
+        for name in names
+    ]
+    shares = []
+    for name, figures in results["agreement"].items():
+        written = {AGREEMENT[kind][0]: AGREEMENT[kind][1].format(value) for kind, value in figures.items()}
+        shares.append({"agreement with the unpatched model": {"swapped": "after the patch"}.get(name, name), **written})
     versus = "an unpatched copy of equal budget" if CONTROL in stages else "the model before the patch"
     lines = [
         f"Patch {config['patch']}, method {config['method']}"
         + (f", LoRA of rank {config['lora_rank']}." if config["lora_rank"] else "."),
         "",
-        *table(columns),
+        *table(rows),
         "",
         *table(shares),
         "",

@@ -1,8 +1,6 @@
 """The output folder of a recipe that trains: results.json, saved states to go on from, and trained models."""
 
 import json
-import os
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -15,7 +13,7 @@ from accelerate.utils import DistributedType
 from transformers import PreTrainedModel
 
 from .command import TrainingError
-from .corpus import RecipeError
+from .files import begin_results, folder_name, write_json
 from .report import hardware, versions
 from .settings import FREE_TO_CHANGE
 from .tasks import Task
@@ -24,7 +22,7 @@ from .tasks import Task
 class OutputFolder:
     """What a run leaves on disk, written whole: a run that is killed goes on from the state before.
 
-    results.json has the records of finished models; of the one in training state/ has the newest state, best/ the best.
+    results.json has the records of finished models; of the one in training state/ has the newest state.
     """
 
     def __init__(self, config: Any, command: str, accelerator: Accelerator, task: Task) -> None:
@@ -43,28 +41,21 @@ class OutputFolder:
         Raises:
             RecipeError: it can't be read, or other settings or data have changed.
         """
-        settings = {name: value for name, value in asdict(self.config).items() if name != "resume"}
-        path = self.out / "results.json"
-        if self.config.resume and path.exists():
-            self.results = read_results(path)
-            require_comparable(self.results, {"config": settings, "data": self.task.data}, free_to_change, self.out)
-            self.results["config"] = settings
-        else:
-            if self.main:
-                for stale in ("state", "best"):
-                    shutil.rmtree(self.out / stale, ignore_errors=True)
-            self.results = {
-                "command": self.command,
-                "config": settings,
-                "task": self.task.name,
-                "main": self.task.main,
-                "higher_is_better": self.task.higher_is_better,
-                "data": self.task.data,
-                "hardware": hardware(self.accelerator),
-                "versions": versions(),
-                "wall_seconds": 0.0,
-                "stages": {},
-            }
+        fresh = {
+            "command": self.command,
+            "config": {name: value for name, value in asdict(self.config).items() if name != "resume"},
+            "task": self.task.name,
+            "main": self.task.main,
+            "higher_is_better": self.task.higher_is_better,
+            "data": self.task.data,
+            "hardware": hardware(self.accelerator),
+            "versions": versions(),
+            "wall_seconds": 0.0,
+            "stages": {},
+        }
+        self.results = begin_results(self.out, fresh, self.config.resume, free_to_change)
+        if self.results is fresh and self.main:
+            shutil.rmtree(self.out / "state", ignore_errors=True)
         self.started -= self.results["wall_seconds"]
         self.write_results()
 
@@ -112,9 +103,6 @@ class OutputFolder:
                     shutil.rmtree(other)
         self.write_results()
 
-    def best_folder(self, name: str) -> str:
-        return str(self.out / "best" / folder_name(name))
-
     def count_seconds(self, record: dict[str, Any]) -> None:
         now = time.perf_counter()
         record["seconds"], self.mark = record["seconds"] + now - self.mark, now
@@ -130,8 +118,7 @@ class OutputFolder:
         self.results["stages"][name] = record
         self.write_results()
         if self.main:
-            for done in (self.out / "state", self.best_folder(name)):
-                shutil.rmtree(done, ignore_errors=True)
+            shutil.rmtree(self.out / "state", ignore_errors=True)
 
     def save_model(self, model: PreTrainedModel, folder: Path) -> None:
         """A checkpoint like any other, also of a model that the processes hold in pieces."""
@@ -142,64 +129,3 @@ class OutputFolder:
             self.task.save_extras(folder)
             if in_pieces:
                 self.task.load(str(folder)).save_pretrained(folder)  # adds what is measured on a whole model
-
-
-def folder_name(name: str) -> str:
-    """A stage's name as a folder's."""
-    return re.sub(r"[^\w+.=,-]", "-", name)
-
-
-def read_results(path: Path) -> dict[str, Any]:
-    """results.json of an earlier run.
-
-    Raises:
-        RecipeError: it isn't one.
-    """
-    try:
-        results = json.loads(path.read_text("utf-8"))
-        if "command" not in results:
-            raise ValueError("it isn't a recipe's")
-    except (OSError, ValueError, TypeError) as error:
-        raise RecipeError(f"can't read {path}: {error}; take another --output_dir, or remove it") from None
-    return results
-
-
-def require_comparable(
-    before: dict[str, Any], now: dict[str, Any], free_to_change: set[str], folder: Path, data: str = "data"
-) -> None:
-    """Refuse to go on with results of other settings or other data.
-
-    Args:
-        before, now: results, with their config and data.
-        free_to_change: settings that may differ.
-        data: what the data are called.
-
-    Raises:
-        RecipeError: says what has changed.
-    """
-    settings = now["config"].items()
-    changed = [name for name, value in settings if name not in free_to_change and before["config"].get(name) != value]
-    if before["data"]["sha256"] != now["data"]["sha256"]:
-        changed.append(f"{data} (its content)")
-    if changed:
-        raise RecipeError(f"can't resume {folder} with other settings: {', '.join(changed)} changed")
-
-
-def require_own_folder(recipe: str, folder: str) -> None:
-    """Refuse an output folder with results that aren't the recipe's; its own are replaced, or gone on with.
-
-    Raises:
-        RecipeError: says whose they are.
-    """
-    path = Path(folder) / "results.json"
-    if path.exists():
-        command = str(read_results(path)["command"])
-        if not command.startswith(f"python recipes/{recipe}"):
-            raise RecipeError(f"{folder} holds results of another recipe ({command}): take another --output_dir")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replaced as a whole, never left half-written."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=1), "utf-8")
-    os.replace(partial, path)

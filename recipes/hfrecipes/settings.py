@@ -70,15 +70,25 @@ class RunConfig:
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(None, "none: as accelerate launch says, else no")
     eval_every: int = option(10, "steps between points of the curves", COUNT)
     save_every: int = option(50, "steps between saved states", COUNT)
-    patience: int | None = option(
-        None, "stop a model after so many points of its curve without a better one, and go back to the best", COUNT
-    )
     seed: int = option(0, "of weights and of the order of the data; never of the split", NOT_NEGATIVE)
     resume: bool = option(False, "go on where a run with the same settings stopped")
     stop_after: int | None = option(None, "save and stop after so many steps, for machines with a time limit", COUNT)
     tracker: Literal["tensorboard", "wandb", "trackio", "none"] = option(
         "tensorboard", "log to this tracker of accelerate's"
     )
+
+    def check(self) -> None:
+        if self.model is None and self.baseline_steps == 0 and self.start != "reset":
+            raise RecipeError(
+                "--baseline_steps 0 leaves a model from scratch untrained: there is nothing to heal back to "
+                "(--start reset compares models that are all trained from scratch)"
+            )
+        if len(set(self.variants)) < len(self.variants):
+            raise RecipeError(f"a variant is named twice in --variants {' '.join(self.variants)}")
+        for variant in self.variants:
+            parse_variant(variant)
+        if self.tracker != "none" and importlib.util.find_spec(self.tracker) is None:
+            raise RecipeError(f"--tracker {self.tracker} needs the package: pip install {self.tracker}")
 
 
 # Settings that may change between a stopped run and its continuation without making its figures incomparable.
@@ -110,7 +120,7 @@ class Parser(HfArgumentParser):
 
 
 def read_settings(
-    kinds: type | tuple[type, ...], recipe: str, argv: list[str], about: str = "", unused: Iterable[str] = ()
+    kinds: type | tuple[type, ...], argv: list[str], recipe: str, about: str = "", unused: Iterable[str] = ()
 ) -> Any:
     """Settings from flags, or from a YAML file followed by flags, which win.
 
@@ -137,14 +147,14 @@ def read_settings(
     return kinds(**vars(parser.parse_args(spell_out(argv))))
 
 
-def read_run(argv: list[str], recipe: str, about: str = "", *more: type) -> Any:
+def read_run(argv: list[str], recipe: str, about: str = "", more: tuple[type, ...] = ()) -> Any:
     """Settings of a recipe that trains: its own (`more`), the task's and training's.
 
     Raises:
         RecipeError: there is no such setting, or the YAML file can't be read.
     """
     flags = spell_out(argv)
-    return read_settings((*more, chosen_task(flags).Config, RunConfig), recipe, flags, about)
+    return read_settings((*more, chosen_task(flags).Config, RunConfig), flags, recipe, about)
 
 
 def chosen_task(flags: list[str]) -> Any:
@@ -181,27 +191,14 @@ def parse_variant(name: str) -> dict[str, str]:
 
 
 def check(config: Any) -> None:
-    """Refuse what can't work before anything is read, trained or written; a recipe's own settings may have a say."""
-    task = find_task(config.task)
-    if hasattr(config, "check"):
-        config.check()
-    task.check(config)
-    if config.model is None and config.baseline_steps == 0 and config.start != "reset":
-        raise RecipeError(
-            "--baseline_steps 0 leaves a model from scratch untrained: there is nothing to heal back to "
-            "(--start reset compares models that are all trained from scratch)"
-        )
-    if len(set(config.variants)) < len(config.variants):
-        raise RecipeError(f"a variant is named twice in --variants {' '.join(config.variants)}")
-    for variant in config.variants:
-        parse_variant(variant)
-    if config.tracker != "none" and importlib.util.find_spec(config.tracker) is None:
-        raise RecipeError(f"--tracker {config.tracker} needs the package: pip install {config.tracker}")
-    check_output_folder(config.output_dir)
+    """Refuse what can't work before anything is read, trained or written: by the `check` of each of its dataclasses.
 
-
-def check_output_folder(path: str) -> None:
-    """Make it, or refuse one that can't be written to."""
+    The output folder is made, or refused where it can't be written to.
+    """
+    for kind in type(config).__mro__:
+        if "check" in vars(kind):
+            kind.check(config)
+    path = config.output_dir
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()

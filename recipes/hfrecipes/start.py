@@ -19,7 +19,7 @@ from hfpatch.repairs.sample import sample_batches
 from .corpus import RecipeError
 from .progress import in_terminal
 from .settings import CONTROL, parse_variant
-from .tasks import Task
+from .tasks import Drawn, Task
 from .training import Run
 
 INIT = {"copied": {"init": "copy"}, "reset": {"init": "reset"}}  # patch_model's, where it isn't its default
@@ -91,7 +91,7 @@ def patched(
         return model
     options: dict[str, Any] = {**parse_variant(variant), **INIT.get(start, {})}
     if start == "repaired":
-        items = DataLoader(task.train_set(seed, 0, calibration), batch_size, collate_fn=task.collate)
+        items = DataLoader(Drawn(task, seed, 0, calibration), batch_size, collate_fn=task.collate)
         options["calibration"] = [task.inputs(batch) for batch in items]
     with show_progress(in_terminal(PartialState().is_main_process)), warnings.catch_warnings():
         if start == "self":

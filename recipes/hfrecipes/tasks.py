@@ -3,9 +3,11 @@
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -27,7 +29,8 @@ class Task(ABC):
     distillation takes, and `states(model, batch)`, (B, T, d), whose cosines are compared.
 
     Attributes:
-        Config: the dataclass of its settings, with their ranges (options.py).
+        Config: the dataclass of its settings, with their ranges (options.py); its `check`, if it has one, refuses what
+            can't work before anything is read.
         main: the figure that tables and curves show, a key of `figures`.
         unit: what throughput counts.
         data: where the data came from and how much of it there is, for results.json.
@@ -43,10 +46,6 @@ class Task(ABC):
     heldout: Dataset
     curve: Dataset
 
-    @classmethod  # noqa: B027
-    def check(cls, config: Any) -> None:
-        """Refuse settings that can't work; nothing is read."""
-
     @abstractmethod
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         """Read the data and make the tokenizer."""
@@ -60,8 +59,8 @@ class Task(ABC):
         """A saved model, in float32."""
 
     @abstractmethod
-    def train_set(self, seed: int, first: int, count: int) -> Dataset:
-        """`count` items to learn from; item i is a function of (seed, first + i) and of nothing else."""
+    def item(self, seed: int, number: int) -> Any:
+        """An item to learn from: a function of (seed, number) and of nothing else."""
 
     @abstractmethod
     def inputs(self, batch: Batch) -> Batch:
@@ -93,6 +92,39 @@ class Task(ABC):
             {"params": matrices, "lr": learning_rate, "weight_decay": weight_decay},
             {"params": vectors, "lr": learning_rate, "weight_decay": 0.0},
         ]
+
+
+class Drawn(Dataset):
+    """`count` items to learn from: those of a task and a seed from the number `first` on."""
+
+    def __init__(self, task: Task, seed: int, first: int, count: int) -> None:
+        self.task, self.seed, self.first, self.count = task, seed, first, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.task.item(self.seed, self.first + index)
+
+
+def place_of(seed: int, number: int, count: int, group: int = 1) -> int:
+    """Which of `count` items is drawn as the one of that number: each once an epoch, whose order goes by the seed.
+
+    Args:
+        group: so many items that lie near each other are drawn one after another.
+    """
+    epoch, place = divmod(number, count)
+    return int(epoch_order(seed, epoch, count, group)[place])
+
+
+@lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, count: int, group: int) -> np.ndarray:
+    """All places in random order, but sorted within every eight groups, whose order is random again."""
+    random, pool = np.random.default_rng((seed, epoch)), 8 * group
+    places = random.permutation(count)
+    pools = [np.sort(places[start : start + pool]) for start in range(0, count, pool)]
+    groups = [near[start : start + group] for near in pools for start in range(0, len(near), group)]
+    return np.concatenate([groups[i] for i in random.permutation(len(groups))])
 
 
 def load(auto: Any, source: str, **options: Any) -> Any:

@@ -13,23 +13,24 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import set_seed
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DataLoaderConfiguration, DistributedType, parse_flag_from_env, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from .accelerator import make_accelerator
-from .command import DivergedError, Stopped, exit_status, stop_requests
+from .command import DivergedError, Stopped, run_recipe, stop_requests
 from .compiled import compiled, really_called
 from .corpus import RecipeError
 from .progress import Progress
-from .results import OutputFolder, require_own_folder
-from .settings import check, read_run
-from .tasks import Batch, Figures, Task, find_task
+from .results import OutputFolder
+from .settings import read_run
+from .tasks import Batch, Drawn, Figures, Task, find_task
 
 
 class Objective:
@@ -104,15 +105,13 @@ class Run(OutputFolder):
             else:
                 record["start"] = self.measure(model, heldout)
                 record["curve"] = [{"step": 0, **self.measure(model, curve)}]
-            left = 0 if record.get("stopped_early") else steps - record["step"]
+            left = steps - record["step"]
             if left:
                 # Items are a function of (seed, index): going on is beginning at another index.
                 items = c.batch_size * accelerator.gradient_accumulation_steps  # in a step
-                train_set = self.task.train_set(seed, (first + record["step"]) * items, left * items)
+                train_set = Drawn(self.task, seed, (first + record["step"]) * items, left * items)
                 batches = iter(self.loader(train_set))
                 self.train(name, model, optimizer, scheduler, batches, objective, record, steps, curve)
-            if "best" in record:
-                accelerator.load_state(self.best_folder(name))
             record["end"] = self.measure(model, heldout) if steps else record["start"]
         self.finish(name, objective.finished(trained), record)
         accelerator.free_memory()
@@ -142,16 +141,12 @@ class Run(OutputFolder):
                     point = self.measure(model, curve)
                     record["curve"].append({"step": step, **point})
                     self.accelerator.log({f"{name}/heldout_{self.task.main}": point[self.task.main]}, step=step)
-                    record["stopped_early"] = self.out_of_patience(name, record)
                 bar.step(step, f"loss {loss:.3f}, {rate:,} {unit}/s")
                 stop = self.stop_requested()
-                last = step == steps or record.get("stopped_early", False)
-                if stop or last or step % c.save_every == 0:
+                if stop or step == steps or step % c.save_every == 0:
                     self.save_state(name, record)
                 if stop:
                     raise Stopped(f"stopped after step {step} of {steps} of {name!r}; everything is saved")
-                if last:
-                    break
 
     def train_step(
         self, where: str, model, optimizer, scheduler, batches: Iterator, objective: Objective
@@ -196,18 +191,6 @@ class Run(OutputFolder):
         with really_called(model):
             return self.task.figures(model, loader, self.accelerator.gather_for_metrics)
 
-    def out_of_patience(self, name: str, record: dict[str, Any]) -> bool:
-        """With --patience: keep the best state seen; True once the curve has gone too long without a better one."""
-        if self.config.patience is None:
-            return False
-        figures = [point[self.task.main] for point in record["curve"][1:]]
-        best = figures.index((max if self.task.higher_is_better else min)(figures))
-        since = len(figures) - 1 - best
-        if since == 0:
-            self.accelerator.save_state(self.best_folder(name))
-            record["best"] = record["curve"][-1]["step"]
-        return since >= self.config.patience
-
     def stop_requested(self) -> bool:
         """Whether any of the processes was asked to stop, or has taken as many steps as --stop_after allows."""
         if self.requests or self.steps_taken == self.config.stop_after:
@@ -223,16 +206,45 @@ def checkpoint_activations(model: transformers.PreTrainedModel) -> None:
     getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
 
 
-def run_recipe(recipe: str, argv: list[str], about: str, work: Callable[[Run], None], *settings: type) -> int:
-    """Read the settings and do the work. Returns the exit status."""
+def run_training(recipe: str, argv: list[str] | None, about: str, work: Callable[[Run], None], *more: type) -> int:
+    """`run_recipe` for one that trains, whose own settings are `more`. Returns the exit status."""
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()  # which weights are new is said in fewer words, or refused
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are saved once: as they should
+    read = partial(read_run, more=more)
+    return run_recipe(recipe, argv, about, read, lambda config, command: work(Run(config, command)))
 
-    def train(command: str) -> None:
-        config = read_run(argv, recipe, about, *settings)
-        check(config)
-        require_own_folder(recipe, config.output_dir)
-        work(Run(config, command))
 
-    return exit_status(recipe, argv, train)
+def make_accelerator(config: Any) -> Accelerator:
+    """One that shares a batch among the processes, by the settings of a run.
+
+    Raises:
+        RecipeError: accelerate refuses the settings, or a batch can't be shared by the processes.
+    """
+    shard_on_cpu()
+    try:
+        accelerator = Accelerator(
+            mixed_precision=config.mixed_precision,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            log_with=None if config.tracker == "none" else config.tracker,
+            project_dir=Path(config.output_dir),
+            dataloader_config=DataLoaderConfiguration(split_batches=True),  # a batch is shared, not multiplied
+        )
+    except ValueError as error:  # a precision that the device lacks, for one
+        raise RecipeError(f"accelerate refuses: {error}") from None
+    processes = accelerator.num_processes
+    if config.batch_size % processes:
+        raise RecipeError(f"--batch_size {config.batch_size} can't be shared by {processes} processes")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        settings = accelerator.state.deepspeed_plugin.deepspeed_config
+        settings["train_micro_batch_size_per_gpu"] = config.batch_size // processes  # it asks before it sees a loader
+        settings["gradient_clipping"] = config.max_grad_norm  # it clips itself, 0: not at all
+    return accelerator
+
+
+def shard_on_cpu() -> None:
+    """FSDP on CPUs, where it is asked for: accelerate 1.15 would train whole copies there, without a word."""
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and parse_flag_from_env("ACCELERATE_USE_CPU"):
+        state = PartialState(cpu=True)
+        if state.distributed_type == DistributedType.MULTI_CPU:
+            state.distributed_type = DistributedType.MULTI_GPU  # as which it reads FSDP's settings; the device stays

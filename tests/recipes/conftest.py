@@ -36,3 +36,19 @@ def folder(files, tmp_path_factory):
     from tiny_encoder import write_encoder
 
     return write_encoder(tmp_path_factory.mktemp("encoder"), files)
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch):
+    """Runs a recipe that refuses its flags before anything is trained; the line that it says."""
+    from hfrecipes.training import Run
+
+    monkeypatch.setattr(Run, "train", lambda *a, **k: pytest.fail("training began"))
+
+    def run(recipe, flags):
+        assert recipe.main([*map(str, flags)]) == 2
+        error = capsys.readouterr().err.strip()
+        assert "\n" not in error
+        return error
+
+    return run

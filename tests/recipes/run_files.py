@@ -15,7 +15,7 @@ def figures(out: Path) -> dict[str, Any]:
     """What must not depend on how often a run was stopped."""
     kept = ("step", "start", "end", "curve", "train_loss", "parameters")
     results = read_results(out)
-    stages = {name: {k: stage[k] for k in kept} for name, stage in results["stages"].items()}
+    stages = {name: {k: stage.get(k) for k in kept} for name, stage in results["stages"].items()}
     return stages | ({"agreement": results["agreement"]} if "agreement" in results else {})
 
 

@@ -9,8 +9,8 @@ import benchmark
 import numpy as np
 import pytest
 import torch
-from hfrecipes import bench_micro, bench_places, timing
-from hfrecipes.bench_report import against_basis
+from benchmark import against_basis
+from hfrecipes import bench_micro, bench_models, timing
 from hfrecipes.timing import Entrant, Race
 from torch import nn
 
@@ -139,12 +139,12 @@ class TestPlaces:
                 return wait(self.norm(x + self.attention(x, mask=None)[0])).sum()
 
         now, wait = [0.0], Wait.apply
-        monkeypatch.setattr(bench_places.time, "perf_counter", lambda: now[0])
+        monkeypatch.setattr(bench_models.time, "perf_counter", lambda: now[0])
         model = Model()
         model(torch.tensor([1])).backward()
         expected = [p.grad.clone() for p in model.parameters()]
         model.zero_grad()
-        spent = bench_places.put_clocks(model, {"rope": {"attention"}, "rms": {"norm"}, "nope": {"table"}})
+        spent = bench_models.put_clocks(model, {"rope": {"attention"}, "rms": {"norm"}, "nope": {"table"}})
         model(torch.tensor([1])).backward()
         assert spent == {"rope": 202, "rms": 0, "nope": 0}
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
-from hfrecipes import command, lm, options, progress, results, settings
+from hfrecipes import command, files, lm, options, progress, settings
 from hfrecipes import corpus as data
 from hfrecipes import training as run
 from run_files import ROOT, figures, read_results
@@ -258,30 +258,6 @@ def in_process(*argv):
     return subprocess.run([sys.executable, *map(str, argv)], env=env, capture_output=True, timeout=120, text=True)
 
 
-@pytest.mark.slow
-def test_patience_goes_back_to_the_best_point_and_resumes(text, tmp_path):
-    """A learning rate that spoils the model: the best point is the first one."""
-    spoilt = ["--patience", 2, "--learning_rate", "0.3", "--max_grad_norm", "0", "--resume"]
-    for name, stops in {"once": [], "often": [4, 3]}.items():
-        argv = tiny(tmp_path / name, text, *spoilt, variants="dyt control")
-        argv[argv.index("--steps") + 1] = "12"
-        for stop in stops:
-            assert finetune.main([*argv, "--stop_after", str(stop)]) == 130
-        assert finetune.main(argv) == 0
-    assert figures(tmp_path / "often") == figures(tmp_path / "once")
-    stages = read_results(tmp_path / "once")["stages"]
-    stopped = [stage for stage in stages.values() if stage["stopped_early"]]
-    assert stopped
-    for stage in stages.values():
-        points = {point["step"]: point["loss"] for point in stage["curve"][1:]}
-        assert points[stage["best"]] == min(points.values())
-    for stage in stopped:
-        assert stage["step"] < 12
-        assert stage["curve"][-1]["loss"] > min(point["loss"] for point in stage["curve"]), "or nothing is shown"
-    loss = heldout_loss(tmp_path / "once" / "control", text)
-    assert loss == pytest.approx(stages["control"]["end"]["loss"], rel=1e-5)
-
-
 class TestOptions:
     @pytest.mark.slow
     def test_gradient_checkpointing_changes_no_figure(self, finished, text, tmp_path):
@@ -363,10 +339,6 @@ class TestSettings:
 class TestBadInput:
     """One line, exit status 2, and nothing trained."""
 
-    @pytest.fixture(autouse=True)
-    def nothing_is_trained(self, monkeypatch):
-        monkeypatch.setattr(run.Run, "stage", lambda *a, **k: pytest.fail("training began"))
-
     @pytest.mark.parametrize(
         ("flags", "named"),
         [
@@ -388,30 +360,24 @@ class TestBadInput:
             ("--task embed --batch_size 0", "--batch_size"),  # of which it has a default of its own
         ],
     )
-    def test_refused_at_once(self, text, tmp_path, capsys, flags, named):
-        assert finetune.main([*tiny(tmp_path, text), *flags.split()]) == 2
-        error = capsys.readouterr().err.strip()
-        assert named in error
-        assert "\n" not in error
+    def test_refused_at_once(self, text, tmp_path, refused, flags, named):
+        assert named in refused(finetune, [*tiny(tmp_path, text), *flags.split()])
         assert list(tmp_path.iterdir()) in ([], [tmp_path / "tokenizer"])
 
-    def test_what_accelerate_refuses(self, text, tmp_path, capsys):
+    def test_what_accelerate_refuses(self, text, tmp_path, refused):
         # Here: a second precision in one process. Elsewhere: one that the device lacks.
         Accelerator(mixed_precision="no")
-        assert finetune.main(tiny(tmp_path, text, "--mixed_precision", "bf16")) == 2
-        assert "RecipeError: accelerate refuses" in capsys.readouterr().err
+        assert "RecipeError: accelerate refuses" in refused(finetune, tiny(tmp_path, text, "--mixed_precision", "bf16"))
 
     @pytest.mark.parametrize("content", [b"", b"a b c", b"\xff\xfe\x00"])
-    def test_no_text_to_speak_of(self, tmp_path, capsys, content):
+    def test_no_text_to_speak_of(self, tmp_path, refused, content):
         (tmp_path / "short.txt").write_bytes(content)
-        assert finetune.main(tiny(tmp_path, tmp_path / "short.txt")) == 2
-        assert "RecipeError" in capsys.readouterr().err
+        assert "RecipeError" in refused(finetune, tiny(tmp_path, tmp_path / "short.txt"))
 
-    def test_output_folder_that_can_not_be_made(self, text, capsys):
-        assert finetune.main(tiny(text / "out", text)) == 2
-        assert "RecipeError: can't write" in capsys.readouterr().err
+    def test_output_folder_that_can_not_be_made(self, text, refused):
+        assert "RecipeError: can't write" in refused(finetune, tiny(text / "out", text))
 
-    def test_models_that_do_not_fit(self, finished, text, tmp_path, capsys):
+    def test_models_that_do_not_fit(self, finished, text, tmp_path, refused):
         shutil.copytree(finished / "baseline", tmp_path / "torn")
         weights = tmp_path / "torn" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:2000])
@@ -423,11 +389,7 @@ class TestBadInput:
         }
         for named, folder in refusals.items():
             more = named.split() if named.startswith("--") else []
-            assert finetune.main(tiny(tmp_path / "out", text, "--model", folder, *more)) == 2
-            error = capsys.readouterr().err.strip()
-            assert error.startswith("RecipeError")
-            assert named in error
-            assert "\n" not in error
+            assert named in refused(finetune, tiny(tmp_path / "out", text, "--model", folder, *more))
 
 
 @pytest.fixture(scope="module")
@@ -493,8 +455,8 @@ class TestOwnFolder:
         assert path.read_bytes() == before
 
     def test_ones_own_are_taken(self, finished, tmp_path):
-        results.require_own_folder("finetune.py", str(finished))
-        results.require_own_folder("finetune.py", str(tmp_path / "none"))
+        files.require_own_folder("finetune.py", str(finished))
+        files.require_own_folder("finetune.py", str(tmp_path / "none"))
 
     @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"command": null}', '{"command": ""}', "\xff"])
     def test_what_no_recipe_wrote(self, content, text, tmp_path, capsys):

@@ -73,7 +73,9 @@ class TestHiddenWords:
 class TestFormats:
     @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet"])
     def test_single_labels(self, tmp_path, suffix):
-        found = read(write_table(tmp_path / f"x{suffix}", SINGLE))
+        rows = [{"sentence": row["text"], "kind": row["label"]} for row in SINGLE]
+        path = write_table(tmp_path / f"x{suffix}", rows)
+        found = read(path, text_column="sentence", label_column="kind")
         assert not found.multi
         assert found.labels == ["None", "good"]
         assert {(i.text, *i.labels) for i in everything(found)} == {(row["text"], row["label"]) for row in SINGLE}
@@ -84,12 +86,6 @@ class TestFormats:
         assert found.multi
         assert found.labels == ["a", "b", "c"]
         assert {(i.text, i.labels) for i in everything(found)} == {(r["text"], tuple(r["labels"])) for r in MULTI}
-
-    def test_separated_labels(self, tmp_path):
-        rows = [{"sentence": row["text"], "tags": " | ".join(row["labels"])} for row in MULTI]
-        path = write_table(tmp_path / "x.csv", rows)
-        found = read(path, label_separator="|", text_column="sentence", label_column="tags")
-        assert found.splits == read(write_table(tmp_path / "y.json", MULTI)).splits
 
     @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
     def test_numbers_are_ordered_as_numbers(self, tmp_path, suffix):

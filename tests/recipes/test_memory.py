@@ -11,7 +11,7 @@ import pytest
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 FAULTS = """
 import resource, statistics, sys, torch, hfpatch  # which the recipes import
-from hfrecipes.memory import keep_freed_memory
+from hfrecipes.command import keep_freed_memory
 if sys.argv[1] == "keep" and not keep_freed_memory():
     sys.exit("not here")
 def use():

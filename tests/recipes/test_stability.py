@@ -10,7 +10,6 @@ import pytest
 import stability
 import torch
 import yaml
-from hfrecipes import depth_report
 from run_files import ROOT, read_results
 from torch import nn
 
@@ -23,7 +22,7 @@ def tiny(out, text, *more):
 
 
 def parse(*flags):
-    return stability.read_settings(stability.StabilityConfig, "stability.py", list(flags))
+    return stability.read_settings(stability.StabilityConfig, list(flags), "stability.py")
 
 
 def figures(out):
@@ -88,7 +87,7 @@ class TestFigures:
         start, unigram = [6.0] * 18, [0.0] * 18 + [2.5, 3.5]
 
         def verdict(*losses, not_finite_at=None):
-            return depth_report.verdict({"loss": [*losses], "not_finite_at": not_finite_at}, unigram)
+            return stability.verdict({"loss": [*losses], "not_finite_at": not_finite_at}, unigram)
 
         assert verdict(*start, 2.8, 3.0) == "trains"
         assert verdict(*start, 2.9, 3.0) == "stalled"
@@ -96,7 +95,7 @@ class TestFigures:
         assert verdict(2.0, not_finite_at=2) == "diverged"
 
     def test_curves_are_means_of_steps_as_far_as_all_seeds_go(self):
-        found = depth_report.smooth({0: [float(i) for i in range(40)], 1: [0.0] * 43})
+        found = stability.smooth({0: [float(i) for i in range(40)], 1: [0.0] * 43})
         assert found.index.tolist() == list(range(2, 41, 2))
         assert found[0].tolist()[:2] == [0.5, 2.5]
 
@@ -166,10 +165,7 @@ class TestSettings:
             ("--block_size 100000", "--block_size"),
         ],
     )
-    def test_refused_at_once(self, text, tmp_path, capsys, monkeypatch, flags, named):
+    def test_refused_at_once(self, text, tmp_path, refused, monkeypatch, flags, named):
         monkeypatch.setattr(stability, "train", lambda *a: pytest.fail("training began"))
-        assert stability.main([*tiny(tmp_path, text), *flags.split()]) == 2
-        error = capsys.readouterr().err.strip()
-        assert named in error
-        assert "\n" not in error
+        assert named in refused(stability, [*tiny(tmp_path, text), *flags.split()])
         assert not (tmp_path / "results.json").exists()
