@@ -36,6 +36,7 @@ class DataConfig:
     test_split: str = option("test", "what to measure on, as validation where the test split's labels are hidden")
     text_column: str = option("text", "column of the texts")
     label_column: str | None = option(None, "column of the labels; none: label or labels")
+    label_separator: str | None = option(None, "what stands between the labels of a text, where they are one string")
 
 
 class Labelled(NamedTuple):
@@ -150,7 +151,11 @@ def labelled_rows(rows: Rows, config: DataConfig) -> list[Labelled]:
         text, value = row[config.text_column], row[label_column]
         if text is None or not str(text).strip():
             continue
-        value = value if isinstance(value, list) else [value]
+        if config.label_separator:
+            names = str(value).split(config.label_separator) if value is not None else []
+            value = [name for name in names if name.strip()]
+        elif not isinstance(value, list):
+            value = [value]
         if any(isinstance(label, list | dict) or label is None or not str(label).strip() for label in value):
             raise RecipeError(f"row {number} of {config.data} has no label in the column {label_column!r}: {row}"[:200])
         found.append(Labelled(str(text), tuple(sorted({str(label).strip() for label in value}))))

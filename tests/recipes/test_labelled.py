@@ -87,6 +87,12 @@ class TestFormats:
         assert found.labels == ["a", "b", "c"]
         assert {(i.text, i.labels) for i in everything(found)} == {(r["text"], tuple(r["labels"])) for r in MULTI}
 
+    def test_separated_labels(self, tmp_path):
+        rows = [{"sentence": row["text"], "tags": " | ".join(row["labels"])} for row in MULTI]
+        path = write_table(tmp_path / "x.csv", rows)
+        found = read(path, label_separator="|", text_column="sentence", label_column="tags")
+        assert found.splits == read(write_table(tmp_path / "y.json", MULTI)).splits
+
     @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
     def test_numbers_are_ordered_as_numbers(self, tmp_path, suffix):
         rows = [{"text": f"text {i}", "label": i % 12} for i in range(200)]
