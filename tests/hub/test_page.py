@@ -240,8 +240,8 @@ def test_curves_leave_out_what_has_no_logarithm() -> None:
     rows = [LayerRow("hidden_states", i, "model", "float32", error, error) for i, error in enumerate(errors)]
     [curves] = layer_curves(rows)
     assert [name for name, _, _ in curves.legend] == [
-        "model, float32",
-        "model, float32, without the mean over channels",
+        "model float32",
+        "model float32, without the mean over channels",
     ]
     line = next(data for data, style in curves.figures["wide"].paths if "curve" in style)
     assert re.sub(r"[\d.,]+", "", line) == "MML"
