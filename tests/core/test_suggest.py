@@ -26,6 +26,9 @@ def test_nearest() -> None:
     assert nearest("bert-base", ["roberta", "bert"]) == "bert"
     assert nearest("quux", ["gpt2"]) is None
     assert nearest("", ["gpt2"]) is None
+    assert nearest("pixel_values_videos", ["pixel_values"]) == "pixel_values"
+    assert nearest("pixel_values_videos", ["pixel_values"], cutoff=0.85) is None
+    assert nearest("pixel_vales", ["pixel_values"], cutoff=0.85) == "pixel_values"
     assert did_you_mean("GPT2", ["gpt2"]) == " Did you mean 'gpt2'?"
     assert did_you_mean("quux", ["gpt2"]) == ""
 
