@@ -172,7 +172,7 @@ class Curves:
 
 
 def layer_curves(rows: list[LayerRow]) -> list[Curves]:
-    """The error of each stream layer by layer, on a logarithmic axis: colours tell dtypes apart, dashes what is drawn."""
+    """The error of each stream layer by layer, on a logarithmic axis: colours are dtypes, dashes tell what is drawn."""
     found = []
     dtypes = list(dict.fromkeys(row.dtype for row in rows))
     for stream, points in error_lines(rows).items():
