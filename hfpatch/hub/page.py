@@ -9,7 +9,6 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -30,37 +29,14 @@ from ..repairs.report import RepairReport
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
-from ..schemes.request import HOW, LOST, Part, Record
+from ..schemes.request import HOW, Outcome, Part, Record
 from ..verification.report import Report, output_lines
 from .card import CARD, TASKS
 from .changes import HEADINGS, change_lines, changed_modules, unpatched
 from .figures import block_figures, layer_curves
 from .sketch import sketches
 
-_BY_REPAIR = ("repaired", "approximate: a repair")  # how outcomes begin after one
 _ORIGINAL, _PATCHED = "ORIGINAL", "PATCHED"  # stand for names that aren't known
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What a request came to, in parts: "exact", "approximate", "repaired" or "not recorded", and the rest of it."""
-
-    request: str
-    verdict: str
-    measured: str
-    lost: str
-    kept: str
-
-    @classmethod
-    def of(cls, request: str, text: str) -> _Outcome:
-        measured, _, lost = text.partition(LOST)
-        measured, _, kept_here = measured.partition("; kept: ")
-        lost, _, kept = lost.partition("; kept: ")
-        verdict, _, rest = measured.partition(":")
-        known = next((word for word in ("exact", "approximate", "repaired") if verdict.startswith(word)), "unknown")
-        return cls(
-            request, known, measured if known == "unknown" or not rest else rest.strip(), lost, kept or kept_here
-        )
 
 
 def write_page(
@@ -141,7 +117,7 @@ def _facts(
     auto = [*auto_classes_of(cls, host_class(type(model.config)), TASKS), "AutoModel"][0]
     parameters = sum(p.numel() for p in model.parameters())
     version = sys.modules["hfpatch"].__version__
-    outcomes = [_Outcome.of(request, text) for request, text in record.outcomes().items()]
+    outcomes = {request: Outcome.of(line) for request, line in record.outcomes().items()}
     return {
         "title": name if checkpoint is not None else cls.__name__,
         "facts": {
@@ -174,7 +150,7 @@ def _facts(
         "remote_command": shlex.join(["hfpatch", "export", name, f"{name.split('/')[-1]}-remote", "--to", "remote"]),
         "native_command": shlex.join(["hfpatch", "export", name, f"{name.split('/')[-1]}-native"]),
         "folder": name.split("/")[-1],
-        "repaired": any(one.verdict == "repaired" for one in outcomes),
+        "repaired": any(one.verdict == "repaired" for one in outcomes.values()),
     }
 
 
@@ -244,7 +220,7 @@ def _commands(record: Record, base: str, name: str) -> Iterator[str]:
         words += [word for glob in part.only for word in ("--only", glob)]
         words += [word for glob in part.keep for word in ("--keep", glob)]
         words += [] if part.init == "auto" else ["--init", part.init]
-        if not any(part.outcome.startswith(_BY_REPAIR) for part in step.values()):
+        if not any(Outcome.of(part.outcome).by_repair for part in step.values()):
             words += ["--calibration", "none"]
         yield shlex.join(words)
         source = target
