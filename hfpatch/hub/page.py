@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import torch
 import transformers
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoint.auto_classes import auto_classes_of
@@ -25,9 +27,11 @@ from ..checkpoint.files import PAGE
 from ..core.bare import require_bare
 from ..core.staging import staged
 from ..errors import OptionError
+from ..export.native import why_none
 from ..repairs.report import RepairReport
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import host_class
+from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY
 from ..schemes.request import HOW, Outcome, Part, Record
 from ..verification.report import Report, output_lines
@@ -137,6 +141,7 @@ def _facts(
         "changes": change_lines(rows),
         "lengths": any(part.scheme.max_positions is not None for part in record.pos),  # type: ignore[attr-defined]
         "edits": [str(edit) for edit in record.edits],
+        "learned": _learned(model),
         "report": report,
         "outputs": [] if report is None else _outputs(report),
         "curves": [] if report is None else layer_curves(report.layers),
@@ -149,12 +154,26 @@ def _facts(
         "commands": list(_commands(record, base or _ORIGINAL, name)),
         "remote_command": shlex.join(["hfpatch", "export", name, f"{name.split('/')[-1]}-remote", "--to", "remote"]),
         "native_command": shlex.join(["hfpatch", "export", name, f"{name.split('/')[-1]}-native"]),
+        "why_not_native": why_none(model),
         "folder": name.split("/")[-1],
         "repaired": any(one.verdict == "repaired" for one in outcomes.values()),
     }
 
 
 _FORMS = {"plugin": "plugin: opens where hfpatch is imported", "remote": "remote code, and with hfpatch as well"}
+
+
+def _learned(model: PreTrainedModel) -> list[str]:
+    """What the norms of each class have learned besides gain and shift: "DynamicTanh: alpha 0.015 to 0.39"."""
+    found: dict[str, list[Tensor]] = {}
+    for module in model.modules():
+        if isinstance(module, AffineNorm):
+            for name in module.own_names:
+                value = module.get_parameter(name)
+                if not value.is_meta:
+                    found.setdefault(f"{type(module).__name__}: {name}", []).append(value.detach().float().flatten())
+    ranges = {name: torch.cat(values).aminmax() for name, values in found.items()}
+    return [f"{name} {float(least):.3g} to {float(most):.3g}" for name, (least, most) in ranges.items()]
 
 
 def _outputs(report: Report) -> list[list[tuple[str, ...]]]:
