@@ -233,7 +233,7 @@ class AffineNorm(nn.Module):
     def extra_repr(self) -> str:
         """Size, eps, and the parameters besides gain and shift with their present values: `64, alpha=0.21`."""
         d = self.facts.shape[0] if len(self.facts.shape) == 1 else self.facts.shape or "any size"
-        own = [self._present(name, self._parameters[name].data) for name in self.own_names]
+        own = [self._present(name, self.get_parameter(name).data) for name in self.own_names]
         axis = ["channels_first=True"] if self.facts.channels_first else []
         return ", ".join([str(d), f"eps={self.eps}", *axis, *own])
 
