@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers as hf
 import zoo
+from position_checks import difference
 from sampled import slow_but
 from torch import Tensor
 
@@ -117,10 +118,6 @@ def patched(name: str, layers: int | None = None, **request: Any) -> Any:
 def states(model: Any, given: dict[str, Tensor]) -> Tensor:
     with own_randomness(0), torch.no_grad():
         return model(**given)[0]
-
-
-def difference(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max() / b.std())
 
 
 def moved(model: Any, given: dict[str, Tensor], change: Callable[[Tensor], Tensor], part: str = "") -> Tensor:
