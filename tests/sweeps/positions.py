@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import site
-import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,8 @@ import torch
 import transformers
 import workers
 import zoo
+from tiny_models import patch
 
-from hfpatch.errors import NotPreservedWarning
-from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError
 from hfpatch.sites.records.refused import REFUSED
 from hfpatch.sites.stacks import find_stacks
@@ -118,9 +116,7 @@ def examine(model_type: str) -> Result:
 
 def _refusal(model: Any) -> str:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NotPreservedWarning)
-            patch_model(model, pos="rope")
+        patch(model, pos="rope")
     except PatchError as error:
         return str(error)
     return "it has no table: it rotates already, or counts relatively, and that is what pos= changes"
