@@ -17,7 +17,7 @@ from .measure.quiet_forward import fitting, quiet
 from .repairs.reference import reference_copy
 from .runtime.errors import UnsupportedError, described
 from .runtime.record import KEY
-from .schemes.request import EXACT, LOST, Record
+from .schemes.request import EXACT, Outcome, Record
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -56,22 +56,22 @@ class Measurement:
 
     def outcomes(self, model: PreTrainedModel, verdict: Verdict | None) -> dict[str, str]:
         """By kind, what the patch came to; `verdict` is that of the exact conversion's check."""
-        measured, found = self._measured(model) if self.needed else "", {}
+        measured, outcomes = self._measured(model) if self.needed else "approximate", {}
         for kind, changes in self.plan.by_kind.items():
+            lost = "; ".join(self.plan.losses(kind))
             if kind in self.lossy:
-                found[kind] = f"approximate{measured}{LOST}{'; '.join(self.plan.losses(kind))}"
+                found = measured
             elif kind == "norm" and verdict is not None:
-                found[kind] = verdict.outcome
+                found = verdict.outcome
             else:
-                apart = f"{EXACT}{_UNMEASURED} apart from {', '.join(self.lossy)}"
-                found[kind] = apart if self.lossy else measured
-            kept = [change.row.reason for change in changes if not change.changes and change.row.reason]
-            if kept:
-                found[kind] += f"; kept: {len(kept)} of {len(changes)} modules ({'; '.join(dict.fromkeys(kept))})"
-        return found
+                found = f"{EXACT}{_UNMEASURED} apart from {', '.join(self.lossy)}" if self.lossy else measured
+            reasons = [change.row.reason for change in changes if not change.changes and change.row.reason]
+            kept = f"{len(reasons)} of {len(changes)} modules ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
+            outcomes[kind] = str(Outcome(found, lost, kept))
+        return outcomes
 
     def _measured(self, model: PreTrainedModel) -> str:
-        """The measured part of an outcome, with its first word where the whole patch should be exact.
+        """What the whole patch came to, in the words of an outcome.
 
         Raises:
             UnsupportedError: the model ran before, and no longer does.
@@ -90,14 +90,20 @@ class Measurement:
                     ) from error
             else:
                 return self._compared(model, found)
-        return f"{'' if self.lossy else EXACT}{_UNMEASURED}: {self.why_not}"
+        return f"{'approximate' if self.lossy else EXACT}{_UNMEASURED}: {self.why_not}"
 
     def _compared(self, model: PreTrainedModel, found: list[Deviation]) -> str:
-        if self.lossy:
-            return f": outputs differ by {max(one.rms_error for one in found):.2g}"
         error, least = max(one.max_error for one in found), last_bit(model)
+        rms = max(one.rms_error for one in found)
+        # A difference of 0 doesn't count: on these inputs what changed may not have run.
+        if self.lossy and not 0 < rms <= FACTOR * torch.finfo(torch.float32).eps:
+            return f"approximate: outputs differ by {rms:.2g}"
         floor = least if error <= FACTOR * least else noise_floor(reference_copy(model), self.inputs)
-        return Verdict(error, FACTOR * max(floor, least)).outcome
+        verdict = Verdict(error, FACTOR * max(floor, least))
+        if self.lossy:
+            found_so = f"{EXACT} on the inputs measured" if verdict.holds else "approximate"
+            return f"{found_so}: outputs differ by {rms:.2g}"
+        return verdict.outcome
 
     def _outputs(self, model: PreTrainedModel) -> dict[str, Tensor]:
         copied = reference_copy(model)
@@ -112,11 +118,10 @@ def write_outcomes(model: PreTrainedModel, outcomes: Mapping[str, str], init: st
         VerificationError: with init="exact", one isn't exact, or could be measured and wasn't.
     """
     has_weights = not any(parameter.is_meta for parameter in model.parameters())
-    for outcome in outcomes.values():
-        unmeasured = has_weights and outcome.startswith(f"{EXACT}{_UNMEASURED}")
-        if init == "exact" and (unmeasured or not outcome.startswith(EXACT)):
+    for line in outcomes.values():
+        outcome = Outcome.of(line)
+        unmeasured = has_weights and outcome.found.startswith(f"{EXACT}{_UNMEASURED}")
+        if init == "exact" and (unmeasured or outcome.lost or outcome.verdict != EXACT):
             advice = " Pass example_inputs={...}, the keyword arguments of one forward." if unmeasured else ""
-            raise VerificationError(
-                f"{type(model).__name__}: {outcome}.{advice} The model was left unchanged.", outcome
-            )
+            raise VerificationError(f"{type(model).__name__}: {line}.{advice} The model was left unchanged.", line)
     setattr(model.config, KEY, Record.of(model.config).with_outcomes(outcomes).to_json())

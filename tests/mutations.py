@@ -89,7 +89,7 @@ FAULTS = [
     Fault(
         "norms",
         "pRMS takes a channel too few",
-        "runtime/norms.py",
+        "runtime/partial_rms.py",
         "math.ceil(self.fraction * x.shape[-1])",
         "math.floor(self.fraction * x.shape[-1])",
         ("schemes/test_norms.py",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,21 @@ def test_approximate_comes_with_the_error_and_what_is_lost(request_: dict[str, s
     assert len(lossy[2]) > 20
     if len(request_) == 2:
         assert found["norm='rms'"].startswith("exact: outputs differ by ")
+
+
+def test_what_is_exact_by_chance_is_said_without_a_warning() -> None:
+    """LayerNorm removes a mean that isn't there. A difference of 0 tells nothing: what changed may not have run."""
+    model = patch(tiny("gpt2", LM), norm="rms")  # centred
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotPreservedWarning)
+        patch_model(model, norm="layer")
+    outcome = outcomes(model)["norm='layer'"]
+    assert re.match(f"exact on the inputs measured: outputs differ by {NUMBER}; not preserved: LayerNorm: ", outcome)
+    off = tiny("gpt2", LM)
+    with torch.no_grad():
+        off.transformer.wpe.weight.copy_(off.transformer.wpe.weight.mean(0))
+    with pytest.warns(NotPreservedWarning, match="is approximate"):
+        patch_model(off, pos="nope", example_inputs={"input_ids": torch.ones(1, 1, dtype=torch.long)})
 
 
 def test_what_is_exact_beside_what_isnt_is_not_called_measured() -> None:

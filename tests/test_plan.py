@@ -340,18 +340,19 @@ def test_head_norms_are_kept_unless_named() -> None:
     model = tiny("bert", "AutoModelForMaskedLM")
     rows = {row.module: row for row in plan_patch(model, norm="rms").rows}
     head = rows["cls.predictions.transform.LayerNorm"]
-    assert (head.action, head.reason) == ("keep", "norm of a head: name it in only= to change it")
+    assert (head.action, head.reason) == ("keep", "norm of a head: only=['*', its name] changes it too")
     assert replaced(plan_patch(model, norm="rms", only=["cls.*"])) == {"cls.predictions.transform.LayerNorm"}
     both = replaced(plan_patch(model, norm="rms", only=["cls.*", "bert.*"]))
     assert len(both) == 6
     assert "cls.predictions.transform.LayerNorm" not in replaced(plan_patch(model, norm="rms", only=["*"]))
+    assert len(replaced(plan_patch(model, norm="rms", only=["*", head.module]))) == 6  # as the reason says
 
 
 def test_query_and_key_norms_are_kept_unless_named() -> None:
     model = tiny("cohere")
     rows = {row.module: row for row in plan_patch(model, norm="rms").rows}
     for name in ("layers.0.self_attn.q_norm", "layers.1.self_attn.k_norm"):
-        assert rows[name].reason == "norm of queries or keys: name it in only= to change it"
+        assert rows[name].reason == "norm of queries or keys: only=['*', its name] changes it too"
         assert rows[name].now == "CohereLayerNorm(8)"
     assert replaced(plan_patch(model, norm="rms", only=["*.q_norm"])) == {
         "layers.0.self_attn.q_norm",

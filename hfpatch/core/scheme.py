@@ -26,12 +26,14 @@ class Scheme:
     Attributes:
         registry: of this kind of schemes.
         also_called: other names that people know it by, for suggestions where one is asked for.
+        options_also_called: likewise of its options, by the other name.
         planner: the function that turns a request for the scheme into changes of a model (swap/planners.py), as entry
             points name it: "package.module:function".
     """
 
     registry: ClassVar[Registry]
     also_called: ClassVar[tuple[str, ...]] = ()
+    options_also_called: ClassVar[Mapping[str, str]] = {}
     planner: ClassVar[str]
 
     @property
@@ -108,7 +110,7 @@ def construct(registry: Registry, name: str, options: Mapping[str, Any]) -> Any:
     known = [field.name for field in fields(scheme)]
     for option in options:
         if option not in known:
-            hint = did_you_mean(option, known)
+            hint = did_you_mean(option, {**{name: name for name in known}, **scheme.options_also_called})
             raise OptionError(
                 f"{registry.kind} {name!r} has no option {option!r}.{hint} Options: {', '.join(known) or 'none'}."
             )

@@ -47,7 +47,7 @@ def as_stock_host(model: Any) -> tuple[Any, int | None]:
     """
     host: Any = host_class(type(model))
     for name, module in model.named_modules():
-        obstacle = _obstacle(module)
+        obstacle = host_obstacle(module)
         if obstacle is not None:
             raise UnsupportedError(f"{name} {obstacle.format(host=host.__name__)}")
     config = _without_dropped_rotations(model)
@@ -71,7 +71,7 @@ def _longest_text(model: nn.Module) -> int | None:
     return min((rows for rows in map(max_positions, find_stacks(model)) if rows), default=None)
 
 
-def _obstacle(module: nn.Module) -> str | None:
+def host_obstacle(module: nn.Module) -> str | None:
     """Why a module can't be expressed by weights and settings of the host's class; None if it can."""
     if isinstance(module, AffineNorm) and module.facts.kind not in ("layer", "rms"):
         return f"is a {type(module).__name__}, which {{host}} doesn't have"

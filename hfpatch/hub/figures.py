@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..verification.report import LayerRow
+from ..verification.report import LayerRow, error_lines
 from .sketch import BlockSketch, BranchSketch, Piece
 
 # In pixels at full size, which is small enough for a phone
@@ -158,7 +158,8 @@ class _Drawing:
         self.y += 12
 
 
-_Line = tuple[str, int, str]  # of a plot: its name, the number of its colour, its dashes
+_Line = tuple[str, int, str]  # in a legend: its name, the number of its colour, its dashes
+_DASHES = {"reference": "dotted", "model": "", "centred": "dashed"}
 
 
 @dataclass(frozen=True)
@@ -171,23 +172,12 @@ class Curves:
 
 
 def layer_curves(rows: list[LayerRow]) -> list[Curves]:
-    """The error of each stream layer by layer, on a logarithmic axis; errors of 0 and infinite ones leave gaps.
-
-    A dtype has one colour: the reference's line is dotted, the model's without the mean over channels dashed.
-    """
+    """The error of each stream layer by layer, on a logarithmic axis: colours are dtypes, dashes tell what is drawn."""
     found = []
     dtypes = list(dict.fromkeys(row.dtype for row in rows))
-    for stream in dict.fromkeys(row.stream for row in rows):
-        lines: dict[_Line, dict[int, float]] = {}
-        for row in rows:
-            if row.stream == stream:
-                name, colour = f"{row.role}, {row.dtype}", dtypes.index(row.dtype)
-                dots = "dotted" if row.role == "reference" else ""
-                lines.setdefault((name, colour, dots), {})[row.layer] = row.error
-                if row.role == "model":
-                    centred = lines.setdefault((f"{name}, without the mean over channels", colour, "dashed"), {})
-                    centred[row.layer] = row.centred
-        if any(0 < error < math.inf for line in lines.values() for error in line.values()):
+    for stream, points in error_lines(rows).items():
+        lines = {(line.label, dtypes.index(line.dtype), _DASHES[line.kind]): errors for line, errors in points.items()}
+        if not all(math.isnan(error) for line in lines.values() for error in line.values()):
             sizes = {"wide": (760, 300), "narrow": (340, 260)}
             figures = {size: _curves(f"{stream}, {size}", lines, *shape) for size, shape in sizes.items()}
             found.append(Curves(stream, figures, list(lines)))
@@ -197,7 +187,7 @@ def layer_curves(rows: list[LayerRow]) -> list[Curves]:
 def _curves(title: str, lines: dict[_Line, dict[int, float]], width: int, height: int) -> Figure:
     figure = Figure(width, height, title)
     left, right, top, bottom = 46, width - 10, 12, height - 38
-    errors = [error for line in lines.values() for error in line.values() if 0 < error < math.inf]
+    errors = [error for line in lines.values() for error in line.values() if not math.isnan(error)]
     low, high = math.floor(math.log10(min(errors))), math.ceil(math.log10(max(errors)))
     high = max(high, low + 1)
     layers = sorted({layer for line in lines.values() for layer in line})
@@ -216,7 +206,7 @@ def _curves(title: str, lines: dict[_Line, dict[int, float]], width: int, height
     for (_, colour, dots), line in lines.items():
         data, pen_up = "", True
         for layer, error in sorted(line.items()):
-            if 0 < error < math.inf:
+            if not math.isnan(error):
                 x, y = place(layer, math.log10(error))
                 data, pen_up = data + f"{'M' if pen_up else 'L'}{x:.1f},{y:.1f}", False
             else:

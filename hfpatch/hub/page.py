@@ -9,16 +9,17 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import torch
 import transformers
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoint.auto_classes import auto_classes_of
@@ -26,41 +27,20 @@ from ..checkpoint.files import PAGE
 from ..core.bare import require_bare
 from ..core.staging import staged
 from ..errors import OptionError
+from ..export.native import why_none
 from ..repairs.report import RepairReport
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import host_class
+from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY
-from ..schemes.request import HOW, LOST, Part, Record
+from ..schemes.request import HOW, Outcome, Part, Record
 from ..verification.report import Report, output_lines
 from .card import CARD, TASKS
 from .changes import HEADINGS, change_lines, changed_modules, unpatched
 from .figures import block_figures, layer_curves
 from .sketch import sketches
 
-_BY_REPAIR = ("repaired", "approximate: a repair")  # how outcomes begin after one
 _ORIGINAL, _PATCHED = "ORIGINAL", "PATCHED"  # stand for names that aren't known
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What a request came to, in parts: "exact", "approximate", "repaired" or "not recorded", and the rest of it."""
-
-    request: str
-    verdict: str
-    measured: str
-    lost: str
-    kept: str
-
-    @classmethod
-    def of(cls, request: str, text: str) -> _Outcome:
-        measured, _, lost = text.partition(LOST)
-        measured, _, kept_here = measured.partition("; kept: ")
-        lost, _, kept = lost.partition("; kept: ")
-        verdict, _, rest = measured.partition(":")
-        known = next((word for word in ("exact", "approximate", "repaired") if verdict.startswith(word)), "unknown")
-        return cls(
-            request, known, measured if known == "unknown" or not rest else rest.strip(), lost, kept or kept_here
-        )
 
 
 def write_page(
@@ -141,7 +121,7 @@ def _facts(
     auto = [*auto_classes_of(cls, host_class(type(model.config)), TASKS), "AutoModel"][0]
     parameters = sum(p.numel() for p in model.parameters())
     version = sys.modules["hfpatch"].__version__
-    outcomes = [_Outcome.of(request, text) for request, text in record.outcomes().items()]
+    outcomes = {request: Outcome.of(line) for request, line in record.outcomes().items()}
     return {
         "title": name if checkpoint is not None else cls.__name__,
         "facts": {
@@ -161,6 +141,7 @@ def _facts(
         "changes": change_lines(rows),
         "lengths": any(part.scheme.max_positions is not None for part in record.pos),  # type: ignore[attr-defined]
         "edits": [str(edit) for edit in record.edits],
+        "learned": _learned(model),
         "report": report,
         "outputs": [] if report is None else _outputs(report),
         "curves": [] if report is None else layer_curves(report.layers),
@@ -173,12 +154,26 @@ def _facts(
         "commands": list(_commands(record, base or _ORIGINAL, name)),
         "remote_command": shlex.join(["hfpatch", "export", name, f"{name.split('/')[-1]}-remote", "--to", "remote"]),
         "native_command": shlex.join(["hfpatch", "export", name, f"{name.split('/')[-1]}-native"]),
+        "why_not_native": why_none(model),
         "folder": name.split("/")[-1],
-        "repaired": any(one.verdict == "repaired" for one in outcomes),
+        "repaired": any(one.verdict == "repaired" for one in outcomes.values()),
     }
 
 
 _FORMS = {"plugin": "plugin: opens where hfpatch is imported", "remote": "remote code, and with hfpatch as well"}
+
+
+def _learned(model: PreTrainedModel) -> list[str]:
+    """What the norms of each class have learned besides gain and shift: "DynamicTanh: alpha 0.015 to 0.39"."""
+    found: dict[str, list[Tensor]] = {}
+    for module in model.modules():
+        if isinstance(module, AffineNorm):
+            for name in module.own_names:
+                value = module.get_parameter(name)
+                if not value.is_meta:
+                    found.setdefault(f"{type(module).__name__}: {name}", []).append(value.detach().float().flatten())
+    ranges = {name: torch.cat(values).aminmax() for name, values in found.items()}
+    return [f"{name} {float(least):.3g} to {float(most):.3g}" for name, (least, most) in ranges.items()]
 
 
 def _outputs(report: Report) -> list[list[tuple[str, ...]]]:
@@ -244,7 +239,7 @@ def _commands(record: Record, base: str, name: str) -> Iterator[str]:
         words += [word for glob in part.only for word in ("--only", glob)]
         words += [word for glob in part.keep for word in ("--keep", glob)]
         words += [] if part.init == "auto" else ["--init", part.init]
-        if not any(part.outcome.startswith(_BY_REPAIR) for part in step.values()):
+        if not any(Outcome.of(part.outcome).by_repair for part in step.values()):
             words += ["--calibration", "none"]
         yield shlex.join(words)
         source = target

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 import os
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchEncoding, BatchFeature, PreTrainedModel
 
+from ..core.suggest import nearest
 from ..errors import OptionError
 from ..runtime.errors import first_line
 from .inputs import input_embedding
@@ -257,9 +257,9 @@ class _Reader:
         """
         if name in self.takes:
             return
-        close = difflib.get_close_matches(name, self.takes, n=1, cutoff=0.85)
-        if close or not self.takes_others:
-            hint = f"Did you mean {close[0]!r}?" if close else "Leave it out."
+        meant = nearest(name, self.takes, cutoff=0.85)
+        if meant or not self.takes_others:
+            hint = f"Did you mean {meant!r}?" if meant else "Leave it out."
             raise OptionError(f"{place} has {name!r}, which {type(self.model).__name__}.forward doesn't take. {hint}")
 
 

@@ -134,7 +134,9 @@ def _shrink(
     arguments |= {name: value for name, value in changes.items() if "." not in name}
     rope = arguments.get("rope_parameters", getattr(config, "rope_parameters", None))
     if isinstance(rope, dict) and "rope_parameters" not in changes:
-        arguments["rope_parameters"] = _small_rope(rope, _rotated(config, arguments), _has_sections(config))
+        # split over time, height and width by a list that must fit the head
+        sections = "mrope_section" in getattr(config, "ignore_keys_at_rope_validation", ())
+        arguments["rope_parameters"] = _small_rope(rope, _rotated(config, arguments), sections)
     return type(config)(**arguments)
 
 
@@ -249,11 +251,6 @@ def _rotated(config: PreTrainedConfig, arguments: dict[str, Any]) -> int:
             return channels
     width, heads = look("hidden_size"), look("num_attention_heads")
     return width // heads if isinstance(width, int) and isinstance(heads, int) else 16
-
-
-def _has_sections(config: PreTrainedConfig) -> bool:
-    """Whether rotation is split over time, height and width by a list that must fit the head."""
-    return "mrope_section" in getattr(config, "ignore_keys_at_rope_validation", ())
 
 
 def _small_rope(rope: dict[str, Any], channels: int, sections: bool) -> dict[str, Any]:

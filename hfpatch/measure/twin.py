@@ -118,12 +118,10 @@ def _draw(model: nn.Module, seed: int) -> None:
                 least = _SPREAD / min(parameter.shape[-2:]) ** 0.5
                 if 0 < spread < least and not isinstance(module, nn.modules.conv._ConvNd):
                     parameter.mul_(least / spread)
-                if isinstance(module, nn.Embedding) or not _is_layer(module):
+                kind = type(module)
+                is_layer = kind.__module__.startswith("torch.nn.modules") or kind.__name__ == "Conv1D"
+                if isinstance(module, nn.Embedding) or not is_layer:
                     parameter.add_(0.3 * float(parameter.std()))
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules") or type(module).__name__ == "Conv1D"
 
 
 def _unusable(model: nn.Module, inputs: dict[str, Any]) -> str | None:

@@ -38,13 +38,19 @@ def sample_batches(
         Dictionaries with `input_ids` and `attention_mask`, for encoder-decoders also `decoder_input_ids`.
 
     Raises:
-        OptionError: the model doesn't generate text from tokens.
+        OptionError: the model doesn't generate text from tokens, or has a decoder without a first token.
     """
     config = model.config.get_text_config()
     if not generates(model):
         raise OptionError(
             f"{type(model).__name__} doesn't generate text, so it can't be calibrated on samples of its own. Pass "
             "batches of inputs (calibration=[...])."
+        )
+    own = model.generation_config
+    if model.config.is_encoder_decoder and own.decoder_start_token_id is None and own.bos_token_id is None:
+        raise OptionError(
+            f"{type(model).__name__} doesn't say at which token its decoder starts, so it can't be calibrated on "
+            "samples of its own. Set model.generation_config.decoder_start_token_id (T5's is its pad_token_id, 0)."
         )
     most = getattr(config, "max_position_embeddings", None) or length + _UNUSED_ROWS
     length = max(2, min(length, most - _UNUSED_ROWS))

@@ -50,7 +50,8 @@ class Gains:
             by_child.setdefault(child, {})[call] = gain
         tree: dict[str, Any] = {}
         for child, by_call in by_child.items():
-            put(tree, child, _scaled(first_at(module, child), by_call))
+            times: dict[int, Callable] = {call: partial(torch.mul, other=gain) for call, gain in by_call.items()}
+            put(tree, child, _by_call(first_at(module, child), times))
         return {**checkpointed_once(module), **views(module, tree)}, {}
 
 
@@ -132,7 +133,8 @@ class Joins:
                 readers[name] = _reading(first_at(module, name), branch)
                 put(tree, name, readers[name])
         for name, by_call in outlets.items():
-            put(tree, name, _outlet(readers.get(name) or first_at(module, name), by_call))
+            outlet = readers.get(name) or first_at(module, name)
+            put(tree, name, _by_call(outlet, {call: branch.meet for call, branch in by_call.items()}))
         return {**checkpointed_once(module), **views(module, tree)}, {}
 
 
@@ -171,16 +173,6 @@ def _reading(module: Any, branch: _Branch) -> StandIn:
         return module(**{**kwargs, name: branch.read(module, kwargs[name])})
 
     return StandIn(module, call)
-
-
-def _outlet(module: Any, branches: dict[int, _Branch]) -> StandIn:
-    """The last module of branches, by the number of its call: g in the place of its output f."""
-    return _by_call(module, {call: branch.meet for call, branch in branches.items()})
-
-
-def _scaled(module: Any, gains: dict[int, float]) -> StandIn:
-    """A module whose output is multiplied, by the number of its call."""
-    return _by_call(module, {call: partial(torch.mul, other=gain) for call, gain in gains.items()})
 
 
 def _by_call(module: Any, changes: dict[int, Callable[[Tensor], Tensor]]) -> StandIn:

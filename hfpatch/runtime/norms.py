@@ -233,9 +233,14 @@ class AffineNorm(nn.Module):
     def extra_repr(self) -> str:
         """Size, eps, and the parameters besides gain and shift with their present values: `64, alpha=0.21`."""
         d = self.facts.shape[0] if len(self.facts.shape) == 1 else self.facts.shape or "any size"
-        own = [(name, p.data) for name, p in self._parameters.items() if p is not None and name not in self.names]
+        own = [self._present(name, self.get_parameter(name).data) for name in self.own_names]
         axis = ["channels_first=True"] if self.facts.channels_first else []
-        return ", ".join([str(d), f"eps={self.eps}", *axis, *(self._present(*one) for one in own)])
+        return ", ".join([str(d), f"eps={self.eps}", *axis, *own])
+
+    @property
+    def own_names(self) -> list[str]:
+        """Names of its Parameters besides gain and shift."""
+        return [name for name, value in self._parameters.items() if value is not None and name not in self.names]
 
     def _present(self, name: str, values: Tensor) -> str:
         """A parameter's value in words, of a vector its range; `alpha0=0.5`, the start, where no values are at hand."""

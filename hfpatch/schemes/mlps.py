@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
@@ -72,6 +72,9 @@ class MLP(Scheme):
 
     registry: ClassVar[Registry] = MLPS
     planner: ClassVar[str] = "hfpatch.swap.mlps:plan_mlp_request"
+    options_also_called: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim"), "d_ff"
+    )
     label: ClassVar[str] = "MLP"  # as plans print it
 
     d_ff: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -38,6 +39,9 @@ class Position(Scheme):
     original_max_positions: int | None = field(default=None, kw_only=True)
     registry: ClassVar[Registry] = POSITIONS
     planner: ClassVar[str] = "hfpatch.swap.config_lengths:plan_position_request"
+    options_also_called: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_seq_len"), "max_positions"
+    )
     any_length: ClassVar[bool] = True
     keeps_table: ClassVar[bool] = False
     attends: ClassVar[str | None] = None

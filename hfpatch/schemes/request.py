@@ -17,13 +17,53 @@ from .positions import Position
 
 KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP, "placement": Placement}
 INITS = ("auto", "exact", "copy", "reset")
-EXACT, LOST = "exact", "; not preserved: "  # an outcome starts with the one, or goes on with the other
+EXACT, LOST, _KEPT = "exact", "; not preserved: ", "; kept: "  # how outcomes begin, and go on
 HOW = (  # what outcomes are measured by, for people
     "Outputs differ by: the root mean square of the difference (where exact, the largest difference) from the model "
     "before the patch, divided by that of the outputs, on a few random inputs (or example_inputs=). Repairs: KL "
     "divergence in nats a token, or the outputs' squared error relative to their mean square, on held-out sequences."
 )
 _LONGEST_OUTCOME = 4_000  # characters
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a request came to, in the parts of the line that records it.
+
+    Attributes:
+        found: the verdict and what was measured: "exact: outputs differ by 2e-07".
+        lost: what isn't preserved.
+        kept: which modules stayed as they were, and why.
+    """
+
+    found: str
+    lost: str = ""
+    kept: str = ""
+
+    @classmethod
+    def of(cls, line: str) -> Outcome:
+        """The outcome that a line says."""
+        rest, _, kept = line.partition(_KEPT)
+        found, _, lost = rest.partition(LOST)
+        return cls(found, lost, kept)
+
+    def __str__(self) -> str:
+        return f"{self.found}{LOST if self.lost else ''}{self.lost}{_KEPT if self.kept else ''}{self.kept}"
+
+    @property
+    def verdict(self) -> str:
+        """ "exact", "approximate" or "repaired"; "" where nothing was recorded."""
+        return next((word for word in (EXACT, "approximate", "repaired") if self.found.startswith(word)), "")
+
+    @property
+    def measured(self) -> str:
+        """The figures alone, or all that was found where there are none."""
+        return self.found.partition(": ")[2] or self.found
+
+    @property
+    def by_repair(self) -> bool:
+        """Whether a repair came to it, also one that was undone."""
+        return self.found.startswith(("repaired", "approximate: a repair"))
 
 
 @dataclass(frozen=True)
@@ -98,9 +138,9 @@ class Record:
     def repaired(self, original: Record, text: str) -> Record:
         """The record with a repair's result as the outcome of the kinds that it was for: changed and not exact."""
         kinds = [kind for kind in KINDS if getattr(self, kind) not in ((), getattr(original, kind))]
-        planned = {kind: getattr(self, kind)[-1].outcome for kind in kinds}
-        lossy = {kind: outcome for kind, outcome in planned.items() if not outcome.startswith(EXACT)}
-        return self.with_outcomes({k: text + "".join(outcome.partition(LOST)[1:]) for k, outcome in lossy.items()})
+        planned = {kind: Outcome.of(getattr(self, kind)[-1].outcome) for kind in kinds}
+        lossy = {kind: outcome for kind, outcome in planned.items() if outcome.verdict != EXACT}
+        return self.with_outcomes({kind: str(replace(outcome, found=text)) for kind, outcome in lossy.items()})
 
     @property
     def parts(self) -> list[tuple[str, Part]]:

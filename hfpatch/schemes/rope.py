@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -82,6 +83,12 @@ class RoPE(Position):
     """
 
     also_called: ClassVar[tuple[str, ...]] = ("rotary", "rotary embedding", "rotary position embedding")
+    options_also_called: ClassVar[Mapping[str, str]] = {
+        **Position.options_also_called,
+        **dict.fromkeys(("base", "rope_theta", "rotary_emb_base"), "theta"),
+        **dict.fromkeys(("rotary_dim", "rotary_pct", "partial_rotary_factor"), "partial"),
+        **dict.fromkeys(("rope_scaling", "rope_parameters", "rope_type"), "scaling"),
+    }
     theta: float | None = None
     scaling: dict[str, Any] | None = None
     partial: float | None = None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..core.registry import ARCHITECTURES, by_class
 from ..runtime.constants import ConstantPositions, NoPositions, rows_of
-from ..runtime.edits import Call, modules_at
+from ..runtime.edits import modules_at
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import named_modules
 from .records.record import Stack
@@ -66,13 +66,6 @@ class FoundStack:
             above, _, attribute = one.rpartition(".")
             for path, holder in matching(self.owner, above).items():
                 yield path, holder, attribute
-
-    def removed_names(self) -> set[str]:
-        """Names of the tables, modules and Parameters that the record's edits remove or replace."""
-        gone = [place for place, value in self.stack.removal if value is None or isinstance(value, Call)]
-        names = {self.path(path, attribute) for place in gone for path, _, attribute in self.places(place)}
-        unused = [place for place, value in self.stack.in_attention if value is None]
-        return names | {self.table_name} | {f"{name}.{place}" for name in self.attentions for place in unused}
 
     def is_present(self) -> bool:
         """Whether this instance of a recorded class has the positions, or had them before a patch."""

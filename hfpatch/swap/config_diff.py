@@ -86,13 +86,10 @@ def _places(edits: Iterable[Edit]) -> dict[str, tuple[int, ...] | None]:
         value, resizes = edit.value, isinstance(edit.value, Call) and edit.value.name == Rows.__name__
         found |= dict.fromkeys(edit.at, value.args if resizes else None)
         for owner, _, slot in (path.rpartition(".") for path in edit.at):
-            window = value.make().window if slot == LENS_SLOT and _is_of_attention(value) else None
+            is_lens = slot == LENS_SLOT and isinstance(value, Call) and value.name == AttentionLens.__name__
+            window = value.make().window if is_lens else None
             found |= {} if window is None else {f"{owner}.{window.buffer}": None}
     return found
-
-
-def _is_of_attention(value: Any) -> bool:
-    return isinstance(value, Call) and value.name == AttentionLens.__name__
 
 
 def _replaced(name: str, places: Mapping[str, Any]) -> bool:

@@ -68,7 +68,7 @@ def _reason_to_keep(site: MLPSite, part: Part, names: Names, named: set[tuple[st
         return site.reason
     reason = names.reason_to_keep(_names(site), part.only, part.keep)
     if reason is None and names.in_head(site.name) and _names(site) not in named:
-        return "MLP of a head: name it in only= to change it"
+        return "MLP of a head: only=['*', its name] changes it too"
     return reason
 
 

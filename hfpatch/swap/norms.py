@@ -199,11 +199,11 @@ def _reason_outside_stream(site: _Site, names: Names) -> str | None:
     """Why a norm isn't on the residual stream, so that it changes only if `only` names it; None if it is."""
     parts = site.names[0].split(".")
     if any(_QUERY_KEY.match(piece) for piece in parts):
-        return "norm of queries or keys: name it in only= to change it"
+        return "norm of queries or keys: only=['*', its name] changes it too"
     if any(_FEATURES.search(piece) for piece in parts):
-        return "norm of a feature extractor: name it in only= to change it"
+        return "norm of a feature extractor: only=['*', its name] changes it too"
     if names.in_head(site.names[0]):
-        return "norm of a head: name it in only= to change it"
+        return "norm of a head: only=['*', its name] changes it too"
     return None
 
 

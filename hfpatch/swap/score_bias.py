@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -102,18 +101,15 @@ def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str 
             output = twin(**{lens.states: states})
         return output[0] if isinstance(output, tuple) else output
 
-    return _mask_handling(run, states, lens.time, everywhere, first)
-
-
-def _mask_handling(
-    run: Callable[[Tensor, Tensor], Tensor], states: Tensor, time: int, everywhere: Tensor, first: Tensor
-) -> str | None:
-    """What an attention does with a mask that isn't what a bias needs."""
     try:
-        alone = torch.cat([run(token, everywhere) for token in states.split(1, dim=time)], dim=time)
+        alone = torch.cat([run(token, everywhere) for token in states.split(1, dim=lens.time)], dim=lens.time)
         whole, slight, of_first = (run(states, heads) for heads in (everywhere, everywhere * _SLIGHT, first))
     except Exception as error:  # whatever somebody else's forward raises about a mask that it doesn't expect
-        reason = described(error, 120)
+        host: Any = host_class(type(module))
+        parameters = inspect.signature(host.forward).parameters.values()
+        needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+        others = " and ".join(name for name in needed if name not in ("self", lens.states, MASK))
+        reason = f"its block hands it {others}" if isinstance(error, TypeError) and others else described(error, 120)
         return f"couldn't be tried with a mask of its own for every head ({reason})"
     if not _is_equal(alone, whole):
         return "doesn't add its mask to its scores"

@@ -209,7 +209,9 @@ def _table_edits(
             return
         new = torch.cat((weight[:first], scheme.resized(weight[first:])))
         if fresh:
-            nn.init.normal_(new[first:], std=_initial_spread(item.owner.config))
+            config = item.owner.config
+            spread = getattr(config, "initializer_range", None) or getattr(config, "init_std", None) or 0.02
+            nn.init.normal_(new[first:], std=spread)
         table.weight.data.copy_(new)
 
     return edits, values
@@ -231,11 +233,6 @@ def _reason_not_to_resize(item: FoundStack, table: Any) -> str | None:
 
 def _is_grid(item: FoundStack, table: Any) -> bool:
     return item.stack.grid is not None or isinstance(table, nn.Parameter)
-
-
-def _initial_spread(config: Any) -> float:
-    """The standard deviation with which transformers starts embeddings of this family."""
-    return getattr(config, "initializer_range", None) or getattr(config, "init_std", None) or 0.02
 
 
 def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.plan_table import grouped
 from ..core.results import SavedResult, Table, dataframe
@@ -22,6 +22,7 @@ STATES = {  # and how the table counts them
     "weights": "with other weights",
 }
 _MOST_LAYERS = 14  # lines of the table; the JSON has all
+_STYLES = {"reference": ":", "model": "o-", "centred": "x--"}  # of lines in a plot
 
 
 @dataclass
@@ -161,11 +162,13 @@ class Report(SavedResult):
             from matplotlib.figure import Figure
         except ImportError as error:
             raise MissingPackageError("report.plot needs matplotlib: pip install 'hfpatch[recipes]'") from error
-        streams = list(dict.fromkeys(row.stream for row in self.layers))
+        streams = error_lines(self.layers)
         figure = Figure(figsize=(7.2 * len(streams), 5.0), layout="constrained")
-        for axes, stream in zip(figure.subplots(1, len(streams), squeeze=False)[0], streams, strict=True):
-            for (label, style), line in _curves([row for row in self.layers if row.stream == stream]).items():
-                axes.plot(*line, style, label=label, markersize=3)
+        for axes, (stream, lines) in zip(
+            figure.subplots(1, len(streams), squeeze=False)[0], streams.items(), strict=True
+        ):
+            for line, points in lines.items():
+                axes.plot(list(points), list(points.values()), _STYLES[line.kind], label=line.label, markersize=3)
             axes.set(yscale="log", title=stream, xlabel="layer", ylabel="rms error / rms of the truth")
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.legend(fontsize=8)
@@ -280,17 +283,27 @@ def _layer_table(rows: list[LayerRow]) -> list[str | Table]:
     return [f"{head}{skipped}:", Table(lines, "<" + ">" * len(runs))]
 
 
-def _curves(rows: list[LayerRow]) -> dict[tuple[str, str], tuple[list[int], list[float]]]:
-    """(label, style) -> (layers, errors) of each line of a plot: dotted for the reference's runs, and for the model's a
-    dashed one too, without the mean over channels. NaN leaves a gap in a line.
+class ErrorLine(NamedTuple):
+    """One line of a plot of the error by layer: what the legend calls it, the run's dtype, and what it is of.
+
+    Attributes:
+        kind: "reference", "model", or "centred": the model's without the mean over channels.
     """
-    found: dict[tuple[str, str], tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
+
+    label: str
+    dtype: str
+    kind: str
+
+
+def error_lines(rows: list[LayerRow]) -> dict[str, dict[ErrorLine, dict[int, float]]]:
+    """By stream and line, the error after each layer; NaN, a gap, where it is 0 or infinite and has no logarithm."""
+    found: dict[str, dict[ErrorLine, dict[int, float]]] = {}
     for row in rows:
-        lines = [(f"{row.role} {row.dtype}", ":" if row.role == "reference" else "o-", row.error)]
+        label = f"{row.role} {row.dtype}"
+        errors = {ErrorLine(label, row.dtype, row.role): row.error}
         if row.role == "model":
-            lines.append((f"model {row.dtype}, without the mean", "x--", row.centred))
-        for label, style, error in lines:
-            layers, errors = found[label, style]
-            layers.append(row.layer)
-            errors.append(error if 0 < error < math.inf else math.nan)
+            errors[ErrorLine(f"{label}, without the mean over channels", row.dtype, "centred")] = row.centred
+        for line, error in errors.items():
+            points = found.setdefault(row.stream, {}).setdefault(line, {})
+            points[row.layer] = error if 0 < error < math.inf else math.nan
     return found

@@ -13,7 +13,7 @@ from ..checkpoint.classes import patched_model_class
 from ..core.bare import require_bare
 from ..errors import OptionError, WrappedModelError
 from ..measure.batches import Batch, count_examples, count_tokens, read_batches
-from ..measure.inputs import example_inputs
+from ..measure.inputs import example_inputs, input_embedding
 from ..runtime.errors import CheckpointError, UnsupportedError
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
@@ -65,7 +65,8 @@ def verify(
         OptionError: both are one object, a dtype is unknown, or the batches are empty or not the model's inputs.
         CheckpointError: the reference's folder doesn't hold this model's weights.
         UnsupportedError: a model has no weights, is quantized, can't be copied or run (a dtype that the reference
-            itself doesn't run in is left out, with a note), or the two return tensors of other names or shapes.
+            itself doesn't run in is left out, with a note), or the two have other vocabularies, or return tensors of
+            other names or shapes.
     """
     wanted = _dtypes(dtypes)
     _require_runnable("model", model)
@@ -81,6 +82,7 @@ def verify(
     inputs: list[Batch] = list(
         read_batches(_random(model) if is_random else batches, model, tokenizer, sequences=EXAMPLES)
     )
+    _require_common_vocabulary(model, reference, inputs)
     count = f"{len(inputs)} batch{'es' if len(inputs) > 1 else ''} given"
     comparison = Comparison(Subject("model", model), Subject("reference", reference), inputs)
     if is_random:
@@ -109,6 +111,22 @@ def _random(model: PreTrainedModel) -> dict[str, Any]:
         return example_inputs(model, seed=0)
     except UnsupportedError as error:
         raise OptionError(f"no random inputs could be made for {type(model).__name__}; pass batches=.") from error
+
+
+def _require_common_vocabulary(model: PreTrainedModel, reference: PreTrainedModel, inputs: list[Batch]) -> None:
+    """Refuse models of other vocabularies, unless vectors are compared and both have all tokens of the inputs.
+
+    Raises:
+        UnsupportedError: gives both sizes.
+    """
+    sizes = [table.num_embeddings for one in (model, reference) if (table := input_embedding(one)) is not None]
+    used = (batch["input_ids"] for batch in inputs if isinstance(batch.get("input_ids"), torch.Tensor))
+    known = all(int(ids.max()) < min(sizes, default=0) for ids in used)
+    if len(set(sizes)) > 1 and not (known and model.get_output_embeddings() is None):
+        raise UnsupportedError(
+            f"the model's vocabulary has {sizes[0]} tokens and the reference's {sizes[1]}, so these aren't two forms "
+            "of one model. If tokens were added to one, call resize_token_embeddings on the other as well."
+        )
 
 
 def _dtypes(dtypes: Iterable[str | torch.dtype]) -> list[str]:

@@ -35,6 +35,7 @@ from tiny_models import (
     tiny,
     tiny_config,
     without_outcomes,
+    word_tokenizer,
 )
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2DoubleHeadsModel, GPT2LMHeadModel
@@ -507,11 +508,7 @@ for auto in (AutoModel, AutoModelForTokenClassification):
 
 
 def test_tokenizers_and_pipelines(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w1")
+    tokenizer = word_tokenizer(pad_token="w1")
     model = patch(tiny("gpt2", GPT2LMHeadModel), **BOTH)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

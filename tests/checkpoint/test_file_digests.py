@@ -26,7 +26,7 @@ from hfpatch.checkpoint.file_digests import compare, variant_of
 from hfpatch.errors import FingerprintWarning, OptionError
 from hfpatch.runtime.errors import CheckpointError
 
-WTE, WPE, GAIN = "wte.weight", "wpe.weight", "ln_f.weight"
+WTE, GAIN = "wte.weight", "ln_f.weight"
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import transformers
 import zoo
 from safetensors.torch import load_file, save_file
 from sampled import slow_but
-from tiny_models import RECORDED, difference, inputs, load, logged, norms_of, outputs, patch, tiny
+from tiny_models import RECORDED, difference, inputs, load, logged, norms_of, outputs, patch, tiny, word_tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
 
@@ -273,13 +273,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="w2", pad_token="w0", mask_token="w4", cls_token="w1", sep_token="w2"
-    )
+    return word_tokenizer(pad_token="w0", mask_token="w4", cls_token="w1", sep_token="w2")
 
 
 PIPELINES: dict[str, tuple[str, str, Any, dict[str, Any]]] = {

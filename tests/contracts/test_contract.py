@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import warnings
 from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
@@ -18,13 +17,11 @@ from peft import LoraConfig, get_peft_model
 from position_checks import difference, generated
 from position_families import FAMILIES, inputs, logits, make
 from sampled import sampled, slow_but
-from tiny_models import COPIES, require_a_model_of_its_own
+from tiny_models import COPIES, patch, require_a_model_of_its_own
 from transformers import AutoModelForCausalLM
 
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import NORMS, POSITIONS
-from hfpatch.errors import NotPreservedWarning
-from hfpatch.patch import patch_model
 from hfpatch.runtime import qk_layouts
 from hfpatch.runtime.attention import ROTARY
 from hfpatch.runtime.errors import CheckpointError
@@ -46,9 +43,7 @@ def patched(name: str, seed: int = 0, **request: Any) -> Any:
     scheme = Position.resolve(request.get("pos"))
     if name == "vit" and scheme is not None and scheme.keeps_table:
         pytest.skip("its table is a grid of patches, see test_sinusoidal.py and test_image_size.py")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        return patch_model(make(name, seed), **request)
+    return patch(make(name, seed), **request)
 
 
 def request_id(request: dict[str, str]) -> str:

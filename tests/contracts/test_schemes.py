@@ -6,7 +6,6 @@ All classes take about a minute a scheme (pytest -m sweep); by default a fixed s
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +14,9 @@ import pytest
 import torch
 from rope_proof import difference, floating_tensors
 from sampled import sampled
+from tiny_models import patch
 from torch import Tensor, nn
 
-from hfpatch.errors import NotPreservedWarning
-from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.attention import BIAS
 from hfpatch.runtime.errors import UnsupportedError
@@ -82,9 +80,7 @@ def patched(model_type: str, pos: str) -> tuple[Any, dict[str, Any], Any] | None
         if not any(reason in str(error) for reason in REASONS):
             raise
         return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        return patch_model(model, pos=pos), inputs, plan
+    return patch(model, pos=pos), inputs, plan
 
 
 def alibi(model_type: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,15 @@ import pytest
 import torch
 import zoo
 from sampled import slow_but
+from tiny_models import patch as patched
 from transformers import AutoModel
 
 from hfpatch.contrib import convert_pairing as reorder
 from hfpatch.contrib.convert_pairing import convert_pairing
-from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError
+from hfpatch.errors import NothingToPatchError, OptionError, VerificationError
 from hfpatch.measure.outputs import outputs_of
 from hfpatch.measure.randomness import own_randomness
-from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.patch import unpatch_model
 from hfpatch.runtime.attention import HostOrder, order
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import lens_of
@@ -49,12 +49,6 @@ def run(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
 def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """Largest difference by the outputs' root mean square."""
     return max(float((a[name] - b[name]).abs().max() / b[name].square().mean().sqrt().clamp_min(1e-6)) for name in b)
-
-
-def patched(model: Any, **request: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        return patch_model(model, **request)
 
 
 def make(model_type: str) -> tuple[Any, dict[str, Any], str]:

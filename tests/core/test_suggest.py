@@ -15,6 +15,7 @@ from hfpatch.core.suggest import did_you_mean, nearest
 from hfpatch.errors import NoMatchError, OptionError, UnknownNameError
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import PatchError, UnsupportedError
+from hfpatch.schemes.mlps import MLP
 from hfpatch.schemes.norms import Norm
 from hfpatch.schemes.positions import Position
 
@@ -26,6 +27,9 @@ def test_nearest() -> None:
     assert nearest("bert-base", ["roberta", "bert"]) == "bert"
     assert nearest("quux", ["gpt2"]) is None
     assert nearest("", ["gpt2"]) is None
+    assert nearest("pixel_values_videos", ["pixel_values"]) == "pixel_values"
+    assert nearest("pixel_values_videos", ["pixel_values"], cutoff=0.85) is None
+    assert nearest("pixel_vales", ["pixel_values"], cutoff=0.85) == "pixel_values"
     assert did_you_mean("GPT2", ["gpt2"]) == " Did you mean 'gpt2'?"
     assert did_you_mean("quux", ["gpt2"]) == ""
 
@@ -71,7 +75,12 @@ def test_names_of_schemes(registry: Registry, written: str, meant: str | None) -
         (Norm, "dyt:alfa=1", r"no option 'alfa'\. Did you mean 'alpha'\? Options: alpha\."),
         (Position, "rope:max_position=9", r"Did you mean 'max_positions'\?"),
         (Position, "rope:scale=linear", r"Did you mean 'scaling'\?"),
-        (Position, "rope:base=9", r"no option 'base'\. Options: max_positions"),
+        (Position, "rope:base=9", r"no option 'base'\. Did you mean 'theta'\? Options: max_positions"),
+        (Position, "rope:rotary_dim=9", r"Did you mean 'partial'\?"),
+        (Position, "rope:max_position_embeddings=9", r"Did you mean 'max_positions'\?"),
+        (Position, "alibi:n_positions=9", r"Did you mean 'max_positions'\?"),
+        (Position, "alibi:base=9", r"no option 'base'\. Options: "),
+        (MLP, "swiglu:intermediate_size=9", r"Did you mean 'd_ff'\?"),
         (Norm, "DyT(alpha=0.8)", r"write 'dyt:alpha=0\.8', or pass an object"),
         (Norm, "dyt alpha=0.8", r"write 'dyt:alpha=0\.8'"),
         (Position, "RoPE(theta=1e6, partial=0.5)", r"write 'rope:theta=1e6, partial=0\.5'"),

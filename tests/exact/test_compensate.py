@@ -11,8 +11,6 @@ from hfpatch.core.transaction import Transaction
 from hfpatch.exact.check import mean_ratios
 from hfpatch.exact.compensate import compensate, find_pairs
 
-LAYER = "encoder.layer.{}"
-
 
 def pairs_of(model: nn.Module) -> list[tuple[str, str, str]]:
     stream = norms_of(model, nn.LayerNorm)

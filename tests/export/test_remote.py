@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from exported_models import HEADS, REQUESTS, build, own_scheme
-from tiny_models import CONFIGS, difference, inputs, outputs, patch, registered, tiny
+from tiny_models import CONFIGS, difference, inputs, outputs, patch, registered, tiny, word_tokenizer
 
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import NORMS, POSITIONS
@@ -61,7 +61,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with registered(NORMS, "own", own):  # and isn't any more when the checkpoint is opened
         model = patch(tiny("gpt2", "AutoModelForCausalLM"), norm=own(power=0.7))
         cases.append(_exported(model, "third party", folder))
-    probed = _exported(build("gpt2", "fresh"), "probed", folder, tokenizer=_tokenizer())
+    probed = _exported(build("gpt2", "fresh"), "probed", folder, tokenizer=word_tokenizer(pad_token="w1"))
     spoilt = next(case for case in cases if case["name"] == "gpt2-dyt")
     controls = [_spoilt(spoilt, name, folder, *lines) for name, lines in SPOILT.items()]
     return {**_asked(folder, cases, probed, controls), "probed": probed}
@@ -105,14 +105,6 @@ def _spoilt(case: dict[str, Any], name: str, folder: Path, file: str, old: str, 
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
     return {**case, "name": name, "folder": str(folder / name)}
-
-
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w1")
 
 
 # In a process without hfpatch
@@ -252,7 +244,7 @@ def test_attention_can_be_chosen(opened: dict[str, Any]) -> None:
 
 
 def test_pipelines(opened: dict[str, Any], here: Any) -> None:
-    generate = transformers.pipeline("text-generation", model=here, tokenizer=_tokenizer())
+    generate = transformers.pipeline("text-generation", model=here, tokenizer=word_tokenizer(pad_token="w1"))
     expected = generate("w3 w4 w5", max_new_tokens=5, do_sample=False)[0]["generated_text"]
     assert opened["probes"]["pipeline"] == expected
 

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from hfpatch.checkpoint.files import PAGE
 from hfpatch.cli import app
 from hfpatch.errors import OptionError
+from hfpatch.export.native import native_model
 from hfpatch.export.remote import export_remote
 from hfpatch.hub.changes import change_lines, changed_modules, unpatched
 from hfpatch.hub.figures import layer_curves
@@ -30,7 +31,8 @@ from hfpatch.hub.page import write_page
 from hfpatch.hub.sketch import Sketches, sketches
 from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs.report import RepairReport, Step
-from hfpatch.runtime.errors import CheckpointError
+from hfpatch.runtime.errors import CheckpointError, UnsupportedError
+from hfpatch.runtime.norms import DynamicTanh
 from hfpatch.verification.report import LayerRow, ModuleRow, Report
 from hfpatch.verification.verify import verify
 
@@ -153,6 +155,31 @@ def test_a_repair(tmp_path: Path) -> None:
     assert f"{report.steps[0].module} {report.steps[0].kind} " in text
     assert "hfpatch patch ORIGINAL PATCHED --norm dyt hfpatch verify" in text  # no --calibration none
     assert "What the repair was calibrated on isn't in the record" in text
+    fitted = [module.alpha.item() for module in model.modules() if isinstance(module, DynamicTanh)]
+    assert f"In the weights now: DynamicTanh: alpha {min(fitted):.3g} to {max(fitted):.3g}." in text
+    assert "ln_1 is a DynamicTanh, which a stock architecture doesn't have. How to make it again" in text
+
+
+@pytest.mark.parametrize(
+    ("family", "request_", "reason"),
+    [
+        ("gpt2", {"norm": "rms", "pos": "rope"}, None),
+        ("convnext", {"norm": "layer"}, None),
+        ("opt", {"norm": "deepnorm"}, "its norms stand elsewhere"),
+        ("vit", {"mlp": "swiglu"}, "which the MLPs of ViTModel aren't"),
+    ],
+)
+def test_a_native_export_is_offered_where_one_may_fit(
+    family: str, request_: dict[str, str], reason: str | None, tmp_path: Path
+) -> None:
+    model = patch(tiny(family), **request_)
+    write_page(model, tmp_path / "x.html")
+    text = words(tree_of(tmp_path / "x.html"))
+    assert ("-native" in text) == (reason is None)
+    assert (reason or "With transformers alone") in text
+    if reason:
+        with pytest.raises(UnsupportedError, match=re.escape(reason)):
+            native_model(model)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -240,8 +267,8 @@ def test_curves_leave_out_what_has_no_logarithm() -> None:
     rows = [LayerRow("hidden_states", i, "model", "float32", error, error) for i, error in enumerate(errors)]
     [curves] = layer_curves(rows)
     assert [name for name, _, _ in curves.legend] == [
-        "model, float32",
-        "model, float32, without the mean over channels",
+        "model float32",
+        "model float32, without the mean over channels",
     ]
     line = next(data for data, style in curves.figures["wide"].paths if "curve" in style)
     assert re.sub(r"[\d.,]+", "", line) == "MML"

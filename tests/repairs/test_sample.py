@@ -148,6 +148,15 @@ def test_what_doesnt_write_text_is_refused_before_anything_changes(
     assert not changes(before, fingerprint(model))
 
 
+def test_a_decoder_without_a_first_token_is_refused() -> None:
+    model = tiny("bart", SEQ2SEQ)
+    model.generation_config.decoder_start_token_id = None
+    sample_batches(model, 2, 4)  # it starts at the bos token then
+    model.generation_config.bos_token_id = None
+    with pytest.raises(OptionError, match="at which token its decoder starts"):
+        sample_batches(model, 2, 4)
+
+
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hfpatch.patch, "sample_batches", lambda model: sample_batches(model, 12, 8))

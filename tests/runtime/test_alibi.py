@@ -302,6 +302,12 @@ def test_an_attention_that_would_lose_the_bias_is_refused(kind: type[nn.Module],
         plan_patch(model, pos="alibi")
 
 
+@pytest.mark.parametrize(("family", "arguments"), [("bloom", "residual and alibi"), ("mpt", "position_bias")])
+def test_an_attention_that_is_handed_its_own_biases_is_refused_in_words(family: str, arguments: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"for every head \(its block hands it {arguments}\), so its scores"):
+        plan_patch(zoo.tiny(family)[0], pos="alibi")
+
+
 def test_control_an_attention_that_keeps_it() -> None:
     assert not plan_patch(with_attentions(Hearing), pos="alibi").empty
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ import pytest
 import torch
 import zoo
 from position_checks import difference
+from tiny_models import patch
 from torch import Tensor
 from transformers import AutoModel
 
-from hfpatch.errors import NotPreservedWarning, OptionError
-from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.errors import OptionError
+from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.attention import ROTARY
 from hfpatch.runtime.errors import PositionError, UnsupportedError
@@ -39,9 +39,7 @@ def image(rows: int, columns: int, batch: int = 2, seed: int = 0) -> dict[str, T
 
 
 def patched(model_type: str, pos: Any = GRID, **options: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        return patch_model(zoo.tiny(model_type)[0], pos=pos, **options)
+    return patch(zoo.tiny(model_type)[0], pos=pos, **options)
 
 
 def states(model: Any, given: dict[str, Any]) -> Tensor:
@@ -408,9 +406,7 @@ def test_edited_frequencies_of_one_layer_count() -> None:
 
 def test_rotations_that_differ_aren_t_shared() -> None:
     model = patched("vit", RoPE(axes=2, theta=50.0), only="layers.0.*")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        patch_model(model, pos=LINE, only="layers.1.*")
+    patch(model, pos=LINE, only="layers.1.*")
     given = image(*WIDE)
     shared, alone = states(model, given), with_positions(model, given, lambda p: p)
     assert torch.equal(shared, alone)
@@ -500,9 +496,7 @@ def test_taken_back(model_type: str, pos: RoPE) -> None:
     model, given = zoo.tiny(model_type)
     expected, names = states(model, given), list(model.state_dict())
     classes = [type(module) for module in model.modules()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        patch_model(model, pos=pos, reversible=True)
+    patch(model, pos=pos, reversible=True)
     assert difference(states(model, given), expected) > 1e-2
     unpatch_model(model)
     assert torch.equal(states(model, given), expected)
@@ -514,9 +508,7 @@ def test_one_scheme_after_another() -> None:
     given = image(*WIDE)
     model = patched("dpt", LINE)
     for pos in (GRID, "nope", RoPE(axes=2, theta=50.0)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NotPreservedWarning)
-            patch_model(model, pos=pos)
+        patch(model, pos=pos)
         assert torch.equal(states(model, given), states(patched("dpt", pos), given))
 
 
@@ -527,7 +519,5 @@ def test_a_subclass_of_an_owner_is_told_as_well() -> None:
         pass
 
     model = zoo.tiny("vit", auto_class=Mine)[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        patch_model(model, pos=GRID)
+    patch(model, pos=GRID)
     assert torch.equal(states(model, image(*WIDE)), states(patched("vit"), image(*WIDE)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import proof
@@ -10,10 +9,9 @@ import pytest
 import torch
 from proof import DIFFERENT, EXACT, HOMES, STACKS
 from sampled import slow_but
+from tiny_models import patch
 from torch import Tensor, nn
 
-from hfpatch.errors import NotPreservedWarning
-from hfpatch.patch import patch_model
 from hfpatch.runtime.grid import Grid
 
 OWNERS = proof.here()
@@ -120,9 +118,7 @@ def test_biases_by_rows_and_columns_go_as_well(owner: str) -> None:
     plain, _ = proof.tiny(HOMES[owner], **RELATIVE.get(owner, {}))
     kept = plain.state_dict().keys()
     assert any("rel_pos_h" in name for name in kept), "the control: there are biases to remove"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        model = patch_model(plain, pos="rope:axes=2")
+    model = patch(plain, pos="rope:axes=2")
     if None in dict(STACKS[owner].in_attention).values():
         assert not any("rel_pos" in name for name in model.state_dict())
     for attention in proof.stack_of(model, owner).attentions.values():
@@ -134,9 +130,7 @@ def test_a_window_of_equal_patches_is_blind_without_positions() -> None:
     for pos, blind in (("nope", True), ("keep", False)):
         model, inputs = proof.tiny("sam_vision_model")
         if pos == "nope":
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", NotPreservedWarning)
-                patch_model(model, pos=pos)
+            patch(model, pos=pos)
         encoder = proof.stack_of(model, "SamVisionEncoder").owner
         seen: list[Tensor] = []
         encoder.layers[-1].register_forward_hook(lambda _, args, output, seen=seen: seen.append(output))  # type: ignore

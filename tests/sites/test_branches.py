@@ -49,154 +49,60 @@ def moved(pairs: list[tuple], placement: str) -> list[tuple]:
 
 
 BERT = [
-    (
-        "attention.output.LayerNorm",
-        "attention.output.dropout",
-        "attention.output.dropout",
-        "attention.output.dense",
-        POST,
-        "",
-    ),
+    (*["attention.output." + name for name in ("LayerNorm", "dropout", "dropout", "dense")], POST, ""),
     ("output.LayerNorm", "output.dropout", "output.dropout", "output.dense", POST, ""),
 ]
+GPT2 = [
+    ("ln_1", "attn", "attn.resid_dropout", "attn.c_proj", PRE, ""),
+    ("ln_2", "mlp", "mlp.dropout", "mlp.c_proj", PRE, ""),
+]
+GPT_NEO = [("ln_1", "attn", "attn.attention.resid_dropout", "attn.attention.out_proj", PRE, ""), GPT2[1]]
+DISTILBERT = [
+    ("sa_layer_norm", "attention", "attention.out_lin", "attention.out_lin", POST, ""),
+    ("output_layer_norm", "ffn", "ffn.dropout", "ffn.lin2", POST, ""),
+]
+VIT = [
+    ("layernorm_before", "dropout", "dropout", "attention.o_proj", PRE, ""),
+    ("layernorm_after", "dropout", "dropout", "mlp.fc2", PRE, ""),
+]
+DINOV2 = [
+    ("norm1", "drop_path", "drop_path", DINO_PROJECTION, PRE, ""),
+    ("norm2", "drop_path", "drop_path", "mlp.fc2", PRE, ""),
+]
+NEOX = [
+    ("input_layernorm", *["post_attention_dropout"] * 2, "attention.dense", PARALLEL, ""),
+    ("post_attention_layernorm", *["post_mlp_dropout"] * 2, "mlp.dense_4h_to_h", PARALLEL, ""),
+]
+BLOOM = [
+    ("input_layernorm", *["self_attention.dense"] * 3, PRE, "hidden_dropout"),
+    ("post_attention_layernorm", *["mlp.dense_4h_to_h"] * 3, PRE, "hidden_dropout"),
+]
+LLAMA = [
+    ("input_layernorm", "self_attn", "self_attn.o_proj", "self_attn.o_proj", PRE, ""),
+    ("post_attention_layernorm", "mlp", "mlp.down_proj", "mlp.down_proj", PRE, ""),
+]
+COHERE = [LLAMA[0], ("input_layernorm", *LLAMA[1][1:])]  # both read one norm
 CROSS = ("encoder_attn_layer_norm", "encoder_attn", "encoder_attn.out_proj", "encoder_attn.out_proj", PRE, "dropout")
 FAMILIES: dict[str, tuple[Any, dict[str, list[tuple]]]] = {
-    "gpt2": (
-        lambda: tiny("gpt2"),
-        {
-            "h.0": [
-                ("ln_1", "attn", "attn.resid_dropout", "attn.c_proj", PRE, ""),
-                ("ln_2", "mlp", "mlp.dropout", "mlp.c_proj", PRE, ""),
-            ]
-        },
-    ),
-    "gpt2 with a head": (
-        lambda: tiny("gpt2", "AutoModelForCausalLM"),
-        {
-            "transformer.h.1": [
-                ("ln_1", "attn", "attn.resid_dropout", "attn.c_proj", PRE, ""),
-                ("ln_2", "mlp", "mlp.dropout", "mlp.c_proj", PRE, ""),
-            ]
-        },
-    ),
+    "gpt2": (lambda: tiny("gpt2"), {"h.0": GPT2}),
+    "gpt2 with a head": (lambda: tiny("gpt2", "AutoModelForCausalLM"), {"transformer.h.1": GPT2}),
     "opt": (lambda: tiny("opt"), {"decoder.layers.0": OPT}),
-    "opt, post-norm": (
-        lambda: tiny("opt", do_layer_norm_before=False),
-        {"decoder.layers.1": moved(OPT, POST)},
-    ),
+    "opt, post-norm": (lambda: tiny("opt", do_layer_norm_before=False), {"decoder.layers.1": moved(OPT, POST)}),
     "bert": (lambda: tiny("bert"), {"encoder.layer.0": BERT}),
     "roberta": (lambda: tiny("roberta"), {"encoder.layer.1": BERT}),
-    "distilbert": (
-        lambda: tiny("distilbert"),
-        {
-            "transformer.layer.0": [
-                ("sa_layer_norm", "attention", "attention.out_lin", "attention.out_lin", POST, ""),
-                ("output_layer_norm", "ffn", "ffn.dropout", "ffn.lin2", POST, ""),
-            ]
-        },
-    ),
-    "vit": (
-        lambda: tiny("vit"),
-        {
-            "layers.0": [
-                ("layernorm_before", "dropout", "dropout", "attention.o_proj", PRE, ""),
-                ("layernorm_after", "dropout", "dropout", "mlp.fc2", PRE, ""),
-            ]
-        },
-    ),
-    "dinov2": (
-        dinov2,
-        {
-            "encoder.layer.0": [
-                ("norm1", "drop_path", "drop_path", DINO_PROJECTION, PRE, ""),
-                ("norm2", "drop_path", "drop_path", "mlp.fc2", PRE, ""),
-            ]
-        },
-    ),
+    "distilbert": (lambda: tiny("distilbert"), {"transformer.layer.0": DISTILBERT}),
+    "vit": (lambda: tiny("vit"), {"layers.0": VIT}),
+    "dinov2": (dinov2, {"encoder.layer.0": DINOV2}),
     "bart": (
         lambda: tiny("bart"),
-        {
-            "encoder.layers.0": moved(OPT, POST),
-            "decoder.layers.1": moved([OPT[0], CROSS, OPT[1]], POST),
-        },
+        {"encoder.layers.0": moved(OPT, POST), "decoder.layers.1": moved([OPT[0], CROSS, OPT[1]], POST)},
     ),
-    "whisper": (
-        lambda: tiny("whisper"),
-        {"encoder.layers.0": OPT, "decoder.layers.1": [OPT[0], CROSS, OPT[1]]},
-    ),
-    "gpt_neox": (
-        lambda: neox(parallel=True),
-        {
-            "layers.0": [
-                (
-                    "input_layernorm",
-                    "post_attention_dropout",
-                    "post_attention_dropout",
-                    "attention.dense",
-                    PARALLEL,
-                    "",
-                ),
-                (
-                    "post_attention_layernorm",
-                    "post_mlp_dropout",
-                    "post_mlp_dropout",
-                    "mlp.dense_4h_to_h",
-                    PARALLEL,
-                    "",
-                ),
-            ]
-        },
-    ),
-    "gpt_neo": (
-        lambda: tiny("gpt_neo"),
-        {
-            "h.1": [
-                ("ln_1", "attn", "attn.attention.resid_dropout", "attn.attention.out_proj", PRE, ""),
-                ("ln_2", "mlp", "mlp.dropout", "mlp.c_proj", PRE, ""),
-            ]
-        },
-    ),
-    "bloom": (
-        lambda: tiny("bloom"),
-        {
-            "h.0": [
-                (
-                    "input_layernorm",
-                    "self_attention.dense",
-                    "self_attention.dense",
-                    "self_attention.dense",
-                    PRE,
-                    "hidden_dropout",
-                ),
-                (
-                    "post_attention_layernorm",
-                    "mlp.dense_4h_to_h",
-                    "mlp.dense_4h_to_h",
-                    "mlp.dense_4h_to_h",
-                    PRE,
-                    "hidden_dropout",
-                ),
-            ]
-        },
-    ),
-    "llama": (
-        lambda: tiny("llama"),
-        {
-            "layers.0": [
-                ("input_layernorm", "self_attn", "self_attn.o_proj", "self_attn.o_proj", PRE, ""),
-                ("post_attention_layernorm", "mlp", "mlp.down_proj", "mlp.down_proj", PRE, ""),
-            ]
-        },
-    ),
-    "cohere": (
-        lambda: tiny("cohere"),
-        {
-            "layers.0": [
-                ("input_layernorm", "self_attn", "self_attn.o_proj", "self_attn.o_proj", PARALLEL, ""),
-                ("input_layernorm", "mlp", "mlp.down_proj", "mlp.down_proj", PARALLEL, ""),
-            ]
-        },
-    ),
+    "whisper": (lambda: tiny("whisper"), {"encoder.layers.0": OPT, "decoder.layers.1": [OPT[0], CROSS, OPT[1]]}),
+    "gpt_neox": (lambda: neox(parallel=True), {"layers.0": NEOX}),
+    "gpt_neo": (lambda: tiny("gpt_neo"), {"h.1": GPT_NEO}),
+    "bloom": (lambda: tiny("bloom"), {"h.0": BLOOM}),
+    "llama": (lambda: tiny("llama"), {"layers.0": LLAMA}),
+    "cohere": (lambda: tiny("cohere"), {"layers.0": moved(COHERE, PARALLEL)}),
 }
 every_family = pytest.mark.parametrize("name", FAMILIES)
 

@@ -273,7 +273,7 @@ def test_heads_are_kept_unless_named() -> None:
     model = tiny("gpt2", "AutoModelForCausalLM")
     model.head = Plain()
     rows = {row.module: row for row in plan_patch(model, mlp="geglu").rows}
-    assert rows["head.first"].reason == "MLP of a head: name it in only= to change it"
+    assert rows["head.first"].reason == "MLP of a head: only=['*', its name] changes it too"
     assert [row.module for row in plan_patch(model, mlp="geglu", only=["head.*"]).rows if row.becomes] == ["head.first"]
     assert len([row for row in plan_patch(model, mlp="geglu", only=["*"]).rows if row.becomes]) == 2
 

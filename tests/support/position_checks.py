@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 import transformers
 import zoo
+from tiny_models import patch as patched
 from torch import Tensor
 
 from hfpatch.core.registry import ARCHITECTURES
-from hfpatch.errors import NotPreservedWarning
-from hfpatch.patch import patch_model
 
 # families of every build whose tables are recorded; what is proved here on each, test_schemes.py measures on all others
 FAMILIES = (
@@ -23,12 +21,6 @@ FAMILIES = (
 RECORDED = sorted({*FAMILIES.split()} & set(ARCHITECTURES) & set(zoo.model_types()))
 TEXT = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "token_type_ids"}
 LM_HEADS = ("AutoModelForSpeechSeq2Seq", "AutoModelForSeq2SeqLM", "AutoModelForCausalLM")
-
-
-def patched(model: Any, **request: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        return patch_model(model, **request)
 
 
 def base(model_type: str, pos: Any = None) -> tuple[Any, dict[str, Any]]:

@@ -30,6 +30,7 @@ from rope_proof import (
     reached,
     steps_alike,
 )
+from tiny_models import patch
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
@@ -163,9 +164,7 @@ def _part(class_name: str) -> tuple[Any, dict[str, Any]]:
 def patched(model_type: str, pos: str = "rope", auto_class: str | None = None) -> tuple[Any, dict[str, Any]]:
     """A tiny patched model in float64 and its inputs, for callers that change neither."""
     model, inputs = tiny(model_type, auto_class)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        patch_model(model, pos=pos)
+    patch(model, pos=pos)
     double = {name: value.double() if _floating(value) else value for name, value in inputs.items()}
     try:
         plain = run(model.double(), double)
@@ -321,9 +320,7 @@ def cached(model_type: str) -> float | None:
     """Change of the outputs when decoding uses a cache; None where the type doesn't generate."""
     if model_type in STEPWISE:
         model, inputs = tiny(model_type)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NotPreservedWarning)
-            return steps_alike(patch_model(model, pos="rope"), inputs)
+        return steps_alike(patch(model, pos="rope"), inputs)
     head = head_that_generates(model_type)
     if not decodes(model_type):
         return None
@@ -331,9 +328,7 @@ def cached(model_type: str) -> float | None:
     encoder = getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder
     decoder = {"is_decoder": True} if encoder else {}
     model, inputs = tiny(model_type, head, **decoder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        patch_model(model, pos="rope")
+    patch(model, pos="rope")
     given = {name: value for name, value in inputs.items() if not name.startswith("decoder") and name != "labels"}
     double = {name: value.double() if _floating(value) else value for name, value in given.items()}
     try:

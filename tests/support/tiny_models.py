@@ -22,6 +22,9 @@ from typing import Any
 import numpy
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -169,6 +172,13 @@ def inputs(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     if "decoder_input_ids" in takes and "SequenceClassification" not in name and "QuestionAnswering" not in name:
         found["decoder_input_ids"] = torch.randint(5, VOCABULARY, (B, T - 3), generator=generator)
     return found
+
+
+def word_tokenizer(**special: str) -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer of the models' tokens, "w0" to "w96"; `special` as in `eos_token="w2"`."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **{"eos_token": "w2", **special})
 
 
 def outputs(model: nn.Module, **given: Any) -> list[Tensor]:

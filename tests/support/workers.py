@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -10,6 +11,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
 
 GIGABYTES = 8  # per process
 
@@ -56,3 +61,33 @@ def work(model_types: list[str], examine: Callable[[str], dict[str, Any]], gigab
     out, sys.stdout = sys.stdout, sys.stderr
     for model_type in model_types:
         print(json.dumps(examine(model_type)), file=out, flush=True)
+
+
+def options(description: str | None, *flags: str) -> argparse.Namespace:
+    """A sweep's command line: model types (none: all of them, and write the report), --worker, and flags of its own."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_types", nargs="*", help="default: all of them, and write the report")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    for flag in flags:
+        parser.add_argument(flag, action="store_true")
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return parser.parse_args()
+
+
+def row(*cells: object) -> str:
+    """A row of a table in Markdown."""
+    return f"| {' | '.join(str(cell).replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"
+
+
+def tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in a model's output, caches aside, by its path."""
+    if isinstance(output, Tensor):
+        yield name or "output", output
+    elif isinstance(output, dict):
+        for key, value in output.items():
+            yield from tensors(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(output, list | tuple):
+        for place, value in enumerate(output):
+            yield from tensors(value, f"{name or 'output'}[{place}]")

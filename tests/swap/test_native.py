@@ -13,6 +13,7 @@ import pytest
 import torch
 import zoo
 from sampled import sampled, slow_but
+from tiny_models import patch as patched
 from transformers import AutoModel, PretrainedConfig
 
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError
@@ -78,12 +79,6 @@ def difference_of_caches(model: Any, tokens: torch.Tensor) -> float:
         out = model.generate(tokens, **options, use_cache=use_cache, output_logits=True, return_dict_in_generate=True)
         logits.append(torch.stack(out.logits))
     return float((logits[0] - logits[1]).abs().max() / logits[1].std())
-
-
-def patched(model: Any, **request: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        return patch_model(model, **request)
 
 
 def rotations_only(model: Any) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import proof
@@ -10,9 +9,9 @@ import pytest
 import tiny_models
 import torch
 import zoo
+from tiny_models import patch
 
 from hfpatch.core.registry import ARCHITECTURES
-from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import PositionError, UnsupportedError
@@ -21,9 +20,7 @@ from hfpatch.sites.stacks import find_stacks
 
 
 def patched(model: Any, **options: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        return patch_model(model, pos="rope", **options)
+    return patch(model, pos="rope", **options)
 
 
 def test_no_class_is_both_recorded_and_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
@@ -14,11 +13,12 @@ import pytest
 import torch
 import transformers as hf
 import zoo
+from position_checks import difference
 from sampled import slow_but
+from tiny_models import patch
 from torch import Tensor
 
 from hfpatch.checkpoint.classes import patched_model_class
-from hfpatch.errors import NotPreservedWarning
 from hfpatch.measure.randomness import own_randomness, randomise
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
@@ -109,18 +109,12 @@ def inputs(name: str, model: Any, length: int = 12) -> dict[str, Tensor]:
 
 
 def patched(name: str, layers: int | None = None, **request: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        return patch_model(make(name, layers), **{"pos": "rope", **request})
+    return patch(make(name, layers), **{"pos": "rope", **request})
 
 
 def states(model: Any, given: dict[str, Tensor]) -> Tensor:
     with own_randomness(0), torch.no_grad():
         return model(**given)[0]
-
-
-def difference(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max() / b.std())
 
 
 def moved(model: Any, given: dict[str, Tensor], change: Callable[[Tensor], Tensor], part: str = "") -> Tensor:
@@ -260,10 +254,8 @@ def test_unpatch(name: str) -> None:
     given = inputs(name, model)
     before, keys = states(model, given), list(model.state_dict())
     attributes = [sorted(module.__dict__) for module in model.modules()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        patch_model(model, pos="rope", reversible=True)
-        patch_model(model, pos="nope", reversible=True)
+    patch(model, pos="rope", reversible=True)
+    patch(model, pos="nope", reversible=True)
     unpatch_model(model)
     assert torch.equal(states(model, given), before)
     assert list(model.state_dict()) == keys
@@ -273,10 +265,8 @@ def test_unpatch(name: str) -> None:
 def test_a_later_scheme_replaces_an_earlier_one() -> None:
     model = patched("t5", pos="nope")
     given = inputs("t5", model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        patch_model(model, pos=RoPE(theta=500.0))
-        again = patched("t5", pos=RoPE(theta=500.0))
+    patch(model, pos=RoPE(theta=500.0))
+    again = patched("t5", pos=RoPE(theta=500.0))
     assert torch.equal(states(model, given), states(again, given))
 
 

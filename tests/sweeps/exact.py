@@ -10,14 +10,12 @@ code of this file. The whole model is then compared with itself before: in float
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import re
 import site
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -211,7 +209,9 @@ def run(model: nn.Module, inputs: dict[str, Any], throughout: bool = False) -> d
     """All that a forward returns but hidden states, attention maps and caches."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]), Float64() if throughout else nullcontext():
         torch.manual_seed(0)
-        return {name: value for name, value in tensors(model(**copy.deepcopy(inputs))) if not INTERNAL.search(name)}
+        return {
+            name: value for name, value in workers.tensors(model(**copy.deepcopy(inputs))) if not INTERNAL.search(name)
+        }
 
 
 def runs(model: nn.Module, inputs: dict[str, Any]) -> bool:
@@ -221,18 +221,6 @@ def runs(model: nn.Module, inputs: dict[str, Any]) -> bool:
     except (RuntimeError, TypeError):
         return False
     return True
-
-
-def tensors(output: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in a model's output, caches aside."""
-    if isinstance(output, Tensor):
-        yield name, output
-    elif isinstance(output, dict):
-        for key, value in output.items():
-            yield from tensors(value, f"{name}.{key}" if name != "output" else str(key))
-    elif isinstance(output, list | tuple):
-        for place, value in enumerate(output):
-            yield from tensors(value, f"{name}[{place}]")
 
 
 def relative(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
@@ -325,17 +313,12 @@ def to_markdown(results: list[Result]) -> str:
         errors_here = [f"{one:.1e}" if one is not None else "" for one in measured]
         reasons = "; ".join(f"{count}: {reason}" for reason, count in result.reasons.items())
         cells = (result.model_type, result.class_name, result.layer_norms, result.exact, *errors_here, result.status)
-        lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in (*cells, reasons)) + " |")
+        lines.append(workers.row(*cells, reasons))
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_types", nargs="*", help="default: all of them, and write the report")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
+    options = workers.options(__doc__)
     if options.worker:
         workers.work(options.model_types, examined)
     elif options.model_types:

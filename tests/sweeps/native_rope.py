@@ -10,7 +10,6 @@ rotation changes the outputs. A refusal is shown with its first words.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import site
@@ -170,21 +169,17 @@ def to_markdown(rows: dict[str, dict[str, str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*", help="default: all of them, and write the report")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = workers.options(__doc__)
     warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
     if options.worker:
-        workers.work(options.types, examine)
+        workers.work(options.model_types, examine)
         return
     rows = {}
-    for model_type, row in sweep(options.types or model_types()):
+    for model_type, row in sweep(options.model_types or model_types()):
         if row:
             rows[model_type] = row
             print(model_type, row if set(row.values()) != {"yes"} else "yes", flush=True)
-    if not options.types:
+    if not options.model_types:
         REPORT.write_text(to_json(rows))
         REPORT.with_suffix(".md").write_text(to_markdown(rows))
     print(totals(rows))

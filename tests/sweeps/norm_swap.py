@@ -11,7 +11,6 @@ gain * (x - mean) / sqrt(var + eps) + shift per channel. hfpatch then has to con
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
@@ -336,7 +335,7 @@ def _problem(
         y = got.output if got else module(x).detach()
         if torch.isfinite(x).all() and not _close(truth[name].rows(y), truth[name].rms(x), FORMULA):
             return f"{name} doesn't compute RMSNorm of its input"
-    before, after = (dict(tensors(output)) for output in outputs)
+    before, after = (dict(workers.tensors(output)) for output in outputs)
     if before.keys() != after.keys():
         return "the outputs have other names"
     changed = False
@@ -369,18 +368,6 @@ def _zero_mean(fit: LayerNormFit, seen: Seen) -> bool:
     x = fit.rows(seen.inputs[0])
     means = x.mean(tuple(range(-fit.over, 0)))
     return bool((means.abs() <= 1e-4 * x.abs().max()).all())
-
-
-def tensors(output: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """All tensors inside an output, with names."""
-    if isinstance(output, Tensor):
-        yield name, output
-    elif isinstance(output, dict):
-        for key, value in output.items():
-            yield from tensors(value, f"{name}.{key}")
-    elif isinstance(output, list | tuple):
-        for place, value in enumerate(output):
-            yield from tensors(value, f"{name}[{place}]")
 
 
 # --- all model types --------------------------------------------------------------------------------------------------
@@ -449,24 +436,15 @@ def to_markdown(results: list[Result]) -> str:
             kept = "; ".join(f"{count}: {reason}" for reason, count in result.kept.items())
             status = result.status + (f" ({result.note})" if result.note else "")
             cells = result.model_type, result.class_name, result.layer_norms, result.converted, kept, status
-            lines.append("| " + " | ".join(_cell(str(cell)) for cell in cells) + " |")
+            lines.append(workers.row(*cells))
     lines += ["", "## Without a LayerNorm", "", ", ".join(without), "", "## Not run", ""]
     lines += ["| model type | reason |", "|---|---|"]
-    lines += [f"| {result.model_type} | {_cell(result.status)} |" for result in not_run]
+    lines += [workers.row(result.model_type, result.status) for result in not_run]
     return "\n".join(lines) + "\n"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_types", nargs="*", help="default: all of them, and write the report")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
+    options = workers.options(__doc__)
     if options.worker:
         workers.work(options.model_types, examined)
     elif options.model_types:

@@ -14,10 +14,8 @@ are stored as they come, and a second run goes on where the first one ended; --f
 
 from __future__ import annotations
 
-import argparse
 import json
 import site
-import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +28,8 @@ import torch
 import transformers
 import workers
 import zoo
+from tiny_models import patch
 
-from hfpatch.errors import NotPreservedWarning
-from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError
 from hfpatch.sites.records.refused import REFUSED
 from hfpatch.sites.stacks import find_stacks
@@ -119,9 +116,7 @@ def examine(model_type: str) -> Result:
 
 def _refusal(model: Any) -> str:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NotPreservedWarning)
-            patch_model(model, pos="rope")
+        patch(model, pos="rope")
     except PatchError as error:
         return str(error)
     return "it has no table: it rotates already, or counts relatively, and that is what pos= changes"
@@ -307,10 +302,10 @@ def to_markdown(results: list[Result]) -> str:
         figures = [_number(row.figure("shift")), _number(row.figure("active", min))]
         figures += [_number(row.figure("blind")), _number(row.figure("cached")), str(row.figure("length") or "")]
         shown = ", ".join(row.families[:6]) + (f" and {len(row.families) - 6} more" if len(row.families) > 6 else "")
-        lines.append("| " + " | ".join(_cell(cell) for cell in (f"`{row.owner}`", shown, row.status, *figures)) + " |")
+        lines.append(workers.row(f"`{row.owner}`", shown, row.status, *figures))
     not_run = [result for result in results if result.status != "ok"]
     lines += ["", "## Not run", "", "| model type | reason |", "|---|---|"]
-    lines += [f"| {result.model_type} | {_cell(result.status)} |" for result in not_run]
+    lines += [workers.row(result.model_type, result.status) for result in not_run]
     return "\n".join(lines) + "\n"
 
 
@@ -318,19 +313,8 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.0e}" if value < 0.1 else f"{value:.1f}"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_types", nargs="*", help="default: all of them, and write the report")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--fresh", action="store_true", help="forget what an earlier run stored")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    options = workers.options(__doc__, "--fresh")
     if options.worker:
         workers.work(options.model_types, examined)
     elif options.model_types:

@@ -24,7 +24,6 @@ import random
 import re
 import sysconfig
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,12 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
+from tiny_models import patch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hfpatch
-from hfpatch.errors import NotPreservedWarning
-from hfpatch.patch import patch_model
 from hfpatch.repairs.sample import sample_batches
 
 Figures = Callable[[Any], dict[str, float]]
@@ -82,9 +80,7 @@ class Report:
         model, seconds = build(), 0.0
         if request is not None:
             started = time.perf_counter()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", NotPreservedWarning)
-                patch_model(model, **request)
+            patch(model, **request)
             seconds = time.perf_counter() - started
         self.rows.append({**key, **figures(model), "seconds": round(seconds, 1)})
         print(self.rows[-1], flush=True)

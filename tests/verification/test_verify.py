@@ -526,7 +526,17 @@ def _no_tensor_in_common() -> tuple:
         (
             lambda m, r: verify(m, tiny("gpt2", "AutoModelForCausalLM", vocab_size=98), inputs(m)),
             UnsupportedError,
-            r"logits has shape \(2, 12, 97\) in the model .* and \(2, 12, 98\) in the reference",
+            "the model's vocabulary has 97 tokens and the reference's 98",
+        ),
+        (
+            lambda m, r: verify(tiny("bert", vocab_size=99), tiny("bert"), torch.tensor([[5, 98, 7]])),
+            UnsupportedError,
+            "the model's vocabulary has 99 tokens and the reference's 97",
+        ),
+        (
+            lambda m, r: verify(*(tiny("bert", "BertForSequenceClassification", num_labels=n) for n in (2, 3))),
+            UnsupportedError,
+            r"logits has shape \(\d, 2\) in the model .* and \(\d, 3\) in the reference",
         ),
     ],
 )
@@ -534,6 +544,12 @@ def test_typed_errors(make: Callable, error: Any, message: str) -> None:
     model, reference = pair()
     with pytest.raises(error, match=message):
         make(model, reference)
+
+
+def test_vectors_of_other_vocabularies_are_compared() -> None:
+    """Where both have the tokens: a table that was padded changes nothing."""
+    model = tiny("bert", vocab_size=99)
+    assert row(verify(model, tiny("bert"), torch.tensor([[5, 96, 7]])), "last_hidden_state").rms_error > 0
 
 
 def test_compiled_and_peft_models_are_refused() -> None:
