@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from forms import word_tokenizer
 from safetensors.torch import load_file
 from tiny_models import difference, inputs, load, logged, outputs, patch, tiny
 from torch import Tensor
@@ -34,11 +35,7 @@ def causal(family: str = "opt", **options: Any) -> Any:
 
 @pytest.fixture
 def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0")
+    return word_tokenizer()
 
 
 # Adapters
