@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from ..errors import OptionError
 
-SITE = Path(__file__).with_name("site")
+STARTUP = Path(__file__).with_name("startup")
 _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 _OPTION = re.compile(r"-([^-cmWX]*)([cmWX]?)(.*)")  # letters, the last of which may take a value
 
@@ -34,7 +34,7 @@ def launch(command: Sequence[str]) -> NoReturn:
     Raises:
         OptionError: there is no such program or file, or it is a Python that is told not to read PYTHONPATH.
     """
-    words, environment = resolved(command), with_site(os.environ)
+    words, environment = resolved(command), with_startup(os.environ)
     sys.stdout.flush()
     sys.stderr.flush()
     if sys.platform == "win32":
@@ -91,9 +91,9 @@ def isolating(words: Sequence[str]) -> str | None:
     return None
 
 
-def with_site(environment: Mapping[str, str]) -> dict[str, str]:
+def with_startup(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment whose Python processes run the `sitecustomize.py` of this package."""
-    path = [str(SITE), environment.get("PYTHONPATH", "")]
+    path = [str(STARTUP), environment.get("PYTHONPATH", "")]
     return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 

@@ -17,10 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 from hfpatch.cli import app
-from hfpatch.cli.launcher import SITE, isolating, launch, resolved, with_site
+from hfpatch.cli.launcher import STARTUP, isolating, launch, resolved, with_startup
 from hfpatch.errors import OptionError
 
-HOOK = SITE / "sitecustomize.py"
+HOOK = STARTUP / "sitecustomize.py"
 
 
 def program(folder: Path, name: str, text: str = "#!/bin/sh\n") -> Path:
@@ -110,9 +110,9 @@ def test_a_python_that_keeps_to_itself_is_refused(line: str, places: tuple[Path,
 
 
 def test_an_environment_keeps_what_it_has() -> None:
-    assert with_site({"A": "1"}) == {"A": "1", "PYTHONPATH": str(SITE)}
-    assert with_site({"PYTHONPATH": ""})["PYTHONPATH"] == str(SITE)
-    assert with_site({"PYTHONPATH": "here"})["PYTHONPATH"] == f"{SITE}{os.pathsep}here"
+    assert with_startup({"A": "1"}) == {"A": "1", "PYTHONPATH": str(STARTUP)}
+    assert with_startup({"PYTHONPATH": ""})["PYTHONPATH"] == str(STARTUP)
+    assert with_startup({"PYTHONPATH": "here"})["PYTHONPATH"] == f"{STARTUP}{os.pathsep}here"
 
 
 def test_everything_behind_run_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_the_command_takes_the_place_of_this_process(monkeypatch: pytest.MonkeyP
     *signals, (path, words, environment) = started
     assert signals == [(signal.SIGPIPE, signal.SIG_DFL), (signal.SIGXFSZ, signal.SIG_DFL)]
     assert (path, words) == (sys.executable, [sys.executable, "-m", "module"])
-    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(SITE)
+    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(STARTUP)
 
 
 def test_where_no_process_can_be_replaced_it_is_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_where_no_process_can_be_replaced_it_is_a_child(monkeypatch: pytest.Monk
     with pytest.raises(SystemExit) as ended:
         launch(["-m", "module"])
     assert ended.value.code == 3
-    assert started == [([sys.executable, "-m", "module"], str(SITE))]
+    assert started == [([sys.executable, "-m", "module"], str(STARTUP))]
 
 
 # What it does to a process
@@ -165,7 +165,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of a `transformers` and an `hfpatch` that this process imports as if for the first time."""
     (tmp_path / "transformers.py").write_text("import sys\nassert 'hfpatch' not in sys.modules\nVALUE = 1\n")
     (tmp_path / "hfpatch.py").write_text("import transformers\nSEEN = transformers.VALUE\n")
-    monkeypatch.setattr(sys, "path", [str(SITE), str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(STARTUP), str(tmp_path), *sys.path])
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     for name in ("transformers", "hfpatch", "sitecustomize"):
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
@@ -224,7 +224,9 @@ def test_a_sitecustomize_behind_it_runs_too(python: Path) -> None:
 
 def process(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     known = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=with_site({**known, **environment}))
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=with_startup({**known, **environment})
+    )
 
 
 @pytest.mark.slow

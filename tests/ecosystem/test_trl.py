@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ pytest.importorskip("trl", reason="trl isn't installed")
 pytestmark = pytest.mark.slow
 
 TOOL = Path(__file__).with_name("trl_tool.py")
-SUPPORT = Path(__file__).parents[1] / "support"
 WAYS = ["import hfpatch", "hfpatch run", "trust_remote_code"]
 
 
@@ -48,8 +46,7 @@ def expected(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return losses_of(lambda: AutoModelForCausalLM.from_pretrained(saved / "plugin"), tmp_path_factory.mktemp("object"))
 
 
-def trained(way: str, saved: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("PYTHONPATH", f"{SUPPORT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+def trained(way: str, saved: Path, out: Path) -> Any:
     if way == "trust_remote_code":
         return called(sys.executable, TOOL, saved / "remote", out, "trust_remote_code", home=out, hide_hfpatch=True)
     if way == "import hfpatch":
@@ -59,9 +56,9 @@ def trained(way: str, saved: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sft_and_dpo_by_name_train_the_patched_model(
-    way: str, saved: Path, expected: dict[str, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, saved: Path, expected: dict[str, list[float]], tmp_path: Path
 ) -> None:
-    done = trained(way, saved, tmp_path, monkeypatch)
+    done = trained(way, saved, tmp_path)
     assert done.returncode == 0, done.stderr
     losses = json.loads(done.stdout.splitlines()[-1])
     assert losses["dpo"][0] == pytest.approx(math.log(2))  # the model that it starts from is the reference
@@ -87,8 +84,8 @@ def test_the_unpatched_model_has_other_losses(expected: dict[str, list[float]], 
     assert abs(plain["dpo"][1] - expected["dpo"][1]) > 0.05
 
 
-def test_a_process_that_nobody_told_refuses(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    require_refused(trained("nothing", saved, tmp_path, monkeypatch))
+def test_a_process_that_nobody_told_refuses(saved: Path, tmp_path: Path) -> None:
+    require_refused(trained("nothing", saved, tmp_path))
 
 
 def test_the_command_line(saved: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Script `trl_tool.py FOLDER OUT [MODULE | trust_remote_code]`: trains by SFT and DPO what a folder's name stands for.
 
 Both trainers get the name, DPO no reference model. MODULE is imported first. What was trained is saved in OUT/sft and
-OUT/dpo, its logits beside it, and the last line printed is a JSON object of losses.
+OUT/dpo, its logits beside it, and the last line printed is a JSON object of losses. Nothing else imports hfpatch here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from forms import sentences
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+TEXTS = [" ".join(f"w{(7 * i + 3 * j) % 90 + 5}" for j in range(12)) for i in range(8)]
 
 
 def train(how: str, model: Any, out: Path, **given: Any) -> list[float]:
@@ -33,13 +34,12 @@ def train(how: str, model: Any, out: Path, **given: Any) -> list[float]:
         "seed": 0,
         "model_init_kwargs": given.pop("model_init_kwargs", None),
     }
-    texts = sentences(8)
     if how == "sft":
-        data = Dataset.from_dict({"text": texts})
+        data = Dataset.from_dict({"text": TEXTS})
         trainer = SFTTrainer(model=model, args=SFTConfig(max_length=16, **settings), train_dataset=data, **given)
     else:
-        answers = {"chosen": texts[1:] + texts[:1], "rejected": texts[2:] + texts[:2]}
-        data = Dataset.from_dict({"prompt": texts, **answers})
+        answers = {"chosen": TEXTS[1:] + TEXTS[:1], "rejected": TEXTS[2:] + TEXTS[:2]}
+        data = Dataset.from_dict({"prompt": TEXTS, **answers})
         trainer = DPOTrainer(model=model, args=DPOConfig(**settings), train_dataset=data, **given)
     trainer.train()
     trainer.save_model(str(out))
