@@ -1,4 +1,4 @@
-"""The command line: `hfpatch families`, `plan`, `patch`, `verify`, `report`, `env`, `export`, `push`."""
+"""The command line: `hfpatch families`, `plan`, `patch`, `verify`, `report`, `env`, `export`, `push`, `run`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from ..schemes.request import HOW, LOST
 from ..verification import verify as verification
 from ..verification.report import Report
 from .commands import Commands
+from .launcher import launch
 from .options import (
     Examples,
     Form,
@@ -337,6 +338,23 @@ def push(
         dry_run=dry_run,
     )
     typer.echo(str(push))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def run(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="COMMAND", help="A program, a .py file, or -m MODULE; then arguments.")
+    ] = None,
+) -> None:
+    """Run another tool with hfpatch imported in every Python process that it starts: hfpatch run -- lm_eval ...
+
+    So the tool opens checkpoints that need hfpatch (the plugin form). What stands behind `run` is the command's own;
+    the `--` in front of it may be left out. A program is looked for beside this Python first, then in PATH, and its
+    exit status is that of `run`. A Python that has no hfpatch says so on stderr, once it has imported transformers.
+    """
+    launch(command or [])
 
 
 def _compared(

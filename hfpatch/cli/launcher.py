@@ -1,0 +1,109 @@
+"""Starts another program's command line with hfpatch imported in each Python process that it starts.
+
+A folder with a `sitecustomize.py` goes first on PYTHONPATH, which child processes inherit: Python runs that file when
+it starts, and the file has hfpatch imported once transformers is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from ..errors import OptionError
+
+STARTUP = Path(__file__).with_name("startup")
+_PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
+_OPTION = re.compile(r"-([^-cmWX]*)([cmWX]?)(.*)")  # letters, the last of which may take a value
+
+
+def launch(command: Sequence[str]) -> NoReturn:
+    """Run a command in the place of this process; where the system can't (Windows), in a child, and exit as it does.
+
+    Args:
+        command: a program and its arguments; or a Python file, or `-m` and a module, and theirs.
+
+    Raises:
+        OptionError: there is no such program or file, or it is a Python that is told not to read PYTHONPATH.
+    """
+    words, environment = resolved(command), with_startup(os.environ)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if sys.platform == "win32":
+        sys.exit(subprocess.call(words, env=environment))
+    for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and a program started by a shell doesn't
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    os.execve(words[0], words, environment)
+
+
+def resolved(command: Sequence[str]) -> list[str]:
+    """The command with its program's path. A program is looked for beside this Python first, then in PATH.
+
+    Raises:
+        OptionError: as in `launch`.
+    """
+    if not command:
+        raise OptionError("run takes a command, such as: hfpatch run -- lm_eval --model hf ...")
+    first = command[0]
+    if first.endswith(".py") and not Path(first).is_file():
+        raise OptionError(f"{first}: there is no such file to run.")
+    if first == "-m" or first.endswith(".py"):
+        return [sys.executable, *command]
+    places = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    program = shutil.which(first, path=places)
+    if program is None:
+        raise OptionError(
+            f"{first}: no program of this name can be run, beside {sys.executable} or in PATH. "
+            "Install it there, or give its path."
+        )
+    for words in ([program, *command[1:]], _shebang(program)):
+        if option := isolating(words):
+            raise OptionError(
+                f"{shlex.join(words)}: with {option} Python reads no PYTHONPATH or no sitecustomize, by which hfpatch "
+                f"would be imported there. Leave {option} out."
+            )
+    return [program, *command[1:]]
+
+
+def isolating(words: Sequence[str]) -> str | None:
+    """The option of a Python's command line because of which it wouldn't run a sitecustomize of PYTHONPATH, if any."""
+    if not words or not _is_python(words[0]):
+        return None
+    options = iter(words[1:])
+    for word in options:
+        if (found := _OPTION.fullmatch(word)) is None or word == "-":
+            return None
+        letters, takes, value = found.groups()
+        if hiding := next((letter for letter in letters if letter in "IES"), None):
+            return f"-{hiding}"
+        if takes and takes in "cm":
+            return None
+        if takes and not value:
+            next(options, None)
+    return None
+
+
+def with_startup(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment whose Python processes run the `sitecustomize.py` of this package."""
+    path = [str(STARTUP), environment.get("PYTHONPATH", "")]
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def _shebang(program: str) -> list[str]:
+    """The Python, and its options, that a script's first line names; empty for other programs."""
+    with open(program, "rb") as file:
+        line = file.readline(1000) if file.read(2) == b"#!" else b""
+    words = line.decode(errors="replace").split()
+    return words[next((i for i, word in enumerate(words) if _is_python(word)), len(words)) :]
+
+
+def _is_python(word: str) -> bool:
+    return _PYTHON.fullmatch(Path(word).name) is not None

@@ -1,0 +1,255 @@
+"""`hfpatch run`: which command it starts, with what environment, and what happens in the processes of that command."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import sysconfig
+import venv
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hfpatch.cli import app
+from hfpatch.cli.launcher import STARTUP, isolating, launch, resolved, with_startup
+from hfpatch.errors import OptionError
+
+HOOK = STARTUP / "sitecustomize.py"
+
+
+def program(folder: Path, name: str, text: str = "#!/bin/sh\n") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+# Which command
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """The folder of this Python's programs, and one in PATH."""
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "beside"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "beside", tmp_path / "path"
+
+
+def test_a_program_beside_this_python_comes_before_one_in_path(places: tuple[Path, Path]) -> None:
+    beside, path = places
+    other = program(path, "tool")
+    assert resolved(["tool", "--model", "x"]) == [str(other), "--model", "x"]
+    own = program(beside, "tool")
+    assert resolved(["tool"]) == [str(own)]
+    assert resolved([str(other)]) == [str(other)]
+
+
+def test_files_and_modules_are_this_pythons(places: tuple[Path, Path]) -> None:
+    Path("train.py").touch()
+    assert resolved(["train.py", "-m"]) == [sys.executable, "train.py", "-m"]
+    assert resolved(["-m", "module", "x"]) == [sys.executable, "-m", "module", "x"]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ([], "run takes a command"),
+        (["no-such-tool"], "no-such-tool: no program of this name"),
+        (["plain"], "plain: no program of this name"),
+        (["missing.py"], "missing.py: there is no such file"),
+    ],
+)
+def test_no_command(command: list[str], message: str, places: tuple[Path, Path]) -> None:
+    program(places[1], "plain").chmod(0o644)
+    with pytest.raises(OptionError, match=message):
+        resolved(command)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("python -I x.py", "-I"),
+        ("/usr/bin/python3.12 -uE x.py", "-E"),
+        ("python3 -W ignore -X dev -Sm module", "-S"),
+        ("python.exe -Xdev -I", "-I"),
+        ("python -u x.py -I", None),
+        ("python -m module -I", None),
+        ("python -c code -I", None),
+        ("python -cI", None),
+        ("python -W I x.py", None),
+        ("python - -I", None),
+        ("bash -I", None),
+        ("", None),
+    ],
+)
+def test_options_by_which_a_python_keeps_to_itself(words: str, found: str | None) -> None:
+    assert isolating(words.split()) == found
+
+
+@pytest.mark.parametrize("line", ["#!/opt/env/bin/python3 -I", "#!/usr/bin/env -S python3.12 -uE"])
+def test_a_python_that_keeps_to_itself_is_refused(line: str, places: tuple[Path, Path]) -> None:
+    program(places[1], "isolated", f"{line}\n")
+    with pytest.raises(OptionError, match="Python reads no PYTHONPATH"):
+        resolved(["isolated"])
+    program(places[1], "python3")
+    with pytest.raises(OptionError, match=r"python3 -I x\.py: with -I"):
+        resolved(["python3", "-I", "x.py"])
+    tool = program(places[1], "tool", f"{line.rpartition(' -')[0]}\n")
+    assert resolved(["tool", "-I"]) == [str(tool), "-I"]
+
+
+# How it is started
+
+
+def test_an_environment_keeps_what_it_has() -> None:
+    assert with_startup({"A": "1"}) == {"A": "1", "PYTHONPATH": str(STARTUP)}
+    assert with_startup({"PYTHONPATH": ""})["PYTHONPATH"] == str(STARTUP)
+    assert with_startup({"PYTHONPATH": "here"})["PYTHONPATH"] == f"{STARTUP}{os.pathsep}here"
+
+
+def test_everything_behind_run_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[list[str]] = []
+    monkeypatch.setattr("hfpatch.cli.launch", got.append)
+    for words in ("lm_eval --help -m x -- --tasks a", "-m module --help", "x.py --version"):
+        for marked in (["--"], []):
+            assert CliRunner().invoke(app, ["run", *marked, *words.split()]).exit_code == 0
+            assert got.pop() == words.split()
+
+
+def test_the_command_line_says_what_it_cannot_run() -> None:
+    for words in ([], ["--"]):
+        assert CliRunner().invoke(app, ["run", *words]).output.startswith("Error: run takes a command")
+    assert CliRunner().invoke(app, ["run", "no-such-tool"]).exit_code == 1
+
+
+def test_the_command_takes_the_place_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(signal, "signal", lambda *given: started.append(given))
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
+    launch(["-m", "module"])
+    *signals, (path, words, environment) = started
+    assert signals == [(signal.SIGPIPE, signal.SIG_DFL), (signal.SIGXFSZ, signal.SIG_DFL)]
+    assert (path, words) == (sys.executable, [sys.executable, "-m", "module"])
+    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(STARTUP)
+
+
+def test_where_no_process_can_be_replaced_it_is_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def call(words: list[str], env: dict[str, str]) -> int:
+        started.append((words, env["PYTHONPATH"].split(os.pathsep)[0]))
+        return 3
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(subprocess, "call", call)
+    with pytest.raises(SystemExit) as ended:
+        launch(["-m", "module"])
+    assert ended.value.code == 3
+    assert started == [([sys.executable, "-m", "module"], str(STARTUP))]
+
+
+# What it does to a process
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of a `transformers` and an `hfpatch` that this process imports as if for the first time."""
+    (tmp_path / "transformers.py").write_text("import sys\nassert 'hfpatch' not in sys.modules\nVALUE = 1\n")
+    (tmp_path / "hfpatch.py").write_text("import transformers\nSEEN = transformers.VALUE\n")
+    monkeypatch.setattr(sys, "path", [str(STARTUP), str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for name in ("transformers", "hfpatch", "sitecustomize"):
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+        monkeypatch.delitem(sys.modules, name)
+    return tmp_path
+
+
+def imported(name: str) -> Any:
+    __import__(name)
+    return sys.modules[name]
+
+
+def test_hfpatch_is_imported_right_after_transformers(python: Path) -> None:
+    runpy.run_path(str(HOOK))
+    assert "hfpatch" not in sys.modules
+    found = imported("transformers")
+    assert sys.modules["hfpatch"].SEEN == 1
+    assert found.__spec__.loader.get_source("transformers") == (python / "transformers.py").read_text()
+    assert isinstance(found.__spec__, ModuleSpec)
+
+
+def test_hfpatch_first_imports_both_once(python: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (python / "transformers.py").write_text("VALUE = 1\n")
+    runpy.run_path(str(HOOK))
+    assert imported("hfpatch").SEEN == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_a_process_without_hfpatch_says_so(python: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (python / "hfpatch.py").write_text("raise ModuleNotFoundError('none of that name')\n")
+    runpy.run_path(str(HOOK))
+    assert imported("transformers").VALUE == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{sys.executable} can't import hfpatch (ModuleNotFoundError: none of that name)" in line
+
+
+def test_no_transformers_stays_no_transformers(python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (python / "transformers.py").unlink()
+    monkeypatch.setattr(sys, "path", [str(python)])
+    runpy.run_path(str(HOOK))
+    with pytest.raises(ModuleNotFoundError):
+        imported("transformers")
+    assert "hfpatch" not in sys.modules
+
+
+def test_a_sitecustomize_behind_it_runs_too(python: Path) -> None:
+    (python / "sitecustomize.py").write_text("import sys\nNAME = __name__\nFINDER = sys.meta_path[0].__name__\n")
+    runpy.run_path(str(HOOK))
+    found = sys.modules["sitecustomize"]
+    assert (found.NAME, found.FINDER) == ("sitecustomize", "AfterTransformers")
+    assert found.__file__ == str(python / "sitecustomize.py")
+
+
+# Processes
+
+
+def process(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    known = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=with_startup({**known, **environment})
+    )
+
+
+@pytest.mark.slow
+def test_a_process_without_transformers_is_left_alone() -> None:
+    code = "import sys; print([name for name in ('torch', 'transformers', 'hfpatch') if name in sys.modules])"
+    assert process(sys.executable, "-c", code).stdout == "[]\n"
+
+
+@pytest.mark.slow
+def test_a_python_of_another_environment(tmp_path: Path) -> None:
+    """It has a transformers, and no hfpatch: the command runs, and says what it lacks."""
+    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/transformers.py").touch()
+    python = str(tmp_path / "env" / ("Scripts" if sys.platform == "win32" else "bin") / "python")
+    done = process(python, "-c", "import transformers; print('ran')", PYTHONPATH=str(tmp_path / "site"))
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert f"{python} can't import hfpatch (ModuleNotFoundError" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
+def test_exit_status_and_signals_are_the_commands_own() -> None:
+    run = [sys.executable, "-m", "hfpatch.cli", "run", "--"]
+    for command, status in (("exit 7", 7), ("kill -PIPE $$", -signal.SIGPIPE), ("kill -INT $$", -signal.SIGINT)):
+        assert subprocess.run([*run, "sh", "-c", command], check=False).returncode == status, command
