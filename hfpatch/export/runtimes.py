@@ -44,9 +44,9 @@ class Served:
 
 
 # Converted by convert_hf_to_gguf.py of llama.cpp (as llama-cpp-python 0.3.36 ships it) with transformers 4.57.6, loaded
-# by xllamacpp 2026.10; "read": conversion/gemma.py and src/models/gemma.cpp there. Left out: SmolLM3 (three of four
-# layers turn whatever its config says), Falcon with sequential branches, Mpt (its name there is MPTForCausalLM),
-# Nemotron (it asks for a SentencePiece vocabulary, which few models that become one have), Persimmon, encoders.
+# by xllamacpp 2026.10; Gemma and Nemotron with a SentencePiece vocabulary (tokenizer.model), which they ask for. Left
+# out: SmolLM3 (three of four layers turn whatever its config says), Falcon with sequential branches, Mpt (its name
+# there is MPTForCausalLM), Persimmon, encoders.
 _LLAMA_CPP = {
     "GPT2LMHeadModel": Served("measured", _GELU, biases=True, wide=True),
     "GPTNeoXForCausalLM": Served("measured", _GELU, rope=("default",), theta=10_000.0, biases=True),
@@ -58,7 +58,8 @@ _LLAMA_CPP = {
     "Qwen2ForCausalLM": Served("measured", _SILU, rope=_SCALED),
     "StableLmForCausalLM": Served("measured", _SILU, rope=("default",), theta=10_000.0),
     "OlmoForCausalLM": Served("measured", _SILU, rope=_SCALED, biases=False),
-    "GemmaForCausalLM": Served("read", _GELU, rope=("default",), theta=10_000.0, biases=False),
+    "GemmaForCausalLM": Served("measured", _GELU, rope=("default",), theta=10_000.0, biases=False),
+    "NemotronForCausalLM": Served("measured", _RELU2, rope=("default", "linear")),
 }
 
 # vllm/model_executor/models: registry.py (0002bff), llama.py (0035bdf), jais2.py (055e47c), falcon.py (00620f9); the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 
 
@@ -29,3 +30,10 @@ def record(package: str, what: str, result: str, figure: str = "", control: str 
     line = {"package": name, "version": found, "what": what, "result": result, "figure": figure, "control": control}
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def installed_in(python: str, name: str) -> str:
+    """A package of another environment, as `record` takes it: "NAME==VERSION"."""
+    code = f"import importlib.metadata as m; print(m.version({name!r}))"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    return f"{name}=={done.stdout.strip()}"
