@@ -29,7 +29,7 @@ EXACT |= {("gpt2", "learned"), ("gpt2", "geglu")}  # within the old length; with
 PLAIN = ("gpt_neox", "unpatched")
 # its definition of a GPT-NeoX asks for buffers that transformers 5 doesn't save
 NEOX, NO_BUFFER = {("gpt2", "rope"), ("gpt2", "rope, theta"), ("gpt2", "rms+rope")}, "attention.bias required"
-NO_WEIGHTS = "no file named model.safetensors"  # of an encoder without a head it writes the config alone
+NO_WEIGHTS = "no file named model.safetensors"  # it takes a base model for a causal one, and finds no weights
 
 
 def auto_class(one: tuple[str, str]) -> str:
