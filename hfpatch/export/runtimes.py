@@ -33,6 +33,7 @@ class Served:
         theta: the only base of its rotation; None: what the config says.
         biases: whether its attentions and MLPs all have biases, or have none; None: either.
         wide: whether its MLPs are four times as wide as its stream.
+        sentencepiece: whether it asks for a tokenizer.model, which a model of another family needn't have.
     """
 
     evidence: str
@@ -41,6 +42,7 @@ class Served:
     theta: float | None = None
     biases: bool | None = None
     wide: bool = False
+    sentencepiece: bool = False
 
 
 # Converted by convert_hf_to_gguf.py of llama.cpp (as llama-cpp-python 0.3.36 ships it) with transformers 4.57.6, loaded
@@ -58,8 +60,8 @@ _LLAMA_CPP = {
     "Qwen2ForCausalLM": Served("measured", _SILU, rope=_SCALED),
     "StableLmForCausalLM": Served("measured", _SILU, rope=("default",), theta=10_000.0),
     "OlmoForCausalLM": Served("measured", _SILU, rope=_SCALED, biases=False),
-    "GemmaForCausalLM": Served("measured", _GELU, rope=("default",), theta=10_000.0, biases=False),
-    "NemotronForCausalLM": Served("measured", _RELU2, rope=("default", "linear")),
+    "GemmaForCausalLM": Served("measured", _GELU, rope=("default",), theta=10_000.0, biases=False, sentencepiece=True),
+    "NemotronForCausalLM": Served("measured", _RELU2, rope=("default", "linear"), sentencepiece=True),
 }
 
 # vllm/model_executor/models: registry.py (0002bff), llama.py (0035bdf), jais2.py (055e47c), falcon.py (00620f9); the
@@ -130,11 +132,16 @@ def served_by(class_name: str) -> dict[str, str]:
     }
 
 
-def unserved(model: Any, runtime: str) -> str | None:
-    """Why a runtime doesn't take a stock model, or would compute something else; None where it takes it."""
+def unserved(model: Any, runtime: str, host: str | None = None) -> str | None:
+    """Why a runtime doesn't take a stock model, or would compute something else; None where it takes it.
+
+    `host` is the `model_type` that the model was made from.
+    """
     served, config = RUNTIMES[runtime].get(type(model).__name__), model.config
     if served is None:
         return f"{runtime} isn't known to take a {type(model).__name__}"
+    if served.sentencepiece and host not in (None, config.model_type):
+        return f"{runtime} asks for a tokenizer.model with it, which a {host} needn't have"
     activation = next((getattr(config, name) for name in _ACTIVATIONS if getattr(config, name, None)), None)
     if served.activations is not None and activation not in served.activations:
         return f"{runtime} always computes {served.activations[0]} in its MLPs, and here is {activation}"
