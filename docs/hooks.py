@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BLOB = "https://github.com/hfpatch/hfpatch/blob/main"
 SWEEPS = ("norm_swap", "exact", "positions", "native_rope", "native_export", "backends", "patching_cost")
 TEXTS = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+TEXTS |= {"support/ecosystem.md": "tests/ecosystem/results.md"}
 TEXTS |= {f"support/{name}.md": f"tests/sweeps/{name}.md" for name in SWEEPS}
 _INCLUDE = re.compile(r"(?m)^<!-- include: (.+) -->$")
 _LINE_OF_PROSE = re.compile(r"(?m)^(?!\||\* |#).+(?=\n[^\n])")  # two spaces behind it are Markdown's line break

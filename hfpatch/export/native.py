@@ -230,7 +230,7 @@ def _compared_candidate(
         model, longest = build()
     except UnsupportedError as error:
         return Candidate(model_type, reason=str(error).rstrip("."))
-    reason = None if serve is None else unserved(model, serve)
+    reason = None if serve is None else unserved(model, serve, source.config.model_type)
     if reason is not None:
         return Candidate(model_type, reason=reason)
     try:

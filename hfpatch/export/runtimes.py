@@ -33,6 +33,7 @@ class Served:
         theta: the only base of its rotation; None: what the config says.
         biases: whether its attentions and MLPs all have biases, or have none; None: either.
         wide: whether its MLPs are four times as wide as its stream.
+        sentencepiece: whether it asks for a tokenizer.model, which a model of another family needn't have.
     """
 
     evidence: str
@@ -41,12 +42,13 @@ class Served:
     theta: float | None = None
     biases: bool | None = None
     wide: bool = False
+    sentencepiece: bool = False
 
 
 # Converted by convert_hf_to_gguf.py of llama.cpp (as llama-cpp-python 0.3.36 ships it) with transformers 4.57.6, loaded
-# by xllamacpp 2026.10; "read": conversion/gemma.py and src/models/gemma.cpp there. Left out: SmolLM3 (three of four
-# layers turn whatever its config says), Falcon with sequential branches, Mpt (its name there is MPTForCausalLM),
-# Nemotron (it asks for a SentencePiece vocabulary, which few models that become one have), Persimmon, encoders.
+# by xllamacpp 2026.10; Gemma and Nemotron with a SentencePiece vocabulary (tokenizer.model), which they ask for. Left
+# out: SmolLM3 (three of four layers turn whatever its config says), Falcon with sequential branches, Mpt (its name
+# there is MPTForCausalLM), Persimmon, encoders.
 _LLAMA_CPP = {
     "GPT2LMHeadModel": Served("measured", _GELU, biases=True, wide=True),
     "GPTNeoXForCausalLM": Served("measured", _GELU, rope=("default",), theta=10_000.0, biases=True),
@@ -58,7 +60,8 @@ _LLAMA_CPP = {
     "Qwen2ForCausalLM": Served("measured", _SILU, rope=_SCALED),
     "StableLmForCausalLM": Served("measured", _SILU, rope=("default",), theta=10_000.0),
     "OlmoForCausalLM": Served("measured", _SILU, rope=_SCALED, biases=False),
-    "GemmaForCausalLM": Served("read", _GELU, rope=("default",), theta=10_000.0, biases=False),
+    "GemmaForCausalLM": Served("measured", _GELU, rope=("default",), theta=10_000.0, biases=False, sentencepiece=True),
+    "NemotronForCausalLM": Served("measured", _RELU2, rope=("default", "linear"), sentencepiece=True),
 }
 
 # vllm/model_executor/models: registry.py (0002bff), llama.py (0035bdf), jais2.py (055e47c), falcon.py (00620f9); the
@@ -129,11 +132,16 @@ def served_by(class_name: str) -> dict[str, str]:
     }
 
 
-def unserved(model: Any, runtime: str) -> str | None:
-    """Why a runtime doesn't take a stock model, or would compute something else; None where it takes it."""
+def unserved(model: Any, runtime: str, host: str | None = None) -> str | None:
+    """Why a runtime doesn't take a stock model, or would compute something else; None where it takes it.
+
+    `host` is the `model_type` that the model was made from.
+    """
     served, config = RUNTIMES[runtime].get(type(model).__name__), model.config
     if served is None:
         return f"{runtime} isn't known to take a {type(model).__name__}"
+    if served.sentencepiece and host not in (None, config.model_type):
+        return f"{runtime} asks for a tokenizer.model with it, which a {host} needn't have"
     activation = next((getattr(config, name) for name in _ACTIVATIONS if getattr(config, name, None)), None)
     if served.activations is not None and activation not in served.activations:
         return f"{runtime} always computes {served.activations[0]} in its MLPs, and here is {activation}"

@@ -116,8 +116,11 @@ def _fill(twin: nn.Module, model: nn.Module) -> None:
     source, target, state = Weights(model), Weights(twin), dict(model.state_dict())
     modules: dict[str, Any] = dict(model.named_modules())
     norms = {name: module for name, module in modules.items() if isinstance(module, AffineNorm)}
+    places = dict(twin.named_modules())
     for name, module in norms.items():
-        target.fill_norm(twin.get_submodule(name), source.norm(module, name), name)
+        if name not in places:
+            raise UnsupportedError(f"{name} is a norm that {type(twin).__name__} doesn't have")
+        target.fill_norm(places[name], source.norm(module, name), name)
     biases = [item for item in find_stacks(model, BIASES) if item.removed_rows() is not None]
     removed = [item.path(place) for item in biases for place, _ in item.stack.removal]
     used: set[str] = set()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 from pathlib import Path
 
 import pytest
 import update
-from blocks import PAGES
+from blocks import PAGES, ROOT
+
+ECOSYSTEM = ROOT / "tests/ecosystem"
 
 
 @pytest.mark.parametrize("name", sorted(update.BLOCKS))
@@ -40,3 +44,30 @@ def test_tables_that_the_support_rows_name_are_pages(monkeypatch: pytest.MonkeyP
     for row in rows:
         name = row.rpartition("/support/")[2].partition("/")[0]
         assert f"]({name}.md)" in index
+
+
+def test_the_table_of_other_packages_is_what_its_suites_recorded() -> None:
+    script, stored = runpy.run_path(str(ECOSYSTEM / "run.py")), ECOSYSTEM / "results.json"
+    suites = json.loads(stored.read_text())
+    assert suites.keys() <= script["SUITES"].keys()
+    assert script["to_markdown"](suites) == stored.with_suffix(".md").read_text()
+    assert not [name for name, suite in suites.items() if suite["failed"]]
+
+
+def test_the_table_of_other_packages_says_what_was_skipped_or_failed(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text(
+        "import pytest\n"
+        "def test_skipped():\n    pytest.importorskip('no_such_package')\n"
+        "def test_failed():\n    assert False\n"
+        "def test_passed():\n    pass\n"
+    )
+    report = tmp_path / "report.xml"
+    pytest.main(["-q", "-p", "no:cacheprovider", f"--junitxml={report}", str(tmp_path / "test_one.py")])
+    script = runpy.run_path(str(ECOSYSTEM / "run.py"))
+    counted = script["_counted"](report)
+    assert (counted["passed"], counted["failed"]) == (1, ["test_failed"])
+    assert list(counted["skipped"]) == ["could not import 'no_such_package': No module named 'no_such_package'"]
+    shown = script["to_markdown"]({"one": {"environment": "here", "recorded": [], **counted}})
+    assert "| `test_one.py` | FAILED: test_failed |" in shown
+    assert "| `test_one.py` | 1 skipped: could not import" in shown
+    assert script["_counted"](tmp_path / "none.xml")["failed"]

@@ -10,9 +10,13 @@ is told that it is GPT-2's, which decides nothing here as prompts are tokens. Th
 from __future__ import annotations
 
 import json
+import logging
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
+
+BY_SENTENCEPIECE = ("GemmaForCausalLM", "NemotronForCausalLM")
 
 
 def convert(llama_cpp: str, folders: list[str]) -> dict[str, str | None]:
@@ -21,15 +25,34 @@ def convert(llama_cpp: str, folders: list[str]) -> dict[str, str | None]:
 
     TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
     failed: dict[str, str | None] = {}
+    said, handler = list[str](), logging.Handler(logging.ERROR)
+    handler.emit = lambda line: said.append(line.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
     for folder in folders:
+        said.clear()
+        if json.loads(Path(folder, "config.json").read_text())["architectures"][0] in BY_SENTENCEPIECE:
+            write_sentencepiece(folder)
         sys.argv = ["convert_hf_to_gguf.py", folder, "--outfile", f"{folder}.gguf", "--outtype", "f32"]
         try:
             runpy.run_path(f"{llama_cpp}/convert_hf_to_gguf.py", run_name="__main__")
         except (Exception, SystemExit) as error:
-            failed[folder] = f"{type(error).__name__}: {error}"
+            failed[folder] = " ".join((f"{type(error).__name__}: {error}", *said))
         else:
             failed[folder] = None
     return failed
+
+
+def write_sentencepiece(folder: str) -> None:
+    """A tokenizer.model of a few pieces, for converters that read nothing else."""
+    from sentencepiece import SentencePieceTrainer
+
+    SentencePieceTrainer.Train(
+        sentence_iterator=iter(["abcdefghij klmnopqrstuvwxyz"] * 100),
+        model_prefix=f"{folder}/tokenizer",
+        vocab_size=40,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
 
 
 def score(file: str, vocabulary: int, tokens: list[int]) -> list[float]:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from native_cases import CASES, Case
+from record import record
+from scheme_forms import plain
 from tiny_models import VOCABULARY
 
 from hfpatch.export.native import candidates
@@ -42,21 +44,36 @@ def exported() -> dict[str, tuple[Case, str]]:
     return found
 
 
+def error_in_onnx_runtime(model: Any, file: Path) -> float:
+    """Of logits at another batch and length, by their spread."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    ids, other = torch.randint(5, VOCABULARY, (2, 16)), torch.randint(5, VOCABULARY, (3, 23))
+    sizes = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("length")},)
+    torch.onnx.export(Logits(model).eval(), (ids,), file, dynamo=True, dynamic_shapes=sizes, verbose=False)
+    session = onnxruntime.InferenceSession(file)
+    (logits,) = session.run(None, {session.get_inputs()[0].name: other.numpy()})
+    with torch.no_grad():
+        expected = model(other).logits
+    return float((torch.from_numpy(logits) - expected).abs().max() / expected.std())
+
+
 def test_onnx_runtime_computes_the_same(tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
-    onnxruntime = pytest.importorskip("onnxruntime")
     cases, errors = exported(), {}
     names = list(RUNTIMES["onnx"])
     for name in names:
         case, model_type = cases[name]
         model = next(each.model for each in candidates(case.model(), model_type) if each.equal)
-        file, ids = tmp_path / f"{name}.onnx", torch.randint(5, VOCABULARY, (2, 16))
-        sizes = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("length")},)
-        torch.onnx.export(Logits(model).eval(), (ids,), file, dynamo=True, dynamic_shapes=sizes, verbose=False)
-        session, other = onnxruntime.InferenceSession(file), torch.randint(5, VOCABULARY, (3, 23))
-        (logits,) = session.run(None, {session.get_inputs()[0].name: other.numpy()})
-        with torch.no_grad():
-            expected = model(other).logits
-        errors[name] = float((torch.from_numpy(logits) - expected).abs().max() / expected.std())
+        errors[name] = error_in_onnx_runtime(model, tmp_path / f"{name}.onnx")
+    controls = {
+        family: error_in_onnx_runtime(plain(family), tmp_path / f"{family}.onnx") for family in ("gpt2", "llama")
+    }
+    record(
+        "onnxruntime",
+        f"native: {len(names)} classes, torch.onnx.export (dynamo) with eager attention, another batch and length",
+        "equal",
+        f"at most {max(errors.values()):.0e} of the logits' spread",
+        ", ".join(f"unpatched {family} {error:.0e}" for family, error in controls.items()),
+    )
     assert {name: error for name, error in errors.items() if not error <= 1e-4} == {}

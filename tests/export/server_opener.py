@@ -1,10 +1,12 @@
-"""Run as a script in a process that can't import hfpatch: which class servers build, and what it computes.
+"""Run as a script in a process that can't import hfpatch: what servers make of checkpoints.
 
-`server_opener.py FOLDER` reads FOLDER/plugin, FOLDER/remote and FOLDER/wanted.pt, and prints a line for each answer.
+`server_opener.py FOLDER FORM ...` reads FOLDER/CASE/FORM and FOLDER/CASE/wanted.pt, and prints {case: {form: {server:
+difference or reason}}} as its last line.
 """
 
 from __future__ import annotations
 
+import json
 import site
 import sys
 from pathlib import Path
@@ -13,20 +15,20 @@ site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 site.addsitedir(str(Path(__file__).resolve().parent))
 
 import torch
+import transformers
 from opener import Blocker
-from server_backends import SERVERS, packed, resolved, served
+from server_backends import SERVERS, outcome
 
 sys.meta_path.insert(0, Blocker())
+torch.set_num_threads(1)
 
-folder = Path(sys.argv[1])
-given = torch.load(folder / "wanted.pt")
-for server in SERVERS:
-    for form in ("plugin", "remote"):
-        try:
-            answer = resolved(folder / form, ["LlamaForCausalLM"], server)
-        except Exception as error:
-            answer = type(error).__name__
-        print(f"{server} {form}: {answer}")
-    found = packed(served(folder / "remote", server), given["sequences"])
-    error = max(float((a - b).abs().max()) for a, b in zip(found, given["states"], strict=True))
-    print(f"{server} difference {error}")
+names = set(dir(transformers))
+answers: dict[str, dict[str, dict[str, float | str]]] = {}
+for file in sorted(Path(sys.argv[1]).glob("*/wanted.pt")):
+    wanted, case = torch.load(file), file.parent
+    answers[case.name] = {
+        form: {server: outcome(case / form, server, wanted, names) for server in SERVERS}
+        for form in sys.argv[2:]
+        if (case / form).exists()
+    }
+print("\n" + json.dumps(answers))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -228,23 +229,53 @@ def largest_difference(model: Any, folder: Path, server: str, trust: bool = True
     if "input_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise NotServedError("it takes no token ids")
     given = sequences(model.config.get_text_config().vocab_size)
-    return _largest(packed(served(folder, server, trust), given), _one_by_one(model, given))
+    return _largest(packed(served(folder, server, trust), given), _one_by_one(model.base_model, given))
+
+
+def wanted(model: Any) -> dict[str, list[Tensor]]:
+    """What `outcome` compares with: sequences, a model's hidden states of each and its own first output."""
+    given = sequences(model.config.get_text_config().vocab_size)
+    return {"sequences": given, "states": _one_by_one(model.base_model, given), "outputs": _one_by_one(model, given)}
+
+
+def outcome(folder: Path, server: str, wanted: dict[str, list[Tensor]], registry: Sequence[str]) -> float | str:
+    """What comes of a checkpoint in a server: the largest difference from what is wanted, or why it is refused."""
+    try:
+        if resolved(folder, registry, server) == NATIVE:
+            return of_its_own_class(folder, wanted)
+        return _largest(packed(served(folder, server), wanted["sequences"]), wanted["states"])
+    except Exception as error:  # of transformers, hfpatch or the server: in each the process ends there
+        return f"{type(error).__name__}: {error}"
+
+
+def of_its_own_class(folder: Path, wanted: dict[str, list[Tensor]]) -> float:
+    """The difference of the server's own class of the architecture: transformers' of that name stands for it.
+
+    Its config is what config.json says, without what leads to other code: a server reads the settings that it knows.
+    """
+    stored = json.loads((folder / "config.json").read_text())
+    cls: Any = getattr(sys.modules["transformers"], stored["architectures"][0])
+    others = {name for name, value in stored.items() if "hfpatch" in str(value)}  # the last resort among them
+    known = {name: value for name, value in stored.items() if name not in others | {"model_type", "hfpatch"}}
+    weights = load_file(folder / "model.safetensors")
+    model = cls.from_pretrained(None, config=cls.config_class.from_dict(known), state_dict=weights)
+    return _largest(_one_by_one(model, wanted["sequences"]), wanted["outputs"])
 
 
 def rounding(model: Any) -> float:
     """What a model's own attention and its eager one differ by, likewise."""
     given, usual = sequences(model.config.get_text_config().vocab_size), model.config._attn_implementation
-    wanted = _one_by_one(model, given)
+    wanted = _one_by_one(model.base_model, given)
     model.set_attn_implementation("eager")
     try:
-        return _largest(_one_by_one(model, given), wanted)
+        return _largest(_one_by_one(model.base_model, given), wanted)
     finally:
         model.set_attn_implementation(usual)
 
 
 def _one_by_one(model: Any, given: Sequence[Tensor]) -> list[Tensor]:
     with torch.no_grad():
-        return [model.base_model(one[None], use_cache=False)[0][0] for one in given]
+        return [model(one[None])[0][0] for one in given]
 
 
 def _largest(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
