@@ -16,6 +16,7 @@ from .checkpoint.patched_config import carry_over_config, give_patched_config
 from .checkpoint.repair_file import report_of
 from .compile import compile_model, require_blocks
 from .core.bare import require_bare
+from .core.holders import takes_holders
 from .core.optimizer import check_optimizer, swap_parameters
 from .core.transaction import UNDO_RECORD, Transaction, UndoRecord, changes_alone
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
@@ -45,6 +46,7 @@ _WAITS_FOR_WEIGHTS = (
 )
 
 
+@takes_holders
 @changes_alone
 def patch_model(
     model: M,
@@ -119,7 +121,7 @@ def patch_model(
         require_blocks(model)
     if optimizer is not None:
         check_optimizer(optimizer, model)
-    told, length = _tokenizer_and_length(tokenizer, pos, calibration)
+    told = _told_lengths(tokenizer, pos, calibration)
     batches = _checked_calibration(model, calibration, tokenizer, plan, init)
     before, dtype, lengths = list(model.parameters()), model.dtype, plan.lengths_in(model.config)
     edits, optimizer_edits, report = Transaction(), Transaction(), None
@@ -134,8 +136,8 @@ def patch_model(
                 plan = make_plan(model, checked_request(schemes, only, keep, init), example_inputs, error.measured)
                 batches = batches or _checked_calibration(model, calibration, tokenizer, plan, init)
                 report = _carry_out(plan, model, edits, batches, fit, init, example_inputs)
-        if told is not None:
-            edits.set_attribute(told, "model_max_length", length)
+        for target, name, length in told:
+            edits.set_attribute(target, name, length)
         if plan.changes:
             if optimizer is not None:
                 swap_parameters(model, optimizer, before, edits.replacements(), optimizer_edits)
@@ -146,6 +148,7 @@ def patch_model(
     return compile_model(model) if compile else model
 
 
+@takes_holders
 def outcomes(model: nn.Module) -> dict[str, str]:
     """What each request of a patched model came to: {"norm='rms'": "exact: outputs differ by 2.7e-07, ..."}.
 
@@ -156,6 +159,7 @@ def outcomes(model: nn.Module) -> dict[str, str]:
     return Record.of(model.config).outcomes()
 
 
+@takes_holders
 def repair_report(model: nn.Module) -> RepairReport | None:
     """Report of the latest repair, step by step, or None: there was none, or none since the latest patch.
 
@@ -167,6 +171,7 @@ def repair_report(model: nn.Module) -> RepairReport | None:
     return report_of(model)
 
 
+@takes_holders
 @changes_alone
 def unpatch_model(model: M, *, optimizer: Any = None) -> M:
     """Roll back all patches of a model that was patched with `reversible=True`: classes, modules, Parameters, config.
@@ -211,27 +216,31 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
     return model
 
 
-def _tokenizer_and_length(processor: Any, pos: str | Position | None, calibration: Any) -> tuple[Any, int | None]:
-    """The tokenizer (of a processor, its own) and its new `model_max_length`; (None, None) if that doesn't change.
+def _told_lengths(processor: Any, pos: str | Position | None, calibration: Any) -> list[tuple[Any, str, int]]:
+    """(target, attribute, value) for what cuts texts at a length, where `pos` sets one: a tokenizer, a holder's module.
 
     Raises:
         OptionError: `processor` has no tokenizer with a `model_max_length`, or isn't needed: `pos` sets no
-            max_positions, and nothing calibrates.
+            max_positions, and nothing calibrates. A holder of the model may be both.
     """
     if processor is None:
-        return None, None
-    tokenizer = tokenizer_of(processor)
-    if not hasattr(tokenizer, "model_max_length"):
+        return []
+    tokenizer, is_holder = tokenizer_of(processor), isinstance(processor, nn.Module)
+    has_length = hasattr(tokenizer, "model_max_length")
+    if not has_length and not is_holder:
         raise OptionError(f"tokenizer= takes a tokenizer or a processor that has one, not {type(processor).__name__}.")
     scheme = Position.resolve(pos)
-    if scheme is not None and scheme.max_positions is not None:
-        return tokenizer, scheme.max_positions
-    if calibration is None:
-        raise OptionError(
-            "tokenizer= reads the texts of calibration=, and is given the length that pos= sets "
-            "(pos='rope:max_positions=8192', for example). This request has neither."
-        )
-    return None, None
+    length = None if scheme is None else scheme.max_positions
+    if length is None:
+        if calibration is None and not is_holder:
+            raise OptionError(
+                "tokenizer= reads the texts of calibration=, and is given the length that pos= sets "
+                "(pos='rope:max_positions=8192', for example). This request has neither."
+            )
+        return []
+    modules = [one for one in processor.modules() if "max_seq_length" in vars(one)] if is_holder else []
+    own = [(tokenizer, "model_max_length", length)] if has_length else []
+    return [*own, *((module, "max_seq_length", length) for module in modules)]
 
 
 def _checked_calibration(
@@ -318,7 +327,7 @@ def _keep_on_model(
 
 def _warn(plan: Plan, model: PreTrainedModel, report: RepairReport | None, init: str) -> None:
     """Warn of what a patch didn't preserve."""
-    caller = 4  # this function, patch_model and its decorator are between
+    caller = 5  # this function, patch_model and its decorators are between
     newest = Record.of(model.config).outcomes(plan.by_kind)
     changed = {request: outcome for request, outcome in newest.items() if not outcome.startswith(EXACT)}
     if changed and init != "reset" and not (report and report.suffices):

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from .core.bare import require_bare
 from .core.globs import Names, as_globs, require_matches
+from .core.holders import takes_holders
 from .core.plan_table import ALREADY_DONE, Change, Row, grouped
 from .core.results import Result, Table, dataframe, plain
 from .core.transaction import Transaction
@@ -146,6 +147,7 @@ def _line_key(row: Row) -> tuple[object, ...]:
     return row.now, row.becomes, row.reason, row.loss
 
 
+@takes_holders
 def plan_patch(
     model: PreTrainedModel,
     norm: str | Norm | None = None,

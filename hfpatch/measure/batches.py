@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchEncoding, BatchFeature, PreTrainedModel
 
+from ..core.holders import model_inside
 from ..errors import OptionError
 from ..runtime.errors import first_line
 from .inputs import input_embedding
@@ -70,8 +71,10 @@ def read_batches(
     Raises:
         OptionError: the data is none of that, is empty, holds texts without a tokenizer, or isn't the model's input.
     """
-    items = _items(data, sequences, option)
-    batches = _Reader(model, tokenizer, sequences, length, option).read(items)
+    inner, items = model_inside(model), _items(data, sequences, option)
+    if tokenizer is None and inner is not model:
+        tokenizer = model
+    batches = _Reader(inner, tokenizer, sequences, length, option).read(items)
     return list(batches) if isinstance(items, list | tuple) else batches
 
 

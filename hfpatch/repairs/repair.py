@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..core.holders import takes_holders
 from ..core.progress import ProgressBar
 from ..core.transaction import Transaction, changing
 from ..errors import NotPreservedWarning
@@ -55,6 +56,7 @@ _NOISE = 1e-9  # share of the variance: errors below it count as none
 _MAP_SEQUENCES, _MAP_NUMBERS = 256, 2**27  # at most: sequences whose attention maps are fitted, numbers in the maps
 
 
+@takes_holders
 def repair(
     model: PreTrainedModel,
     reference: PreTrainedModel,
@@ -117,7 +119,7 @@ def repair(
             edits.set_attribute(model.config, KEY, record.repaired(original, repairer.report.outcome()).to_json())
             edits.set_attribute(model, REPAIR, repairer.report)
     if by_itself and not repairer.report.suffices:
-        warnings.warn(f"{type(model).__name__}: {repairer.report.summary()}", NotPreservedWarning, stacklevel=2)
+        warnings.warn(f"{type(model).__name__}: {repairer.report.summary()}", NotPreservedWarning, stacklevel=3)
     return repairer.report
 
 

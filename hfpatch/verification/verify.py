@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
 from ..core.bare import require_bare
+from ..core.holders import takes_holders
 from ..errors import OptionError, WrappedModelError
 from ..measure.batches import Batch, count_examples, count_tokens, read_batches
 from ..measure.inputs import example_inputs
@@ -26,6 +27,7 @@ from .report import Report
 EXAMPLES = 64  # texts and single rows, at most: both models run on them in every dtype
 
 
+@takes_holders
 def verify(
     model: PreTrainedModel,
     reference: PreTrainedModel | str | PathLike[str],
