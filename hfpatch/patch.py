@@ -39,7 +39,7 @@ from .schemes.placements import Placement
 from .schemes.positions import Position
 from .schemes.request import EXACT, Record
 
-M = TypeVar("M", bound=PreTrainedModel)
+M = TypeVar("M", bound=Any)  # a PreTrainedModel, or a holder of one
 _WAITS_FOR_WEIGHTS = (
     "{} has no weights yet (meta device), so nothing could be centred or checked. Load weights that were saved by a "
     "model patched in the same way; with the original's it would compute another function."
@@ -90,7 +90,8 @@ def patch_model(
             first 256 are read, and 128 tokens of a text; for more pass `read_batches(...)`. None: no repair.
             `repair_report(model)` returns its results.
         tokenizer: a tokenizer, or a processor that has one. It reads the texts in `calibration`, and where `pos` sets
-            `max_positions`, that becomes its `model_max_length`.
+            `max_positions`, that becomes its `model_max_length`. Default: a SentenceTransformer's own, whose
+            `max_seq_length` follows.
         fit: what a repair of positions fits to the original's attention maps: "qk", weights and biases of queries and
             keys, or "bias", their biases alone.
         compile: call `compile_model` on the result.

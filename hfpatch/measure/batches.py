@@ -36,7 +36,7 @@ _log = logging.getLogger("hfpatch")
 
 def read_batches(
     data: Any,
-    model: PreTrainedModel,
+    model: Any,
     tokenizer: Any = None,
     *,
     sequences: int = SEQUENCES,
