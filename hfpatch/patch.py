@@ -222,26 +222,25 @@ def _told_lengths(processor: Any, pos: str | Position | None, calibration: Any) 
 
     Raises:
         OptionError: `processor` has no tokenizer with a `model_max_length`, or isn't needed: `pos` sets no
-            max_positions, and nothing calibrates. A holder of the model may be both.
+            max_positions, and nothing calibrates. A holder's module may be both.
     """
     if processor is None:
         return []
-    tokenizer, is_holder = tokenizer_of(processor), isinstance(processor, nn.Module)
-    has_length = hasattr(tokenizer, "model_max_length")
-    if not has_length and not is_holder:
+    tokenizer, of_holder = tokenizer_of(processor), isinstance(processor, nn.Module)
+    targets = [(tokenizer, "model_max_length")] if hasattr(tokenizer, "model_max_length") else []
+    if not targets and not of_holder:
         raise OptionError(f"tokenizer= takes a tokenizer or a processor that has one, not {type(processor).__name__}.")
+    if of_holder and "max_seq_length" in vars(processor):
+        targets.append((processor, "max_seq_length"))
     scheme = Position.resolve(pos)
-    length = None if scheme is None else scheme.max_positions
-    if length is None:
-        if calibration is None and not is_holder:
-            raise OptionError(
-                "tokenizer= reads the texts of calibration=, and is given the length that pos= sets "
-                "(pos='rope:max_positions=8192', for example). This request has neither."
-            )
-        return []
-    modules = [one for one in processor.modules() if "max_seq_length" in vars(one)] if is_holder else []
-    own = [(tokenizer, "model_max_length", length)] if has_length else []
-    return [*own, *((module, "max_seq_length", length) for module in modules)]
+    if scheme is not None and scheme.max_positions is not None:
+        return [(*target, scheme.max_positions) for target in targets]
+    if calibration is None and not of_holder:
+        raise OptionError(
+            "tokenizer= reads the texts of calibration=, and is given the length that pos= sets "
+            "(pos='rope:max_positions=8192', for example). This request has neither."
+        )
+    return []
 
 
 def _checked_calibration(

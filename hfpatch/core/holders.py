@@ -48,10 +48,16 @@ def _outermost(holder: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
             yield name, one
 
 
+def reader_inside(holder: nn.Module) -> nn.Module:
+    """The module of a holder that has its transformers model as a child, and the tokenizer."""
+    model = model_inside(holder)
+    return next(one for one in holder.modules() if any(child is model for child in one.children()))
+
+
 def takes_holders(function: F) -> F:
     """Decorator of a function of models: a holder may stand for the model inside it, and is returned for that.
 
-    A `tokenizer` that isn't given is the holder, which has one.
+    A `tokenizer` that isn't given is the holder's `reader_inside`.
     """
     reads_texts = "tokenizer" in inspect.signature(function).parameters
 
@@ -59,7 +65,7 @@ def takes_holders(function: F) -> F:
     def run(model: Any, *args: Any, **kwargs: Any) -> Any:
         inner = model_inside(model)
         if inner is not model and reads_texts and kwargs.get("tokenizer") is None:
-            kwargs["tokenizer"] = model
+            kwargs["tokenizer"] = reader_inside(model)
         kwargs = {name: one if name == "tokenizer" else model_inside(one) for name, one in kwargs.items()}
         returned = function(inner, *map(model_inside, args), **kwargs)
         return model if returned is inner else returned

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..core.holders import reader_inside
 from ..errors import VerificationError
 from ..measure.inputs import example_inputs
 from ..measure.outputs import FACTOR, max_error, noise_floor, outputs_of_texts
@@ -45,7 +46,8 @@ def write_holder(holder: Any, model: Any, folder: Path, write: Callable[[Path], 
     """Save a holder to a folder, with `write` for the model inside it, and compare what opens from there.
 
     Raises:
-        UnsupportedError: it doesn't save its model by `save_pretrained`, or can't run on texts.
+        UnsupportedError: it doesn't save its model by `save_pretrained`, or where remote code is looked for, or doesn't
+            run on texts.
         VerificationError: what was written doesn't open, or not as the same function.
     """
     found: list[Exported] = []
@@ -61,7 +63,12 @@ def write_holder(holder: Any, model: Any, folder: Path, write: Callable[[Path], 
         vars(model).pop("save_pretrained", None)
     if not found:
         raise UnsupportedError(f"{type(holder).__name__} doesn't save the model inside it by save_pretrained.")
-    exported, tokenizer = found[0], tokenizer_of(holder)
+    if found[0].to == "remote" and found[0].folder.resolve() != folder.resolve():
+        raise UnsupportedError(
+            f"{type(holder).__name__} saves its model in the subfolder {found[0].folder.name}, and transformers looks "
+            "for a checkpoint's code in the folder itself. Use to='plugin' or to='native'."
+        )
+    exported, tokenizer = found[0], tokenizer_of(reader_inside(holder))
     if tokenizer is not None:  # beside a model of another type another class may open it
         save_tokenizer(tokenizer, exported.folder)
     if not can_be_measured(holder):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchEncoding, BatchFeature, PreTrainedModel
 
-from ..core.holders import model_inside
+from ..core.holders import model_inside, reader_inside
 from ..errors import OptionError
 from ..runtime.errors import first_line
 from .inputs import input_embedding
@@ -73,7 +73,7 @@ def read_batches(
     """
     inner, items = model_inside(model), _items(data, sequences, option)
     if tokenizer is None and inner is not model:
-        tokenizer = model
+        tokenizer = reader_inside(model)
     batches = _Reader(inner, tokenizer, sequences, length, option).read(items)
     return list(batches) if isinstance(items, list | tuple) else batches
 

@@ -89,13 +89,14 @@ def test_the_length_that_positions_set_is_its_own_too() -> None:
 def test_a_module_that_keeps_a_length_of_its_own_is_told() -> None:
     """sentence-transformers before 6 cuts at an attribute of its module, whatever the tokenizer says."""
     encoder = sentence_encoder()
-    vars(encoder[1])["max_seq_length"] = LENGTH
+    own = vars(encoder[0])
+    own["max_seq_length"] = LENGTH
     patch(encoder, pos="rope", reversible=True)
-    assert encoder[1].max_seq_length == encoder.max_seq_length == LENGTH
+    assert own["max_seq_length"] == encoder.max_seq_length == LENGTH
     patch(encoder, pos=ROPE + ",theta=500", reversible=True)
-    assert encoder[1].max_seq_length == 96
+    assert own["max_seq_length"] == 96
     unpatch_model(encoder)
-    assert encoder[1].max_seq_length == LENGTH
+    assert own["max_seq_length"] == LENGTH
 
 
 def test_the_warning_is_of_the_caller_and_as_an_error_leaves_the_length() -> None:
