@@ -15,22 +15,31 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..runtime.errors import UnsupportedError
+from ..runtime.lens import host_class
 
 F = TypeVar("F", bound=Callable[..., Any])
+_OPENED_BY_CLASS = ("EncoderModel", "Encoder")  # of encoder-decoders: T5EncoderModel and its like
 
 
 def model_inside(given: Any) -> Any:
     """The transformers model of a holder; anything else as it is.
 
     Raises:
-        UnsupportedError: a holder has none, or several.
+        UnsupportedError: a holder has none, or several, or one that its library would open unpatched.
     """
     if isinstance(given, PreTrainedModel) or not hasattr(type(given), "transformers_model"):
         return given
     found = dict(_outermost(given))
-    if len(found) == 1:
-        return next(iter(found.values()))
     kind = type(given).__name__
+    if len(found) == 1:
+        (model,) = found.values()
+        name = host_class(type(model)).__name__
+        if name.endswith(_OPENED_BY_CLASS):
+            raise UnsupportedError(
+                f"this {kind} holds a {name}, which its library opens by that class, whatever the checkpoint says: a "
+                "saved patch would come back unpatched. Use the patched model without the library."
+            )
+        return model
     if not found:
         raise UnsupportedError(f"this {kind} holds no model of transformers in PyTorch, so nothing can be patched.")
     raise UnsupportedError(

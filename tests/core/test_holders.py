@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sentence_encoders import LENGTH, TEXTS, cross_encoder, embedded, sentence_encoder, sparse_encoder, transformer
-from tiny_models import patch
+from tiny_models import patch, tiny
 from torch import nn
 
 from hfpatch import outcomes, patch_model, plan_patch, read_batches, repair, repair_report, unpatch_model, verify
@@ -147,6 +147,15 @@ def test_several_models_in_one_object_are_refused_and_one_twice_is_not() -> None
     static = SentenceTransformer(modules=[StaticEmbedding(first.tokenizer, embedding_dim=4)], device="cpu")
     with pytest.raises(UnsupportedError, match="no model of transformers"):
         patch_model(static, norm="rms")
+
+
+def test_an_encoder_that_its_library_opens_unpatched_is_refused() -> None:
+    """sentence-transformers calls T5EncoderModel.from_pretrained with the patched config."""
+    encoder = sentence_encoder()
+    encoder[0].model = tiny("t5", "AutoModelForTextEncoding")
+    assert type(encoder[0].model).__name__ == "T5EncoderModel"
+    with pytest.raises(UnsupportedError, match=r"holds a T5EncoderModel, .* would come back unpatched"):
+        patch_model(encoder, norm="dyt")
 
 
 def test_what_only_contains_a_model_is_no_holder() -> None:
