@@ -16,6 +16,7 @@ from .checkpoint.patched_config import carry_over_config, give_patched_config
 from .checkpoint.repair_file import report_of
 from .compile import compile_model, require_blocks
 from .core.bare import require_bare
+from .core.holders import takes_holders
 from .core.optimizer import check_optimizer, swap_parameters
 from .core.transaction import UNDO_RECORD, Transaction, UndoRecord, changes_alone
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
@@ -38,13 +39,14 @@ from .schemes.placements import Placement
 from .schemes.positions import Position
 from .schemes.request import EXACT, Record
 
-M = TypeVar("M", bound=PreTrainedModel)
+M = TypeVar("M", bound=Any)  # a PreTrainedModel, or a holder of one
 _WAITS_FOR_WEIGHTS = (
     "{} has no weights yet (meta device), so nothing could be centred or checked. Load weights that were saved by a "
     "model patched in the same way; with the original's it would compute another function."
 )
 
 
+@takes_holders
 @changes_alone
 def patch_model(
     model: M,
@@ -88,7 +90,8 @@ def patch_model(
             first 256 are read, and 128 tokens of a text; for more pass `read_batches(...)`. None: no repair.
             `repair_report(model)` returns its results.
         tokenizer: a tokenizer, or a processor that has one. It reads the texts in `calibration`, and where `pos` sets
-            `max_positions`, that becomes its `model_max_length`.
+            `max_positions`, that becomes its `model_max_length`. Default: a SentenceTransformer's own, whose
+            `max_seq_length` follows.
         fit: what a repair of positions fits to the original's attention maps: "qk", weights and biases of queries and
             keys, or "bias", their biases alone.
         compile: call `compile_model` on the result.
@@ -119,7 +122,7 @@ def patch_model(
         require_blocks(model)
     if optimizer is not None:
         check_optimizer(optimizer, model)
-    told, length = _tokenizer_and_length(tokenizer, pos, calibration)
+    told = _told_lengths(tokenizer, pos, calibration)
     batches = _checked_calibration(model, calibration, tokenizer, plan, init)
     before, dtype, lengths = list(model.parameters()), model.dtype, plan.lengths_in(model.config)
     edits, optimizer_edits, report = Transaction(), Transaction(), None
@@ -134,8 +137,8 @@ def patch_model(
                 plan = make_plan(model, checked_request(schemes, only, keep, init), example_inputs, error.measured)
                 batches = batches or _checked_calibration(model, calibration, tokenizer, plan, init)
                 report = _carry_out(plan, model, edits, batches, fit, init, example_inputs)
-        if told is not None:
-            edits.set_attribute(told, "model_max_length", length)
+        for target, name, length in told:
+            edits.set_attribute(target, name, length)
         if plan.changes:
             if optimizer is not None:
                 swap_parameters(model, optimizer, before, edits.replacements(), optimizer_edits)
@@ -146,6 +149,7 @@ def patch_model(
     return compile_model(model) if compile else model
 
 
+@takes_holders
 def outcomes(model: nn.Module) -> dict[str, str]:
     """What each request of a patched model came to: {"norm='rms'": "exact: outputs differ by 2.7e-07, ..."}.
 
@@ -156,6 +160,7 @@ def outcomes(model: nn.Module) -> dict[str, str]:
     return Record.of(model.config).outcomes()
 
 
+@takes_holders
 def repair_report(model: nn.Module) -> RepairReport | None:
     """Report of the latest repair, step by step, or None: there was none, or none since the latest patch.
 
@@ -167,6 +172,7 @@ def repair_report(model: nn.Module) -> RepairReport | None:
     return report_of(model)
 
 
+@takes_holders
 @changes_alone
 def unpatch_model(model: M, *, optimizer: Any = None) -> M:
     """Roll back all patches of a model that was patched with `reversible=True`: classes, modules, Parameters, config.
@@ -211,27 +217,30 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
     return model
 
 
-def _tokenizer_and_length(processor: Any, pos: str | Position | None, calibration: Any) -> tuple[Any, int | None]:
-    """The tokenizer (of a processor, its own) and its new `model_max_length`; (None, None) if that doesn't change.
+def _told_lengths(processor: Any, pos: str | Position | None, calibration: Any) -> list[tuple[Any, str, int]]:
+    """(target, attribute, value) for what cuts texts at a length, where `pos` sets one: a tokenizer, a holder's module.
 
     Raises:
         OptionError: `processor` has no tokenizer with a `model_max_length`, or isn't needed: `pos` sets no
-            max_positions, and nothing calibrates.
+            max_positions, and nothing calibrates. A holder's module may be both.
     """
     if processor is None:
-        return None, None
-    tokenizer = tokenizer_of(processor)
-    if not hasattr(tokenizer, "model_max_length"):
+        return []
+    tokenizer, of_holder = tokenizer_of(processor), isinstance(processor, nn.Module)
+    targets = [(tokenizer, "model_max_length")] if hasattr(tokenizer, "model_max_length") else []
+    if not targets and not of_holder:
         raise OptionError(f"tokenizer= takes a tokenizer or a processor that has one, not {type(processor).__name__}.")
+    if of_holder and "max_seq_length" in vars(processor):
+        targets.append((processor, "max_seq_length"))
     scheme = Position.resolve(pos)
     if scheme is not None and scheme.max_positions is not None:
-        return tokenizer, scheme.max_positions
-    if calibration is None:
+        return [(*target, scheme.max_positions) for target in targets]
+    if calibration is None and not of_holder:
         raise OptionError(
             "tokenizer= reads the texts of calibration=, and is given the length that pos= sets "
             "(pos='rope:max_positions=8192', for example). This request has neither."
         )
-    return None, None
+    return []
 
 
 def _checked_calibration(
@@ -318,7 +327,7 @@ def _keep_on_model(
 
 def _warn(plan: Plan, model: PreTrainedModel, report: RepairReport | None, init: str) -> None:
     """Warn of what a patch didn't preserve."""
-    caller = 4  # this function, patch_model and its decorator are between
+    caller = 5  # this function, patch_model and its decorators are between
     newest = Record.of(model.config).outcomes(plan.by_kind)
     changed = {request: outcome for request, outcome in newest.items() if not outcome.startswith(EXACT)}
     if changed and init != "reset" and not (report and report.suffices):

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from .core.bare import require_bare
 from .core.globs import Names, as_globs, require_matches
+from .core.holders import takes_holders
 from .core.plan_table import ALREADY_DONE, Change, Row, grouped
 from .core.results import Result, Table, dataframe, plain
 from .core.transaction import Transaction
@@ -146,8 +147,9 @@ def _line_key(row: Row) -> tuple[object, ...]:
     return row.now, row.becomes, row.reason, row.loss
 
 
+@takes_holders
 def plan_patch(
-    model: PreTrainedModel,
+    model: Any,
     norm: str | Norm | None = None,
     pos: str | Position | None = None,
     only: str | Iterable[str] | None = None,
@@ -161,7 +163,8 @@ def plan_patch(
     """What `patch_model` would do with the same arguments. A dry run: the model isn't touched.
 
     Args:
-        model: a bare transformers model, the outermost one (that which will be saved), on any device, meta included.
+        model: a bare transformers model, the outermost one (that which will be saved), on any device, meta included; or
+            an object of sentence-transformers (SentenceTransformer, CrossEncoder, SparseEncoder) that holds one.
         norm: a norm scheme: a name ("rms", "dyt", ...), one with options ("dyt:alpha=0.8"), or an object (`DyT(0.8)`).
         pos: a position scheme, likewise ("rope", "rope:theta=500000", `RoPE(partial=0.5)`, "nope", "alibi",
             "sinusoidal", "learned:max_positions=2048"). `max_positions`, the config's new length, is an option of all.

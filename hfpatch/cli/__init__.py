@@ -15,6 +15,7 @@ from ..checkpoint.auto_classes import auto_classes_of
 from ..checkpoint.by_name import config_of, is_config, opened, random_weights
 from ..checkpoint.classes import OPENED
 from ..checkpoint.file_digests import compare
+from ..checkpoint.sentence_modules import with_modules
 from ..core.environment import environment
 from ..core.plan_table import table
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
@@ -179,15 +180,16 @@ def patch(
             else texts_of(Path(calibration), built, processor, sequences, length)
         )
     scheme = Position.resolve(pos)
-    has_length = scheme is not None and scheme.max_positions is not None
-    patch_model(built, **request, fit=fit, tokenizer=tokenizer_of(processor) if has_length else None)
+    longest = None if scheme is None else scheme.max_positions
+    saved = built if is_config(model) else with_modules(built, model, longest)
+    patch_model(built, **request, fit=fit, tokenizer=None if longest is None else tokenizer_of(processor))
     repaired = repair_report(built)
     if repaired is not None:
         typer.echo(f"\n{repaired}")
     found = [(request, outcome.partition(LOST)[0]) for request, outcome in outcomes(built).items()]
     typer.echo(f"\n{table([('request', 'measured'), *found])}\n{HOW}")
     with staged_folder(out, overwrite) as folder:
-        built.save_pretrained(folder, max_shard_size=max_shard_size)
+        saved.save_pretrained(folder, max_shard_size=max_shard_size)
         if processor is not None:
             processor.save_pretrained(folder)
     if repaired is not None and report is not None:
@@ -298,7 +300,7 @@ def export(
     built = opened(model, head, trust_remote_code, strongest=True)
     processor = processor_of(model, trust_remote_code)
     how: dict[str, Any] = {"tokenizer": processor, "overwrite": overwrite, "max_shard_size": max_shard_size}
-    typer.echo(str(export_model(built, out, to, architecture=architecture, serve=serve, **how)))
+    typer.echo(str(export_model(with_modules(built, model), out, to, architecture=architecture, serve=serve, **how)))
     if processor is None:
         typer.echo("No tokenizer or processor was found to save with it.")
 

@@ -65,6 +65,6 @@ def _unwrap_advice(model: object, kind: str) -> str:
     if isinstance(getattr(model, "module", None), nn.Module):
         return f"{kind} wraps the model for distributed or parallel use. Patch the model first, then wrap it."
     return (
-        f"a transformers PreTrainedModel is needed, not {kind}. For a library's wrapper pass the model inside "
-        "it (sentence-transformers: model[0].auto_model)."
+        f"a transformers PreTrainedModel is needed, not {kind}. For a library's wrapper pass the model inside it; a "
+        "SentenceTransformer is taken as a whole."
     )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..core.holders import model_inside
 from ..errors import OptionError
 from ..runtime.lens import host_class
 from .files import require_plain_options, staged
-from .native import Exported, export_native, native_model
+from .holders import can_be_measured, write_holder
+from .native import Exported, native_model, write_native
+from .remote import write_remote
 
 FORMS = ("plugin", "remote", "native")
 
-__all__ = ["FORMS", "Exported", "export_model", "export_native", "native_model"]
+__all__ = ["FORMS", "Exported", "export_model", "native_model"]
 
 
 def export_model(
@@ -33,11 +37,14 @@ def export_model(
         remote    `trust_remote_code=True`     the same, the files of hfpatch/runtime and a modeling file
         native    transformers alone           a stock architecture of equal outputs
 
+    A SentenceTransformer (CrossEncoder, SparseEncoder) is saved as a whole, for its own class to open in the same three
+    ways, and its embeddings are compared in another process.
+
     Args:
-        model: a patched transformers model.
+        model: a patched transformers model, or an object of sentence-transformers that holds one.
         folder: the folder.
         to: "plugin", "remote" or "native".
-        tokenizer: a tokenizer or processor to save along.
+        tokenizer: a tokenizer or processor to save along; a SentenceTransformer brings its own.
         architecture: of a native export, transformers' name of the only architecture to try.
         serve: of a native export, the runtime that has to take it: "llama.cpp", "vllm", "sglang", "tei", "onnx".
         overwrite: replace a folder that isn't empty, once the export has succeeded.
@@ -58,16 +65,21 @@ def export_model(
         raise OptionError("architecture= chooses what a native export becomes; pass to='native' with it.")
     if serve is not None and to != "native":
         raise OptionError("serve= chooses what a native export becomes; pass to='native' with it.")
-    folder = Path(folder)
-    if to == "native":
-        chosen = {"architecture": architecture, "serve": serve}
-        return export_native(model, folder, tokenizer=tokenizer, overwrite=overwrite, **chosen, **save_options)
-    if to == "remote":
-        from .remote import export_remote
+    require_plain_options(save_options)
+    inner = model_inside(model)
 
-        export_remote(model, folder, tokenizer, overwrite=overwrite, **save_options)
-    else:
-        require_plain_options(save_options)
-        with staged(folder, overwrite, tokenizer) as written:
-            model.save_pretrained(written, **save_options)
-    return Exported(folder, to, host_class(type(model)).__name__)
+    def write(place: Path) -> Exported:
+        if to == "native":
+            return write_native(inner, place, architecture=architecture, serve=serve, **save_options)
+        if to == "remote":
+            write_remote(inner, place, verify=inner is model or not can_be_measured(model), **save_options)
+        else:
+            inner.save_pretrained(place, **save_options)
+        return Exported(place, to, host_class(type(inner)).__name__)
+
+    with staged(Path(folder), overwrite, tokenizer) as written:
+        if inner is model:
+            exported = write(written)
+        else:
+            exported = write_holder(model, inner, written, write)
+    return replace(exported, folder=Path(folder))

@@ -39,10 +39,10 @@ def staged(folder: Path, overwrite: bool = False, tokenizer: Any = None) -> Iter
     with staged_folder(folder, overwrite) as staging:
         yield staging
         if tokenizer is not None:
-            _save_tokenizer(tokenizer, staging)
+            save_tokenizer(tokenizer, staging)
 
 
-def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Save a tokenizer or processor beside a model's config, and check that the Auto class opens the same one.
 
     An Auto class goes by the model's type as well as by the tokenizer's config; where that gives another tokenizer, the

@@ -1,11 +1,12 @@
 """Script `fresh.py JOB ANSWER`: opens a checkpoint in a process that can't import hfpatch, and saves its outputs.
 
-The job is a file that `remote.verify_remote` writes; the answer has the outputs of what was opened, and of what was
-saved from there and opened again, or an error.
+The job is a file that `remote.answer_of` writes; the answer has the outputs of what was opened, and of what was saved
+from there and opened again, or an error. A job about the plugin form does import hfpatch.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping
 from importlib.abc import MetaPathFinder
@@ -26,37 +27,58 @@ class Blocker(MetaPathFinder):
             raise ModuleNotFoundError(f"{fullname} must not be needed here.")
 
 
-def outputs_of_checkpoint(job: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """Open the checkpoint, save what was opened and open that again; run both."""
+def opened(job: Mapping[str, Any], folder: str) -> Any:
+    """What a folder opens as: a model by an Auto class, or a holder by its own."""
     import transformers
 
+    if "auto" in job:
+        auto = getattr(transformers, job["auto"])
+        return auto.from_pretrained(folder, trust_remote_code=True, **job["options"]).to(job["device"]).eval()
+    module, name = job["holder"]
+    cls = getattr(importlib.import_module(module), name)
+    return cls(folder, device=job["device"], trust_remote_code=job["trust"], model_kwargs=dict(job["options"])).eval()
+
+
+def outputs_of_checkpoint(job: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    """Open the checkpoint, save what was opened and open that again; run both."""
+    from transformers import PreTrainedModel
+
     sys.path.append(str(Path(__file__).parents[1]))  # what measures outputs needs nothing else of the package
-    from measure.outputs import outputs_of  # type: ignore[import-not-found]
+    from measure.outputs import outputs_of, outputs_of_texts  # type: ignore[import-not-found]
     from measure.quiet_forward import fitting  # type: ignore[import-not-found]
 
     sys.path.pop()
     torch.set_num_threads(job["threads"])
-    auto, found = getattr(transformers, job["auto"]), []
+    found = []
     for folder in (job["folder"], job["again"]):
-        model = auto.from_pretrained(folder, trust_remote_code=True, **job["options"]).to(job["device"]).eval()
-        if type(model).__name__ != job["class"] or not type(model).__module__.startswith("transformers_modules"):
-            raise TypeError(f"{job['auto']} opens it as {type(model).__module__}.{type(model).__name__}")
+        model = opened(job, folder)
+        cls = type(next(one for one in model.modules() if isinstance(one, PreTrainedModel)))
+        if cls.__name__ != job["class"] or not cls.__module__.startswith(job["home"]):
+            raise TypeError(f"it opens as {cls.__module__}.{cls.__name__}")
         if folder == job["folder"]:
             model.save_pretrained(job["again"])
         for parameter in model.parameters():  # mapped from a file it may lie unaligned, which moves the last bit
             parameter.data = parameter.data.clone()
         torch.manual_seed(0)
         with torch.no_grad():
-            found.append(outputs_of(model, fitting(model, job["inputs"])))
+            if "texts" in job:
+                found.append(outputs_of_texts(model, job["texts"]))
+            else:
+                found.append(outputs_of(model, fitting(model, job["inputs"])))
     return [{name: value.cpu() for name, value in outputs.items()} for outputs in found]
 
 
 def main() -> None:
     """Read the job, write the answer."""
-    sys.meta_path.insert(0, Blocker())
-    job, written = sys.argv[1:]
+    path, written = sys.argv[1:]
     try:
-        found: dict[str, Any] = {"outputs": outputs_of_checkpoint(torch.load(job, weights_only=True))}
+        job = torch.load(path, weights_only=True)
+        if job.get("plugin"):
+            sys.path.append(str(Path(__file__).parents[2]))
+            importlib.import_module(BLOCKED)
+        else:
+            sys.meta_path.insert(0, Blocker())
+        found: dict[str, Any] = {"outputs": outputs_of_checkpoint(job)}
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}"}
     torch.save(found, written)

@@ -26,7 +26,6 @@ from ..runtime.norms import AffineNorm
 from ..runtime.rotary import ADAPTIVE
 from ..schemes.rope import RoPE
 from .equality import Measured, compare
-from .files import require_plain_options, staged
 from .layouts import LAYOUTS, OLDER_NAMES, FamilyLayout
 from .read import read, unsupported_setting
 from .runtimes import require_runtime, unserved
@@ -71,6 +70,7 @@ class Exported:
         architecture: the class that opens it.
         measured: of a native export, how equal it is to the patched model.
         longest: of a native export, the longest text that it takes; None where that has no limit of its own.
+        embeddings: of a holder (a SentenceTransformer), how equal what it makes of texts is in another process.
     """
 
     folder: Path
@@ -78,6 +78,7 @@ class Exported:
     architecture: str
     measured: Measured | None = None
     longest: int | None = None
+    embeddings: Measured | None = None
 
     def __str__(self) -> str:
         lines = [f"Saved to {self.folder} as {self.architecture} ({self.to})."]
@@ -86,22 +87,20 @@ class Exported:
                 f"Its outputs differ by {self.measured.error:.1e} of their spread on {self.measured.inputs} random "
                 f"batches ({self.measured.tolerance:.0e} is allowed)."
             )
+        if self.embeddings is not None:
+            lines.append(
+                f"Opened in another process, what it makes of {self.embeddings.inputs} texts differs by "
+                f"{self.embeddings.error:.1e} of its size ({self.embeddings.tolerance:.0e} is allowed)."
+            )
         if self.longest is not None:
             lines.append(f"It takes texts of up to {self.longest} positions.")
         return "\n".join(lines)
 
 
-def export_native(
-    model: Any,
-    folder: Path,
-    *,
-    tokenizer: Any,
-    architecture: str | None,
-    overwrite: bool,
-    serve: str | None = None,
-    **save_options: Any,
+def write_native(
+    model: Any, folder: Path, *, architecture: str | None = None, serve: str | None = None, **save_options: Any
 ) -> Exported:
-    """Write a patched model as an architecture of transformers that computes the same; see `export_model`.
+    """Write a patched model to a folder as an architecture of transformers that computes the same.
 
     Equality is measured on the model itself: random texts of several lengths, with and without padding, every output
     within 1e-5 of its spread, in float32 or, where rounding alone is more, in float64. Weights of half-precision models
@@ -113,13 +112,11 @@ def export_native(
         UnsupportedError: no architecture has what the model has; says for each what is missing.
         VerificationError: there are candidates, and none is equal.
     """
-    require_plain_options(save_options)
-    with staged(folder, overwrite, tokenizer) as staging:
-        found = find_native(model, architecture, serve)
-        stock = found.model
-        if stock.can_generate() and getattr(model, "generation_config", None) is not None:
-            stock.generation_config = copy.deepcopy(model.generation_config)
-        write_stock(stock, staging, **save_options)
+    found = find_native(model, architecture, serve)
+    stock = found.model
+    if stock.can_generate() and getattr(model, "generation_config", None) is not None:
+        stock.generation_config = copy.deepcopy(model.generation_config)
+    write_stock(stock, folder, **save_options)
     return Exported(folder, "native", type(stock).__name__, found.measured, found.longest)
 
 
@@ -134,13 +131,13 @@ def write_stock(stock: Any, folder: Path, **save_options: Any) -> None:
 def native_model(model: Any, architecture: str | None = None, serve: str | None = None) -> Any:
     """A stock transformers model that computes the same as a patched one, in its dtype and in eval mode.
 
-    Arguments and errors as in `export_native`, which writes it to a folder.
+    Arguments and errors as in `write_native`, which writes it to a folder.
     """
     return find_native(model, architecture, serve).model
 
 
 def find_native(model: Any, architecture: str | None = None, serve: str | None = None) -> Candidate:
-    """The first architecture that a model equals; errors as in `export_native`."""
+    """The first architecture that a model equals; errors as in `write_native`."""
     tried = []
     for candidate in candidates(model, architecture, serve):
         if candidate.equal:

@@ -69,17 +69,28 @@ def export_remote(
         VerificationError: what was written doesn't open, or not as the same function. Nothing is left behind.
     """
     folder = Path(folder)
-    require_bare(model)
     require_plain_options(save_options)
+    with staged(folder, overwrite, tokenizer) as written:
+        write_remote(model, written, verify, example_inputs, **save_options)
+    return folder
+
+
+def write_remote(
+    model: PreTrainedModel,
+    folder: Path,
+    verify: bool = True,
+    example_inputs: Mapping[str, Any] | None = None,
+    **save_options: Any,
+) -> None:
+    """What `export_remote` writes, to a folder that exists; arguments and errors as there."""
+    require_bare(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
     auto = next(iter(opened_by(model)))
-    with staged(folder, overwrite, tokenizer) as written:
-        model.save_pretrained(written, mark_weights=False, **save_options)  # servers refuse tensors they don't know
-        _set_auto_map(written / "config.json", write_code(model, written))
-        if verify:
-            verify_remote(model, written, auto, example_inputs)
-    return folder
+    model.save_pretrained(folder, mark_weights=False, **save_options)  # servers refuse tensors they don't know
+    _set_auto_map(folder / "config.json", write_code(model, folder))
+    if verify:
+        verify_remote(model, folder, auto, example_inputs)
 
 
 def _set_auto_map(path: Path, auto_map: Mapping[str, str]) -> None:
@@ -100,20 +111,19 @@ def verify_remote(
     with quiet(model):
         torch.manual_seed(0)
         outputs = outputs_of(_aligned(model), inputs)
-    chosen = getattr(model.config, "_attn_implementation", None)
-    attention = {} if chosen in (None, "sdpa") else {"attn_implementation": chosen}  # sdpa is what it gets anyway
     with tempfile.TemporaryDirectory() as scratch:
         job = {
             "folder": str(folder.resolve()),
             "again": str(Path(scratch) / "again"),
             "auto": auto,
             "class": type(model).__name__,
+            "home": "transformers_modules.",
             "device": str(device_of(model)),
-            "options": {"dtype": model.dtype, **attention},
+            "options": opening_options(model),
             "threads": torch.get_num_threads(),
             "inputs": send_to_device(inputs, "cpu"),
         }
-        answer = _run(job, Path(scratch))
+        answer = answer_of(job, Path(scratch))
     if "error" in answer:
         error = answer["error"].strip().rstrip(".")
         raise VerificationError(
@@ -137,8 +147,15 @@ def _difference(truth: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> flo
     return max(float("inf") if one.incomparable else one.largest for one in deviations(truth, found))
 
 
-def _run(job: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
-    """The answer of the other process."""
+def opening_options(model: Any) -> dict[str, Any]:
+    """Options of `from_pretrained` with which a saved model comes back as it computes now."""
+    chosen = getattr(model.config, "_attn_implementation", None)
+    attention = {} if chosen in (None, "sdpa") else {"attn_implementation": chosen}  # sdpa is what it gets anyway
+    return {"dtype": model.dtype, **attention}
+
+
+def answer_of(job: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
+    """What a process of `fresh.py` answers to a job."""
     answer = scratch / "answer.pt"
     save_temporary(job, scratch / "job.pt")
     env = {**os.environ, "HF_MODULES_CACHE": f"{scratch}/modules", "HF_HUB_OFFLINE": "1"}

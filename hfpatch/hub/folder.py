@@ -17,7 +17,9 @@ from transformers import AutoConfig, PreTrainedModel
 from ..checkpoint.classes import patched_model_class
 from ..checkpoint.file_digests import compare, strongest_check, variant_of
 from ..checkpoint.files import SUFFIX, require_sound_files
+from ..checkpoint.sentence_modules import MODULES, module_kinds, with_modules
 from ..core.bare import require_bare
+from ..core.holders import model_inside
 from ..errors import OptionError
 from ..export import export_model
 from ..export.modeling import FILE
@@ -107,14 +109,15 @@ def checkpoint_of(
                 f"{folder} holds {found.title}, which can't be opened as a patched model of transformers. Open it "
                 "yourself, and push the model in memory."
             )
-        model = patched_model_class(host).from_pretrained(folder, dtype="auto")
-    require_bare(model)
-    if not getattr(model.config, KEY, None):
+        model = with_modules(patched_model_class(host).from_pretrained(folder, dtype="auto"), str(folder))
+    inner = model_inside(model)
+    require_bare(inner)
+    if not getattr(inner.config, KEY, None):
         raise CheckpointError(
-            f"this {type(model).__name__} isn't patched. Call patch_model on it first, or use its own push_to_hub."
+            f"this {type(inner).__name__} isn't patched. Call patch_model on it first, or use its own push_to_hub."
         )
-    if any(tensor.is_meta for tensor in model.parameters()):
-        raise CheckpointError(f"this {type(model).__name__} has no weights: it is on the meta device. Load it first.")
+    if any(tensor.is_meta for tensor in inner.parameters()):
+        raise CheckpointError(f"this {type(inner).__name__} has no weights: it is on the meta device. Load it first.")
     export_model(model, scratch / "model", form or "plugin", tokenizer=tokenizer, **save_options)
     written = read_checkpoint(scratch / "model", form == "native")
     if found is not None:
@@ -172,13 +175,20 @@ def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:
 
 
 def _require_weights(folder: Path, files: dict[str, Path], left_out: list[str]) -> None:
-    """Refuse a folder whose weights are missing, broken, or links, which stay behind."""
+    """Refuse a folder whose weights are missing, broken, or stay behind: links, and pickles of other modules."""
     weights = [name for name in files if name.endswith(SUFFIX)]
+    for module in module_kinds(files[MODULES]) if MODULES in files else ():
+        behind = [name for name in left_out if name in (f"{module}/model{SUFFIX}", f"{module}/pytorch_model.bin")]
+        if behind and f"{module}/model{SUFFIX}" not in files:
+            raise CheckpointError(
+                f"{folder / behind[0]} isn't uploaded (a pickle, or a link), and {module} is nothing without it. Open "
+                "the folder by sentence-transformers and save it again, which writes safetensors."
+            )
     if links := [name for name in left_out if fnmatchcase(name, f"model*{SUFFIX}")]:
         raise CheckpointError(
             f"{folder / links[0]} is a link, and links aren't uploaded. Replace it by the file itself."
         )
-    if not weights:
+    if not any("/" not in name for name in weights):
         raise CheckpointError(f"{folder} has no weights (*{SUFFIX}). Save the model with save_pretrained.")
     require_sound_files(folder)
     for name in weights:

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from ..checkpoint.file_digests import DIGEST_FILES
 from ..checkpoint.files import PAGE
 from ..checkpoint.repair_file import REPAIR_FILE
+from ..core.holders import model_inside
 from ..core.plan_table import table
 from ..errors import HubError, OptionError
 from ..export import FORMS
@@ -143,7 +144,8 @@ def push_patched(
     of an earlier push is renewed, and its metadata is completed.
 
     Args:
-        model: the model in memory, or the folder that `save_pretrained` or an export wrote. A folder stays as it is.
+        model: the model (or SentenceTransformer) in memory, or the folder that `save_pretrained` or an export wrote,
+            which stays as it is.
         repo_id: user/name, or name alone for one's own. It is made where it doesn't exist.
         form: "plugin", "remote" or "native" as in `export_model`. None is the form that a folder has, and "plugin" of a
             model in memory. A folder that has another form is opened and exported.
@@ -192,7 +194,7 @@ def push_patched(
     # with True the client says how to log in where nobody is
     api = HfApi(endpoint=endpoint, token=True if token is None and not dry_run else token, library_name="hfpatch")
     branch = _RemoteBranch(api, repo_id, revision, retries)
-    name = str(base_model or getattr(model, "name_or_path", ""))
+    name = str(base_model or getattr(model_inside(model), "name_or_path", ""))
     base = base_of(name, base_model is not None, api) if name not in ("", branch.repo_id) else (None, None)
     with tempfile.TemporaryDirectory() as scratch:
         shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchEncoding, BatchFeature, PreTrainedModel
 
+from ..core.holders import model_inside, reader_inside
 from ..core.suggest import nearest
 from ..errors import OptionError
 from ..runtime.errors import first_line
@@ -35,7 +36,7 @@ _log = logging.getLogger("hfpatch")
 
 def read_batches(
     data: Any,
-    model: PreTrainedModel,
+    model: Any,
     tokenizer: Any = None,
     *,
     sequences: int = SEQUENCES,
@@ -70,8 +71,10 @@ def read_batches(
     Raises:
         OptionError: the data is none of that, is empty, holds texts without a tokenizer, or isn't the model's input.
     """
-    items = _items(data, sequences, option)
-    batches = _Reader(model, tokenizer, sequences, length, option).read(items)
+    inner, items = model_inside(model), _items(data, sequences, option)
+    if tokenizer is None and inner is not model:
+        tokenizer = reader_inside(model)
+    batches = _Reader(inner, tokenizer, sequences, length, option).read(items)
     return list(batches) if isinstance(items, list | tuple) else batches
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -64,6 +65,18 @@ class Outputs:
 def outputs_of(model: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """All floating-point outputs of one forward, by name."""
     return Outputs.of(model(**inputs)).floats
+
+
+def outputs_of_texts(holder: Any, texts: list[str]) -> dict[str, Tensor]:
+    """What an object of sentence-transformers makes of texts: embeddings as queries and as documents, or of neighbours
+    the score as a pair."""
+    options = {"convert_to_tensor": True, "show_progress_bar": False}
+    if hasattr(holder, "encode_query"):
+        found = {name: getattr(holder, f"encode_{name}")(texts, **options) for name in ("query", "document")}
+    else:
+        found = {"scores": holder.predict(list(itertools.pairwise(texts)), **options)}
+    sparse = {name: value.to_dense() for name, value in found.items() if getattr(value, "is_sparse", False)}
+    return Outputs.of(found | sparse).floats
 
 
 @dataclass

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..core.holders import takes_holders
 from ..core.progress import ProgressBar
 from ..core.transaction import Transaction, changing
 from ..errors import NotPreservedWarning
@@ -55,9 +55,10 @@ _NOISE = 1e-9  # share of the variance: errors below it count as none
 _MAP_SEQUENCES, _MAP_NUMBERS = 256, 2**27  # at most: sequences whose attention maps are fitted, numbers in the maps
 
 
+@takes_holders
 def repair(
-    model: PreTrainedModel,
-    reference: PreTrainedModel,
+    model: Any,
+    reference: Any,
     calibration: Any,
     edits: Transaction | None = None,
     fit: str = "qk",
@@ -69,8 +70,7 @@ def repair(
     Args:
         model: the patched model, in any dtype; what a fit needs runs in it, sums and solutions are float64.
         reference: the original, on any device; it is only read. Both run in eval mode. If it doesn't fit in memory,
-            it may be offloaded by accelerate (`device_map="auto"`, `offload_folder=`): only the block that is running
-            is loaded.
+            it may be offloaded by accelerate (`device_map="auto"`): only the block that is running is loaded.
         calibration: texts (with `tokenizer`) or inputs as in `patch_model`, two sequences at least, up to 100,000, kept
             on disk; or "self": sequences sampled from the original, for models that generate.
         edits: the transaction that logs the changes, so that they can be undone.
@@ -90,8 +90,7 @@ def repair(
         OptionError: a model that isn't patched, no usable batches, fewer than two sequences or eight held-out tokens
             (outputs, where a model gives one a sequence), "self" for a model that doesn't generate, a reference without
             weights, or an unknown `fit`.
-        WrappedModelError: the patched model itself is offloaded, but its weights must be written to.
-        UnsupportedError: another thread is changing the patched model.
+        WrappedModelError, UnsupportedError: the patched model itself is offloaded; another thread changes it.
     """
     require_fit(fit)
     require_repairable(model, reference)
@@ -117,7 +116,7 @@ def repair(
             edits.set_attribute(model.config, KEY, record.repaired(original, repairer.report.outcome()).to_json())
             edits.set_attribute(model, REPAIR, repairer.report)
     if by_itself and not repairer.report.suffices:
-        warnings.warn(f"{type(model).__name__}: {repairer.report.summary()}", NotPreservedWarning, stacklevel=2)
+        warnings.warn(f"{type(model).__name__}: {repairer.report.summary()}", NotPreservedWarning, stacklevel=3)
     return repairer.report
 
 

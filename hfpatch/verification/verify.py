@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
 from ..core.bare import require_bare
+from ..core.holders import takes_holders
 from ..errors import OptionError, WrappedModelError
 from ..measure.batches import Batch, count_examples, count_tokens, read_batches
 from ..measure.inputs import example_inputs, input_embedding
@@ -26,9 +27,10 @@ from .report import Report
 EXAMPLES = 64  # texts and single rows, at most: both models run on them in every dtype
 
 
+@takes_holders
 def verify(
-    model: PreTrainedModel,
-    reference: PreTrainedModel | str | PathLike[str],
+    model: Any,
+    reference: Any,
     batches: Any = None,
     *,
     dtypes: Iterable[str | torch.dtype] = ("float32", "bfloat16"),
@@ -48,7 +50,8 @@ def verify(
     load both on the CPU. Forward hooks are copied with the models and run.
 
     Args:
-        model: a transformers model, patched or not, in any dtype and on any device that has float64.
+        model: a transformers model, patched or not, in any dtype and on any device that has float64; of a
+            SentenceTransformer the model inside, with its tokenizer.
         reference: the original, as an object or as what `from_pretrained` takes. patch_model works in place, so an
             original in memory is a copy made before.
         batches: texts (with `tokenizer`) or inputs, in any form that `read_batches` takes: of texts and single rows the

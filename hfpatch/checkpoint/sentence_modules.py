@@ -1,0 +1,95 @@
+"""The other modules of a folder of sentence-transformers (pooling, prompts): carried along without that package.
+
+Its modules.json lists them. Of the folder's own files only the transformers model and its tokenizer change by a patch.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..runtime.errors import CheckpointError
+from .file_digests import finder
+
+MODULES = "modules.json"
+_LIBRARY = "sentence_transformers."
+_SETTINGS = "sentence_*_config.json"  # of its Transformer module
+_BESIDE = (MODULES, "config_sentence_transformers.json", _SETTINGS)
+
+
+def with_modules(model: PreTrainedModel, source: str, length: int | None = None) -> Any:
+    """The model and the other modules of the folder or Hub id that it was opened from; without any, the model alone.
+
+    Args:
+        length: of the longest text in tokens, where that isn't what it was.
+
+    Raises:
+        CheckpointError: the modules are of the folder's own code, or lead out of it.
+    """
+    files = _files_of(source)
+    return StoredModules(model, files, length) if files else model
+
+
+class StoredModules(nn.Module):
+    """A holder of a model whose other modules are files; they are saved with it."""
+
+    def __init__(self, model: PreTrainedModel, files: dict[str, Path], length: int | None = None):
+        super().__init__()
+        self.transformer, self.files, self.length = model, files, length
+
+    @property
+    def transformers_model(self) -> PreTrainedModel:
+        return self.transformer
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Save the model, and the files beside it."""
+        self.transformer.save_pretrained(folder, **options)
+        for name, path in self.files.items():
+            target = Path(folder, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+            if self.length is not None and fnmatchcase(name, _SETTINGS):
+                stored = json.loads(target.read_text(encoding="utf-8"))
+                if stored.get("max_seq_length") is not None:  # goes before the tokenizer's
+                    target.write_text(json.dumps({**stored, "max_seq_length": self.length}, indent=4) + "\n")
+
+
+def module_kinds(listed: Path) -> dict[str, str]:
+    """The folders of modules that a modules.json names, with the class of each; the transformers model's is "".
+
+    Raises:
+        CheckpointError: it can't be read, or one leads out of the checkpoint's folder.
+    """
+    try:
+        found = {str(entry["path"]): str(entry["type"]) for entry in json.loads(listed.read_text("utf-8"))}
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise CheckpointError(f"{listed} can't be read ({type(error).__name__}). Download or save it again.") from error
+    for path in found:
+        if PurePosixPath(path).is_absolute() or {"..", ":", "\\"} & {*PurePosixPath(path).parts, *path}:
+            raise CheckpointError(f"{listed} names {path!r:.80}, which isn't a folder inside its own.")
+    return found
+
+
+def _files_of(source: str) -> dict[str, Path]:
+    """Every file of sentence-transformers in a folder or repository, by its path in there."""
+    listed = finder(source, {})(MODULES)
+    if listed is None:
+        return {}
+    kinds = module_kinds(listed)
+    for kind in kinds.values():
+        if not kind.startswith(_LIBRARY):
+            raise CheckpointError(
+                f"{listed} names {kind:.80}, a module of the folder's own code, which isn't carried along. Open it by "
+                "SentenceTransformer(..., trust_remote_code=True), patch that in Python and save it."
+            )
+    patterns = [*_BESIDE, *(f"{folder}/*" for folder in kinds if folder)]
+    root = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=patterns))
+    files = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
+    return {name: path for name, path in files.items() if any(fnmatchcase(name, glob) for glob in patterns)}

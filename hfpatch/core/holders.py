@@ -1,0 +1,82 @@
+"""Holders: objects of sentence-transformers, which hold a transformers model among modules of their own.
+
+Nothing of that package is imported: a holder is what has the property `transformers_model`, as `SentenceTransformer`,
+`CrossEncoder`, `SparseEncoder` and `MultiVectorEncoder` do.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..runtime.errors import UnsupportedError
+from ..runtime.lens import host_class
+
+F = TypeVar("F", bound=Callable[..., Any])
+_OPENED_BY_CLASS = ("EncoderModel", "Encoder")  # of encoder-decoders: T5EncoderModel and its like
+
+
+def model_inside(given: Any) -> Any:
+    """The transformers model of a holder; anything else as it is.
+
+    Raises:
+        UnsupportedError: a holder has none, or several, or one that its library would open unpatched.
+    """
+    if isinstance(given, PreTrainedModel) or not hasattr(type(given), "transformers_model"):
+        return given
+    found = dict(_outermost(given))
+    kind = type(given).__name__
+    if len(found) == 1:
+        (model,) = found.values()
+        name = host_class(type(model)).__name__
+        if name.endswith(_OPENED_BY_CLASS):
+            raise UnsupportedError(
+                f"this {kind} holds a {name}, which its library opens by that class, whatever the checkpoint says: a "
+                "saved patch would come back unpatched. Use the patched model without the library."
+            )
+        return model
+    if not found:
+        raise UnsupportedError(f"this {kind} holds no model of transformers in PyTorch, so nothing can be patched.")
+    raise UnsupportedError(
+        f"this {kind} holds {len(found)} transformers models ({', '.join(found)}), and a patch is of one. Patch each "
+        "by itself: patch_model takes the models inside too, and the whole object saves and opens as before."
+    )
+
+
+def _outermost(holder: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
+    """The transformers models in a holder by name, without those inside them; one that occurs twice keeps one name."""
+    inner: set[nn.Module] = set()
+    for name, one in holder.named_modules():
+        if one not in inner and isinstance(one, PreTrainedModel):
+            inner.update(one.modules())
+            yield name, one
+
+
+def reader_inside(holder: nn.Module) -> nn.Module:
+    """The module of a holder that has its transformers model as a child, and the tokenizer."""
+    model = model_inside(holder)
+    return next(one for one in holder.modules() if any(child is model for child in one.children()))
+
+
+def takes_holders(function: F) -> F:
+    """Decorator of a function of models: a holder may stand for the model inside it, and is returned for that.
+
+    A `tokenizer` that isn't given is the holder's `reader_inside`.
+    """
+    reads_texts = "tokenizer" in inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def run(model: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = model_inside(model)
+        if inner is not model and reads_texts and kwargs.get("tokenizer") is None:
+            kwargs["tokenizer"] = reader_inside(model)
+        kwargs = {name: one if name == "tokenizer" else model_inside(one) for name, one in kwargs.items()}
+        returned = function(inner, *map(model_inside, args), **kwargs)
+        return model if returned is inner else returned
+
+    return cast(F, run)

@@ -1,0 +1,122 @@
+"""Exports of a holder (a SentenceTransformer): it saves itself, and where it saves its model, a form is written.
+
+So its modules, prompts and settings lie where its library wants them, in whatever layout that has. What was written is
+opened in another process, and its embeddings are compared.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core.holders import reader_inside
+from ..errors import VerificationError
+from ..measure.inputs import example_inputs
+from ..measure.outputs import FACTOR, max_error, noise_floor, outputs_of_texts
+from ..measure.quiet_forward import device_of, fitting, quiet
+from ..measure.text_batches import tokenizer_of
+from ..runtime.errors import UnsupportedError, described
+from .equality import TOLERANCE, Measured
+from .files import save_tokenizer
+from .remote import answer_of, opening_options
+
+if TYPE_CHECKING:
+    from .native import Exported
+
+TEXTS = [
+    "A cat sat on the mat.",
+    "The quick (brown) fox: 12.5 jumps!",
+    "Wie viele Normen hat ein Encoder?",
+    "Pooling takes the mean over tokens, so that a text of any length becomes one vector. " * 6,
+]
+_HOMES = {"plugin": "", "remote": "transformers_modules.", "native": "transformers.models."}
+
+
+def can_be_measured(holder: Any) -> bool:
+    """Whether it computes something of texts."""
+    return hasattr(holder, "encode_query") or hasattr(holder, "predict")
+
+
+def write_holder(holder: Any, model: Any, folder: Path, write: Callable[[Path], Exported]) -> Exported:
+    """Save a holder to a folder, with `write` for the model inside it, and compare what opens from there.
+
+    Raises:
+        UnsupportedError: it doesn't save its model by `save_pretrained`, or where remote code is looked for, or doesn't
+            run on texts.
+        VerificationError: what was written doesn't open, or not as the same function.
+    """
+    found: list[Exported] = []
+
+    def save_inside(place: Any, **_: Any) -> None:
+        vars(model).pop("save_pretrained", None)  # what writes calls the model's own
+        found.append(write(Path(place)))
+
+    vars(model)["save_pretrained"] = save_inside
+    try:
+        holder.save_pretrained(str(folder))
+    finally:
+        vars(model).pop("save_pretrained", None)
+    if not found:
+        raise UnsupportedError(f"{type(holder).__name__} doesn't save the model inside it by save_pretrained.")
+    if found[0].to == "remote" and found[0].folder.resolve() != folder.resolve():
+        raise UnsupportedError(
+            f"{type(holder).__name__} saves its model in the subfolder {found[0].folder.name}, and transformers looks "
+            "for a checkpoint's code in the folder itself. Use to='plugin' or to='native'."
+        )
+    exported, tokenizer = found[0], tokenizer_of(reader_inside(holder))
+    if tokenizer is not None:  # beside a model of another type another class may open it
+        save_tokenizer(tokenizer, exported.folder)
+    if not can_be_measured(holder):
+        return exported
+    return replace(exported, embeddings=_compared(holder, model, folder, exported))
+
+
+def _compared(holder: Any, model: Any, folder: Path, exported: Exported) -> Measured:
+    """The embeddings of a holder beside those of what opens from a folder in another process, and is saved from there.
+
+    Raises:
+        UnsupportedError: it doesn't run on texts.
+        VerificationError: nothing opens, or other embeddings come out.
+    """
+    kind = type(holder).__name__
+    try:
+        with quiet(holder):
+            outputs = outputs_of_texts(holder, TEXTS)
+    except Exception as error:  # one for images, or a module of the user's
+        raise UnsupportedError(
+            f"{kind} can't be checked, since it doesn't run on texts: {described(error)}. Export the model inside it."
+        ) from error
+    library = next(cls for cls in type(holder).__mro__ if cls.__module__.startswith("sentence_transformers."))
+    with tempfile.TemporaryDirectory() as scratch:
+        job = {
+            "folder": str(folder.resolve()),
+            "again": str(Path(scratch) / "again"),
+            "holder": (library.__module__, library.__name__),
+            "class": exported.architecture if exported.to == "native" else type(model).__name__,
+            "home": _HOMES[exported.to],
+            "plugin": exported.to == "plugin",
+            "trust": exported.to == "remote" or getattr(holder, "trust_remote_code", False),
+            "device": str(device_of(model)),
+            "options": opening_options(model),
+            "threads": torch.get_num_threads(),
+            "texts": TEXTS,
+        }
+        answer = answer_of(job, Path(scratch))
+    if "error" in answer:
+        why = answer["error"].strip().rstrip(".")
+        raise VerificationError(f"the export of this {kind} doesn't open: {why}. It was deleted.", why)
+    allowed = TOLERANCE.get(model.dtype) or FACTOR * noise_floor(model, fitting(model, example_inputs(model)))
+    worst = max(max_error(outputs, found) for found in answer["outputs"])
+    measured = Measured(worst, allowed, len(TEXTS), "what it makes of texts")
+    if not measured.holds:
+        raise VerificationError(
+            f"what this {kind} makes of texts differs by {worst:.1e} of its size once it is exported and opened in "
+            f"another process, where {allowed:.0e} is allowed. The export was deleted.",
+            f"{worst:.3g}",
+        )
+    return measured

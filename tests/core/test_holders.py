@@ -1,0 +1,186 @@
+"""An object of sentence-transformers stands for the model inside it wherever a model is asked for."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_encoders import LENGTH, TEXTS, cross_encoder, embedded, sentence_encoder, sparse_encoder, transformer
+from tiny_models import patch, tiny
+from torch import nn
+
+from hfpatch import outcomes, patch_model, plan_patch, read_batches, repair, repair_report, unpatch_model, verify
+from hfpatch.core.holders import model_inside
+from hfpatch.errors import NotPreservedWarning, WrappedModelError
+from hfpatch.measure.outputs import max_error, outputs_of_texts
+from hfpatch.runtime.errors import UnsupportedError
+
+ROPE = "rope:max_positions=96"
+
+
+def test_it_is_patched_in_place_and_stays_what_it_is() -> None:
+    encoder = sentence_encoder()
+    before, modules = embedded(encoder), [type(module) for module in encoder]
+    inner = encoder[0].auto_model
+    assert str(plan_patch(encoder, norm="rms")) == str(plan_patch(inner, norm="rms"))
+    assert patch(encoder, norm="rms", init="exact") is encoder
+    assert encoder[0].auto_model is inner
+    assert [type(module) for module in encoder] == modules
+    assert outcomes(encoder) == outcomes(inner)
+    assert [outcome.partition(":")[0] for outcome in outcomes(encoder).values()] == ["exact"]
+    torch.testing.assert_close(embedded(encoder), before, rtol=0, atol=1e-5)
+    patch(encoder, pos="rope")
+    assert (embedded(encoder) - before).abs().max() > 1e-4
+    assert encoder.similarity_fn_name == "dot"
+    assert encoder.prompts["query"] == "a cat "
+
+
+def test_texts_are_read_by_its_own_tokenizer() -> None:
+    encoder = sentence_encoder()
+    original = copy.deepcopy(encoder)
+    patch(encoder, norm="dyt", calibration=TEXTS)
+    report = repair_report(encoder)
+    assert report is not None
+    assert report is repair_report(encoder[0].auto_model)
+    assert report.sequences == len(TEXTS)
+    again = sentence_encoder()
+    patch(again, norm="dyt")
+    assert repair_report(again) is None
+    with_tokenizer = copy.deepcopy(again)
+    found = [
+        repair(again, original, TEXTS),
+        repair(with_tokenizer[0].auto_model, original[0].auto_model, TEXTS, tokenizer=original.tokenizer),
+    ]
+    assert str(found[0]) == str(found[1])
+    assert str(repair_report(again)) == str(found[0])
+    batch = next(iter(read_batches(TEXTS, encoder)))
+    assert torch.equal(batch["input_ids"][0], encoder.tokenizer(TEXTS[0], return_tensors="pt")["input_ids"][0])
+
+
+def test_it_is_verified_against_another() -> None:
+    encoder = sentence_encoder()
+    original = copy.deepcopy(encoder)
+    patch(encoder, norm="rms")
+    report = verify(encoder, original, TEXTS, dtypes=[])
+    inside = verify(encoder[0].auto_model, original[0].auto_model, TEXTS, dtypes=[], tokenizer=encoder.tokenizer)
+    assert str(report) == str(inside)
+    assert report.examples == len(TEXTS)
+    assert str(verify(encoder, reference=original, dtypes=[])) != str(report)  # random inputs
+
+
+def test_the_length_that_positions_set_is_its_own_too() -> None:
+    encoder = sentence_encoder()
+    far = [" ".join(TEXTS[:3]), " ".join([*TEXTS[:2], *TEXTS[3:5]])]  # alike up to the old length
+    assert encoder.max_seq_length == LENGTH
+    assert torch.equal(*embedded(encoder, far).split(1))
+    before = embedded(encoder)
+    patch(encoder, pos=ROPE, reversible=True)
+    assert encoder.max_seq_length == encoder.tokenizer.model_max_length == 96
+    assert (embedded(encoder, far[:1]) - embedded(encoder, far[1:])).abs().max() > 1e-6
+    assert unpatch_model(encoder) is encoder
+    assert encoder.max_seq_length == LENGTH
+    assert torch.equal(embedded(encoder), before)
+
+
+def test_a_module_that_keeps_a_length_of_its_own_is_told() -> None:
+    """sentence-transformers before 6 cuts at an attribute of its module, whatever the tokenizer says."""
+    encoder = sentence_encoder()
+    own = vars(encoder[0])
+    own["max_seq_length"] = LENGTH
+    patch(encoder, pos="rope", reversible=True)
+    assert own["max_seq_length"] == encoder.max_seq_length == LENGTH
+    patch(encoder, pos=ROPE + ",theta=500", reversible=True)
+    assert own["max_seq_length"] == 96
+    unpatch_model(encoder)
+    assert own["max_seq_length"] == LENGTH
+
+
+def test_the_warning_is_of_the_caller_and_as_an_error_leaves_the_length() -> None:
+    encoder = sentence_encoder()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotPreservedWarning)
+        with pytest.raises(NotPreservedWarning):
+            patch_model(encoder, pos=ROPE)
+    assert encoder.max_seq_length == LENGTH
+    with pytest.warns(NotPreservedWarning) as caught:
+        patch_model(encoder, pos=ROPE)
+    assert caught[0].filename == __file__
+    assert encoder.max_seq_length == 96
+
+
+@pytest.mark.parametrize("make", [cross_encoder, sparse_encoder])
+def test_others_of_its_kind(make: Any, tmp_path: Path) -> None:
+    encoder = make()
+    before = outputs_of_texts(encoder, TEXTS)
+    assert patch(encoder, norm="dyt", calibration=TEXTS * 4) is encoder
+    patched = outputs_of_texts(encoder, TEXTS)
+    assert max_error(before, patched) > 1e-5
+    encoder.save_pretrained(str(tmp_path))
+    again = type(encoder)(str(tmp_path), device="cpu")
+    assert outcomes(again) == outcomes(encoder)
+    assert max_error(patched, outputs_of_texts(again, TEXTS)) < 1e-6
+
+
+def test_several_models_in_one_object_are_refused_and_one_twice_is_not() -> None:
+    first = transformer()
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Router
+    from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
+
+    def routed(query: Any, document: Any) -> Any:
+        pooling = Pooling(first.get_embedding_dimension())
+        router = Router.for_query_document(query_modules=[query, pooling], document_modules=[document, pooling])
+        return SentenceTransformer(modules=[router], device="cpu")
+
+    shared = routed(first, first)
+    assert model_inside(shared) is first.auto_model
+    two = routed(first, transformer())
+    with pytest.raises(
+        UnsupportedError, match=r"2 transformers models \(0.sub_modules.query.0.model, 0.sub_modules.doc"
+    ):
+        patch_model(two, norm="rms")
+    assert not hasattr(two[0].sub_modules["query"][0].auto_model.config, "hfpatch")
+    static = SentenceTransformer(modules=[StaticEmbedding(first.tokenizer, embedding_dim=4)], device="cpu")
+    with pytest.raises(UnsupportedError, match="no model of transformers"):
+        patch_model(static, norm="rms")
+
+
+def test_an_encoder_that_its_library_opens_unpatched_is_refused() -> None:
+    """sentence-transformers calls T5EncoderModel.from_pretrained with the patched config."""
+    encoder = sentence_encoder()
+    encoder[0].model = tiny("t5", "AutoModelForTextEncoding")
+    assert type(encoder[0].model).__name__ == "T5EncoderModel"
+    with pytest.raises(UnsupportedError, match=r"holds a T5EncoderModel, .* would come back unpatched"):
+        patch_model(encoder, norm="dyt")
+
+
+def test_what_only_contains_a_model_is_no_holder() -> None:
+    encoder = sentence_encoder()
+    for given in (encoder[0], nn.Sequential(encoder[0].auto_model)):
+        assert model_inside(given) is given
+        with pytest.raises(WrappedModelError, match="SentenceTransformer is taken as a whole"):
+            patch_model(given, norm="rms")
+
+
+def test_it_saves_and_opens_as_it_did(tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    encoder = sentence_encoder(truncate_dim=8)
+    encoder.save_pretrained(str(tmp_path / "plain"))
+    card = (tmp_path / "plain/README.md").read_text() + "\nOf the author.\n"
+    (tmp_path / "plain/README.md").write_text(card)
+    encoder = patch(SentenceTransformer(str(tmp_path / "plain"), device="cpu"), norm="rms", pos=ROPE)
+    encoder.save_pretrained(str(tmp_path / "patched"))
+    assert (tmp_path / "patched/README.md").read_text() == card
+    again = SentenceTransformer(str(tmp_path / "patched"), device="cpu")
+    assert [type(module) for module in again] == [type(module) for module in encoder]
+    assert (again.prompts, again.similarity_fn_name, again.truncate_dim) == (encoder.prompts, "dot", 8)
+    assert again.max_seq_length == 96
+    for options in ({}, {"prompt_name": "query"}, {"truncate_dim": 5}):
+        torch.testing.assert_close(embedded(again, **options), embedded(encoder, **options), rtol=0, atol=1e-6)
+    assert embedded(again).shape[1] == 8
+    assert outcomes(again) == outcomes(encoder)
