@@ -15,7 +15,7 @@ from .checkpoint.classes import patched_model_class
 from .checkpoint.patched_config import carry_over_config, give_patched_config
 from .checkpoint.repair_file import report_of
 from .compile import compile_model, require_blocks
-from .core.bare import require_bare
+from .core.bare import require_bare, require_unquantized
 from .core.holders import takes_holders
 from .core.optimizer import check_optimizer, swap_parameters
 from .core.transaction import UNDO_RECORD, Transaction, UndoRecord, changes_alone
@@ -190,6 +190,7 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
         WrappedModelError: it is wrapped; unwrap it first.
     """
     require_bare(model)
+    require_unquantized(model)
     undo_record: UndoRecord | None = vars(model).get(UNDO_RECORD)
     if undo_record is None:
         if not getattr(model.config, KEY, None):

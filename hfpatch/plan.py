@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from .core.bare import require_bare
+from .core.bare import require_bare, require_unquantized
 from .core.globs import Names, as_globs, require_matches
 from .core.holders import takes_holders
 from .core.plan_table import ALREADY_DONE, Change, Row, grouped
@@ -206,6 +206,7 @@ def make_plan(
             words. Norms are then swapped without centring.
     """
     require_bare(model)
+    require_unquantized(model)
     record = Record.of(model.config)
     plan = Plan(type(model).__name__, record)
     _require_same_init(parts, record)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_enabled
 
+from ..core.bare import is_quantized
 from ..errors import FingerprintWarning
 from ..runtime.errors import CheckpointError, first_line
 from ..runtime.record import FINGERPRINT, KEY, saved_from
@@ -327,7 +328,7 @@ def without_harmless(value: Any) -> Any:
 
 def _obstacle(model: PreTrainedModel) -> str | None:
     """Why a model has no fingerprint: its weights aren't all here, whole and as they are saved."""
-    if getattr(model, "hf_quantizer", None) is not None:
+    if is_quantized(model):
         return "it is quantized"
     if getattr(model, "_hf_peft_config_loaded", False):
         return "it has adapters"

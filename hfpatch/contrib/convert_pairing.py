@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
 from ..checkpoint.patched_config import give_patched_config
-from ..core.bare import require_bare
+from ..core.bare import require_bare, require_unquantized
 from ..core.transaction import UNDO_RECORD, Transaction
 from ..errors import NothingToPatchError, OptionError, VerificationError
 from ..exact.check import Reference
@@ -58,6 +58,7 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
         VerificationError: outputs moved by more than rounding explains; the model is as it was.
     """
     require_bare(model)
+    require_unquantized(model)
     if to not in PAIRINGS:
         raise OptionError(f"to must be one of {', '.join(PAIRINGS)}, not {to!r:.40}.")
     if any(parameter.is_meta for parameter in model.parameters()):

@@ -146,8 +146,6 @@ def _require_language_model(model: nn.Module, request: str) -> None:
             f"{type(model).__name__} isn't a plain language model (token embedding, hidden_size), as {request} "
             "requires. Pass a number as alpha; the paper's is 0.5."
         )
-    if not embedding.weight.is_floating_point():
-        raise UnsupportedError(f"{type(model).__name__}: its token embedding is quantized, so it can't be scaled.")
 
 
 def _called_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, nn.Embedding]:

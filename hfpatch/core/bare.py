@@ -51,6 +51,25 @@ def require_bare(model: object) -> None:
             )
 
 
+def is_quantized(model: nn.Module) -> bool:
+    """Whether weights of a model are another library's, or too short to be floating-point numbers."""
+    foreign = (type(p).__module__.partition(".")[0] != "torch" or p.dtype.itemsize < 2 for p in model.parameters())
+    return getattr(model, "hf_quantizer", None) is not None or any(foreign)
+
+
+def require_unquantized(model: nn.Module) -> None:
+    """Refuse a quantized model, whose weights can't be changed or compared as numbers.
+
+    Raises:
+        UnsupportedError: it is one.
+    """
+    if is_quantized(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} is quantized. Open it unquantized; patch, repair or export that; quantize the "
+            "result."
+        )
+
+
 def _advice_to_build(model: object) -> str:
     if isinstance(model, PreTrainedConfig) or (isinstance(model, type) and issubclass(model, PreTrainedModel)):
         return "Build the model first, such as by an Auto class's from_config or from_pretrained."

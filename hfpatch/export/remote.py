@@ -20,7 +20,7 @@ from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..core.bare import require_bare
+from ..core.bare import require_bare, require_unquantized
 from ..core.staging import save_temporary
 from ..errors import VerificationError
 from ..measure.inputs import example_inputs as random_inputs
@@ -84,6 +84,7 @@ def write_remote(
 ) -> None:
     """What `export_remote` writes, to a folder that exists; arguments and errors as there."""
     require_bare(model)
+    require_unquantized(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
     auto = next(iter(opened_by(model)))

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..core.bare import require_unquantized
 from ..core.transaction import UNDO_RECORD
 from ..errors import OptionError, WrappedModelError
 from ..measure.copies import copy_with
@@ -36,6 +37,7 @@ def require_repairable(model: PreTrainedModel, reference: PreTrainedModel) -> No
     Raises:
         WrappedModelError: a Parameter of the patched model is on the meta device.
         OptionError: the model carries no patch record, or the reference holds no weights.
+        UnsupportedError: the patched model is quantized.
     """
     missing = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if missing:
@@ -49,5 +51,6 @@ def require_repairable(model: PreTrainedModel, reference: PreTrainedModel) -> No
             "takes the patched model first and its original second; patch_model(model, ..., calibration=...) patches "
             "and repairs in one call."
         )
+    require_unquantized(model)
     if device_of(reference).type == "meta":
         raise OptionError(f"the reference {type(reference).__name__} is on the meta device: it holds no weights.")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from .apply import apply
 from .attention import BIAS, ROTARY
@@ -152,22 +153,32 @@ def patch_built(model: Any) -> None:
 
 
 def require_plain_linears(model: Any) -> None:
-    """Refuse a server whose own linear layers would take the places of patched ones.
+    """Refuse a server or quantizer whose own linear layers would take the places of patched ones.
 
     Raises:
-        CheckpointError: it is one, and an `nn.Linear` does more than multiply.
+        CheckpointError: it is one, and a linear layer that it replaces does more than multiply.
     """
-    attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
-    if attention not in SERVERS:
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and any(
-            vars(module).get(slot) is not None for slot in (LENS, CENTRED, SCALED)
-        ):
+    by, replaced = _replacing_linears(model.config)
+    for name, module in model.named_modules() if replaced else ():
+        if isinstance(module, replaced) and any(vars(module).get(slot) is not None for slot in (LENS, CENTRED, SCALED)):
             raise CheckpointError(
-                f"{type(model).__name__}: {name} is centred in every forward, and {attention} puts linear layers of "
+                f"{type(model).__name__}: {name} is centred in every forward, and {by} puts linear layers of "
                 "its own in the place of all. Patch the original with norm='rms', which centres the weights instead."
             )
+
+
+def _replacing_linears(config: Any) -> tuple[Any, tuple[type, ...]]:
+    """What replaces linear layers in a model of this config, and those of which classes."""
+    attention = getattr(config.get_text_config(), "_attn_implementation", None)
+    if attention in SERVERS:
+        return attention, (nn.Linear,)
+    quantization = getattr(config, "quantization_config", None) or {}
+    settings = quantization if isinstance(quantization, dict) else vars(quantization)
+    method = settings.get("quant_method")
+    if method in (None, "torchao"):  # which replaces the weights alone
+        return None, ()
+    # bitsandbytes leaves subclasses of nn.Linear as they are
+    return getattr(method, "value", method), (Conv1D,) if method == "bitsandbytes" else (nn.Linear, Conv1D)
 
 
 @torch.no_grad()

@@ -280,11 +280,28 @@ def lensed_class(host: type[nn.Module]) -> type[nn.Module]:
         "__qualname__": host.__qualname__,
         "__doc__": host.__doc__,
         "__reduce_ex__": _reduce,
+        "register_parameter": _register_parameter,
         "hfpatch_host": host,
     }
     if host is nn.Embedding:  # PEFT multiplies the output of its LoRA by it
         body["embed_scale"] = property(lambda self: getattr(self, SCALE))
     return type(host.__name__, (host,), body)
+
+
+def _register_parameter(self: Any, name: str, parameter: nn.Parameter | None) -> None:
+    """As the host's, but a centred module keeps its weight.
+
+    Raises:
+        RuntimeError: the weight is taken out, as optimum-quanto does with a layer that it has just replaced.
+    """
+    if name == "weight" and parameter is None and self.__dict__.get(CENTRED) is not None:
+        raise RuntimeError(
+            f"a {self._get_name()} is centred in every forward, and the layer that takes its weight isn't: the model "
+            "computes something else from now on. Patch the original with norm='rms', which centres the weights "
+            "instead, then quantize that; or exclude this layer."
+        )
+    host: Any = host_class(type(self))
+    host.register_parameter(self, name, parameter)
 
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple:

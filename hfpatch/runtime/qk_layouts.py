@@ -46,7 +46,8 @@ class Layout:
     def query_width(self, module: nn.Module) -> int:
         """heads * head_dim."""
         projection = getattr(module, self.names[0])
-        return getattr(projection, "nf", projection.weight.shape[0])  # transformers' Conv1D is transposed
+        # transformers' Conv1D is transposed, a quantized weight may be packed
+        return getattr(projection, "nf", None) or getattr(projection, "out_features", projection.weight.shape[0])
 
     def turns(self, module: nn.Module, head_dim: int, rotate: Rotate) -> Turns:
         """For each projection the function that turns the heads of q and k in its output."""

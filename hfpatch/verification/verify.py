@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
-from ..core.bare import require_bare
+from ..core.bare import is_quantized, require_bare
 from ..core.holders import takes_holders
 from ..errors import OptionError, WrappedModelError
 from ..measure.batches import Batch, count_examples, count_tokens, read_batches
@@ -153,7 +153,7 @@ def _require_runnable(role: str, model: Any) -> None:
         ) from error
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise UnsupportedError(f"the {role} ({kind}) has no weights: it is on the meta device. Load it first.")
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
+    if is_quantized(model):
         raise UnsupportedError(f"the {role} ({kind}) is quantized, so it has no float64 truth. Load it in full first.")
 
 

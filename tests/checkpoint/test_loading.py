@@ -18,15 +18,13 @@ import transformers
 import zoo
 from safetensors.torch import load_file, save_file
 from sampled import slow_but
-from tiny_models import RECORDED, difference, inputs, load, logged, norms_of, outputs, patch, tiny, word_tokenizer
-from torch import Tensor
+from tiny_models import RECORDED, difference, inputs, load, norms_of, patch, tiny, word_tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
 
 from hfpatch.checkpoint.marker import MARKER
 from hfpatch.errors import FingerprintWarning
 from hfpatch.runtime.errors import CheckpointError
 from hfpatch.runtime.norms import AffineNorm, DynamicTanh
-from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.norms import DyT
 from hfpatch.schemes.rope import RoPE
 
@@ -222,50 +220,6 @@ def test_plans_for_several_devices_are_the_hosts(family: str, tmp_path: Path) ->
         assert one.config.base_model_pp_plan == plain.config.base_model_pp_plan
     if family == "llama":
         assert plain.config.base_model_tp_plan  # control
-
-
-# Quantized
-
-
-def quantized(library: str) -> Any:
-    """A library's configuration of eight-bit weights."""
-    if library == "torchao":
-        quantization = pytest.importorskip("torchao.quantization")
-        return transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
-    if library == "quanto":
-        pytest.importorskip("optimum.quanto")
-        return transformers.QuantoConfig(weights="int8")
-    pytest.importorskip("bitsandbytes")
-    return transformers.BitsAndBytesConfig(load_in_8bit=True)
-
-
-@pytest.mark.parametrize("library", ["torchao", "quanto", "bitsandbytes"])
-def test_quantized_while_loading(library: str, tmp_path: Path) -> None:
-    """The patch stays: as near to the whole model as quantized weights are, and far from the unpatched one."""
-    config = quantized(library)
-    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128}
-    plain = tiny("opt", CAUSAL, **sizes)
-    model = patch(tiny("opt", CAUSAL, **sizes), norm="rms", pos="rope", init="copy")
-    model.save_pretrained(tmp_path / "1")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "1", quantization_config=config, device_map="cpu")
-    assert len(norms_of(again, AffineNorm)) == 5
-    assert len(norms_of(again, RotaryEmbedding)) == 2
-    given = inputs(model)
-    whole, eight_bits, unpatched = (outputs(one, **given)[0] for one in (model, again, plain))
-    assert 1e-4 < relative(eight_bits, whole) < 0.05
-    assert relative(unpatched, whole) > 0.3
-    if library != "quanto":  # which transformers doesn't save
-        again.save_pretrained(tmp_path / "2")
-        assert "fingerprint" not in (tmp_path / "2/config.json").read_text()
-        with logged() as lines:
-            reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "2", device_map="cpu")
-        assert MARKER in load_file(tmp_path / "2/model.safetensors")
-        assert not [line for line in lines if MARKER in line]
-        assert relative(outputs(reloaded, **given)[0], eight_bits) < 1e-5
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 # Pipelines
