@@ -33,6 +33,7 @@ from .marker import MARKER, marked
 from .repair_file import SavedReport, content_of, digest_of, write_report
 from .saving import replacing, require_finished
 from .stored_config import checked_config, checkpoint_name, require_its_architecture, without_disk_only_entry
+from .streaming import FILES, write_weights
 
 OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `Opened`
 
@@ -216,7 +217,11 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 writing = replacing(save_directory) if writes else nullcontext(save_directory)
                 marking = marked(self, state_dict) if mark_weights else nullcontext(state_dict)
                 with writing as folder, marking as weights:
+                    streams = FILES in vars(self)
+                    weights = {} if streams else weights
                     super().save_pretrained(folder, is_main_process, weights, push_to_hub, *args, **kwargs)
+                    if streams:
+                        write_weights(self, Path(folder), kwargs.get("max_shard_size"))
                     if saves:
                         write_report(self, Path(folder))
             finally:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_enabled
 
+from ..core.stored_tensor import is_plain
 from ..errors import FingerprintWarning
 from ..runtime.errors import CheckpointError, first_line
 from ..runtime.record import FINGERPRINT, KEY, saved_from
@@ -337,7 +338,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
 
 
 def _is_here(parameter: nn.Parameter) -> bool:
-    whole = type(parameter.data) is Tensor and not hasattr(parameter, "ds_id")  # of DeepSpeed's shards
+    whole = is_plain(parameter) and not hasattr(parameter, "ds_id")  # of DeepSpeed's shards
     known = not parameter.is_floating_point() or parameter.dtype in _DTYPES.values()
     return whole and not parameter.is_meta and known
 

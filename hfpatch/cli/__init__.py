@@ -19,6 +19,7 @@ from ..core.environment import environment
 from ..core.plan_table import table
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 from ..core.staging import require_free, staged_folder
+from ..core.stored_tensor import load_stored
 from ..errors import OptionError
 from ..export import export_model
 from ..export.runtimes import RUNTIMES
@@ -152,7 +153,7 @@ def patch(
     fit: Annotated[Literal["qk", "bias"], option(_FIT)] = "qk",
     report: Annotated[Path | None, option("Save what the repair did as this .json file.")] = None,
     seed: Annotated[int, option("Seed of random weights (config:FAMILY) and of samples.")] = 0,
-    max_shard_size: Shard = "50GB",
+    max_shard_size: Annotated[str | None, option("Largest file of weights, such as 2GB; default: as they were.")] = None,
     trust_remote_code: Trust = False,
     overwrite: Overwrite = False,
 ) -> None:
@@ -161,7 +162,7 @@ def patch(
         require_apart(place, model, calibration)
     require_free(out, overwrite)
     torch.manual_seed(seed)
-    built = opened(model, head, trust_remote_code)
+    built = opened(model, head, trust_remote_code, stored=True)
     request: dict[str, Any] = {"norm": norm, "pos": pos, "mlp": mlp, "only": only, "keep": keep, "init": init}
     request["placement"] = placement
     planned = plan_patch(built, **request)
@@ -171,6 +172,7 @@ def patch(
         calibration = "self" if not is_config(model) and generates(built) else "none"
     if planned.losses() and init != "reset" and calibration != "none":
         most = f"up to {sequences} sequences of {length} tokens"
+        load_stored(built)
         typer.echo(f"\nRepairs on {most} (--sequences, --length: fewer take less time).")
         request["calibration"] = (
             sample_batches(built, sequences, length, seed)
@@ -186,7 +188,7 @@ def patch(
     found = [(request, outcome.partition(LOST)[0]) for request, outcome in outcomes(built).items()]
     typer.echo(f"\n{table([('request', 'measured'), *found])}\n{HOW}")
     with staged_folder(out, overwrite) as folder:
-        built.save_pretrained(folder, max_shard_size=max_shard_size)
+        built.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
         if processor is not None:
             processor.save_pretrained(folder)
     if repaired is not None and report is not None:
