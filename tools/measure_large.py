@@ -1,10 +1,10 @@
-"""Measures `hfpatch patch` on a large checkpoint: peak memory and time, against a model made on the spot.
+"""Measures peak memory and time of `hfpatch patch` on a large checkpoint that is made on the spot.
 
     python tools/measure_large.py [--layers 32] [--width 4096] [--shard 2] [--folder /tmp] -- --norm rms ...
 
-Weights are random, in bfloat16, of the shape of OPT-6.7B; the shards are written one at a time, so that making them needs
-the memory of one. What follows `--` are options of `hfpatch patch`, one run for each `--`. Everything is removed at the
-end. The peak is VmHWM of the process that patches (Linux): all that was resident at once, mapped files included.
+Weights are random, in bfloat16, of the shape of OPT-6.7B; the shards are written one at a time, so that making them
+needs the memory of one. What follows `--` are options of `hfpatch patch`, one run for each `--`. Everything is removed
+at the end. The peak is VmHWM of the process that patches (Linux): what was resident at once, mapped files included.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 _PROGRAM = """
 import sys
+{before}
 from pathlib import Path
 from hfpatch.cli import app
 try:
@@ -54,7 +55,8 @@ def make_checkpoint(folder: Path, layers: int, width: int, vocabulary: int, shar
     places = {}
     for i, shapes in enumerate(shards):
         file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        save_file({name: _drawn(name, shape, generator) for name, shape in shapes.items()}, folder / file, {"format": "pt"})
+        drawn = {name: _drawn(name, shape, generator) for name, shape in shapes.items()}
+        save_file(drawn, folder / file, {"format": "pt"})
         places |= dict.fromkeys(shapes, file)
     total = 2 * sum(math.prod(shape) for shapes in shards for shape in shapes.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
@@ -67,10 +69,13 @@ def _drawn(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Te
     return values + start if start else values
 
 
-def patch(folder: Path, out: Path, *options: str) -> tuple[float, float, str]:
-    """Run `hfpatch patch` in a process of its own: its peak in bytes, its seconds, and what it printed."""
+def patch(folder: Path, out: Path, *options: str, before: str = "") -> tuple[float, float, str]:
+    """Run `hfpatch patch` in a process of its own: its peak in bytes, its seconds, and what it printed.
+
+    `before` is a statement that the process runs first.
+    """
     start = time.perf_counter()
-    command = [sys.executable, "-c", _PROGRAM, "patch", str(folder), str(out), *options]
+    command = [sys.executable, "-c", _PROGRAM.format(before=before), "patch", str(folder), str(out), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - start
     if done.returncode:
@@ -79,6 +84,7 @@ def patch(folder: Path, out: Path, *options: str) -> tuple[float, float, str]:
 
 
 def main() -> None:
+    """Make the checkpoint and measure one run after another."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=4096)

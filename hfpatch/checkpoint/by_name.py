@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from ..core.suggest import did_you_mean
 from ..runtime.errors import PatchError, first_line
@@ -82,7 +82,8 @@ def opened(
     if stored and (files := files_of(model, config)) is not None:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             kind = type(random_weights(copy.deepcopy(config), head, trust))
-        return opened_from(files, kind, model, config)
+        if kind.from_pretrained.__func__ is PreTrainedModel.from_pretrained.__func__:
+            return opened_from(files, kind, model, config)
     cls = class_to_build(config, head)
     if hasattr(config, KEY) and not hasattr(cls, "_model_mapping"):
         cls = patched_model_class(cls)  # of a class that no Auto class opens, such as T5EncoderModel

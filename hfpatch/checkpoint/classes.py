@@ -27,13 +27,12 @@ from ..runtime.lens import LENS, host_class, once_per_class
 from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, MODEL_TYPE, REPAIR, REPORT, checked, saved_from
 from .auto_classes import opening
 from .file_digests import compare, write_digests
-from .files import broken_file, require_sound_files
+from .files import FILES, broken_file, require_sound_files
 from .fingerprint import Fingerprint, config_digest, settings_of, with_config_digest, without_harmless
 from .marker import MARKER, marked
 from .repair_file import SavedReport, content_of, digest_of, write_report
 from .saving import replacing, require_finished
 from .stored_config import checked_config, checkpoint_name, require_its_architecture, without_disk_only_entry
-from .streaming import FILES, write_weights
 
 OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `Opened`
 
@@ -221,6 +220,8 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                     weights = {} if streams else weights
                     super().save_pretrained(folder, is_main_process, weights, push_to_hub, *args, **kwargs)
                     if streams:
+                        from .streaming import write_weights  # opening a checkpoint needs nothing that makes a patch
+
                         write_weights(self, Path(folder), kwargs.get("max_shard_size"))
                     if saves:
                         write_report(self, Path(folder))

@@ -23,18 +23,17 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict, str
 from ..core.stored_tensor import StoredTensor
 from ..runtime.record import KEY
 from .file_digests import DISTRIBUTED, finder, variant_of, weight_files
-from .files import weight_names
+from .files import FILES, weight_names
 from .weight_digest import as_bytes
 
-FILES = "_hfpatch_files"  # attribute of a model that was opened here: the file that each tensor was in, by its name
 _SMALL = 2**20  # bytes up to which a tensor is read at once, such as those of norms and biases
 _DTYPES = {torch.complex64: "C64"} | {dtype: name for name, dtype in str_to_torch_dtype.items()}
 
 
 def files_of(model: str, config: PreTrainedConfig) -> list[Path] | None:
-    """The safetensors files of a checkpoint whose weights may stay in them; None where transformers does more to open it.
+    """The safetensors files of a checkpoint whose weights may stay in them; None where opening it is more than that.
 
-    It does for a patched checkpoint (which is checked), quantized weights, adapters, pickles, distributed checkpoints,
+    It is for patched checkpoints, which are checked, for quantized weights, adapters, pickles, distributed checkpoints,
     code of the repository, and files that config.json names.
     """
     find = finder(model, {})

@@ -153,7 +153,7 @@ def patch(
     fit: Annotated[Literal["qk", "bias"], option(_FIT)] = "qk",
     report: Annotated[Path | None, option("Save what the repair did as this .json file.")] = None,
     seed: Annotated[int, option("Seed of random weights (config:FAMILY) and of samples.")] = 0,
-    max_shard_size: Annotated[str | None, option("Largest file of weights, such as 2GB; default: as they were.")] = None,
+    max_shard_size: Annotated[str | None, option("As in export; default: files as those of MODEL.")] = None,
     trust_remote_code: Trust = False,
     overwrite: Overwrite = False,
 ) -> None:
@@ -319,6 +319,7 @@ def push(
     subfolder: Annotated[str, option("The folder in the repository.")] = "",
     create_pr: Annotated[bool, option("Open a pull request instead of committing.", "--create-pr")] = False,
     message: Annotated[str | None, option("The commit's first line.")] = None,
+    trust_remote_code: Trust = False,
     dry_run: Annotated[bool, option("Send nothing; list what would be uploaded.", "--dry-run")] = False,
 ) -> None:
     """Push a patched checkpoint to the Hub, with a model card, as one commit; run it again to resume a failed push."""
@@ -336,6 +337,7 @@ def push(
         subfolder=subfolder,
         create_pr=create_pr,
         commit_message=message,
+        trust_remote_code=trust_remote_code,
         dry_run=dry_run,
     )
     typer.echo(str(push))

@@ -39,7 +39,7 @@ class StoredTensor(Tensor):
 
     @staticmethod
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, values: _Values) -> StoredTensor:
-        new: StoredTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")  # type: ignore[attr-defined]
+        new = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         new._values = values
         return new
 
@@ -55,11 +55,12 @@ class StoredTensor(Tensor):
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> StoredTensor:
         """A tensor with the values that a function makes of these, whenever they are read."""
-        return StoredTensor(self.shape, self.dtype, _Values(lambda values=self._values: change(values())))
+        before = self._values
+        return StoredTensor(self.shape, self.dtype, _Values(lambda: change(before())))
 
     @property
-    def data(self) -> StoredTensor:  # type: ignore[override]
-        return self.detach()  # type: ignore[return-value]
+    def data(self) -> Tensor:
+        return self.detach()
 
     @data.setter
     def data(self, new: Tensor) -> None:
@@ -68,17 +69,13 @@ class StoredTensor(Tensor):
         self._values = new._values if isinstance(new, StoredTensor) else _Values(new.detach, new.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        held = self._values.memory
-        values = _Values(self._values.read, None if held is None else held.clone())
-        new: Any = StoredTensor(self.shape, self.dtype, values)
-        if isinstance(self, nn.Parameter):
-            new = nn.Parameter(new, self.requires_grad)
-        vars(new).update({name: value for name, value in vars(self).items() if name != "_values"})
-        memo[id(self)] = new
-        return new
+        memo[id(self)] = copied = _in_memory(self)  # in memory, so that a copy can change its dtype
+        return copied
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func in _ALIASES:
             return StoredTensor(args[0].shape, args[0].dtype, args[0]._values)
         kwargs = kwargs or {}
@@ -108,7 +105,8 @@ def load_stored(model: nn.Module) -> None:
     """Bring a model's Parameters and buffers into memory, as far as they are in files; shared ones stay shared."""
     loaded: dict[int, Tensor] = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in kinds:
             for name, tensor in tensors.items():
                 if isinstance(tensor, StoredTensor):
                     if id(tensor) not in loaded:
@@ -117,8 +115,11 @@ def load_stored(model: nn.Module) -> None:
 
 
 def _in_memory(tensor: StoredTensor) -> Tensor:
+    """An ordinary tensor, or Parameter, of memory that isn't shared with this one."""
+    held = tensor._values.memory
+    values = tensor.read() if held is None else held.clone()
     if not isinstance(tensor, nn.Parameter):
-        return tensor.read()
-    new = nn.Parameter(tensor.read(), tensor.requires_grad)
+        return values
+    new = nn.Parameter(values, tensor.requires_grad)
     vars(new).update({name: value for name, value in vars(tensor).items() if name != "_values"})
     return new
