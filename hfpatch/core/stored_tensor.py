@@ -115,9 +115,8 @@ def load_stored(model: nn.Module) -> None:
 
 
 def _in_memory(tensor: StoredTensor) -> Tensor:
-    """An ordinary tensor, or Parameter, of memory that isn't shared with this one."""
-    held = tensor._values.memory
-    values = tensor.read() if held is None else held.clone()
+    """An ordinary tensor, or Parameter, of the same values."""
+    values = tensor.read().clone()
     if not isinstance(tensor, nn.Parameter):
         return values
     new = nn.Parameter(values, tensor.requires_grad)
