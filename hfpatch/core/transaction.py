@@ -231,16 +231,17 @@ def _rewritten(old: Tensor, kind: str, operand: Tensor | None, axis: int | None)
         operands = operand_or_zero.to(device, torch.float64).expand(old.shape)
         parts = [x.chunk(pieces, chunk_axis) if pieces > 1 else [x] for x in (old, operands, new)]
         for x, y, result in zip(*parts, strict=True):
-            result.copy_(_calculated(kind, x.to(device, torch.float64), y, axis))
+            result.copy_(_calculated(kind, x.to(device, torch.float64, copy=True), y, axis))
     return new
 
 
 def _calculated(kind: str, x: Tensor, operand: Tensor, axis: int | None) -> Tensor:
+    """The new values, in place of the old ones: memory that is new for every piece costs several times the rest."""
     if kind == "centre":
-        return x - x.mean(axis, keepdim=True)
+        return x.sub_(x.mean(axis, keepdim=True))
     if kind == "ones":
-        return torch.ones_like(x)
-    return x + operand if kind == "add" else x * operand
+        return x.fill_(1.0)
+    return x.add_(operand) if kind == "add" else x.mul_(operand)
 
 
 def _undo_item(target: dict, key: Any, old: tuple[Any] | None, place: int | None) -> None:
