@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from ..core.suggest import did_you_mean
 from ..runtime.errors import PatchError, first_line
@@ -15,6 +17,7 @@ from ..runtime.record import KEY
 from .auto_classes import class_to_build
 from .classes import patched_model_class
 from .file_digests import strongest_check
+from .streaming import files_of, opened_from
 
 _RANDOM = "config:"
 
@@ -58,13 +61,16 @@ def random_weights(config: Any, head: str | None, trust: bool) -> Any:
     return cls._from_config(config).eval()
 
 
-def opened(model: str, head: str | None, trust: bool, strongest: bool = False, **options: Any) -> Any:
+def opened(
+    model: str, head: str | None, trust: bool, strongest: bool = False, stored: bool = False, **options: Any
+) -> Any:
     """A model by its name, in the dtype that it was saved in.
 
     Args:
         head: as in `random_weights`.
         trust: whether code of the repository may be run.
         strongest: whether a patched checkpoint is compared with its digests as thoroughly as they allow.
+        stored: whether the weights stay in their files where they can (see streaming.py).
         options: of `from_pretrained`.
 
     Raises:
@@ -73,6 +79,11 @@ def opened(model: str, head: str | None, trust: bool, strongest: bool = False, *
     config = config_of(model, trust)
     if is_config(model):
         return random_weights(config, head, trust)
+    if stored and (files := files_of(model, config)) is not None:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            kind = type(random_weights(copy.deepcopy(config), head, trust))
+        if kind.from_pretrained.__func__ is PreTrainedModel.from_pretrained.__func__:
+            return opened_from(files, kind, model, config)
     cls = class_to_build(config, head)
     if hasattr(config, KEY) and not hasattr(cls, "_model_mapping"):
         cls = patched_model_class(cls)  # of a class that no Auto class opens, such as T5EncoderModel

@@ -27,7 +27,7 @@ from ..runtime.lens import LENS, host_class, once_per_class
 from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, MODEL_TYPE, REPAIR, REPORT, checked, saved_from
 from .auto_classes import opening
 from .file_digests import compare, write_digests
-from .files import broken_file, require_sound_files
+from .files import FILES, broken_file, require_sound_files
 from .fingerprint import Fingerprint, config_digest, settings_of, with_config_digest, without_harmless
 from .marker import MARKER, marked
 from .repair_file import SavedReport, content_of, digest_of, write_report
@@ -216,7 +216,13 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 writing = replacing(save_directory) if writes else nullcontext(save_directory)
                 marking = marked(self, state_dict) if mark_weights else nullcontext(state_dict)
                 with writing as folder, marking as weights:
+                    streams = FILES in vars(self)
+                    weights = {} if streams else weights
                     super().save_pretrained(folder, is_main_process, weights, push_to_hub, *args, **kwargs)
+                    if streams:
+                        from .streaming import write_weights  # opening a checkpoint needs nothing that makes a patch
+
+                        write_weights(self, Path(folder), kwargs.get("max_shard_size"))
                     if saves:
                         write_report(self, Path(folder))
             finally:

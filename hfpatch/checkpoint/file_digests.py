@@ -34,7 +34,7 @@ DIGEST_FILES = _NAME.format("*")
 _CHUNK, _THREADS, _LONGEST_HEADER, _MOST_NAMED = 2**20, 8, 10**8, 5
 _WHERE = ("subfolder", "revision", "cache_dir", "token", "proxies", "local_files_only", "force_download")
 _WEIGHTS = re.compile(r"model(\..+?)?(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(\..+?)?\.json")
-_DISTRIBUTED = "shard-*-model-*.safetensors"  # of distributed_checkpoint=True: opened rather than all others
+DISTRIBUTED = "shard-*-model-*.safetensors"  # of distributed_checkpoint=True: opened rather than all others
 
 
 def variant_of(file: str) -> str | None:
@@ -95,8 +95,8 @@ def compare(name: Any, options: Mapping[str, Any]) -> tuple[int, int, dict[str, 
         named = getattr(config, "transformers_weights", None)
     else:
         named = PreTrainedConfig.get_config_dict(name, **_where(options))[0].get("transformers_weights")
-    files = [find(str(named))] if is_plain_name(named) else _weight_files(find, variant)
-    found, size = _digests([*filter(None, files), *path.parent.glob(_DISTRIBUTED)])
+    files = [find(str(named))] if is_plain_name(named) else weight_files(find, variant)
+    found, size = _digests([*filter(None, files), *path.parent.glob(DISTRIBUTED)])
     changed = {tensor for tensor in saved.keys() & found.keys() if saved[tensor] != found[tensor]}
     states = {"missing": saved.keys() - found.keys(), "added": found.keys() - saved.keys(), "changed": changed}
     differing = sorted(f"{tensor:.100} ({state})" for state, tensors in states.items() for tensor in tensors)
@@ -125,7 +125,7 @@ def finder(name: Any, options: Mapping[str, Any]) -> Callable[[str], Path | None
     return find
 
 
-def _weight_files(find: Callable[[str], Path | None], variant: str) -> list[Path | None]:
+def weight_files(find: Callable[[str], Path | None], variant: str) -> list[Path | None]:
     """The files that transformers opens: the single one before shards."""
     single_name, index_name = weight_names(variant)
     single = find(single_name)

@@ -18,6 +18,7 @@ from ..runtime.errors import CheckpointError
 
 SUFFIX = ".safetensors"
 PAGE = "hfpatch_report.html"  # written by `hfpatch report`
+FILES = "_hfpatch_files"  # attribute of a model whose weights are in files: the file of each tensor, by its name
 
 
 def require_sound_files(name: Any, subfolder: str = "", variant: str | None = None, **cache: Any) -> None:

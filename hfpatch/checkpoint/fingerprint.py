@@ -96,13 +96,13 @@ class ClassFingerprint:
         return found
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> tuple[ClassFingerprint, str]:
-        """The fingerprint of one model, and why its forward isn't in it (or "")."""
+    def of(cls, model: PreTrainedModel, sampled: dict[int, Tensor] | None = None) -> tuple[ClassFingerprint, str]:
+        """The fingerprint of one model, and why its forward isn't in it (or ""); `sampled` is as in `digest`."""
         from ..measure.inputs import example_inputs  # opening a checkpoint without a check needs nothing that measures
 
         own = _dtype(model)
         dtypes = (own, *(name for name in _DRAWS if name != own and (name != "float32" or own == "float64")))
-        weights = {name: digest(model, _DTYPES[name]) for name in dtypes}
+        weights = {name: digest(model, _DTYPES[name], sampled) for name in dtypes}
         try:
             given = {name: value for name, value in example_inputs(model).items() if not _masks_nothing(name, value)}
             written = {name: _text_of(value) for name, value in given.items()}
@@ -223,7 +223,8 @@ class Fingerprint:
             _warn(model, f"without a fingerprint: {obstacle}")
             return None
         parts = {type(one).__name__: one for one in (model, model.base_model) if isinstance(one, PreTrainedModel)}
-        found = {name: ClassFingerprint.of(one) for name, one in parts.items()}
+        sampled: dict[int, Tensor] = {}
+        found = {name: ClassFingerprint.of(one, sampled) for name, one in parts.items()}
         reasons = [f"no forward of {name} could be recorded: {reason}" for name, (_, reason) in found.items() if reason]
         if reasons:
             _warn(model, f"with less of a fingerprint: {'; '.join(reasons)}")
@@ -339,6 +340,10 @@ def _obstacle(model: PreTrainedModel) -> str | None:
 
 def _is_here(parameter: nn.Parameter) -> bool:
     whole = type(parameter.data) is Tensor and not hasattr(parameter, "ds_id")  # of DeepSpeed's shards
+    if not whole:
+        from ..core.stored_tensor import StoredTensor  # opening a checkpoint needs nothing that makes a patch
+
+        whole = isinstance(parameter, StoredTensor)
     known = not parameter.is_floating_point() or parameter.dtype in _DTYPES.values()
     return whole and not parameter.is_meta and known
 

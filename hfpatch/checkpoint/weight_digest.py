@@ -26,16 +26,20 @@ def sample(tensor: Tensor) -> Tensor:
     return flat.as_strided((places, _RUN), ((n - _RUN) // (places - 1), 1)).reshape(-1)
 
 
-def digest(model: nn.Module, dtype: torch.dtype) -> str:
+def digest(model: nn.Module, dtype: torch.dtype, sampled: dict[int, Tensor] | None = None) -> str:
     """A digest over samples of all tensors that a checkpoint stores, rounded to a dtype first.
 
     Rounding is exact arithmetic, so the digest is the same on every machine, and the same for weights that were rounded
     to that dtype before. Tensors come in the order of their names, shared ones under each of theirs.
 
+    Args:
+        sampled: samples that were taken already, by the id of their tensor; others join them. Reading a tensor may take
+            longer than all else.
+
     Returns:
         Three parts: how many tensors there are, a digest of all, and one of those in lists of blocks.
     """
-    everything, blocks = _samples(model, dtype)
+    everything, blocks = _samples(model, dtype, {} if sampled is None else sampled)
     return f"{len(everything)}-{_hash(everything)}-{_hash(blocks)}"
 
 
@@ -48,13 +52,13 @@ def same_weights(saved: str, model: nn.Module, dtype: torch.dtype, other_head: b
             put on a base without its pooling layer, or with a token for masked patches.
     """
     count, of_everything, of_blocks = saved.split("-")
-    everything, blocks = _samples(model, dtype)
+    everything, blocks = _samples(model, dtype, {})
     if _hash(everything) == of_everything:
         return True
     return other_head and int(count) != len(everything) and _hash(blocks) == of_blocks
 
 
-def _samples(model: nn.Module, dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
+def _samples(model: nn.Module, dtype: torch.dtype, sampled: dict[int, Tensor]) -> tuple[list[Any], list[Any]]:
     """Samples as bytes: of all tensors that a checkpoint stores, and of those in lists of blocks."""
     unsaved = getattr(model, "_keys_to_ignore_on_save", None) or ()
     lists: list[str] = []
@@ -70,7 +74,9 @@ def _samples(model: nn.Module, dtype: torch.dtype) -> tuple[list[Any], list[Any]
     everything, blocks = [], []
     for _, (tensor, inside) in sorted(found.items()):
         kept = tensor.dtype if tensor.is_complex() else dtype  # loading casts some integers too
-        everything.append(as_bytes(sample(tensor).to(kept)))
+        if id(tensor) not in sampled:
+            sampled[id(tensor)] = sample(tensor)
+        everything.append(as_bytes(sampled[id(tensor)].to(kept)))
         if inside:
             blocks.append(everything[-1])
     return everything, blocks

@@ -20,6 +20,7 @@ from ..core.environment import environment
 from ..core.plan_table import table
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 from ..core.staging import require_free, staged_folder
+from ..core.stored_tensor import load_stored
 from ..errors import OptionError
 from ..export import export_model
 from ..export.runtimes import RUNTIMES
@@ -154,7 +155,7 @@ def patch(
     fit: Annotated[Literal["qk", "bias"], option(_FIT)] = "qk",
     report: Annotated[Path | None, option("Save what the repair did as this .json file.")] = None,
     seed: Annotated[int, option("Seed of random weights (config:FAMILY) and of samples.")] = 0,
-    max_shard_size: Shard = "50GB",
+    max_shard_size: Annotated[str | None, option("As in export; default: files as those of MODEL.")] = None,
     trust_remote_code: Trust = False,
     overwrite: Overwrite = False,
 ) -> None:
@@ -163,7 +164,7 @@ def patch(
         require_apart(place, model, calibration)
     require_free(out, overwrite)
     torch.manual_seed(seed)
-    built = opened(model, head, trust_remote_code)
+    built = opened(model, head, trust_remote_code, stored=True)
     request: dict[str, Any] = {"norm": norm, "pos": pos, "mlp": mlp, "only": only, "keep": keep, "init": init}
     request["placement"] = placement
     planned = plan_patch(built, **request)
@@ -173,6 +174,7 @@ def patch(
         calibration = "self" if not is_config(model) and generates(built) else "none"
     if planned.losses() and init != "reset" and calibration != "none":
         most = f"up to {sequences} sequences of {length} tokens"
+        load_stored(built)
         typer.echo(f"\nRepairs on {most} (--sequences, --length: fewer take less time).")
         request["calibration"] = (
             sample_batches(built, sequences, length, seed)
@@ -189,7 +191,7 @@ def patch(
     found = [(request, outcome.partition(LOST)[0]) for request, outcome in outcomes(built).items()]
     typer.echo(f"\n{table([('request', 'measured'), *found])}\n{HOW}")
     with staged_folder(out, overwrite) as folder:
-        saved.save_pretrained(folder, max_shard_size=max_shard_size)
+        saved.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
         if processor is not None:
             processor.save_pretrained(folder)
     if repaired is not None and report is not None:
@@ -320,6 +322,7 @@ def push(
     subfolder: Annotated[str, option("The folder in the repository.")] = "",
     create_pr: Annotated[bool, option("Open a pull request instead of committing.", "--create-pr")] = False,
     message: Annotated[str | None, option("The commit's first line.")] = None,
+    trust_remote_code: Trust = False,
     dry_run: Annotated[bool, option("Send nothing; list what would be uploaded.", "--dry-run")] = False,
 ) -> None:
     """Push a patched checkpoint to the Hub, with a model card, as one commit; run it again to resume a failed push."""
@@ -337,6 +340,7 @@ def push(
         subfolder=subfolder,
         create_pr=create_pr,
         commit_message=message,
+        trust_remote_code=trust_remote_code,
         dry_run=dry_run,
     )
     typer.echo(str(push))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.errors import UnsupportedError
+from .stored_tensor import StoredTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -152,7 +153,8 @@ class Transaction:
     ) -> None:
         """Change a Parameter's values by arithmetic in float64, rounded to its dtype; it stays the same object.
 
-        The old values stay in the log. The arithmetic runs in pieces, so it needs little further memory.
+        The old values stay in the log. The arithmetic runs in pieces, so it needs little further memory; that of
+        a `StoredTensor` runs whenever its values are read.
 
         Args:
             module, name: where the Parameter is.
@@ -163,17 +165,8 @@ class Transaction:
         parameter = module._parameters[name]
         assert parameter is not None
         old = parameter.data
-        device = torch.device("cpu") if old.device.type == "mps" else old.device  # MPS has no float64
-        operand_or_zero = torch.zeros(()) if operand is None else operand
-        with torch.inference_mode(old.is_inference()), torch.no_grad():
-            new = torch.empty_like(old)
-            other_axes = [i for i in range(old.dim()) if i != axis]
-            pieces = -(-old.numel() // _PIECE) if other_axes else 1
-            chunk_axis = max(other_axes, key=lambda i: old.shape[i], default=0)
-            operands = operand_or_zero.to(device, torch.float64).expand(old.shape)
-            parts = [x.chunk(pieces, chunk_axis) if pieces > 1 else [x] for x in (old, operands, new)]
-            for x, y, result in zip(*parts, strict=True):
-                result.copy_(_calculated(kind, x.to(device, torch.float64), y, axis))
+        change = functools.partial(_rewritten, kind=kind, operand=operand, axis=axis)
+        new = old.changed(change) if isinstance(old, StoredTensor) else change(old)
         self._record(_undo_values, module, name, old)
         parameter.data = new
 
@@ -227,12 +220,28 @@ class UndoRecord:
         return UndoRecord(self.edits.then(later), self.dtype, {**self.lengths, **lengths})
 
 
+def _rewritten(old: Tensor, kind: str, operand: Tensor | None, axis: int | None) -> Tensor:
+    device = torch.device("cpu") if old.device.type == "mps" else old.device  # MPS has no float64
+    operand_or_zero = torch.zeros(()) if operand is None else operand
+    with torch.inference_mode(old.is_inference()), torch.no_grad():
+        new = torch.empty_like(old)
+        other_axes = [i for i in range(old.dim()) if i != axis]
+        pieces = -(-old.numel() // _PIECE) if other_axes else 1
+        chunk_axis = max(other_axes, key=lambda i: old.shape[i], default=0)
+        operands = operand_or_zero.to(device, torch.float64).expand(old.shape)
+        parts = [x.chunk(pieces, chunk_axis) if pieces > 1 else [x] for x in (old, operands, new)]
+        for x, y, result in zip(*parts, strict=True):
+            result.copy_(_calculated(kind, x.to(device, torch.float64, copy=True), y, axis))
+    return new
+
+
 def _calculated(kind: str, x: Tensor, operand: Tensor, axis: int | None) -> Tensor:
+    """The new values, in place of the old ones: memory that is new for every piece costs several times the rest."""
     if kind == "centre":
-        return x - x.mean(axis, keepdim=True)
+        return x.sub_(x.mean(axis, keepdim=True))
     if kind == "ones":
-        return torch.ones_like(x)
-    return x + operand if kind == "add" else x * operand
+        return x.fill_(1.0)
+    return x.add_(operand) if kind == "add" else x.mul_(operand)
 
 
 def _undo_item(target: dict, key: Any, old: tuple[Any] | None, place: int | None) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.plan_table import Change, Row, refuse_private_forward
+from ..core.stored_tensor import is_plain
 from ..core.transaction import Transaction
 from ..errors import OptionError
 from ..runtime.apply import apply, condensed
@@ -104,7 +105,7 @@ def _places(model: nn.Module, patterns: set[str]) -> Iterator[_Place]:
         if pattern_of(name) not in patterns or id(value) in seen:
             continue
         seen.add(id(value))
-        if type(value.data) is not Tensor or value.dtype not in _FLOATS:
+        if not is_plain(value) or value.dtype not in _FLOATS:
             raise UnsupportedError(
                 f"{name} is a {type(value.data).__name__} of {value.dtype}; only plain floating-point weights can be "
                 "centred. Convert the model before it is quantized or sharded."

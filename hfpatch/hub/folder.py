@@ -80,6 +80,7 @@ def checkpoint_of(
     tokenizer: Any,
     scratch: Path,
     save_options: dict[str, Any],
+    trust_remote_code: bool = False,
 ) -> Checkpoint:
     """The checkpoint of a model in a form, with its tokenizer; what isn't on disk yet is written to `scratch`.
 
@@ -87,7 +88,7 @@ def checkpoint_of(
         CheckpointError, OptionError, UnsupportedError, VerificationError, WrappedModelError: as in `push_patched`.
     """
     if isinstance(tokenizer, str | PathLike) and (name := tokenizer):
-        tokenizer = processor_of(str(name))
+        tokenizer = processor_of(str(name), trust_remote_code)
         if tokenizer is None:
             raise OptionError(f"tokenizer: no tokenizer or processor could be loaded from {name}.")
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
@@ -102,7 +103,7 @@ def checkpoint_of(
                 tokenizer.save_pretrained(scratch / "tokenizer")
                 found.files |= _split(scratch / "tokenizer")[0]
             return found
-        tokenizer = tokenizer or processor_of(str(folder))
+        tokenizer = tokenizer or processor_of(str(folder), trust_remote_code)
         host = getattr(transformers, found.title, None)
         if found.record is None or host is None:
             raise CheckpointError(

@@ -124,6 +124,7 @@ def push_patched(
     create_pr: bool = False,
     commit_message: str | None = None,
     max_shard_size: str | int | None = None,
+    trust_remote_code: bool = False,
     token: str | bool | None = None,
     endpoint: str | None = None,
     retries: int = 5,
@@ -162,6 +163,7 @@ def push_patched(
         create_pr: open a pull request instead. It is sent once: another try could open a second one.
         commit_message, token, endpoint: as everywhere in huggingface_hub.
         max_shard_size: of what is written here, as in `save_pretrained`.
+        trust_remote_code: run the code in the folder, or in the tokenizer's repository: a tokenizer's own.
         retries: how often what failed for a reason that passes (no connection, 408, 429, 5xx) is tried again.
         dry_run: send nothing; return what would be.
 
@@ -198,7 +200,7 @@ def push_patched(
     base = base_of(name, base_model is not None, api) if name not in ("", branch.repo_id) else (None, None)
     with tempfile.TemporaryDirectory() as scratch:
         shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-        found = checkpoint_of(model, form, native, tokenizer, Path(scratch), shards)
+        found = checkpoint_of(model, form, native, tokenizer, Path(scratch), shards, trust_remote_code)
         if not dry_run:
             branch.create(private, create_pr)
         notes = branch.read_head(required=not dry_run)

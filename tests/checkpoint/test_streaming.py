@@ -1,0 +1,292 @@
+"""Patching a checkpoint whose weights stay in its files: the same as in memory, to the bit, in the same shards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import measure_large
+import pytest
+import torch
+import zoo
+from safetensors import safe_open
+from safetensors.torch import load_file
+from sampled import sampled, slow_but
+from tiny_models import patch, tiny
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+from typer.testing import CliRunner
+
+import hfpatch
+from hfpatch.checkpoint import by_name, streaming
+from hfpatch.checkpoint.files import FILES
+from hfpatch.cli import app
+from hfpatch.core.stored_tensor import StoredTensor
+from hfpatch.measure.outputs import outputs_of
+
+CAUSAL, MASKED, SEQ2SEQ = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"
+CASES = {
+    "an exact norm under a tied head": ("gpt2", CAUSAL, "--norm rms"),
+    "another norm": ("gpt2", CAUSAL, "--norm dyt --calibration none"),
+    "a table that goes": ("gpt2", CAUSAL, "--pos rope --calibration none"),
+    "gates": ("gpt2", CAUSAL, "--mlp swiglu --calibration none"),
+    "gates with fresh weights": ("gpt2", CAUSAL, "--mlp swiglu --init reset"),
+    "scaled branches": ("gpt2", CAUSAL, "--norm deepnorm --calibration none"),
+    "norms that are added": ("gpt2", CAUSAL, "--placement sandwich --init copy --calibration none"),
+    "an untied head": ("llama", CAUSAL, "--norm dyt --calibration none"),
+    "no positions": ("llama", CAUSAL, "--pos nope --calibration none"),
+    "the base alone": ("llama", CAUSAL, "--norm dyt --calibration none --head AutoModel"),
+    "norms after norms": ("bert", MASKED, "--norm rms"),
+    "an encoder's table": ("bert", MASKED, "--pos rope"),
+    "an encoder-decoder": ("t5", SEQ2SEQ, "--norm dyt --calibration none"),
+    "relative positions": ("t5", SEQ2SEQ, "--pos rope --calibration none"),
+    "norms and positions": ("opt", CAUSAL, "--norm rms --pos rope --calibration none"),
+    "a longer table": ("opt", CAUSAL, "--pos learned:max_positions=128 --calibration none"),
+    "merged experts": ("mixtral", CAUSAL, "--norm dyt --calibration none"),
+    "a repair": ("gpt2", CAUSAL, "--norm dyt --sequences 4 --length 8"),
+}
+
+DEFAULT = {
+    "an exact norm under a tied head",
+    "another norm",
+    "gates",
+    "an untied head",
+    "norms after norms",
+    "an encoder-decoder",
+    "norms and positions",
+    "merged experts",
+}
+
+
+@pytest.fixture(autouse=True)
+def matrices_stay_in_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "_SMALL", 4096)  # all but gains, shifts and biases
+
+
+def sharded(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return folder
+
+
+def called(*args: Any, status: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(one) for one in args], terminal_width=200)
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def places(folder: Path) -> dict[str, str]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= dict.fromkeys(file.keys(), path.name)
+    return found
+
+
+def stored(folder: Path, head: str | None = None) -> Any:
+    return by_name.opened(str(folder), head, False, stored=True)
+
+
+def in_files(model: PreTrainedModel) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if isinstance(parameter, StoredTensor)]
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, DEFAULT))
+def test_the_command_gives_what_it_gives_in_memory(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, head, options = CASES[case]
+    model = zoo.tiny(family, auto_class=head)[0] if family == "mixtral" else tiny(family, head)
+    folder = sharded(model, tmp_path / "model")
+    said = called("patch", folder, tmp_path / "streamed", *options.split())
+    monkeypatch.setattr(by_name, "files_of", lambda *names: None)
+    assert said == called("patch", folder, tmp_path / "memory", *options.split()).replace("memory", "streamed")
+    streamed, memory = weights(tmp_path / "streamed"), weights(tmp_path / "memory")
+    assert streamed.keys() == memory.keys()
+    for name, value in memory.items():
+        assert streamed[name].dtype == value.dtype, name
+        assert torch.equal(streamed[name], value), name
+    for file in [path.name for path in (tmp_path / "memory").glob("*.json") if "weights" not in path.name]:
+        if "index" not in file:
+            assert (tmp_path / "streamed" / file).read_text() == (tmp_path / "memory" / file).read_text()
+    before, after = places(folder), places(tmp_path / "streamed")
+    assert {name: file for name, file in after.items() if name in before} == {
+        name: file for name, file in before.items() if name in after
+    }
+    assert set(after.values()) <= set(before.values())
+    index = json.loads((tmp_path / "streamed" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == after
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in streamed.values())
+    assert "passes the check of its fingerprint" in called("verify", tmp_path / "streamed")
+
+
+def test_the_file_is_the_one_that_safetensors_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte for byte: header, order and padding."""
+    folder = tmp_path / "model"
+    tiny("gpt2", CAUSAL).to(torch.bfloat16).save_pretrained(folder)
+    called("patch", folder, tmp_path / "streamed", "--norm", "rms")
+    assert not list((tmp_path / "streamed").glob("*.index.json"))
+    monkeypatch.setattr(by_name, "files_of", lambda *names: None)
+    called("patch", folder, tmp_path / "memory", "--norm", "rms")
+    written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("streamed", "memory")]
+    assert written[0] == written[1]
+
+
+def test_other_shards_on_request(tmp_path: Path) -> None:
+    folder = sharded(tiny("opt", CAUSAL), tmp_path / "model")
+    called("patch", folder, tmp_path / "out", "--norm", "rms", "--max-shard-size", "1GB")
+    assert [path.name for path in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
+    called("patch", folder, tmp_path / "small", "--norm", "rms", "--max-shard-size", "30KB")
+    assert len(list((tmp_path / "small").glob("model-*.safetensors"))) > 1
+    assert weights(tmp_path / "out").keys() == weights(tmp_path / "small").keys()
+    called("verify", tmp_path / "small")
+
+
+def test_a_patch_reads_no_weight_for_good(tmp_path: Path) -> None:
+    """What was in the files is still there afterwards, folded weights and an embedding under a tied head included."""
+    model = stored(sharded(tiny("gpt2", CAUSAL), tmp_path / "model"))
+    before = in_files(model)
+    assert "transformer.h.0.mlp.c_proj.weight" in before
+    hfpatch.patch_model(model, norm="rms")
+    assert in_files(model) == before
+    assert all(model.get_parameter(name)._values.memory is None for name in in_files(model))
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_unpatching_restores_what_is_in_the_files(tmp_path: Path) -> None:
+    folder = sharded(tiny("opt", CAUSAL), tmp_path / "model")
+    model = stored(folder)
+    hfpatch.patch_model(model, norm="rms", reversible=True)
+    name = "model.decoder.layers.0.fc2.weight"
+    assert not torch.equal(model.get_parameter(name).read(), weights(folder)[name])
+    hfpatch.unpatch_model(model)
+    assert all(torch.equal(value, weights(folder)[key]) for key, value in model.named_parameters())
+    assert name in in_files(model)
+
+
+def test_a_failed_patch_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = sharded(tiny("gpt2", CAUSAL), tmp_path / "model")
+
+    def fails(path: Path, tensors: dict[str, Tensor]) -> None:
+        if "00003" in path.name:
+            raise OSError(28, "No space left on device")
+        written(path, tensors)
+
+    written = streaming._write
+    monkeypatch.setattr(streaming, "_write", fails)
+    before = sorted(tmp_path.rglob("*"))
+    assert "No space left" in str(
+        CliRunner().invoke(app, ["patch", str(folder), str(tmp_path / "out"), "--norm", "rms"]).output
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def quantized(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+def adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def pickled(folder: Path) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def named(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "transformers_weights": "other.safetensors"}))
+
+
+def of_odd_names(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    for path in folder.glob("model-*"):
+        path.rename(folder / path.name.replace("model-", "part-"))
+    index.write_text(index.read_text().replace("model-", "part-"))
+
+
+def distributed(folder: Path) -> None:
+    (folder / "shard-00001-model-00001-of-00001.safetensors").touch()
+
+
+def with_code(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "auto_map": {"AutoModel": "modeling.My"}}))
+
+
+@pytest.mark.parametrize("change", [quantized, adapter, pickled, named, of_odd_names, distributed, with_code])
+def test_whatever_needs_more_is_opened_by_transformers(change: Any, tmp_path: Path) -> None:
+    folder = sharded(tiny("gpt2", CAUSAL), tmp_path / "model")
+    config = AutoConfig.from_pretrained(folder)
+    assert streaming.files_of(str(folder), config)  # control
+    change(folder)
+    assert streaming.files_of(str(folder), AutoConfig.from_pretrained(folder)) is None
+
+
+def test_a_patched_checkpoint_is_checked_as_ever(tmp_path: Path) -> None:
+    folder = sharded(patch(tiny("gpt2", CAUSAL), norm="dyt"), tmp_path / "model")
+    assert FILES not in vars(stored(folder))
+    file = min(folder.glob("model-*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-2000:] = bytes(2000)
+    file.write_bytes(content)
+    assert "isn't the one that was saved" in called("patch", folder, tmp_path / "out", "--pos", "nope", status=1)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [*sampled(zoo.model_types(), 12), *(pytest.param(one, marks=pytest.mark.sweep) for one in zoo.model_types())],
+)
+def test_a_model_in_files_is_the_model(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters, buffers, settings and outputs of every model type, to the bit."""
+    try:
+        model, given = zoo.tiny(model_type)
+    except zoo.Unbuildable as error:
+        pytest.skip(str(error))
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    torch.manual_seed(0)
+    memory = type(model).from_pretrained(tmp_path, config=AutoConfig.from_pretrained(tmp_path), dtype="auto")
+    monkeypatch.setattr(streaming, "_SMALL", 0)
+    files = streaming.files_of(str(tmp_path), AutoConfig.from_pretrained(tmp_path))
+    assert files is not None
+    torch.manual_seed(0)
+    lazy = streaming.opened_from(files, type(model), str(tmp_path), AutoConfig.from_pretrained(tmp_path))
+    assert lazy.config.to_dict() == memory.config.to_dict()
+    ours, theirs = lazy.state_dict(), memory.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    buffers = dict(memory.named_buffers())
+    assert all(torch.equal(value, buffers[name]) for name, value in lazy.named_buffers())
+    found = []
+    for one in (memory, lazy):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            found.append(outputs_of(one.eval(), given))
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name].nan_to_num(), value.nan_to_num()), name
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1.4 GB in shards of at most 0.3 GB."""
+    folder = tmp_path_factory.mktemp("large") / "model"
+    measure_large.make_checkpoint(folder, layers=12, width=2048, vocabulary=50272, shard=300_000_000)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="a process's peak is read from /proc")
+@pytest.mark.parametrize("options", ["--norm rms", "--pos rope"])
+def test_peak_memory_is_that_of_a_shard(options: str, large: Path, tmp_path: Path) -> None:
+    """At most 1.2 times the largest shard and 1 GB, which the same command takes more than with the model in memory."""
+    most = 1.2 * max(path.stat().st_size for path in large.glob("*.safetensors")) + 1e9
+    words = (*options.split(), "--calibration", "none")
+    assert measure_large.patch(large, tmp_path / "streamed", *words)[0] <= most
+    in_memory = "import hfpatch.checkpoint.by_name as by_name; by_name.files_of = lambda *names: None"
+    assert measure_large.patch(large, tmp_path / "memory", *words, before=in_memory)[0] > most
