@@ -17,7 +17,6 @@ Every step is evaluated on held-out sequences and undone if it doesn't help ther
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -75,8 +74,7 @@ def repair(
             is loaded.
         calibration: texts (with `tokenizer`) or inputs as in `patch_model`, two sequences at least, up to 100,000, kept
             on disk; or "self": sequences sampled from the original, for models that generate.
-        edits: the transaction that logs the changes, so that they can be undone; then the reference is a copy that
-            isn't needed afterwards, and is used up.
+        edits: the transaction that logs the changes, to undo them; then the reference is a copy, and is used up.
         fit: what is fitted to the original's attention maps if positions changed, "qk" or "bias", as in `patch_model`.
 
     Memory: besides the two models, the sums of one map at a time ((in + 2 out) in float64 numbers) and one batch of
@@ -163,8 +161,8 @@ class _Repairer:
                 self._repair(segment)
             self.done = len(segments)
             self._show("distance after")
-            for replay, block in itertools.product((self.new, self.old), self.new.forms):
-                replay.release(block)
+            for block in self.new.forms:
+                self.new.release(block)
             after = output_distance(self.new, self.old, again=True)[1]
         self.report.before, self.report.after = float(before.mean()), float(after.mean())
         self.report.kept = helps(before, after)
@@ -391,8 +389,7 @@ class _Repairer:
         self.report.steps.append(Step(name, kind, fit.before, fit.after, kept, fit.note))
         for parameter, value in fit.values.items() if kept else ():
             path, _, attribute = parameter.rpartition(".")
-            module = self.new.modules[name].get_submodule(path)
-            if getattr(module, attribute) is not None:
+            if getattr(module := self.new.modules[name].get_submodule(path), attribute) is not None:
                 self.edits.set_values(module, attribute, value)
 
     def _add(self, module: nn.Module, weight: Tensor, bias: Tensor) -> None:
