@@ -86,16 +86,27 @@ def staged(target: Path) -> Iterator[Path]:
             ) from error
 
 
+@contextmanager
+def temporary_files(folder: str | Path) -> Iterator[None]:
+    """Context in which temporary files are written to a folder; what goes wrong there says what to do.
+
+    Raises:
+        PatchError: one can't be written.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.save's own error doesn't say that the disk is full
+        raise PatchError(
+            f"temporary files can't be written to {folder} ({first_line(error)}). Make room there, or "
+            "choose another place with the environment variable TMPDIR."
+        ) from error
+
+
 def save_temporary(value: Any, path: Path) -> None:
-    """`torch.save` of a temporary file; its own error doesn't say that the disk is full.
+    """`torch.save` of a temporary file.
 
     Raises:
         PatchError: it can't be written.
     """
-    try:
+    with temporary_files(path.parent):
         torch.save(value, path)
-    except (OSError, RuntimeError) as error:
-        raise PatchError(
-            f"temporary files can't be written to {path.parent} ({first_line(error)}). Make room there, or choose "
-            "another place with the environment variable TMPDIR."
-        ) from error

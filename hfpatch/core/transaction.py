@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.errors import UnsupportedError
+from .journal import Entry, Journal, is_dense
 from .stored_tensor import StoredTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,6 +33,7 @@ _HOOKS = (
 UNDO_RECORD = "_hfpatch_undo_record"  # attribute of a reversibly patched model: its `UndoRecord`
 
 _PIECE = 2**18  # elements converted to float64 at once by `rewrite`
+_LARGE = 2**20  # bytes of a Parameter whose old values are worth a place on disk
 
 
 _lock = threading.Lock()
@@ -75,9 +77,13 @@ class Transaction:
 
     A patch changes a model only through these methods. The log holds what was replaced, so it pickles and
     deep-copies together with the model.
+
+    Args:
+        journal: where the old values of large Parameters go, until `close`; None keeps them in memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal | None = None) -> None:
+        self._journal = journal
         self._log: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # (function, arguments) that undo each change
 
     def __len__(self) -> int:
@@ -85,6 +91,18 @@ class Transaction:
 
     def _record(self, undo: Callable[..., None], *arguments: Any) -> None:
         self._log.append((undo, arguments))
+
+    def _record_values(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor | Entry:
+        """Log a Parameter's values; those that go to the journal give up their memory."""
+        old: Tensor | Entry = parameter.data
+        plain = type(old) is Tensor and old.layout == torch.strided and not parameter.is_meta and is_dense(old)
+        if self._journal is None or not plain or parameter.nbytes < _LARGE:
+            self._record(_undo_values, module, name, old)
+            return old
+        old = self._journal.write(parameter.data)
+        self._record(_undo_values, module, name, old)
+        parameter.data = _without_memory(parameter.data)
+        return old
 
     def _record_item(self, target: dict, key: Any) -> None:
         """Log a dictionary's item, or its absence, and its position in the order of keys."""
@@ -121,8 +139,9 @@ class Transaction:
         """Overwrite a Parameter's values, converted to its dtype, shape and device; it stays the same object."""
         parameter = module._parameters[name]
         assert parameter is not None
-        self._record(_undo_values, module, name, parameter.data)
-        parameter.data = values.detach().to(parameter.device, parameter.dtype, copy=True).reshape(parameter.shape)
+        new = values.detach().to(parameter.device, parameter.dtype, copy=True).reshape(parameter.shape)
+        self._record_values(module, name, parameter)
+        parameter.data = new
 
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
         """Set a plain attribute (not a child, Parameter or buffer)."""
@@ -153,7 +172,7 @@ class Transaction:
     ) -> None:
         """Change a Parameter's values by arithmetic in float64, rounded to its dtype; it stays the same object.
 
-        The old values stay in the log. The arithmetic runs in pieces, so it needs little further memory; that of
+        What shares the old values' memory keeps them. The arithmetic runs in pieces, in little further memory; that of
         a `StoredTensor` runs whenever its values are read.
 
         Args:
@@ -164,10 +183,14 @@ class Transaction:
         """
         parameter = module._parameters[name]
         assert parameter is not None
-        old = parameter.data
-        change = functools.partial(_rewritten, kind=kind, operand=operand, axis=axis)
-        new = old.changed(change) if isinstance(old, StoredTensor) else change(old)
-        self._record(_undo_values, module, name, old)
+        change = functools.partial(_rewrite, kind=kind, operand=operand, axis=axis)
+        if isinstance(old := parameter.data, StoredTensor):
+            new: Tensor = old.changed(lambda values: change(values.clone()))
+            self._record(_undo_values, module, name, old)
+        else:
+            del old  # its memory may be given up
+            kept = self._record_values(module, name, parameter)
+            new = change(kept.tensor() if isinstance(kept, Entry) else kept.clone())
         parameter.data = new
 
     def replacements(self) -> list[tuple[nn.Module | nn.Parameter | None, nn.Module | nn.Parameter | None]]:
@@ -189,6 +212,12 @@ class Transaction:
             undo, arguments = self._log[-1]
             undo(*arguments)
             self._log.pop()  # afterwards, so that what an interrupt leaves can be undone by another call
+
+    def close(self) -> None:
+        """Nothing will be undone any more: give the journal's room on disk back."""
+        if self._journal is not None:
+            self._log.clear()
+            self._journal.close()
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -220,19 +249,19 @@ class UndoRecord:
         return UndoRecord(self.edits.then(later), self.dtype, {**self.lengths, **lengths})
 
 
-def _rewritten(old: Tensor, kind: str, operand: Tensor | None, axis: int | None) -> Tensor:
-    device = torch.device("cpu") if old.device.type == "mps" else old.device  # MPS has no float64
+def _rewrite(values: Tensor, kind: str, operand: Tensor | None, axis: int | None) -> Tensor:
+    """The same tensor with new values, by arithmetic in float64."""
+    device = torch.device("cpu") if values.device.type == "mps" else values.device  # MPS has no float64
     operand_or_zero = torch.zeros(()) if operand is None else operand
-    with torch.inference_mode(old.is_inference()), torch.no_grad():
-        new = torch.empty_like(old)
-        other_axes = [i for i in range(old.dim()) if i != axis]
-        pieces = -(-old.numel() // _PIECE) if other_axes else 1
-        chunk_axis = max(other_axes, key=lambda i: old.shape[i], default=0)
-        operands = operand_or_zero.to(device, torch.float64).expand(old.shape)
-        parts = [x.chunk(pieces, chunk_axis) if pieces > 1 else [x] for x in (old, operands, new)]
-        for x, y, result in zip(*parts, strict=True):
-            result.copy_(_calculated(kind, x.to(device, torch.float64, copy=True), y, axis))
-    return new
+    with torch.inference_mode(values.is_inference()), torch.no_grad():
+        other_axes = [i for i in range(values.dim()) if i != axis]
+        pieces = -(-values.numel() // _PIECE) if other_axes else 1
+        chunk_axis = max(other_axes, key=lambda i: values.shape[i], default=0)
+        operands = operand_or_zero.to(device, torch.float64).expand(values.shape)
+        parts = [x.chunk(pieces, chunk_axis) if pieces > 1 else [x] for x in (values, operands)]
+        for x, y in zip(*parts, strict=True):
+            x.copy_(_calculated(kind, x.to(device, torch.float64, copy=True), y, axis))
+    return values
 
 
 def _calculated(kind: str, x: Tensor, operand: Tensor, axis: int | None) -> Tensor:
@@ -263,7 +292,17 @@ def _undo_attribute(target: Any, name: str, old: tuple[Any] | None) -> None:
         target.__dict__[name] = old[0]
 
 
-def _undo_values(module: nn.Module, name: str, old: Tensor) -> None:
+def _undo_values(module: nn.Module, name: str, old: Tensor | Entry) -> None:
     parameter = module._parameters[name]
-    if parameter is not None and parameter.shape == old.shape:  # after a resize the old values don't fit
-        parameter.data = old.to(parameter.device, parameter.dtype)
+    if parameter is None or parameter.shape != old.shape:  # after a resize the old values don't fit
+        return
+    if isinstance(old, Entry):
+        parameter.data = _without_memory(parameter.data)
+        old = old.tensor(parameter.device)
+    parameter.data = old.to(parameter.device, parameter.dtype)
+
+
+def _without_memory(values: Tensor) -> Tensor:
+    """What stands for values of this shape until others do: one number."""
+    with torch.inference_mode(values.is_inference()):
+        return values.new_zeros(()).expand(values.shape)

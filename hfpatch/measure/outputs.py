@@ -16,7 +16,7 @@ from .quiet_forward import quiet
 
 # Names of collections that other forwards or readers take; their coordinates may change while the function stays
 _CACHES = re.compile(r"(.*_)?(past_key_values|cache(_params)?|mems|attentions|hidden_states)|state")
-_PIECE = 2**22  # numbers that are compared at once: float64 copies of all logits would be large
+_PIECE = 2**18  # numbers that are compared at once: float64 copies of all logits would be large
 _INFINITE = 1e30  # masked logits are -inf in some models and the dtype's lowest number in others
 DRAWS = 2  # of noise, whose larger effect is the noise floor
 FACTOR = 10.0  # of a noise floor: what rounding may explain

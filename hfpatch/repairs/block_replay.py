@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.staging import save_temporary
 from ..measure.blocks import listed_modules
+from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import device_of
 from .calibration import Batches, count_sequences, stored
 
@@ -63,6 +64,8 @@ class BlockReplay:
     Attributes:
         modules: all modules of the model, by name.
         forms: for each block that can be replayed, what it returns besides the stream, as in `_form`.
+        ends: the last such block of each stack.
+        replays_ends: whether the outputs of `ends` give the model's outputs without the other blocks; None: not tried.
     """
 
     def __init__(self, model: PreTrainedModel, batches: Batches, folder: Path):
@@ -70,6 +73,8 @@ class BlockReplay:
         self.device = device_of(model)
         self.modules = dict(model.named_modules())
         self.forms: dict[str, tuple | None] = {}
+        self.ends: list[str] = []
+        self.replays_ends: bool | None = None
         self.folder.mkdir()
 
     # Forwards
@@ -88,6 +93,28 @@ class BlockReplay:
                 chosen = value if rows is None or not value.dim() or len(value) != count else value[rows]
                 inputs[name] = chosen.to(self.device, self.model.dtype if value.is_floating_point() else None)
         return inputs
+
+    def forward_kept(self, index: int, row: int) -> Any:
+        """The model's output for one sequence, with what `forward_again` needs stored; the first time that is tried."""
+
+        def keep(kind: str, name: str, value: Any) -> None:
+            if kind == "out":
+                self.freeze(name, f"{index} row {row}", value)
+
+        with self.hooked(self.ends, keep):
+            output = self.forward(index, torch.tensor([row]))
+        if self.replays_ends is None:
+            self.replays_ends = bool(self.ends)
+            if self.ends:
+                again = self.forward_again(index, row)
+                self.replays_ends = max_error(Outputs.of(output).floats, Outputs.of(again).floats) == 0
+        return output
+
+    def forward_again(self, index: int, row: int) -> Any:
+        """What `forward_kept` returned, without running blocks if that can be."""
+        replaying = self._replaying(f"{index} row {row}", ends=True) if self.replays_ends else contextlib.nullcontext()
+        with replaying:
+            return self.forward(index, torch.tensor([row]))
 
     def observe(
         self, index: int, inputs: Iterable[str] = (), outputs: Iterable[str] = ()
@@ -138,9 +165,9 @@ class BlockReplay:
 
     # Frozen blocks
 
-    def freeze(self, block: str, index: int, returned: Any = None) -> None:
+    def freeze(self, block: str, index: int | str, returned: Any = None) -> None:
         """Store a block's output for a batch (`returned`, or else computed), which later forwards return at once."""
-        value = self.observe(index, outputs=[block])["out", block] if returned is None else returned
+        value = self.observe(int(index), outputs=[block])["out", block] if returned is None else returned
         output = stored(value) if isinstance(value, Tensor) else tuple(map(stored, value))
         save_temporary(output, self._path(block, index))
 
@@ -154,19 +181,28 @@ class BlockReplay:
         for index in range(len(self.batches)):
             self._path(block, index).unlink(missing_ok=True)
 
+    def give_up(self, block: str) -> None:
+        """Free a frozen block's own weights: it can't run again. What shares their memory keeps them."""
+        inside = set(self.modules[block].modules())
+        others = (module for module in self.modules.values() if module not in inside)
+        shared = {id(p) for module in others for p in module.parameters(recurse=False)}
+        for parameter in self.modules[block].parameters():
+            if id(parameter) not in shared:
+                parameter.data = parameter.data.new_empty(0)
+
     @contextlib.contextmanager
-    def _replaying(self, index: int) -> Iterator[None]:
-        """Context in which blocks that are frozen or discarded for a batch don't run."""
+    def _replaying(self, index: int | str, ends: bool = False) -> Iterator[None]:
+        """Context in which blocks that are frozen or discarded for a batch don't run; with `ends` no block does."""
         replaced: list[tuple[dict[str, Any], Any]] = []
         try:
             for name, form in self.forms.items():
                 path = self._path(name, index)
-                if path.exists():
+                if ends or path.exists():
                     attributes = self.modules[name].__dict__
                     replaced.append(
                         (attributes, attributes.get("forward"))
                     )  # an instance may have a forward of its own
-                    is_discarded = not path.stat().st_size
+                    is_discarded = (ends and name not in self.ends) or not path.stat().st_size
                     output = None if is_discarded else torch.load(path, weights_only=True, map_location=self.device)
                     attributes["forward"] = _returning(output, form)
             yield
@@ -191,7 +227,7 @@ class BlockReplay:
         for path in self.folder.glob("value *"):
             path.unlink()
 
-    def _path(self, name: str, index: int) -> Path:
+    def _path(self, name: str, index: int | str) -> Path:
         return self.folder / f"{name}-{index}.pt"
 
 
@@ -227,7 +263,7 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segme
     """The segments of a model in forward order, and the modules that run more than once (shared by several layers).
 
     Args:
-        replay: replay of the model; its `forms` are filled in.
+        replay: replay of the model; its `forms` and `ends` are filled in.
         norms: names of the norms to list; all linear maps are listed.
     """
     blocks = listed_modules(replay.model)
@@ -252,6 +288,7 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segme
     several = {name for name in found if entered.count(name) > 1}
     replayable = {name for name in returned if entered.count(name) == 1 and returned[name] is not None}
     replay.forms = {name: None if isinstance(returned[name], Tensor) else returned[name] for name in replayable}
+    replay.ends = list({blocks[name]: name for name in returned if name in replayable}.values())
     segments = [Segment()]
     for kind, name in order:
         block = segments[-1].block

@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 from ..core.staging import save_temporary
 from ..errors import OptionError
 from ..measure.batches import read_batches
-from ..measure.quiet_forward import fitting, quiet
+from ..measure.quiet_forward import fitting, give_back_memory, quiet
 
 HELD_OUT = 8  # one of every so many sequences is held out, for judging
 _LEAST_OUTPUTS = 8  # at held-out tokens; fewer don't tell help from noise
+_ROWS = 512  # of activations that are converted at once
 _MOST = 100_000  # sequences; a generator that gives more is taken for an endless one
 
 
@@ -105,6 +106,18 @@ class Batches:
             valid = mask.bool().flatten()
         return valid, self.held_out(index).repeat_interleave(rows // count)
 
+    def row_pieces(self, index: int, decoder: bool, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Activations (B, T, ..., d) as rows (n, d) without padding, some at a time, in float32 or wider.
+
+        Yields which of the rows are held out, and the rows of each of the values.
+        """
+        device = values[0].device  # of a model in bfloat16, all rows of a wide layer would take much room in float32
+        masks = [mask.to(device) for mask in self.rows(index, values[0].shape, decoder)]
+        flat = [value.to(device).flatten(0, -2) for value in values]
+        for valid, held_out, *parts in zip(*(one.split(_ROWS) for one in (*masks, *flat)), strict=True):
+            rows = [part[valid] for part in parts]
+            yield held_out[valid], *(row if row.dtype == torch.float64 else row.float() for row in rows)
+
 
 def read_calibration(
     calibration: Any, model: PreTrainedModel, tokenizer: Any = None
@@ -132,12 +145,14 @@ def tried(batches: Iterable[dict[str, Any]], model: PreTrainedModel) -> Iterable
     rest = iter(batches)
     with torch.random.fork_rng(devices=[]):  # a shuffling loader draws its order when its iterator is made
         first = next(rest)
-    few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    takes = inspect.signature(model.forward).parameters
+    few = {name: value for name, value in {"logits_to_keep": 1, "use_cache": False}.items() if name in takes}
     with quiet(model):
         try:
             model(**fitting(model, first), **few)
         except Exception as error:
             raise OptionError(f"{type(model).__name__} doesn't take calibration batch 0: {error}") from error
+    give_back_memory()
     return batches if isinstance(batches, list) else itertools.chain([first], rest)
 
 

@@ -14,12 +14,18 @@ from .block_replay import BlockReplay
 _ROWS_AT_ONCE = 16  # rows of logits that are compared in one go: vocabularies are large
 
 
-def output_distance(new: BlockReplay, old: BlockReplay) -> tuple[str, Tensor]:
-    """Name of the measure, and its values at all tokens (without padding) of the held-out sequences."""
+def output_distance(new: BlockReplay, old: BlockReplay, again: bool = False) -> tuple[str, Tensor]:
+    """Name of the measure, and its values at all tokens (without padding) of the held-out sequences.
+
+    Args:
+        new, old: the patched model and the original.
+        again: for a second time; then the original's blocks may have been given up.
+    """
+    original = old.forward_again if again else old.forward_kept
     found, measure = [], ""
     for i in range(len(new.batches)):
         for row in new.batches.held_out(i).nonzero()[:, 0]:
-            measure, distances = token_distances(*(replay.forward(i, row[None]) for replay in (old, new)))
+            measure, distances = token_distances(original(i, int(row)), new.forward(i, row[None]))
             mask = new.batches.mask(i, decoder=new.model.config.is_encoder_decoder)
             if mask is not None and mask[row[None]].shape == distances.shape:
                 distances = distances[mask[row[None]].bool()]

@@ -1,20 +1,22 @@
 """Streamed least squares: sums over any number of batches, solved in float64, judged on sequences held out of them.
 
-Every sum is kept twice, for the rows that are fitted and for those held out, so that the error of any candidate on
-data it hasn't seen follows from the sums alone, without another pass.
+The rows held out are kept on disk, so that any candidate can be judged on data it hasn't seen without another pass.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..core.journal import Entry, Journal
+
 _SPREAD = 1e-12  # of the squared mean: a variance below this is rounding
-_ROWS_AT_ONCE = 256  # rows of X'X
+_ROWS_AT_ONCE = 256  # rows of X'X and X'R, columns of W
 # the largest penalty is taken that loses at most this share of the best one's gain on held-out rows, and of its error
 _ALLOWED_LOSS = 0.1
 PENALTIES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0)  # of the mean diagonal of X'X
@@ -44,7 +46,7 @@ class Ridge:
     minimise |R - X W - 1 b'|^2 + penalty * m * |W|^2 with m the mean diagonal of X'X; `PENALTIES` are tried from the
     smallest on, and the largest is taken whose error on the held-out rows is within a tenth of the best one's, and that
     gains nine tenths as much: a smaller change of the weights holds better elsewhere, and trains on better. Memory
-    (in + out) * in numbers of float64, twice.
+    (in + 2 out) * in numbers of float64; wide layers have more of these than weights, so what can wait lies on disk.
     With a bias, rows are taken relative to the first ones' mean: channels whose mean is far above their spread would
     lose their digits otherwise.
 
@@ -56,7 +58,8 @@ class Ridge:
 
     def __init__(self, inputs: int, outputs: int, bias: bool, device: torch.device):
         self.bias = bias
-        self.sums = [_Sums(inputs, outputs, device) for _ in range(2)]
+        self.fitted = _Sums(inputs, outputs, device)
+        self.disk, self.held_out = Journal(), list[tuple[Entry, Entry]]()
         self.origin: tuple[Tensor, Tensor] | None = None
 
     def add(self, x: Tensor, r: Tensor, held_out: Tensor) -> None:
@@ -67,40 +70,67 @@ class Ridge:
             self.origin = x.mean(0) * self.bias, r.mean(0) * self.bias
         x -= self.origin[0]
         r -= self.origin[1]
-        for sums, rows in zip(self.sums, (~held_out, held_out), strict=True):
-            sums.add(x[rows], r[rows])
+        if held_out.any():
+            self.held_out.append((self.disk.write(x[held_out]), self.disk.write(r[held_out])))
+            x, r = x[~held_out], r[~held_out]
+        self.fitted.add(x, r)
 
     def solve(self) -> Fit | None:
         """The best fit, once: the sums are used up. None where X isn't finite or has no spread."""
-        fitted, judged = self.sums
-        if self.origin is None or not fitted.count:
+        if self.origin is None or not self.fitted.count:
             return None
-        mean_x, mean_r = (mean.double() for mean in self.origin)
-        xx, xr = fitted.centre() if self.bias else (fitted.xx, fitted.xr)
-        scale = xx.diagonal().mean()
+        with closing(self.disk):
+            return self._solve(*(mean.double() for mean in self.origin))
+
+    def _solve(self, mean_x: Tensor, mean_r: Tensor) -> Fit | None:
+        fitted = self.fitted
+        xx, weight = fitted.centre() if self.bias else (fitted.xx, fitted.xr)
+        diagonal = xx.diagonal().clone()
+        scale = diagonal.mean()
         if not scale > _SPREAD * fitted.count * mean_x.square().mean():
             return None
-        before = judged.error(None, -mean_r)
-        found: Fit | None = None
+        # column-major, as LAPACK wants it: the factor and the solution then take the places of X'X and X'R
+        factor, weight, failed = xx.mT, weight.mT.contiguous().mT, torch.empty((), dtype=torch.int32, device=xx.device)
+        fitted.xr, stored = weight, (self.disk.write(factor), self.disk.write(weight))
+        before = self._error(None, -mean_r)
+        found: tuple[Entry, Tensor, float, float] | None = None
         best = math.inf
-        diagonal = xx.diagonal().clone()
-        factor, failed = torch.empty_like(xx).mT, torch.empty((), dtype=torch.int32, device=xx.device)
         for penalty in PENALTIES:
+            stored[0].copy_to(factor)
+            stored[1].copy_to(weight)
             xx.diagonal().copy_(diagonal + penalty * scale)
-            torch.linalg.cholesky_ex(xx, out=(factor, failed))
+            torch.linalg.cholesky_ex(factor, out=(factor, failed))
             if int(failed):
                 continue
-            # column-major, as LAPACK wants it: neither the factor nor the solution needs another copy of its size
-            weight = torch.linalg.solve_triangular(factor, xr, upper=False)
-            weight = torch.linalg.solve_triangular(factor.mT, weight, upper=True)
+            torch.linalg.solve_triangular(factor, weight, upper=False, out=weight)
+            torch.linalg.solve_triangular(factor.mT, weight, upper=True, out=weight)
             bias = (fitted.r - weight.T @ fitted.x) / fitted.count if self.bias else torch.zeros_like(fitted.r)
-            error = judged.error(weight, bias)
+            error = self._error(weight, bias)
             most = min((1 + _ALLOWED_LOSS) * best, best + _ALLOWED_LOSS * (before - best))
             if found is not None and not error <= max(best, most):
                 break
             if math.isfinite(error):
-                found, best = Fit(weight, bias + mean_r - weight.T @ mean_x, before, error, penalty), min(best, error)
-        return found
+                found = self.disk.write(weight), bias + mean_r - weight.T @ mean_x, error, penalty
+                best = min(best, error)
+        if found is None:
+            return None
+        found[0].copy_to(weight)
+        return Fit(weight, found[1], before, *found[2:])
+
+    def _error(self, weight: Tensor | None, bias: Tensor) -> float:
+        """Mean squared residual per element of R - X W - 1 b' on the rows held out; W is 0 where it is None."""
+        total, count = bias.new_zeros(()), 0
+        for stored_x, stored_r in self.held_out:
+            residual = stored_r.tensor() - bias.to(stored_r.dtype)
+            if weight is not None:
+                x = stored_x.tensor()
+                for missing, columns in zip(
+                    residual.split(_ROWS_AT_ONCE, 1), weight.split(_ROWS_AT_ONCE, 1), strict=True
+                ):
+                    missing -= x @ columns.to(x.dtype)
+            total += residual.double().square().sum()
+            count += residual.numel()
+        return float(total) / max(count, 1)
 
 
 def fit_ridge(rows: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], bias: bool) -> tuple[Fit | None, float]:
@@ -120,7 +150,7 @@ class _Sums:
     def __init__(self, inputs: int, outputs: int, device: torch.device):
         zeros = lambda *shape: torch.zeros(*shape, dtype=torch.float64, device=device)  # noqa: E731
         self.count = 0
-        self.xx, self.xr, self.rr = zeros(inputs, inputs), zeros(inputs, outputs), zeros(())
+        self.xx, self.xr = zeros(inputs, inputs), zeros(inputs, outputs)
         self.x, self.r = zeros(inputs), zeros(outputs)
 
     def add(self, x: Tensor, r: Tensor) -> None:
@@ -128,23 +158,19 @@ class _Sums:
         self.count += len(x)
         for sums, columns in zip(self.xx.split(_ROWS_AT_ONCE), x.T.split(_ROWS_AT_ONCE), strict=True):
             sums += columns @ x  # a sum of two precisions makes a copy
-        self.xr += x.T @ r
-        self.rr += r.double().square().sum()
+        for sums, columns in zip(self.xr.split(_ROWS_AT_ONCE), x.T.split(_ROWS_AT_ONCE), strict=True):
+            sums += columns @ r
         self.x += x.double().sum(0)
         self.r += r.double().sum(0)
 
     def centre(self) -> tuple[Tensor, Tensor]:
         """X'X and X'R about the means, in place: of a model's wide layers there is no room for two."""
         share = -1 / max(self.count, 1)
-        return self.xx.addr_(self.x, self.x, alpha=share), self.xr.addr_(self.x, self.r, alpha=share)
-
-    def error(self, weight: Tensor | None, bias: Tensor) -> float:
-        """Mean squared residual per element of R - X W - 1 b'; W is 0 where it is None."""
-        total = self.rr - 2 * bias @ self.r + self.count * bias @ bias
-        if weight is not None:
-            total = total - 2 * (weight * self.xr).sum() + (weight * (self.xx @ weight)).sum()
-            total = total + 2 * bias @ (weight.T @ self.x)
-        return float(total.clamp_min(0)) / max(self.count * len(self.r), 1)
+        for piece in torch.arange(len(self.x), device=self.x.device).split(_ROWS_AT_ONCE):  # addr_ makes a copy
+            rows = slice(int(piece[0]), int(piece[-1]) + 1)
+            self.xx[rows].addr_(self.x[rows], self.x, alpha=share)
+            self.xr[rows].addr_(self.x[rows], self.r, alpha=share)
+        return self.xx, self.xr
 
 
 class ChannelAffine:
@@ -164,14 +190,15 @@ class ChannelAffine:
         self.h, self.hh, self.hy = (zeros(2, candidates) for _ in range(3))
         self.y, self.yy = zeros(2), zeros(2)
 
-    def add(self, hs: list[Tensor], y: Tensor, held_out: Tensor) -> None:
+    def add(self, hs: Iterable[Tensor], y: Tensor, held_out: Tensor) -> None:
         """Add rows (n, d): what each candidate gives for h, and the y that it should lead to."""
-        for part, rows in enumerate((~held_out, held_out)):
-            b = y[rows].double()
+        parts = [(rows, y[rows].double()) for rows in (~held_out, held_out)]
+        for part, (_, b) in enumerate(parts):
             self.count[part] += len(b)
             self.y[part] += b.sum(0)
             self.yy[part] += b.square().sum(0)
-            for candidate, h in enumerate(hs):
+        for candidate, h in enumerate(hs):
+            for part, (rows, b) in enumerate(parts):
                 a = h[rows].double()
                 self.h[part, candidate] += a.sum(0)
                 self.hh[part, candidate] += a.square().sum(0)

@@ -18,7 +18,7 @@ _SEARCH_ROWS = 4096  # rows that a search of scalars looks at
 Rows = Callable[[], Iterable[tuple[Tensor, Tensor, Tensor]]]
 
 
-def fit_norm(module: AffineNorm, rows: Rows, batches: int) -> FittedValues:
+def fit_norm(module: AffineNorm, rows: Rows) -> FittedValues:
     """The best gain, shift and scalars of a norm, which isn't changed.
 
     Errors are shares of the variance of what is to be matched. The note has the scalars, the size of the norm's input
@@ -26,18 +26,17 @@ def fit_norm(module: AffineNorm, rows: Rows, batches: int) -> FittedValues:
 
     Args:
         module: a norm of the last axis.
-        rows: gives the norm's input and the output to match as rows (n, d), and which of them are held out: batch by
-            batch, anew in every call.
-        batches: how many those are.
+        rows: gives the norm's input and the output to match as rows (n, d), and which of them are held out: some at a
+            time, anew in every call.
     """
-    spread = _root_mean_square(u for u, _, _ in rows())
+    spread, count = _root_mean_square(u for u, _, _ in rows())
     present = {name: float(getattr(module, name)) for name in module.scalars}
     best = present
     for trials in (module.trials(spread), None):  # coarsely, then around the best
         trials = module.finer(best) if trials is None else trials
         if trials:
             settings = [best, *trials]
-            errors = _sums(module, rows, settings, batches).solve()[2]
+            errors = _sums(module, rows, settings, max(1, count // _SEARCH_ROWS)).solve()[2]
             best = settings[int(errors.argmin())]
     sums = _sums(module, rows, [present, best])
     gains, shifts, errors = sums.solve()
@@ -49,21 +48,14 @@ def fit_norm(module: AffineNorm, rows: Rows, batches: int) -> FittedValues:
     return FittedValues(before / variance, after / variance, values, note)
 
 
-def _sums(
-    module: AffineNorm, rows: Rows, settings: list[dict[str, float]], batches: int | None = None
-) -> ChannelAffine:
-    """Sums for the least squares of gain and shift for each setting of the scalars.
-
-    Args:
-        batches: how many there are, to look at some rows of each; None to look at all.
-    """
+def _sums(module: AffineNorm, rows: Rows, settings: list[dict[str, float]], step: int = 1) -> ChannelAffine:
+    """Sums for the least squares of gain and shift for each setting of the scalars, over one of every `step` rows."""
     gain, shift = (getattr(module, name) is not None for name in module.names)
     sums: ChannelAffine | None = None
     for u, y, held_out in rows():
-        some = slice(None, None, 1 if batches is None else max(1, len(u) * batches // _SEARCH_ROWS))
-        u, y, held_out = u[some], y[some], held_out[some]
+        u, y, held_out = u[::step], y[::step], held_out[::step]
         sums = sums or ChannelAffine(len(settings), u.shape[-1], gain, shift, u.device)
-        sums.add([_normalised(module, u, setting) for setting in settings], y, held_out)
+        sums.add((_normalised(module, u, setting) for setting in settings), y, held_out)
     assert sums is not None
     return sums
 
@@ -77,11 +69,12 @@ def _gain_and_shift(module: AffineNorm, device: torch.device) -> tuple[Tensor, T
     )
 
 
-def _root_mean_square(parts: Iterable[Tensor]) -> float:
-    total, count = 0.0, 0
+def _root_mean_square(parts: Iterable[Tensor]) -> tuple[float, int]:
+    """Of all numbers, and how many rows there are."""
+    total, count, rows = 0.0, 0, 0
     for part in parts:
-        total, count = total + float(part.double().square().sum()), count + part.numel()
-    return math.sqrt(total / max(count, 1)) or 1.0
+        total, count, rows = total + float(part.double().square().sum()), count + part.numel(), rows + len(part)
+    return math.sqrt(total / max(count, 1)) or 1.0, rows
 
 
 def _saturation(module: AffineNorm, u: Tensor, setting: Mapping[str, float], spread: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from typing import Any
 
@@ -16,18 +15,16 @@ from ..measure.quiet_forward import device_of, is_library_hook
 from ..runtime.record import KEY
 
 
-def reference_copy(model: PreTrainedModel, writes: bool = False) -> PreTrainedModel:
+def reference_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a model that computes the same even after the model is patched: the reference of a repair.
 
-    It shares the memory of all Parameters and buffers, except with `writes`, for a patch that writes to them in place.
+    It shares the memory of all Parameters and buffers: a patch gives new values memory of their own.
     """
     memo: dict[int, Any] = {id(vars(model).get(UNDO_RECORD)): None}
     for module in model.modules():
         for name, hooks in vars(module).items():
             if name.endswith("_hooks") and isinstance(hooks, dict):  # a user's hook may hold what can't be copied
                 memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if is_library_hook(hook))
-    if writes:
-        return copy.deepcopy(model, memo)
     return copy_with(model, lambda _, tensor: tensor.detach(), memo).requires_grad_(False)
 
 

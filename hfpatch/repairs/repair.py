@@ -20,7 +20,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.holders import takes_holders
+from ..core.journal import Journal
 from ..core.progress import ProgressBar
 from ..core.transaction import Transaction, changing
 from ..errors import NotPreservedWarning
@@ -73,11 +74,11 @@ def repair(
             it may be offloaded by accelerate (`device_map="auto"`): only the block that is running is loaded.
         calibration: texts (with `tokenizer`) or inputs as in `patch_model`, two sequences at least, up to 100,000, kept
             on disk; or "self": sequences sampled from the original, for models that generate.
-        edits: the transaction that logs the changes, so that they can be undone.
+        edits: the transaction that logs the changes, to undo them; then the reference is a copy, and is used up.
         fit: what is fitted to the original's attention maps if positions changed, "qk" or "bias", as in `patch_model`.
 
-    Memory: besides the two models, the sums of one map at a time (2 (in + out) in float64 numbers) and one batch of
-    activations; streams of all batches lie in a temporary folder.
+    Memory: besides the two models, the sums of one map at a time ((in + 2 out) in float64 numbers) and one batch of
+    activations; streams of all batches, and what is needed to undo it, lie in temporary files.
 
     Returns:
         The report: the errors before and after each step, and the distance of the outputs before and after the repair.
@@ -95,11 +96,12 @@ def repair(
     require_fit(fit)
     require_repairable(model, reference)
     by_itself = edits is None
-    edits = Transaction() if edits is None else edits
+    edits = Transaction(Journal()) if edits is None else edits
     if isinstance(calibration, str) and calibration == "self":
         calibration = sample_batches(reference)
     with (
         changing(model) if by_itself else nullcontext(),  # a patch holds the model already
+        closing(edits) if by_itself else nullcontext(),
         tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
         torch.inference_mode(False),
         torch.autocast(model.device.type, enabled=False),
@@ -109,7 +111,7 @@ def repair(
         batches = Batches(calibration, model, Path(folder), tokenizer)
         new = BlockReplay(model, batches, Path(folder) / "new")
         old = BlockReplay(reference, batches, Path(folder) / "old")
-        repairer = _Repairer(new, old, batches, edits, fit)
+        repairer = _Repairer(new, old, edits, fit, gives_up=not by_itself)
         with edits.all_or_nothing():
             repairer.run()
             record, original = Record.of(model.config), Record.of(reference.config)
@@ -128,13 +130,15 @@ class _Repairer:
         norms: names of the norms that changed, except for those that run several times in a forward.
         points: names of all norms, whose inputs show the stream of the patched model.
         moved: whether the position scheme changed.
+        gives_up: whether the original's finished blocks may be freed.
         latest: stack -> its block before the current one.
         mapped: attention -> number of batches for which the original's attention maps were saved.
     """
 
-    def __init__(self, new: BlockReplay, old: BlockReplay, batches: Batches, edits: Transaction, fit: str):
-        self.new, self.old, self.batches, self.edits, self.fit = new, old, batches, edits, fit
-        self.report = RepairReport(batches.sequences, batches.count_held_out())
+    def __init__(self, new: BlockReplay, old: BlockReplay, edits: Transaction, fit: str, gives_up: bool):
+        self.new, self.old, self.batches, self.edits, self.fit = new, old, new.batches, edits, fit
+        self.gives_up = gives_up
+        self.report = RepairReport(self.batches.sequences, self.batches.count_held_out())
         self.latest: dict[str | None, str] = {}
         self.mapped: dict[str, int] = {}
 
@@ -156,10 +160,9 @@ class _Repairer:
                 self._repair(segment)
             self.done = len(segments)
             self._show("distance after")
-            for replay in (self.new, self.old):
-                for block in replay.forms:
-                    replay.release(block)
-            after = output_distance(self.new, self.old)[1]
+            for block in self.new.forms:
+                self.new.release(block)
+            after = output_distance(self.new, self.old, again=True)[1]
         self.report.before, self.report.after = float(before.mean()), float(after.mean())
         self.report.kept = helps(before, after)
         if not self.report.kept:
@@ -174,7 +177,7 @@ class _Repairer:
         }
         self.points = {name for name, module in self.new.modules.items() if describe(module) is not None} | changed
         segments, several = segments_of(self.new, self.points)
-        self.old.forms = self.new.forms
+        self.old.forms, self.old.ends = self.new.forms, self.new.ends
         self.roles = Roles(self.new, segments)
         for name in sorted(several & changed):
             self._skip(name, "norm", "runs several times in a forward (layers share it)")
@@ -231,6 +234,8 @@ class _Repairer:
         """Save the output of a finished block, which isn't run again, and drop that of the block before it."""
         for i in range(len(self.batches)):
             self.new.freeze(block, i)
+        if self.gives_up and self.old.replays_ends:
+            self.old.give_up(block)
         if stack in self.latest:
             self.new.discard(self.latest[stack])
             self.old.discard(self.latest[stack])
@@ -252,13 +257,6 @@ class _Repairer:
 
     # Single fits
 
-    def _rows(self, index: int, decoder: bool, *values: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Activations (B, T, d) of a batch as rows (n, d) without padding, float32 or wider; and which are held out."""
-        valid, held_out = self.batches.rows(index, values[0].shape, decoder)
-        valid = valid.to(values[0].device)
-        rows = [value.to(values[0].device).flatten(0, -2)[valid] for value in values]
-        return [row if row.dtype == torch.float64 else row.float() for row in rows], held_out.to(valid.device)[valid]
-
     def _fit_norm(self, name: str) -> None:
         """Fit a changed norm on its present input to the output of the original's norm."""
         module, original = self.new.modules[name], self.old.modules[name]
@@ -274,14 +272,16 @@ class _Repairer:
 
         def rows() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             for i in range(len(self.batches)):
-                (u, y), held_out = self._rows(i, decoder, self.new.saved(name, i), self.old.saved(output, i))
-                yield u, y, held_out
+                pair = self.new.saved(name, i), self.old.saved(output, i)
+                for held_out, u, y in self.batches.row_pieces(i, decoder, *pair):
+                    yield u, y, held_out
 
         with torch.no_grad():
-            (a, b), _ = self._rows(0, decoder, module(self.new.saved(name, 0)), self.old.saved(output, 0))
+            pair = module(self.new.saved(name, 0)), self.old.saved(output, 0)
+            _, a, b = next(self.batches.row_pieces(0, decoder, *pair))
         is_exact = float((a - b).double().square().mean()) <= _NOISE * float(b.double().square().mean())
         if not is_exact:
-            self._apply_fit(name, "norm", fit_norm(module, rows, len(self.batches)))
+            self._apply_fit(name, "norm", fit_norm(module, rows))
         self.new.delete_saved()
 
     def _fit_projection(self, name: str, point: str, block: str | None) -> None:
@@ -322,10 +322,13 @@ class _Repairer:
             for i in range(len(self.batches)):
                 seen = self.new.run(i, inputs, outputs)
                 target = self.old.saved(point, i).to(seen[point])
-                (x, missing, wanted), held_out = self._rows(i, decoder, seen[name], target - seen[point], target)
+                values = seen[name], target - seen[point], target
                 del seen, target
-                yield x, missing, wanted, held_out
-                del x, missing, wanted
+                give_back_memory()
+                for held_out, x, missing, wanted in self.batches.row_pieces(i, decoder, *values):
+                    yield x, missing, wanted, held_out
+                    del x, missing, wanted
+                del values
                 give_back_memory()
 
         fit, variance = fit_ridge(rows(), bias)
@@ -385,15 +388,12 @@ class _Repairer:
         self.report.steps.append(Step(name, kind, fit.before, fit.after, kept, fit.note))
         for parameter, value in fit.values.items() if kept else ():
             path, _, attribute = parameter.rpartition(".")
-            self._set(self.new.modules[name].get_submodule(path), attribute, value)
+            if getattr(module := self.new.modules[name].get_submodule(path), attribute) is not None:
+                self.edits.set_values(module, attribute, value)
 
     def _add(self, module: nn.Module, weight: Tensor, bias: Tensor) -> None:
         """Add a change of shape (in, out) to a linear map, and one of shape (out,) to its bias, if it has one."""
         for name, change in {"weight": weight if isinstance(module, Conv1D) else weight.T, "bias": bias}.items():
             parameter = module._parameters[name]
             if parameter is not None:
-                self._set(module, name, parameter.detach().double() + change.to(parameter.device))
-
-    def _set(self, module: nn.Module, name: str, value: Tensor) -> None:
-        if getattr(module, name) is not None:
-            self.edits.set_values(module, name, value)
+                self.edits.rewrite(module, name, "add", change)

@@ -511,7 +511,7 @@ def test_a_norms_fit_that_doesnt_help_isnt_written(monkeypatch: pytest.MonkeyPat
 def test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = tiny("gpt2", LM), patch(tiny("gpt2", LM), norm="dyt")
     measured = iter([("KL divergence", torch.ones(8)), ("KL divergence", torch.ones(8) * 2)])
-    monkeypatch.setattr(engine, "output_distance", lambda *_: next(measured))
+    monkeypatch.setattr(engine, "output_distance", lambda *_, **__: next(measured))
     with pytest.warns(NotPreservedWarning):
         patch_model(model, norm="dyt", calibration=[joined(batches(model))])
     report = repair_report(model)
@@ -523,7 +523,7 @@ def test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit(monkeypatch: pytest.
 
 def test_an_error_that_isnt_a_number_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = tiny("gpt2", LM), patch(tiny("gpt2", LM), norm="dyt")
-    monkeypatch.setattr(engine, "output_distance", lambda *_: ("KL divergence", torch.full((8,), math.nan)))
+    monkeypatch.setattr(engine, "output_distance", lambda *_, **__: ("KL divergence", torch.full((8,), math.nan)))
     patch(model, norm="dyt", calibration=[joined(batches(model))])
     assert not repair_report(model).kept
     assert largest(weights(model), weights(plain)) == 0

@@ -1,0 +1,76 @@
+"""Memory of patching in Python: the largest resident set of a process, over what a forward of the model takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status"),
+]
+MEASURE = """
+import ctypes, gc, json, sys, warnings
+import torch, transformers
+from transformers import GPT2Config, GPT2LMHeadModel
+from hfpatch.measure.inputs import example_inputs
+from hfpatch.patch import patch_model
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+request, layers = json.loads(sys.argv[1]), int(sys.argv[2])
+
+def field(name):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) * 1024
+
+def reset():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    open("/proc/self/clear_refs", "w").write("5")
+
+def run(model):
+    patch_model(model, **request)
+
+def made(**sizes):
+    torch.set_default_dtype(torch.bfloat16)
+    model = GPT2LMHeadModel(GPT2Config(n_positions=128, bos_token_id=0, eos_token_id=0, **sizes)).eval()
+    torch.set_default_dtype(torch.float32)
+    return model
+
+run(made(n_layer=2, n_embd=64, n_head=2, vocab_size=99))
+reset()
+libraries = field("VmRSS")
+model = made(n_layer=layers, n_embd=1024, n_head=16, vocab_size=5000)
+size = sum(p.nbytes for p in model.parameters())
+reset()
+with torch.no_grad():
+    model(**example_inputs(model))
+forward = field("VmHWM") - libraries
+reset()
+run(model)
+print(json.dumps([size, forward, field("VmHWM") - libraries]))
+"""
+
+
+def measured(request: dict[str, Any], layers: int) -> tuple[int, int, int]:
+    """Bytes of the model, of it and a forward, and of it while it is patched."""
+    told = subprocess.check_output([sys.executable, "-c", MEASURE, json.dumps(request), str(layers)], text=True)
+    size, forward, peak = json.loads(told.splitlines()[-1])
+    return size, forward, peak
+
+
+@pytest.mark.parametrize(
+    "request_", [{"norm": "rms"}, {"pos": "rope"}, {"norm": "dyt"}, {"norm": "rms", "pos": "rope"}], ids=str
+)
+def test_a_patch_adds_a_twentieth_at_most(request_: dict[str, Any]) -> None:
+    size, forward, peak = measured(request_, layers=36)
+    assert peak - forward < 0.05 * size
+
+
+def test_old_values_that_stay_in_memory_show() -> None:
+    """Control: with reversible=True the old values are kept, and the measurement sees them."""
+    size, forward, peak = measured({"norm": "rms", "reversible": True}, layers=36)
+    assert peak - forward > 0.3 * size
