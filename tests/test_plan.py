@@ -534,7 +534,7 @@ WRAPPED: dict[Callable[[Any], Any], str] = {
     with_lora: r"PeftModelForCausalLM is a PEFT wrapper\. Patch the base model first, then call get_peft_model",
     dispatched: r"accelerate.* Patch the model first, then dispatch.*remove_hook_from_module",
     offloaded: r"accelerate.* Patch the model first, then dispatch.*remove_hook_from_module",
-    lambda model: nn.Sequential(model): r"PreTrainedModel is needed, not Sequential.*model\[0\]\.auto_model",
+    lambda model: nn.Sequential(model): r"PreTrainedModel is needed, not Sequential.*pass the model inside it",
 }
 
 

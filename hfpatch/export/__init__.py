@@ -72,7 +72,8 @@ def export_model(
         if to == "native":
             return write_native(inner, place, architecture=architecture, serve=serve, **save_options)
         if to == "remote":
-            write_remote(inner, place, verify=inner is model or not can_be_measured(model), **save_options)
+            checked = {"verify": inner is model or not can_be_measured(model)}
+            write_remote(inner, place, **{**checked, **save_options})
         else:
             inner.save_pretrained(place, **save_options)
         return Exported(place, to, host_class(type(inner)).__name__)
