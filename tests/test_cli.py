@@ -305,7 +305,7 @@ def test_a_full_disk_leaves_what_was_there(
     if exists:
         (tmp_path / "out").mkdir()
         (tmp_path / "out/notes.txt").write_text("mine")
-    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fail)
+    monkeypatch.setattr("hfpatch.checkpoint.streaming._write", fail)
     result = run.invoke(app, ["patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms", "--overwrite"])
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from record import record
 from tiny_models import patch
 
 from hfpatch import export_model, outcomes
@@ -81,6 +82,13 @@ def test_embeddings_are_the_same_in_another_process(to: str, encoder: Any, tmp_p
     assert found["short"].shape == (3, 64)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    record(
+        "sentence-transformers",
+        f"all-MiniLM-L6-v2 with rope to 1,024 tokens, exported ({to}) and opened in another process",
+        "equal",
+        f"embeddings differ by {(found['plain'] - expected['plain']).abs().max():.0e}",
+        f"the unpatched ones by {(expected['plain'] - before['plain']).abs().max():.2f}",
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -116,3 +124,4 @@ def test_a_step_of_its_trainer(encoder: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(computed(again)["plain"], trained, rtol=0, atol=1e-6)
     export_model(encoder, tmp_path / "remote", "remote")
     torch.testing.assert_close(opened("remote", tmp_path / "remote")["plain"], trained, rtol=0, atol=1e-6)
+    record("sentence-transformers", "a step of its trainer; saved, as a checkpoint and exported (remote)", "equal")
