@@ -189,7 +189,7 @@ def test_mergekit_merges_what_needs_hfpatch(tmp_path: Path, monkeypatch: pytest.
     model = save_forms(tmp_path / "a", "llama")
     save_forms(tmp_path / "b", "llama")
     (tmp_path / "merge.yml").write_text(
-        "models: [{model: a/plugin}, {model: b/plugin}]\n"
+        f"models: [{{model: {tmp_path}/a/plugin}}, {{model: {tmp_path}/b/plugin}}]\n"
         "merge_method: linear\nparameters: {weight: 0.5}\ndtype: float32\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(Path(hfpatch.__file__).parents[1]))  # in that environment, too
