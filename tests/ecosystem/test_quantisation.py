@@ -38,6 +38,7 @@ QUANTISERS = [
     *[("bitsandbytes", scheme, "transformers") for scheme in ("int8", "nf4", "fp4")],
 ]
 NOT_ON_A_CPU = [("torchao", f"int4 {packing}", "own") for packing in ("plain", "plain_int32", "tile_packed_to_4d")]
+NAMED = {"transformers": "transformers", "own": "the package itself"}
 FACTOR = 3.0  # at most, between the patched and the unpatched model's differences
 SIZES = {
     "gpt2": {"n_embd": 64},
@@ -147,12 +148,27 @@ def measure(folder: Path) -> list[Row]:
             for is_control, job in row.jobs.items():
                 if job["saved"] in found:
                     row.answers[step, is_control] = found[job["saved"]]
-    for row in rows:
-        for step in ("quantise", "reopen"):
-            figure, control = row.outcome(step, False), row.outcome(step, True)
-            result = "as the control" if figure[0].isdigit() == control[0].isdigit() else "refused"
-            record(row.quantiser[0], f"{row.name}; {step}d".replace("reopend", "reopened"), result, figure, control)
+    for quantiser in installed:
+        tried = [row for row in rows if row.quantiser == quantiser]
+        runs = {control: [row.outcome("quantise", control)[0].isdigit() for row in tried] for control in (False, True)}
+        refused = sum(control and not patched for patched, control in zip(runs[False], runs[True], strict=True))
+        package, scheme, way = quantiser
+        what = f"{scheme} by {NAMED[way]}: {len(tried)} checkpoints of {len(HOSTS)} patched hosts in their forms"
+        result = f"{len(tried) - refused} as the control, {refused} refused"
+        record(package, what, result, summary(tried, False), summary(tried, True))
     return rows
+
+
+def summary(rows: list[Row], control: bool) -> str:
+    """What was measured of some rows, as text: the range of differences, and what failed."""
+    parts = []
+    for step, word in (("quantise", "quantised"), ("reopen", "reopened")):
+        found = [row.outcome(step, control) for row in rows]
+        figures = sorted((float(one), one) for one in found if one[0].isdigit())
+        failed = {one.partition(".")[0][:80].replace("|", "/") for one in found if not one[0].isdigit()}
+        span = [f"off by {figures[0][1]} to {figures[-1][1]}"] if figures else []
+        parts.append(f"{word}: {', '.join([*span, *sorted(failed)])}")
+    return "; ".join(parts)
 
 
 def is_installed(package: str) -> bool:
