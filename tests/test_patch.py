@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import json
 import sys
@@ -589,7 +590,7 @@ def test_a_failure_in_what_a_step_calls(target: str, error: type, monkeypatch: p
 @pytest.mark.slow
 def test_an_interrupt_at_a_line_of_a_patch() -> None:
     """At every one of the last lines and some of the others, the model is as it was, or patched and able to go back."""
-    own = patch_model.__wrapped__.__code__.co_filename
+    own = inspect.unwrap(patch_model).__code__.co_filename
 
     def patched(at: int | None) -> tuple[Any, list[str], int]:
         """The model, what changed, and how many lines of patch.py were run; the interrupt comes at this one."""

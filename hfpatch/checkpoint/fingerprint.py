@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_enabled
 
-from ..core.bare import is_quantized
 from ..errors import FingerprintWarning
 from ..runtime.errors import CheckpointError, first_line
 from ..runtime.record import FINGERPRINT, KEY, saved_from
@@ -329,6 +328,8 @@ def without_harmless(value: Any) -> Any:
 
 def _obstacle(model: PreTrainedModel) -> str | None:
     """Why a model has no fingerprint: its weights aren't all here, whole and as they are saved."""
+    from ..core.bare import is_quantized  # opening a checkpoint needs nothing that makes a patch
+
     if is_quantized(model):
         return "it is quantized"
     if getattr(model, "_hf_peft_config_loaded", False):
