@@ -328,9 +328,7 @@ def without_harmless(value: Any) -> Any:
 
 def _obstacle(model: PreTrainedModel) -> str | None:
     """Why a model has no fingerprint: its weights aren't all here, whole and as they are saved."""
-    from ..core.bare import is_quantized  # opening a checkpoint needs nothing that makes a patch
-
-    if is_quantized(model):
+    if getattr(model, "hf_quantizer", None) is not None:
         return "it is quantized"
     if getattr(model, "_hf_peft_config_loaded", False):
         return "it has adapters"
