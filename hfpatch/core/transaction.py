@@ -184,14 +184,11 @@ class Transaction:
         parameter = module._parameters[name]
         assert parameter is not None
         change = functools.partial(_rewrite, kind=kind, operand=operand, axis=axis)
-        if isinstance(old := parameter.data, StoredTensor):
-            new: Tensor = old.changed(lambda values: change(values.clone()))
-            self._record(_undo_values, module, name, old)
+        old = self._record_values(module, name, parameter)
+        if isinstance(old, StoredTensor):
+            parameter.data = old.changed(lambda values: change(values.clone()))
         else:
-            del old  # its memory may be given up
-            kept = self._record_values(module, name, parameter)
-            new = change(kept.tensor() if isinstance(kept, Entry) else kept.clone())
-        parameter.data = new
+            parameter.data = change(old.tensor() if isinstance(old, Entry) else old.clone())
 
     def replacements(self) -> list[tuple[nn.Module | nn.Parameter | None, nn.Module | nn.Parameter | None]]:
         """Pairs (old, new) of replaced child modules and Parameters; None for the old of an added, new of a removed."""
