@@ -6,24 +6,21 @@ opened in another process, and its embeddings are compared.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..core.holders import reader_inside
 from ..errors import VerificationError
 from ..measure.inputs import example_inputs
 from ..measure.outputs import FACTOR, max_error, noise_floor, outputs_of_texts
-from ..measure.quiet_forward import device_of, fitting, quiet
+from ..measure.quiet_forward import fitting, quiet
 from ..measure.text_batches import tokenizer_of
 from ..runtime.errors import UnsupportedError, described
 from .equality import TOLERANCE, Measured
 from .files import save_tokenizer
-from .remote import answer_of, opening_options
+from .remote import answer_of
 
 if TYPE_CHECKING:
     from .native import Exported
@@ -92,21 +89,15 @@ def _compared(holder: Any, model: Any, folder: Path, exported: Exported) -> Meas
             f"{kind} can't be checked, since it doesn't run on texts: {described(error)}. Export the model inside it."
         ) from error
     library = next(cls for cls in type(holder).__mro__ if cls.__module__.startswith("sentence_transformers."))
-    with tempfile.TemporaryDirectory() as scratch:
-        job = {
-            "folder": str(folder.resolve()),
-            "again": str(Path(scratch) / "again"),
-            "holder": (library.__module__, library.__name__),
-            "class": exported.architecture if exported.to == "native" else type(model).__name__,
-            "home": _HOMES[exported.to],
-            "plugin": exported.to == "plugin",
-            "trust": exported.to == "remote" or getattr(holder, "trust_remote_code", False),
-            "device": str(device_of(model)),
-            "options": opening_options(model),
-            "threads": torch.get_num_threads(),
-            "texts": TEXTS,
-        }
-        answer = answer_of(job, Path(scratch))
+    job = {
+        "holder": (library.__module__, library.__name__),
+        "class": exported.architecture if exported.to == "native" else type(model).__name__,
+        "home": _HOMES[exported.to],
+        "plugin": exported.to == "plugin",
+        "trust": exported.to == "remote" or getattr(holder, "trust_remote_code", False),
+        "texts": TEXTS,
+    }
+    answer = answer_of(model, folder, job)
     if "error" in answer:
         why = answer["error"].strip().rstrip(".")
         raise VerificationError(f"the export of this {kind} doesn't open: {why}. It was deleted.", why)

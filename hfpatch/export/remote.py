@@ -112,19 +112,13 @@ def verify_remote(
     with quiet(model):
         torch.manual_seed(0)
         outputs = outputs_of(_aligned(model), inputs)
-    with tempfile.TemporaryDirectory() as scratch:
-        job = {
-            "folder": str(folder.resolve()),
-            "again": str(Path(scratch) / "again"),
-            "auto": auto,
-            "class": type(model).__name__,
-            "home": "transformers_modules.",
-            "device": str(device_of(model)),
-            "options": opening_options(model),
-            "threads": torch.get_num_threads(),
-            "inputs": send_to_device(inputs, "cpu"),
-        }
-        answer = answer_of(job, Path(scratch))
+    job = {
+        "auto": auto,
+        "class": type(model).__name__,
+        "home": "transformers_modules.",
+        "inputs": send_to_device(inputs, "cpu"),
+    }
+    answer = answer_of(model, folder, job)
     if "error" in answer:
         error = answer["error"].strip().rstrip(".")
         raise VerificationError(
@@ -148,15 +142,26 @@ def _difference(truth: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> flo
     return max(float("inf") if one.incomparable else one.largest for one in deviations(truth, found))
 
 
-def opening_options(model: Any) -> dict[str, Any]:
-    """Options of `from_pretrained` with which a saved model comes back as it computes now."""
+def answer_of(model: Any, folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+    """What a process of `fresh.py` answers that opens a folder, with what the model inside computes by now.
+
+    Args:
+        job: what to open the folder as, and what to run.
+    """
     chosen = getattr(model.config, "_attn_implementation", None)
     attention = {} if chosen in (None, "sdpa") else {"attn_implementation": chosen}  # sdpa is what it gets anyway
-    return {"dtype": model.dtype, **attention}
+    how = {
+        "device": str(device_of(model)),
+        "options": {"dtype": model.dtype, **attention},
+        "threads": torch.get_num_threads(),
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        places = {"folder": str(folder.resolve()), "again": str(Path(scratch) / "again")}
+        return _run({**job, **how, **places}, Path(scratch))
 
 
-def answer_of(job: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
-    """What a process of `fresh.py` answers to a job."""
+def _run(job: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
+    """The answer of the other process."""
     answer = scratch / "answer.pt"
     save_temporary(job, scratch / "job.pt")
     env = {**os.environ, "HF_MODULES_CACHE": f"{scratch}/modules", "HF_HUB_OFFLINE": "1"}

@@ -29,7 +29,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What the other process would be asked; it answers what the encoder computes here, twice."""
     asked: list[dict[str, Any]] = []
 
-    def answer(job: dict[str, Any], scratch: Path) -> dict[str, Any]:
+    def answer(model: Any, folder: Path, job: dict[str, Any]) -> dict[str, Any]:
         asked.append(job)
         return {"outputs": [found, found]}
 
