@@ -18,6 +18,7 @@ from typing import Any
 
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
+import scheme_forms
 import transformers
 from server_backends import BACKEND, SERVERS, NotServedError, largest_difference, resolved, rounding
 from tiny_models import CONFIGS, patch, tiny
@@ -29,22 +30,9 @@ from hfpatch.runtime.errors import PatchError
 HERE = Path(__file__).parent
 JSON, MARKDOWN = HERE / "backends.json", HERE / "backends.md"
 BOUND = 1e-5  # of the outputs' spread: rounding of another order of sums
-SCHEMES: dict[str, dict[str, Any]] = {
-    "rms": {"norm": "rms"},
-    "rms, no shift": {"norm": "rms:fold_bias=true"},
-    "rms, parametrized": {"norm": "rms:mode=parametrize"},
-    "prms": {"norm": "rms:fraction=0.25"},
-    "dyt": {"norm": "dyt"},
-    "derf": {"norm": "derf"},
-    "deepnorm": {"norm": "deepnorm"},
-    "batch": {"norm": "batch"},
-    "rope": {"pos": "rope:theta=300"},
-    "rms+rope": {"norm": "rms", "pos": "rope:theta=300"},
-    "nope": {"pos": "nope"},
-    "sinusoidal": {"pos": "sinusoidal"},
-    "alibi": {"pos": "alibi"},
-    "swiglu": {"mlp": "swiglu"},
-}
+_TRIED = ("rms", "rms, no shift", "rms, parametrized", "prms", "dyt", "derf", "deepnorm", "batch", "rope", "rms+rope")
+SCHEMES = {name: scheme_forms.SCHEMES[name] for name in (*_TRIED, "nope", "sinusoidal", "alibi", "swiglu")}
+SCHEMES["rope"] = scheme_forms.SCHEMES["rope, theta"]
 MORE_FAMILIES = {  # beside those of tiny_models
     name: (f"{name}Config", CONFIGS["llama"][1]) for name in ("Qwen2", "Mistral", "ModernBert")
 } | {"GPTNeoX": ("GPTNeoXConfig", CONFIGS["llama"][1])}
