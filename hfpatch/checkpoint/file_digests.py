@@ -92,7 +92,7 @@ def compare(name: Any, options: Mapping[str, Any]) -> tuple[int, int, dict[str, 
         )
     saved, config = _read(path), options.get("config")
     if isinstance(config, PreTrainedConfig):
-        named = getattr(config, "transformers_weights", None)
+        named = vars(config).get("transformers_weights")
     else:
         named = PreTrainedConfig.get_config_dict(name, **_where(options))[0].get("transformers_weights")
     files = [find(str(named))] if is_plain_name(named) else weight_files(find, variant)

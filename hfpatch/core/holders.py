@@ -25,7 +25,7 @@ def model_inside(given: Any) -> Any:
     """The transformers model of a holder; anything else as it is.
 
     Raises:
-        UnsupportedError: a holder has none, or several, or one that its library would open unpatched.
+        UnsupportedError: a holder has none, or several, or one that its library couldn't open again.
     """
     if isinstance(given, PreTrainedModel) or not hasattr(type(given), "transformers_model"):
         return given
@@ -36,8 +36,8 @@ def model_inside(given: Any) -> Any:
         name = host_class(type(model)).__name__
         if name.endswith(_OPENED_BY_CLASS):
             raise UnsupportedError(
-                f"this {kind} holds a {name}, which its library opens by that class, whatever the checkpoint says: a "
-                "saved patch would come back unpatched. Use the patched model without the library."
+                f"this {kind} holds a {name}, which its library opens by that class, whatever the checkpoint says: it "
+                "couldn't open a saved patch again. Use the patched model without the library."
             )
         return model
     if not found:

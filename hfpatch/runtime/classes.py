@@ -26,7 +26,7 @@ from .host_rotary import ROPE_SETTINGS_PATH, refill
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
 from .record import ARCHITECTURE, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk
-from .refuse_host import guarded, released
+from .refuse_host import FileOfWeights, guarded, opened_patched, released
 from .tables import ComputedPositions
 
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
@@ -37,6 +37,7 @@ class PatchedConfig:
     """First base of a patched config's class: how it is written and read."""
 
     _auto_class = None  # the host's own code isn't saved along: it would open the checkpoint unpatched
+    transformers_weights = FileOfWeights()
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> Any:
@@ -95,6 +96,11 @@ class PatchedModel:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         patch_built(self)
         require_plain_linears(self)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        with opened_patched():
+            return super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
 
     def initialize_weights(self) -> None:
         super().initialize_weights()  # type: ignore[misc]

@@ -4,12 +4,17 @@
 So one setting that only the host's config class reads, and that it requires to be a number, is a sentence on disk; the
 number is kept in the patch record, and `released` puts it back. The general `PreTrainedConfig`, which tokenizers fall
 back on where hfpatch isn't imported, takes any value there. Nothing in this file needs the rest of the package.
+
+`GPT2LMHeadModel.from_pretrained(folder, config=patched_config)` reads no config from the folder. It asks the one that
+it is given for the file of the weights, and that answers with a sentence too (`FileOfWeights`).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields
 from typing import Any
 
@@ -23,9 +28,46 @@ SENTENCE = (
     "This checkpoint is patched by hfpatch. Install hfpatch, `import hfpatch`, and open it with an Auto class: "
     "the class that was called would open it unpatched."
 )
+OPENED_BY_HOST = (
+    "This checkpoint's config is patched by hfpatch, and the class that was called would open it unpatched: open it "
+    "with an Auto class."
+)
 _PREFIX = "This checkpoint is patched"  # of this version's sentence and of later ones
 _PREFERRED = ("initializer_range", "init_std", "initializer_factor", "layer_norm_eps", "rms_norm_eps")
 _MOST, _LONGEST, _LARGEST = 100, 1_000, 1e30
+
+
+_opens_patched = ContextVar("_opens_patched", default=False)
+
+
+@contextmanager
+def opened_patched() -> Iterator[None]:
+    """While it lasts, a patched class opens a checkpoint, and is told which file its weights are in."""
+    token = _opens_patched.set(True)
+    try:
+        yield
+    finally:
+        _opens_patched.reset(token)
+
+
+class FileOfWeights:
+    """Attribute `transformers_weights` of patched configs, as `from_pretrained` asks for it: a file's name or None.
+
+    A class that isn't patched gets a sentence, which transformers quotes in its error: it is no name of such a file.
+    """
+
+    name = "transformers_weights"
+
+    def __get__(self, config: Any, owner: type) -> Any:
+        if config is None:
+            return self
+        return vars(config).get(self.name) if _opens_patched.get() else OPENED_BY_HOST
+
+    def __set__(self, config: Any, value: Any) -> None:
+        vars(config)[self.name] = value
+
+    def __delete__(self, config: Any) -> None:
+        vars(config).pop(self.name, None)
 
 
 def guarded(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, Any]:

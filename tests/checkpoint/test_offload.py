@@ -23,8 +23,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-FORMS = [(name, form) for name in CASES for form in ("plugin", "remote")]
-FORMS += [("gpt2", "native")]  # the only one of these that a stock architecture equals
+_ALL = [(name, form) for name in CASES for form in ("plugin", "remote")]
+_QUICK = [("gpt2", "remote"), *((name, "plugin") for name in CASES)]
+FORMS = [pytest.param(*one, marks=() if one in _QUICK else pytest.mark.slow) for one in _ALL]
+FORMS += [pytest.param("gpt2", "native")]  # the only one of these that a stock architecture equals
 
 
 def outputs(model: Any, given: dict[str, Any]) -> Tensor:

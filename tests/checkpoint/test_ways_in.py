@@ -85,7 +85,13 @@ INTO_THE_HOST: dict[str, tuple[Callable[[Path, Any, type], Any], str]] = {
     ),
     "the host's class, the checkpoint's config": (
         lambda folder, config, host: host.from_pretrained(folder, config=AutoConfig.from_pretrained(folder)),
-        "warns",
+        "refuses",
+    ),
+    "the host's class, the checkpoint's config, weights given": (
+        lambda folder, config, host: host.from_pretrained(
+            None, config=AutoConfig.from_pretrained(folder), state_dict=stored(folder)
+        ),
+        "refuses",
     ),
     "load_state_dict": (
         lambda folder, config, host: filled(fresh(config), lambda one: one.load_state_dict(stored(folder))),

@@ -154,7 +154,7 @@ def test_an_encoder_that_its_library_opens_unpatched_is_refused() -> None:
     encoder = sentence_encoder()
     encoder[0].model = tiny("t5", "AutoModelForTextEncoding")
     assert type(encoder[0].model).__name__ == "T5EncoderModel"
-    with pytest.raises(UnsupportedError, match=r"holds a T5EncoderModel, .* would come back unpatched"):
+    with pytest.raises(UnsupportedError, match=r"holds a T5EncoderModel, .* open a saved patch again"):
         patch_model(encoder, norm="dyt")
 
 

@@ -221,6 +221,18 @@ def probe_without_trust(model: Any, case: dict[str, Any]) -> Any:
     return found
 
 
+def probe_host_with_patched_config(model: Any, case: dict[str, Any]) -> Any:
+    """The host's class, which reads no config.json when it is given a config; the host's own config is the control."""
+    found = []
+    for config in (model.config, transformers.GPT2Config()):
+        try:
+            transformers.GPT2LMHeadModel.from_pretrained(case["folder"], config=config, ignore_mismatched_sizes=True)
+            found.append("opened")
+        except ValueError as error:
+            found.append("open it with an Auto class" in str(error))
+    return found
+
+
 def probe_another_version(model: Any, case: dict[str, Any]) -> Any:
     """A host whose modules have other names than when the file was written."""
     cls = type(model)

@@ -211,6 +211,7 @@ EXPECTED: dict[str, Any] = {
     "tokenizer": [3, 9],
     "loading_info": True,
     "without_trust": [True] * 6,
+    "host_with_patched_config": [True, "opened"],
 }
 
 
