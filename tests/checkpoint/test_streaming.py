@@ -239,6 +239,12 @@ def test_a_patched_checkpoint_is_checked_as_ever(tmp_path: Path) -> None:
     assert "isn't the one that was saved" in called("patch", folder, tmp_path / "out", "--pos", "nope", status=1)
 
 
+def seeded_outputs(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return outputs_of(model.eval(), given)
+
+
 @pytest.mark.parametrize(
     "model_type",
     [*sampled(zoo.model_types(), 12), *(pytest.param(one, marks=pytest.mark.sweep) for one in zoo.model_types())],
@@ -250,11 +256,17 @@ def test_a_model_in_files_is_the_model(model_type: str, tmp_path: Path, monkeypa
     except zoo.Unbuildable as error:
         pytest.skip(str(error))
     model.save_pretrained(tmp_path, max_shard_size="50KB")
-    torch.manual_seed(0)
-    memory = type(model).from_pretrained(tmp_path, config=AutoConfig.from_pretrained(tmp_path), dtype="auto")
+    try:
+        torch.manual_seed(0)
+        memory = type(model).from_pretrained(tmp_path, config=AutoConfig.from_pretrained(tmp_path), dtype="auto")
+        expected = seeded_outputs(memory, given)
+    except (AttributeError, RuntimeError) as error:
+        pytest.skip(f"transformers itself doesn't open or run this tiny one: {zoo.last_line(error)}")
     monkeypatch.setattr(streaming, "_SMALL", 0)
     files = streaming.files_of(str(tmp_path), AutoConfig.from_pretrained(tmp_path))
-    assert files is not None
+    assert (files is None) == bool(type(memory.config).extra_files)
+    if files is None:
+        pytest.skip("its weights lie in further files too, so they are read into memory")
     torch.manual_seed(0)
     lazy = streaming.opened_from(files, type(model), str(tmp_path), AutoConfig.from_pretrained(tmp_path))
     assert lazy.config.to_dict() == memory.config.to_dict()
@@ -263,13 +275,9 @@ def test_a_model_in_files_is_the_model(model_type: str, tmp_path: Path, monkeypa
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     buffers = dict(memory.named_buffers())
     assert all(torch.equal(value, buffers[name]) for name, value in lazy.named_buffers())
-    found = []
-    for one in (memory, lazy):
-        torch.manual_seed(0)
-        with torch.no_grad():
-            found.append(outputs_of(one.eval(), given))
-    for name, value in found[0].items():
-        assert torch.equal(found[1][name].nan_to_num(), value.nan_to_num()), name
+    found = seeded_outputs(lazy, given)
+    for name, value in expected.items():
+        assert torch.equal(found[name].nan_to_num(), value.nan_to_num()), name
 
 
 @pytest.fixture(scope="module")
