@@ -25,7 +25,7 @@ from hfpatch.cli import app
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import VerificationError
 from hfpatch.exact.request import Conversion
-from hfpatch.export.remote import export_remote
+from hfpatch.export import export_model
 from hfpatch.verification.report import Report
 
 run = CliRunner()
@@ -385,7 +385,7 @@ def test_verify_of_one_folder_checks_every_byte(checkpoint: Path, tmp_path: Path
     """So do exports; without digests they go on with a warning. Remote code has them, too."""
     out, folder = tmp_path / "out", str(tmp_path / "out")
     called("patch", str(checkpoint), folder, "--norm", "rms", "--pos", "rope", "--calibration", "none")
-    export_remote(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "remote", verify=False)
+    export_model(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "remote", "remote", verify=False)
     for name in (folder, str(tmp_path / "remote")):
         said = called("verify", name)
         stored = load_file(Path(name) / "model.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ def export_model(
     tokenizer: Any = None,
     architecture: str | None = None,
     serve: str | None = None,
+    verify: bool = True,
+    example_inputs: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     **save_options: Any,
 ) -> Exported:
@@ -47,6 +50,10 @@ def export_model(
         tokenizer: a tokenizer or processor to save along; a SentenceTransformer brings its own.
         architecture: of a native export, transformers' name of the only architecture to try.
         serve: of a native export, the runtime that has to take it: "llama.cpp", "vllm", "sglang", "tei", "onnx".
+        verify: of a remote export: open it in another process, where hfpatch can't be imported, save it from there and
+            open that as well; outputs of a fixed forward must be the model's own, bit for bit. Native exports are
+            compared in any case.
+        example_inputs: keyword arguments of that forward; None makes them from the model's signature and config.
         overwrite: replace a folder that isn't empty, once the export has succeeded.
         save_options: for `save_pretrained`, such as `max_shard_size`.
 
@@ -54,8 +61,8 @@ def export_model(
         What was written; `str` of it is a summary.
 
     Raises:
-        OptionError: no such form or runtime; an architecture or runtime for another form than "native"; an option that
-            would save something else.
+        OptionError: no such form or runtime; an architecture or runtime for another form than "native", `verify` or
+            inputs for another than "remote"; an option that would save something else.
         UnsupportedError, VerificationError: no stock architecture equals the model; the message says for each why.
         PatchError: the folder isn't empty or can't be written, or the tokenizer doesn't open again from it.
     """
@@ -65,6 +72,8 @@ def export_model(
         raise OptionError("architecture= chooses what a native export becomes; pass to='native' with it.")
     if serve is not None and to != "native":
         raise OptionError("serve= chooses what a native export becomes; pass to='native' with it.")
+    if to != "remote" and (not verify or example_inputs is not None):
+        raise OptionError("verify= and example_inputs= are of a remote export's check; pass to='remote' with them.")
     require_plain_options(save_options)
     inner = model_inside(model)
 
@@ -72,8 +81,8 @@ def export_model(
         if to == "native":
             return write_native(inner, place, architecture=architecture, serve=serve, **save_options)
         if to == "remote":
-            checked = {"verify": inner is model or not can_be_measured(model)}
-            write_remote(inner, place, **{**checked, **save_options})
+            alone = verify and (inner is model or not can_be_measured(model))  # else its holder is compared
+            write_remote(inner, place, alone, example_inputs, **save_options)
         else:
             inner.save_pretrained(place, **save_options)
         return Exported(place, to, host_class(type(inner)).__name__)

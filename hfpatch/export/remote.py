@@ -29,50 +29,9 @@ from ..measure.quiet_forward import device_of, fitting, quiet
 from ..runtime.errors import UnsupportedError
 from ..runtime.record import KEY
 from . import fresh
-from .files import require_plain_options, staged
 from .modeling import opened_by, write_code
 
 _TIMEOUT = 1800  # seconds for the other process
-
-
-def export_remote(
-    model: PreTrainedModel,
-    folder: str | os.PathLike[str],
-    tokenizer: Any = None,
-    *,
-    verify: bool = True,
-    overwrite: bool = False,
-    example_inputs: Mapping[str, Any] | None = None,
-    **save_options: Any,
-) -> Path:
-    """Save a patched model so that it opens without hfpatch, by `from_pretrained(folder, trust_remote_code=True)`.
-
-    The folder gets what `save_pretrained` writes, the runtime's files, `modeling_hfpatch.py` and, in config.json, an
-    `auto_map` of the classes of every head of the family. A process without hfpatch and without
-    `trust_remote_code=True` refuses the checkpoint. Where hfpatch is imported, it opens the checkpoint itself, whatever
-    `trust_remote_code` is, and runs nothing of the file.
-
-    Args:
-        model: a patched model, bare, with its weights. It isn't changed.
-        folder: the folder, empty unless `overwrite`.
-        tokenizer: a tokenizer or processor to save beside it.
-        verify: open the result in another process, where hfpatch can't be imported, save it from there and open that
-            as well: outputs of a fixed forward must be the model's own, bit for bit.
-        overwrite: replace a folder that isn't empty, once the export has succeeded.
-        example_inputs: keyword arguments of that forward. None makes them from the model's signature and config.
-        save_options: of `save_pretrained`, such as `max_shard_size`.
-
-    Raises:
-        PatchError: the folder isn't empty or can't be written, or the tokenizer doesn't open again from it.
-        OptionError: an option that would publish or save something else.
-        UnsupportedError: the model isn't patched, or a file of torch and transformers alone can't build it; says why.
-        VerificationError: what was written doesn't open, or not as the same function. Nothing is left behind.
-    """
-    folder = Path(folder)
-    require_plain_options(save_options)
-    with staged(folder, overwrite, tokenizer) as written:
-        write_remote(model, written, verify, example_inputs, **save_options)
-    return folder
 
 
 def write_remote(
@@ -82,7 +41,22 @@ def write_remote(
     example_inputs: Mapping[str, Any] | None = None,
     **save_options: Any,
 ) -> None:
-    """What `export_remote` writes, to a folder that exists; arguments and errors as there."""
+    """Save a patched model so that it opens without hfpatch, by `from_pretrained(folder, trust_remote_code=True)`.
+
+    The folder gets what `save_pretrained` writes, the runtime's files, `modeling_hfpatch.py` and, in config.json, an
+    `auto_map` of the classes of every head of the family. A process without hfpatch and without
+    `trust_remote_code=True` refuses the checkpoint. Where hfpatch is imported, it opens the checkpoint itself, whatever
+    `trust_remote_code` is, and runs nothing of the file.
+
+    Args:
+        model: a patched model, bare, with its weights. It isn't changed.
+        folder: an empty folder.
+        verify, example_inputs, save_options: as in `export_model`.
+
+    Raises:
+        UnsupportedError: the model isn't patched, or a file of torch and transformers alone can't build it; says why.
+        VerificationError: what was written doesn't open, or not as the same function.
+    """
     require_bare(model)
     require_unquantized(model)
     if any(parameter.is_meta for parameter in model.parameters()):

@@ -19,10 +19,9 @@ from tiny_models import CONFIGS, difference, inputs, outputs, patch, registered,
 
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import NORMS, POSITIONS
-from hfpatch.errors import VerificationError
-from hfpatch.export import remote
+from hfpatch.errors import OptionError, VerificationError
+from hfpatch.export import export_model, remote
 from hfpatch.export.modeling import FILE
-from hfpatch.export.remote import export_remote
 from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.lens import host_class
 
@@ -85,7 +84,7 @@ def _asked(folder: Path, cases: list[Any], probed: Any = None, controls: Any = (
 
 
 def _exported(model: Any, name: str, folder: Path, heads: bool = False, tokenizer: Any = None) -> dict[str, Any]:
-    export_remote(model, folder / name, tokenizer, verify=False)
+    export_model(model, folder / name, "remote", tokenizer=tokenizer, verify=False)
     given = inputs(model)
     return {
         "name": name,
@@ -222,7 +221,7 @@ def test_no_registry_knows_the_architecture(form: str, request_: dict[str, str],
     model = patch(tiny("llama", "AutoModelForCausalLM"), **request_)
     assert hasattr(transformers, host_class(type(model)).__name__)  # control
     if form == "remote":
-        export_remote(model, tmp_path, verify=False)
+        export_model(model, tmp_path, "remote", verify=False)
     else:
         model.save_pretrained(tmp_path)
     (name,) = json.loads((tmp_path / "config.json").read_text())["architectures"]
@@ -301,10 +300,10 @@ def test_code_that_computes_something_else_is_refused(tmp_path: Path, monkeypatc
     model = build("gpt2", "dyt")
     monkeypatch.setattr(remote, "write_code", spoilt)
     with pytest.raises(VerificationError, match=r"0\.\d+.*deleted"):
-        export_remote(model, tmp_path / "out")
+        export_model(model, tmp_path / "out", "remote")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(remote, "write_code", written)
-    assert export_remote(model, tmp_path / "out") == tmp_path / "out"
+    assert export_model(model, tmp_path / "out", "remote").folder == tmp_path / "out"
 
 
 # Where hfpatch is imported
@@ -314,7 +313,7 @@ def test_code_that_computes_something_else_is_refused(tmp_path: Path, monkeypatc
 def test_hfpatch_opens_it_by_itself(trust: bool | None, tmp_path: Path) -> None:
     """Whatever is trusted: nothing of the file is run."""
     model = build("gpt2", "all")
-    export_remote(model, tmp_path / "out", verify=False)
+    export_model(model, tmp_path / "out", "remote", verify=False)
     (tmp_path / "out" / FILE).write_text("raise SystemError('this file was run')\n")
     classes = {"AutoModelForCausalLM": type(model), "AutoModel": patched_model_class(transformers.GPT2Model)}
     for auto, expected in classes.items():
@@ -326,6 +325,14 @@ def test_hfpatch_opens_it_by_itself(trust: bool | None, tmp_path: Path) -> None:
     assert not hasattr(again.config, "auto_map")
     again.save_pretrained(tmp_path / "again")
     assert "auto_map" not in json.loads((tmp_path / "again/config.json").read_text())
+
+
+@pytest.mark.parametrize("options", [{"verify": False}, {"example_inputs": {}}], ids=str)
+@pytest.mark.parametrize("form", ["plugin", "native"])
+def test_options_of_its_check_are_its_own(form: str, options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="verify= and example_inputs="):
+        export_model(build("gpt2", "dyt"), tmp_path / "out", form, **options)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_files_classes_stay_in_a_config() -> None:

@@ -26,7 +26,7 @@ from torch import fx, nn
 from torch.fx.proxy import TraceError
 
 from hfpatch.checkpoint.classes import answer_to_architectures
-from hfpatch.export.remote import export_remote
+from hfpatch.export import export_model
 from hfpatch.runtime.lens import host_class
 from hfpatch.runtime.norms import RMSNorm, RMSNormExtended
 from hfpatch.runtime.partial_rms import PartialRMSNorm
@@ -98,7 +98,7 @@ def test_plans_of_parallel_servers_stay(family: str, tmp_path: Path) -> None:
     plain = tiny(family, CAUSAL)
     patch(model := tiny(family, CAUSAL), norm="dyt")
     model.save_pretrained(tmp_path / "plugin")
-    export_remote(model, tmp_path / "remote", verify=False)
+    export_model(model, tmp_path / "remote", "remote", verify=False)
     for form in ("plugin", "remote"):
         opened = load(tmp_path / form, CAUSAL)
         assert plain.tp_plan

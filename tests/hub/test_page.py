@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from hfpatch.checkpoint.files import PAGE
 from hfpatch.cli import app
 from hfpatch.errors import OptionError
+from hfpatch.export import export_model
 from hfpatch.export.native import native_model
-from hfpatch.export.remote import export_remote
 from hfpatch.hub.changes import change_lines, changed_modules, unpatched
 from hfpatch.hub.figures import layer_curves
 from hfpatch.hub.folder import read_checkpoint
@@ -332,7 +332,7 @@ def test_report_errors_are_one_line(args: tuple[str, ...], message: str, folders
 
 
 def test_a_remote_export(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    export_remote(AutoModelForCausalLM.from_pretrained(folders[0]), tmp_path / "remote", verify=False)
+    export_model(AutoModelForCausalLM.from_pretrained(folders[0]), tmp_path / "remote", "remote", verify=False)
     called("report", str(tmp_path / "remote"))
     text = words(tree_of(tmp_path / "remote/hfpatch_report.html"))
     assert "form remote code, and with hfpatch as well" in text

@@ -11,7 +11,7 @@ from typing import Any
 from tiny_models import patch, tiny, word_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from hfpatch.export.remote import export_remote
+from hfpatch.export import export_model
 from hfpatch.schemes.norms import DyT
 from hfpatch.schemes.rope import RoPE
 
@@ -43,7 +43,7 @@ def save_forms(folder: Path, family: str = "gpt2") -> Any:
     )
     model.save_pretrained(folder / "plugin")
     tokenizer.save_pretrained(folder / "plugin")
-    export_remote(model, folder / "remote", tokenizer, verify=False)
+    export_model(model, folder / "remote", "remote", tokenizer=tokenizer, verify=False)
     return model
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from tiny_models import patch, tiny
 
+from hfpatch.export import export_model
 from hfpatch.export.native import native_model, write_stock
-from hfpatch.export.remote import export_remote
 from hfpatch.runtime.errors import PatchError
 
 FORMS = ("plugin", "remote", "native")
@@ -70,7 +70,7 @@ def written(model: Any, form: str, folder: Path, serve: str | None = None) -> bo
     if form == "plugin":
         model.save_pretrained(folder)
     elif form == "remote":
-        export_remote(model, folder, verify=False)
+        export_model(model, folder, "remote", verify=False)
     else:
         try:
             stock = native_model(model, serve=serve)
