@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.journal import Entry, Journal
 
 _SPREAD = 1e-12  # of the squared mean: a variance below this is rounding
-_ROWS_AT_ONCE = 256  # rows of X'X and X'R, columns of W
+_ROWS_AT_ONCE = 256  # rows of X'X and R'X, columns of W
 # the largest penalty is taken that loses at most this share of the best one's gain on held-out rows, and of its error
 _ALLOWED_LOSS = 0.1
 PENALTIES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0)  # of the mean diagonal of X'X
@@ -41,7 +41,7 @@ class Fit:
 
 
 class Ridge:
-    """Least squares of R = X W + 1 b' around W = 0, b = 0, from accumulated X'X, X'R and sums.
+    """Least squares of R = X W + 1 b' around W = 0, b = 0, from accumulated X'X, R'X and sums.
 
     minimise |R - X W - 1 b'|^2 + penalty * m * |W|^2 with m the mean diagonal of X'X; `PENALTIES` are tried from the
     smallest on, and the largest is taken whose error on the held-out rows is within a tenth of the best one's, and that
@@ -84,14 +84,16 @@ class Ridge:
 
     def _solve(self, mean_x: Tensor, mean_r: Tensor) -> Fit | None:
         fitted = self.fitted
-        xx, weight = fitted.centre() if self.bias else (fitted.xx, fitted.xr)
+        if self.bias:
+            fitted.centre()
+        xx = fitted.xx
         diagonal = xx.diagonal().clone()
         scale = diagonal.mean()
         if not scale > _SPREAD * fitted.count * mean_x.square().mean():
             return None
-        # column-major, as LAPACK wants it: the factor and the solution then take the places of X'X and X'R
-        factor, weight, failed = xx.mT, weight.mT.contiguous().mT, torch.empty((), dtype=torch.int32, device=xx.device)
-        fitted.xr, stored = weight, (self.disk.write(factor), self.disk.write(weight))
+        # column-major, as LAPACK wants it: the factor and the solution then take the places of X'X and R'X
+        factor, weight, failed = xx.mT, fitted.rx.mT, torch.empty((), dtype=torch.int32, device=xx.device)
+        stored = self.disk.write(factor), self.disk.write(weight)
         before = self._error(None, -mean_r)
         found: tuple[Entry, Tensor, float, float] | None = None
         best = math.inf
@@ -150,27 +152,24 @@ class _Sums:
     def __init__(self, inputs: int, outputs: int, device: torch.device):
         zeros = lambda *shape: torch.zeros(*shape, dtype=torch.float64, device=device)  # noqa: E731
         self.count = 0
-        self.xx, self.xr = zeros(inputs, inputs), zeros(inputs, outputs)
+        self.xx, self.rx = zeros(inputs, inputs), zeros(outputs, inputs)
         self.x, self.r = zeros(inputs), zeros(outputs)
 
     def add(self, x: Tensor, r: Tensor) -> None:
         # products of one batch in the data's own precision (float32 at least), their sum over batches in float64
         self.count += len(x)
-        for sums, columns in zip(self.xx.split(_ROWS_AT_ONCE), x.T.split(_ROWS_AT_ONCE), strict=True):
-            sums += columns @ x  # a sum of two precisions makes a copy
-        for sums, columns in zip(self.xr.split(_ROWS_AT_ONCE), x.T.split(_ROWS_AT_ONCE), strict=True):
-            sums += columns @ r
+        for products, left in ((self.xx, x), (self.rx, r)):
+            for sums, columns in zip(products.split(_ROWS_AT_ONCE), left.T.split(_ROWS_AT_ONCE), strict=True):
+                sums += columns @ x  # a sum of two precisions makes a copy
         self.x += x.double().sum(0)
         self.r += r.double().sum(0)
 
-    def centre(self) -> tuple[Tensor, Tensor]:
-        """X'X and X'R about the means, in place: of a model's wide layers there is no room for two."""
+    def centre(self) -> None:
+        """X'X and R'X about the means, in place: of a model's wide layers there is no room for two."""
         share = -1 / max(self.count, 1)
-        for piece in torch.arange(len(self.x), device=self.x.device).split(_ROWS_AT_ONCE):  # addr_ makes a copy
-            rows = slice(int(piece[0]), int(piece[-1]) + 1)
-            self.xx[rows].addr_(self.x[rows], self.x, alpha=share)
-            self.xr[rows].addr_(self.x[rows], self.r, alpha=share)
-        return self.xx, self.xr
+        for products, left in ((self.xx, self.x), (self.rx, self.r)):
+            for sums, some in zip(products.split(_ROWS_AT_ONCE), left.split(_ROWS_AT_ONCE), strict=True):
+                sums.addr_(some, self.x, alpha=share)  # of all rows at once it makes a copy
 
 
 class ChannelAffine:

@@ -70,9 +70,10 @@ class Roles:
         for i, name in enumerate(segment.modules):
             if not self._is_own_map(name):
                 continue
-            noise = block.noise(base.outputs[calls[name]], 0)
-            after = block.run({calls[name]: noise}).points
             later = [*(one for one in segment.modules[i:] if one in points), block.name]
+            noise = block.noise(base.outputs[calls[name]], 0)
+            noise = _drowning_out(noise, [base.points[calls[one]] for one in later])
+            after = block.run({calls[name]: noise}).points
             shows = (one for one in later if _is_near(after[calls[one]] - base.points[calls[one]], noise))
             if (point := next(shows, None)) is not None:
                 roles.writers[name] = point
@@ -127,6 +128,13 @@ class Roles:
             return False
         seen = self.replay.run(0, inputs=[name], outputs=[self.encoder])
         return self.encoder in seen and _equal(seen[name], seen[self.encoder])
+
+
+def _drowning_out(noise: Tensor, streams: Iterable[Tensor]) -> Tensor:
+    """Noise so loud that the rounding of its sum with any of the streams is small beside it, in half precision too."""
+    loudest = max(float(stream.abs().max()) for stream in streams)
+    loudest = min(loudest, torch.finfo(noise.dtype).max / 16)  # a sum that overflows would be told from any other
+    return noise * max(1.0, loudest / max(float(noise.std()), torch.finfo(noise.dtype).tiny))
 
 
 def _is_near(change: Tensor, added: Tensor) -> bool:

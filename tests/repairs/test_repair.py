@@ -24,6 +24,7 @@ import hfpatch
 from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NotPreservedWarning, OptionError, WrappedModelError
 from hfpatch.patch import patch_model, repair_report, unpatch_model
+from hfpatch.repairs import linear_roles
 from hfpatch.repairs import repair as engine
 from hfpatch.repairs.distance import helps, token_distances
 from hfpatch.repairs.repair import repair
@@ -623,6 +624,26 @@ def test_other_precisions(dtype: torch.dtype) -> None:
     model = patch(copy.deepcopy(original), norm="dyt", calibration=batches(original, 12))
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert distance(model, original) < 0.25 * distance(patch(copy.deepcopy(original), norm="dyt"), original)
+
+
+@pytest.mark.parametrize("drowned", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_projections_are_found_in_half_precision(
+    dtype: torch.dtype, drowned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a stream that is louder than its branches, rounding hides what a projection adds; the control shows it."""
+    original = tiny("gpt2", LM, n_layer=1)
+    with torch.no_grad():
+        original.transformer.wte.weight.mul_(300)
+    data = batches(original, 4)
+    if not drowned:
+        monkeypatch.setattr(linear_roles, "_drowning_out", lambda noise, streams: noise)
+    kinds = []
+    for one in (original, copy.deepcopy(original).to(dtype)):
+        patch(model := copy.deepcopy(one), norm="dyt", calibration=data)
+        kinds.append([(step.module, step.kind) for step in repair_report(model).steps])
+    assert (kinds[0] == kinds[1]) is drowned
+    assert "projection" in {kind for _, kind in kinds[0]}
 
 
 def test_save_and_load(tmp_path: Path) -> None:
