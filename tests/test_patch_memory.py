@@ -74,3 +74,35 @@ def test_old_values_that_stay_in_memory_show() -> None:
     """Control: with reversible=True the old values are kept, and the measurement sees them."""
     size, forward, peak = measured({"norm": "rms", "reversible": True}, layers=36)
     assert peak - forward > 0.3 * size
+
+
+FIT = """
+import json, sys
+import torch
+from hfpatch.repairs.least_squares import Ridge
+torch.set_num_threads(1)
+width = int(sys.argv[1])
+
+def field(name):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) * 1024
+
+def fit(width):
+    ridge = Ridge(width, width, True, torch.device("cpu"))
+    for start in range(0, 512, 64):
+        x = torch.randn(64, width)
+        ridge.add(x, x.roll(1, 1) + torch.randn(64, width), torch.arange(start, start + 64) % 8 == 7)
+    assert ridge.solve() is not None
+
+fit(64)
+open("/proc/self/clear_refs", "w").write("5")
+before = field("VmRSS")
+fit(width)
+print(json.dumps(field("VmHWM") - before))
+"""
+
+
+def test_a_fit_holds_its_sums_once() -> None:
+    """X'X and R'X in float64: their copies, the factor and the solutions lie on disk or in their places."""
+    width = 2500
+    peak = json.loads(subprocess.check_output([sys.executable, "-c", FIT, str(width)], text=True))
+    assert peak < 1.3 * 2 * 8 * width**2
