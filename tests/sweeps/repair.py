@@ -22,12 +22,14 @@ import os
 import platform
 import random
 import re
+import site
 import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
