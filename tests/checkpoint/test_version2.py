@@ -1,0 +1,115 @@
+"""Checkpoints that hfpatch 0.2 saved open, whatever scheme they hold, and compute what they computed then.
+
+fixtures/version2.json holds, for each scheme, the config.json that hfpatch 0.2.0 wrote with transformers 5.23, the
+tensors by name and shape, and what the model returned. The weights are a function of their names (`values`), so that
+none are stored. `python tests/checkpoint/test_version2.py` wrote it; it is of that version, and stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import site
+import tempfile
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel
+
+site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
+
+from scheme_forms import FIRST, SCHEMES
+from tiny_models import inputs, patch, tiny
+
+from hfpatch.core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
+from hfpatch.errors import FingerprintWarning
+from hfpatch.runtime.errors import CheckpointError
+
+FIXTURE = Path(__file__).parent / "fixtures/version2.json"
+SAVED: dict[str, dict[str, Any]] = json.loads(FIXTURE.read_text(encoding="utf-8")) if FIXTURE.exists() else {}
+SAME_BY_DESIGN = ("rms, parametrized", "learned")  # exact on these weights; the config has the longer table's length
+SMALL = {"gpt2": {"n_layer": 1}, "bert": {"num_hidden_layers": 1}}
+
+
+def values(name: str, shape: list[int]) -> Tensor:
+    """Numbers between -1 and 1 (gains and variances: 0 and 1), by the name alone: the same on every machine."""
+    i = torch.arange(1, 1 + math.prod(shape), dtype=torch.float64) + zlib.crc32(name.encode()) % 9973
+    fractions = (i * ((5**0.5 - 1) / 2)).frac().view(shape)
+    positive = name.endswith("running_var") or (len(shape) == 1 and name.endswith("weight"))
+    return (fractions if positive else 2 * fractions - 1).float()
+
+
+def written(saved: dict[str, Any], folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(saved["config"]), encoding="utf-8")
+    weights = {name: values(name, shape) for name, shape in saved["tensors"].items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def opened(folder: Path) -> tuple[Any, dict[str, Any]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FingerprintWarning)  # it has none: it would be of other weights
+        return AutoModel.from_pretrained(folder, output_loading_info=True)
+
+
+def sums(model: Any) -> list[float]:
+    """Of the last hidden state, weighted by other numbers of the same kind: each entry counts."""
+    with torch.no_grad():
+        x = model(**inputs(model)).last_hidden_state.double()
+    weights = torch.stack([values(str(k), list(x.shape)) for k in range(4)]).double()
+    return (weights * x).sum((1, 2, 3)).tolist()
+
+
+@pytest.mark.parametrize("scheme", SAVED)
+def test_a_checkpoint_of_version_2_opens_as_it_was(scheme: str, tmp_path: Path) -> None:
+    saved = SAVED[scheme]
+    model, found = opened(written(saved, tmp_path))
+    assert not any(found[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert sums(model) == pytest.approx(saved["outputs"], rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("scheme", sorted(SAVED.keys() - set(SAME_BY_DESIGN)))
+def test_without_its_edits_it_is_another_model(scheme: str, tmp_path: Path) -> None:
+    saved = copy.deepcopy(SAVED[scheme])
+    saved["config"]["hfpatch"]["edits"] = []
+    try:
+        model, found = opened(written(saved, tmp_path))
+    except (CheckpointError, RuntimeError):  # refused; weights of another shape
+        return
+    others = [*found["missing_keys"], *found["unexpected_keys"]]
+    assert others or sums(model) != pytest.approx(saved["outputs"], rel=1e-4, abs=1e-4)
+
+
+def test_every_scheme_is_there() -> None:
+    requests = [one for saved in SAVED.values() for one in saved["config"]["hfpatch"]["request"]]
+    names = {json.dumps(one) for one in requests}
+    for scheme in (*NORMS, *POSITIONS, *MLPS, *PLACEMENTS):
+        assert any(f'"{scheme}' in text for text in names), scheme
+
+
+def write() -> None:
+    found = {}
+    for family, scheme in FIRST:
+        model = patch(tiny(family, "AutoModel", **SMALL[family]), **SCHEMES[scheme])
+        folder = Path(tempfile.mkdtemp())
+        model.save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        del config["hfpatch"]["fingerprint"]
+        shapes = {name: list(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+        saved = {"config": config, "tensors": shapes}
+        saved["outputs"] = sums(opened(written(saved, folder / "again"))[0])
+        found[scheme] = saved
+    lines = [f"{json.dumps(scheme)}: {json.dumps(saved)}" for scheme, saved in found.items()]
+    FIXTURE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
