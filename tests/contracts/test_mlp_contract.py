@@ -1,5 +1,5 @@
-"""The contract of every MLP scheme on many families. Each check has a control: on something that was broken on purpose
-it must fail."""
+"""What MLP schemes promise besides what every scheme does (see test_contract.py), on many families. Each check has a
+control: on something that was broken on purpose it must fail."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ import zoo
 from sampled import slow_but
 from tiny_models import (
     CONFIGS,
-    COPIES,
+    RECORDED,
     changes,
     difference,
     fingerprint,
     inputs,
-    load,
     outputs,
     patch,
     registered,
     reload,
-    require_a_model_of_its_own,
     tiny,
     without_outcomes,
 )
@@ -191,22 +189,6 @@ def test_every_part_is_active_and_trained(family: str, scheme: str) -> None:
     assert site.kind == scheme
 
 
-@six
-def test_training_moves_the_up_projection_away_from_zero(family: str) -> None:
-    model, given = patched(family, torch.float32, mlp="swiglu")
-    target = torch.randn(answer(model, given).shape, generator=torch.Generator().manual_seed(0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(6):
-        result = next(value for value in model(**given).values() if isinstance(value, Tensor) and value.requires_grad)
-        losses.append((result - target).square().mean())
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < losses[0]
-    assert all(linear.up.weight.abs().max() > 1e-3 for linear in gated(model))
-
-
 # --- fresh weights ----------------------------------------------------------------------------------------------
 
 
@@ -291,33 +273,17 @@ def test_options_of_fresh_weights(family: str, scheme: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@every_family
-@pytest.mark.parametrize(("scheme", "init"), [("swiglu", "auto"), ("geglu", "reset")])
-def test_save_and_load(family: str, scheme: str, init: str, tmp_path: Path) -> None:
-    model, given = patched(family, torch.float32, mlp=scheme, init=init)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in RECORDED])  # test_contract.py has these
+@pytest.mark.parametrize("init", ["auto", "reset"])
+def test_save_and_load(family: str, init: str, tmp_path: Path) -> None:
+    model, given = patched(family, torch.float32, mlp="swiglu", init=init)
     model.save_pretrained(tmp_path)
     loaded = patched_model_class(type(make(family)[0])).from_pretrained(tmp_path).eval()
-    assert loaded.state_dict().keys() == model.state_dict().keys()
-    for name, value in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), name
     for parameter in loaded.parameters():
         parameter.data = parameter.data.clone()  # mapped from a file it may lie unaligned
     assert torch.equal(answer(loaded, given), answer(model, given))
     if family != "t5":  # whose halves hold copies of the config, the record included
-        assert plan_patch(loaded, mlp=scheme, init=init).empty
-
-
-@pytest.mark.parametrize(("family", "init"), [("gpt2", "reset"), ("opt", "auto")])
-def test_loading_options(family: str, init: str, tmp_path: Path) -> None:
-    model = patch(tiny(family), mlp="swiglu", init=init)
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    for options in ({}, {"device_map": "cpu"}, {"device_map": "auto"}, {"low_cpu_mem_usage": True}):
-        assert difference(load(tmp_path, **options), model) == 0
-    for dtype in (torch.bfloat16, torch.float64):
-        again = load(tmp_path, dtype=dtype)
-        assert {parameter.dtype for parameter in again.parameters()} == {dtype}
-        assert difference(again, copy.deepcopy(model).to(dtype), **inputs(model)) == 0
+        assert plan_patch(loaded, mlp="swiglu", init=init).empty
 
 
 def test_keys_are_not_the_hosts() -> None:
@@ -341,16 +307,6 @@ def test_from_config_builds_a_patched_model(init: str) -> None:
     assert all(value.isfinite().all() for value in outputs(fresh))
 
 
-def test_the_base_loads_from_a_head_and_a_head_from_the_base(tmp_path: Path) -> None:
-    model = patch(tiny("bert", "AutoModelForMaskedLM"), mlp="swiglu", init="reset", only=["bert.encoder.layer.0.*"])
-    base = reload(model, tmp_path / "1")
-    assert len(gated(base)) == 1
-    given = inputs(base)
-    assert difference(outputs(base, **given)[:1], outputs(model.base_model, **given)[:1]) == 0
-    head = reload(base, tmp_path / "2", "AutoModelForMaskedLM")
-    assert difference(outputs(head.bert, **given)[:1], outputs(base, **given)[:1]) == 0
-
-
 class TanhGLU(MLP):
     label = "TanhGLU"
 
@@ -367,25 +323,7 @@ def test_a_scheme_of_ones_own(tmp_path: Path) -> None:
             plan_patch(tiny("gpt2"), mlp="tanhglu")
 
 
-@pytest.mark.parametrize(("family", "how"), slow_but(product(SIX, COPIES), 5))
-def test_copies(family: str, how: str) -> None:
-    model, given = patched(family, mlp="swiglu")
-    require_a_model_of_its_own(COPIES[how](model), model, lambda one: answer(one, given))
-
-
-# --- precision, compilation, adapters ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("family", "scheme", "init"),
-    slow_but([(f, *s) for f in SIX for s in (("swiglu", "auto"), ("geglu", "reset"), ("reglu", "auto"))], 5),
-)
-def test_bfloat16_runs(family: str, scheme: str, init: str) -> None:
-    model, given = patched(family, torch.float32, mlp=scheme, init=init)
-    expected = answer(model, given)
-    half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in given.items()}
-    out = answer(model.bfloat16(), half)
-    assert torch.nn.functional.cosine_similarity(out.flatten(), expected.flatten(), dim=0) > 0.98
+# --- precision, adapters ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "opt"])
@@ -396,17 +334,6 @@ def test_a_half_precision_model_keeps_its_dtype_and_its_function(family: str) ->
     patch(model, mlp=exact)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert torch.equal(answer(model, given), before)
-
-
-@pytest.mark.slow
-@six
-def test_one_graph(family: str) -> None:
-    model, given = patched(family, torch.float32, mlp="swiglu", init="reset" if family in ("opt", "vit") else "auto")
-    given |= {"use_cache": False} if family == "bart" else {}  # a patched config is copied for its cache
-    expected = answer(model, given)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert relative(answer(compiled, given), expected) <= 1e-5
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -443,19 +370,9 @@ def test_the_order_of_patches_is_irrelevant(family: str) -> None:
         assert records[0] == records[1]
 
 
-@six
-def test_all_three_save_and_load(family: str, tmp_path: Path) -> None:
-    model, given = patched(family, torch.float32, norm="dyt", pos="nope", mlp="geglu", init="reset")
-    model.save_pretrained(tmp_path)
-    loaded = patched_model_class(type(make(family)[0])).from_pretrained(tmp_path).eval()
-    for parameter in loaded.parameters():
-        parameter.data = parameter.data.clone()
-    assert torch.equal(answer(loaded, given), answer(model, given))
-
-
-@six
-def test_the_same_request_twice_changes_nothing(family: str) -> None:
-    for init in ("auto", "reset"):
+@pytest.mark.parametrize("init", ["auto", "reset"])
+def test_the_same_request_twice_changes_nothing(init: str) -> None:
+    for family in ("gpt2", "bert"):
         model = patch(tiny(family), mlp="swiglu", init=init)
         before = fingerprint(model)
         patch(model, mlp=SwiGLU(), init=init)
@@ -465,10 +382,8 @@ def test_the_same_request_twice_changes_nothing(family: str) -> None:
         assert not changes(before, fingerprint(model))
 
 
-@pytest.mark.parametrize(
-    ("family", "scheme", "init"),
-    slow_but([(f, *s) for f in SIX for s in (("swiglu", "auto"), ("geglu", "auto"), ("reglu", "reset"))], 7),
-)
+@pytest.mark.parametrize(("scheme", "init"), [("swiglu", "auto"), ("geglu", "auto"), ("reglu", "reset")])
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_an_optimizer_follows_the_parameters(family: str, scheme: str, init: str) -> None:
     """Weights stay with weights, biases with biases: only one of the groups decays."""
     model, given = make(family, torch.float32)
@@ -485,7 +400,7 @@ def test_an_optimizer_follows_the_parameters(family: str, scheme: str, init: str
     assert len(groups[0]) + len(groups[1]) == len(list(model.parameters()))
     held = {id(p) for p in model.parameters()}
     assert all(id(p) in held for p in optimizer.state)
-    if scheme == "geglu" and family != "opt":
+    if scheme == "geglu":
         assert optimizer.state[gated(model)[0].gate.weight], "the gate is the old projection, with its state"
     answer(model, given)
     optimizer.step()

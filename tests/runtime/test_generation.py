@@ -21,7 +21,7 @@ MORE = ["ctrl", "gpt_bigcode", "trocr"]  # tables in buffers, one key for all he
 CAUSAL = [name for name in RECORDED if any(stack.causal for stack in ARCHITECTURES[name].stacks)] + MORE
 TEXT = [name for name in CAUSAL if name != "whisper"]  # whose generate() is another
 ALONE = [name for name in TEXT if all(stack.causal for stack in ARCHITECTURES[name].stacks)]  # decoders without encoder
-POSITIONS = ("rope", "alibi", "sinusoidal")
+POSITIONS = ("rope", "alibi", "sinusoidal", "nope")
 WITH_A_CACHE = [(name, pos) for name in CAUSAL for pos in POSITIONS if pos == "rope" or name not in (*MORE, "mvp")]
 PADDED = [(*case, use_cache) for case in WITH_A_CACHE if case[0] in ALONE for use_cache in (True, False)]
 STEPS = {"max_new_tokens": 7, "min_new_tokens": 7, "forced_eos_token_id": None}
