@@ -23,7 +23,6 @@ from hfpatch.runtime.errors import PositionError, UnsupportedError
 from hfpatch.runtime.grid import Grid
 from hfpatch.runtime.handing_down import HandedDown
 from hfpatch.runtime.lens import LENS
-from hfpatch.runtime.qk_layouts import Projections, with_turned_output
 from hfpatch.schemes.positions import Position
 from hfpatch.schemes.rope import RoPE
 
@@ -56,7 +55,6 @@ def places(rows: int, columns: int) -> Tensor:
 
 
 def full(axes: int = 2, theta: float = 100.0, partial: float = 1.0, pairing: str = "half") -> RoPE:
-    """A scheme with every option named."""
     return RoPE(theta=theta, partial=partial, pairing=pairing, axes=axes)
 
 
@@ -174,19 +172,6 @@ def test_shifts_of_either_axis_change_nothing(shift: tuple[int, int], size: tupl
     assert difference(moved, states(model, given)) <= 1e-4
 
 
-def test_control_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rotates_queries_only(self: Any, module: Any, *rest: Any) -> dict:
-        *_, head_dim, rotate = rest
-        query = getattr(module, self.query)
-        return {self.query: with_turned_output(query, lambda y: rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2))}
-
-    monkeypatch.setattr(Projections, "rotated", rotates_queries_only)
-    model, given = patched("ijepa"), image(*WIDE)
-    for shift in ((10, 0), (0, 10)):
-        moved = with_positions(model, given, lambda p, shift=shift: p + torch.tensor(shift))
-        assert difference(moved, states(model, given)) > 1e-2
-
-
 @pytest.mark.parametrize("model_type", ["ijepa", "vit", "siglip2_vision_model"])
 def test_each_axis_counts(model_type: str) -> None:
     model, given = patched(model_type), zoo.tiny(model_type)[1]
@@ -200,34 +185,6 @@ def test_a_class_token_is_an_anchor() -> None:
     model, given = patched("vit"), image(*WIDE)
     patches_only = with_positions(model, given, lambda p: torch.cat((p[:, :1], p[:, 1:] + 10), 1))
     assert difference(patches_only, states(model, given)) > 1e-2
-
-
-def relative_attention(pos: RoPE, rows: int, columns: int) -> dict[tuple[int, int], list[Tensor]]:
-    """Log attention of equal patches relative to attention to itself, by distance in rows and columns."""
-    model = patched("ijepa", pos)
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        flat = model(torch.ones(1, 3, rows * PATCH, columns * PATCH), output_attentions=True).attentions[0][0]
-    found: dict[tuple[int, int], list[Tensor]] = {}
-    for i, (row, column) in enumerate(places(rows, columns).tolist()):
-        for j, (other, beside) in enumerate(places(rows, columns).tolist()):
-            relative = flat[:, i, j].log() - flat[:, i, i].log()
-            found.setdefault((other - row, beside - column), []).append(relative)
-    return found
-
-
-def test_attention_of_equal_patches_depends_on_their_distance_alone() -> None:
-    """From pixels on: at whatever place, and in images of whatever shape."""
-    wide, tall = relative_attention(GRID, *WIDE), relative_attention(GRID, *TALL)
-    for distance in wide.keys() & tall.keys():
-        values = torch.stack([*wide[distance], *tall[distance]])
-        torch.testing.assert_close(values, values[:1].expand_as(values), rtol=0, atol=1e-3)
-    assert (torch.stack([wide[1, 0][0], wide[0, 1][0], wide[1, 1][0]]).std(0) > 1e-2).all()
-
-
-def test_control_distance() -> None:
-    wide, tall = relative_attention(LINE, *WIDE), relative_attention(LINE, *TALL)
-    assert (wide[1, 0][0] - tall[1, 0][0]).abs().max() > 1e-2
 
 
 # --- where the patches lie --------------------------------------------------------------------------------------------
@@ -247,7 +204,7 @@ def seen_positions(model: Any, given: dict[str, Any]) -> Tensor:
 
 VIDEO = [[frame, row, column] for frame in range(3) for row in range(2) for column in range(3)]
 SOUND = torch.zeros(1, 66, 46)  # cut in patches of 16, every 10
-# where the patches are, and how many tokens stand before and after them
+# where the patches are, and tokens before and after them
 PLACES: dict[str, tuple[RoPE, dict[str, Tensor], Tensor, int, int]] = {
     **{
         name: (GRID, image(*WIDE), places(*WIDE), before, after)
