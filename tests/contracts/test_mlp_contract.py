@@ -96,8 +96,7 @@ def test_the_start_is_what_the_plan_says(family: str, scheme: str) -> None:
     plan = plan_patch(model, mlp=scheme)
     exact = (scheme, FAMILIES[family]) in EXACT
     assert all((row.loss is None) == exact for row in plan.rows if row.becomes)
-    patch(model, mlp=scheme)
-    assert len(gated(model)) == sum(row.becomes is not None for row in plan.rows) > 0
+    assert len(gated(patch(model, mlp=scheme))) == sum(row.becomes is not None for row in plan.rows) > 0
     assert not any(isinstance(module, GatedLinear) for name, module in model.named_modules() if "head" in name)
     error = relative(answer(model, given), before)
     assert error <= 1e-12 if exact else error > 1e-6
@@ -280,8 +279,7 @@ def test_a_scheme_of_ones_own(tmp_path: Path) -> None:
 def test_a_half_precision_model_keeps_its_dtype_and_its_function(family: str) -> None:
     model, given = make(family, torch.bfloat16)
     before = answer(model, given)
-    exact = "reglu" if family == "opt" else "geglu"
-    patch(model, mlp=exact)
+    patch(model, mlp="reglu" if family == "opt" else "geglu")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert torch.equal(answer(model, given), before)
 

@@ -243,19 +243,9 @@ def test_an_attention_that_is_handed_its_own_biases_is_refused_in_words(family: 
 
 
 def test_an_attention_without_a_mask_argument_is_refused() -> None:
-    class NoMask(nn.Module):
-        head_dim, num_heads = 8, 4
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.c_attn = nn.Linear(32, 96)
-
-        def forward(self, hidden_states: Tensor) -> Tensor:
-            return hidden_states
-
-    model = make("gpt2")
-    model.transformer.h[0].attn = NoMask()
-    with pytest.raises(UnsupportedError, match=r"h\.0\.attn: NoMask"):
+    model = with_attentions(lambda _, mask: 0.0)
+    type(model.transformer.h[0].attn).forward = lambda self, hidden_states: hidden_states
+    with pytest.raises(UnsupportedError, match=r"h\.0\.attn: Odd takes no mask of the shape"):
         plan_patch(model, pos="alibi")
 
 

@@ -160,13 +160,8 @@ def test_encoders_that_decode(name: str) -> None:
     given = {"input_ids": torch.randint(3, 97, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
     plain = generated(model, given, use_cache=False)
     assert difference(generated(model, given), plain) <= 1e-4
-    assert (
-        difference(generated(model, given, num_beams=3), generated(model, given, num_beams=3, use_cache=False)) <= 1e-4
-    )
-
-
-def test_there_are_decoders_of_twelve_builds() -> None:
-    assert len(CAUSAL) >= 12
+    beams = generated(model, given, num_beams=3, use_cache=False)
+    assert difference(generated(model, given, num_beams=3), beams) <= 1e-4
 
 
 @pytest.mark.parametrize("name", slow_but(CAUSAL, 4))
