@@ -276,7 +276,7 @@ FAULTS = [
         "runtime/attention.py",
         "return slots + cache.get_seq_length(layer)",
         "return slots",
-        ("contracts/test_contract.py::test_cached_equals_uncached",),
+        ("runtime/test_generation.py::test_with_a_cache_as_without",),
     ),
     Fault(
         "generation",

@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from ..errors import FingerprintWarning, OptionError
 from ..runtime.classes import PatchedConfig, PatchedModel
 from ..runtime.errors import CheckpointError
-from ..runtime.lens import LENS, host_class, once_per_class
+from ..runtime.lens import LENS, host_class
 from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, MODEL_TYPE, REPAIR, REPORT, checked, saved_from
 from .auto_classes import opening
 from .file_digests import compare, write_digests
@@ -82,13 +82,13 @@ class HfpatchConfig(PreTrainedConfig):
 
 def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """The config class of patched models of one family, registered with every Auto class that knows the host's."""
-    patched = patched_config_class(host)
+    patched = patched_config_class(host)  # type: ignore[arg-type]  # mypy misses that its class can be hashed
     _register(host, patched)
     answer_to_architectures()
     return patched
 
 
-@once_per_class
+@functools.cache
 def patched_config_class(host: Any) -> type[PreTrainedConfig]:
     """The config class of patched models of one family."""
 

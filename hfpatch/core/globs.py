@@ -12,7 +12,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import NoMatchError, OptionError
-from ..runtime.lens import named_modules
 from .plan_table import Row
 from .suggest import did_you_mean
 
@@ -52,7 +51,7 @@ class Names:
     def of(cls, model: nn.Module) -> Names:
         prefix = getattr(model, "base_model_prefix", "")
         headed = []
-        for name, module in named_modules(model):
+        for name, module in model.named_modules():
             base = getattr(module, "base_model_prefix", "") if isinstance(module, PreTrainedModel) else ""
             if base and base in module._modules:
                 here = f"{name}." if name else ""

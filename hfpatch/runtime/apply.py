@@ -192,7 +192,9 @@ def _assign(owner: nn.Module, leaf: str, value: Any, tree: Tree, changes: Any, d
         return False
     done[place] = owner
     if leaf in _SLOTS:
-        _SLOTS[leaf](owner, value, changes, tree.model)
+        _SLOTS[leaf](owner, value, changes)
+        if owner is not tree.model:  # whose own class does it already: that of a patched model
+            changes.set_class(owner, lensed_class(host_class(type(owner))))
     elif old is not None:
         new = _replace(old, owner, leaf, value, tree, changes)
         done[id(old)] = done[id(new)] = new
@@ -243,32 +245,23 @@ def _set_parameter(owner: nn.Module, leaf: str, value: Any, changes: Any) -> boo
     return True
 
 
-def _set_lens(module: nn.Module, lens: Any, changes: Any, model: nn.Module) -> None:
+def _set_lens(module: nn.Module, lens: Any, changes: Any) -> None:
     """Add a lens to a module; None removes all of them."""
     bound = lens.bound(module) if hasattr(lens, "bound") else lens
     changes.set_attribute(module, LENS, None if bound is None else with_lens(module, bound))
-    _use_lensed_class(module, changes, model)
 
 
-def _set_centring(module: nn.Module, axis: int, changes: Any, model: nn.Module) -> None:
+def _set_centring(module: nn.Module, axis: int, changes: Any) -> None:
     """Let a module subtract the mean over an axis from its output."""
     changes.set_attribute(module, CENTRED, axis)
-    _use_lensed_class(module, changes, model)
 
 
-def _set_scale(module: nn.Module, start: float, changes: Any, model: nn.Module) -> None:
+def _set_scale(module: nn.Module, start: float, changes: Any) -> None:
     """Let a module multiply its output by a new learned scalar, `start` at first."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     scale = nn.Parameter(weight.detach().new_full((1,), start), requires_grad=weight.requires_grad)
     changes.set_parameter(module, SCALE, scale)
     changes.set_attribute(module, SCALED, start)
-    _use_lensed_class(module, changes, model)
-
-
-def _use_lensed_class(module: nn.Module, changes: Any, model: nn.Module) -> None:
-    """Give a module the generated class whose forward applies lens, centring and scale."""
-    if module is not model:  # the model's own class applies them already: it becomes a patched model's class
-        changes.set_class(module, lensed_class(host_class(type(module))))
 
 
 _SLOTS: dict[str, Callable[..., None]] = {LENS_SLOT: _set_lens, CENTRE_SLOT: _set_centring, SCALE_SLOT: _set_scale}

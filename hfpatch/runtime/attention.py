@@ -11,27 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PositionError
-from .lens import REMOVED_ARGUMENT, Arguments
+from .lens import REMOVED_ARGUMENT, Arguments, Indexed
 from .qk_layouts import Fused, Projections, channels_per_head, swap_token_axis
 
 ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an attention
-
-
-MASK = "attention_mask"  # argument of an attention that is added to its scores, (B, 1, T, S)
-
-
 BIAS = "score_bias"  # and of the one whose output is added to its scores
-
-
+MASK = "attention_mask"  # argument of an attention that is added to its scores, (B, 1, T, S)
 TAKE_A_BIAS = ("eager", "sdpa")  # attention implementations that add a float mask (B or 1, H, T, S) to the scores
-
-
 NUMBER_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")  # attributes that say it
-
-
 POSITION_IDS = "position_ids"  # argument of an attention, or of the module that owns a stack
-
-
 POSITIONS = "handed_positions"  # argument, or attribute of an attention's view, with positions: see handing_down.py
 
 
@@ -72,29 +60,25 @@ class Window:
     local: str | None = None
     size: str = ""
 
-    def mask(self, module: nn.Module, slots: Tensor) -> CausalMask:
+    def mask(self, module: nn.Module, slots: Tensor) -> Indexed:
+        """The mask for any length, which answers `[:, :, rows, :columns]` as the buffer does.
+
+        The rows are the queries' own slots, whatever is asked for: right for static caches too, where hosts that count
+        rows from the end of the keys are not.
+        """
         local = self.local is not None and getattr(module, self.local) == "local"
-        dtype = getattr(module, self.buffer).dtype
-        return CausalMask(slots, getattr(module.config, self.size) if local else None, dtype)
+        size = getattr(module.config, self.size) if local else None
+        buffer: Tensor = getattr(module, self.buffer)
 
+        def answer(index: tuple[slice, slice, slice, slice]) -> Tensor:
+            keys = torch.arange(index[3].stop, device=slots.device)
+            queries = slots[..., None]
+            allowed = keys <= queries
+            if size is not None:
+                allowed = allowed & (keys > queries - size)
+            return allowed[None].to(buffer.dtype)
 
-class CausalMask:
-    """Stand-in for a square causal mask buffer, for any length: answers `[:, :, rows, :columns]`.
-
-    The rows are the queries' own slots, whatever is asked for: right for static caches too, where hosts that count
-    rows from the end of the keys are not.
-    """
-
-    def __init__(self, slots: Tensor, size: int | None, dtype: torch.dtype = torch.bool):
-        self.slots, self.size, self.dtype = slots, size, dtype
-
-    def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Tensor:
-        keys = torch.arange(index[3].stop, device=self.slots.device)
-        queries = self.slots[..., None]
-        allowed = keys <= queries
-        if self.size is not None:
-            allowed = allowed & (keys > queries - self.size)
-        return allowed[None].to(self.dtype)
+        return Indexed(buffer, answer)
 
 
 def score_dtype(device: str, dtype: torch.dtype) -> torch.dtype:

@@ -21,7 +21,7 @@ from .apply import apply
 from .attention import BIAS, ROTARY
 from .errors import CheckpointError
 from .gated import initialise_fresh
-from .generation import without_old_length
+from .generation import UnlimitedGeneration
 from .host_rotary import ROPE_SETTINGS_PATH, refill
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
@@ -73,7 +73,7 @@ class PatchedConfig:
         return guarded(self, stored)
 
 
-class PatchedModel:
+class PatchedModel(UnlimitedGeneration):
     """First base of a patched model's class: the host's model, changed by its config's edits when it is built.
 
     A class whose own forward sees something else (one with a lens on itself) is made with `lensed=True`.
@@ -89,8 +89,6 @@ class PatchedModel:
             cls.hfpatch_host = next(base for base in cls.__mro__[1:] if issubclass(base, nn.Module))
         if lensed:
             cls.forward = lensed_forward(cls.hfpatch_host, cls)  # type: ignore[attr-defined]
-        for name, method in without_old_length(cls.hfpatch_host, is_unlimited).items():
-            setattr(cls, name, method)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
@@ -138,11 +136,6 @@ def own_code(reference: str | Sequence[str | None]) -> str | None:
     """
     named = [reference] if isinstance(reference, str) else reference
     return next((one for one in named if one and one.rpartition("--")[2].startswith(f"{CODE}.")), None)
-
-
-def is_unlimited(model: Any) -> bool:
-    """Whether the config's length is a number that a table of positions left behind."""
-    return bool((getattr(model.config, KEY, None) or {}).get("any_length"))
 
 
 def patch_built(model: Any) -> None:

@@ -23,6 +23,7 @@ import ast
 import contextlib
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from importlib.metadata import entry_points
 from math import inf
@@ -167,12 +168,10 @@ def as_data(value: Any) -> Any:
     Raises:
         UnsupportedError: it is, or holds, anything else.
     """
+    if isinstance(value, tuple | list | dict):
+        return _mapped(as_data, value)
     if value is None or isinstance(value, bool | int | float | str | Call):
         return value
-    if isinstance(value, tuple | list):
-        return type(value)(map(as_data, value))
-    if isinstance(value, dict):
-        return {key: as_data(inner) for key, inner in value.items()}
     if is_dataclass(value) and COMPONENTS.get(type(value).__name__) is type(value):
         return _call_of(value)
     raise UnsupportedError(f"an edit can't hold {type(value).__module__}.{type(value).__qualname__} ({value!r:.80}).")
@@ -195,13 +194,16 @@ def _call_of(value: Any) -> Call:
 
 def _instantiated(value: Any) -> Any:
     """A plain value with every call in it replaced by its result."""
-    if isinstance(value, Call):
-        return value.make()
-    if isinstance(value, tuple | list):
-        return type(value)(map(_instantiated, value))
-    if isinstance(value, dict):
-        return {key: _instantiated(inner) for key, inner in value.items()}
-    return value
+    if isinstance(value, tuple | list | dict):
+        return _mapped(_instantiated, value)
+    return value.make() if isinstance(value, Call) else value
+
+
+def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
+    """A tuple, list or dict of changed values."""
+    if isinstance(values, dict):
+        return {key: change(value) for key, value in values.items()}
+    return type(values)(map(change, values))
 
 
 def value_text(value: Any) -> str:

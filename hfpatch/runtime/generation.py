@@ -2,53 +2,37 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
+
+from .record import KEY
 
 LENGTH = "max_position_embeddings"  # the config attribute that `generate()` goes by
 
-Unlimited = Callable[[Any], bool]
+
+def is_unlimited(model: Any) -> bool:
+    """Whether the config's length is a number that a table of positions left behind."""
+    return bool((getattr(model.config, KEY, None) or {}).get("any_length"))
 
 
-def without_old_length(host: type, unlimited: Unlimited) -> dict[str, Callable[..., Any]]:
-    """The methods of a host class by which generate() reads the config's length, replaced for patched models.
+class UnlimitedGeneration:
+    """Base of patched models' classes, before the host: the methods by which generate() reads the config's length."""
 
-    Args:
-        host: the class.
-        unlimited: whether a model of it takes inputs beyond that length.
-    """
-    wrappers = {"_prepare_generated_length": _length, "_get_stopping_criteria": _criteria}
-    return {name: wrap(getattr(host, name), unlimited) for name, wrap in wrappers.items() if hasattr(host, name)}
-
-
-def _length(method: Callable[..., Any], unlimited: Unlimited) -> Callable[..., Any]:
-    signature = inspect.signature(method)
-
-    @functools.wraps(method)
-    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(self, *args, **kwargs).arguments
+    def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
+        method = super()._prepare_generated_length  # type: ignore[misc]
+        arguments = inspect.signature(method).bind(*args, **kwargs).arguments
         before = arguments["generation_config"].max_length
-        generation_config = method(self, *args, **kwargs)
-        old = getattr(self.config, LENGTH, None)
+        generation_config = method(*args, **kwargs)
+        old = getattr(self.config, LENGTH, None)  # type: ignore[attr-defined]
         if old is not None and generation_config.max_length == old and arguments.get("has_default_max_length"):
             total = (before or 0) + arguments["input_ids_length"]
-            if total > old and generation_config.max_new_tokens is None and unlimited(self):
+            if total > old and generation_config.max_new_tokens is None and is_unlimited(self):
                 generation_config.max_length = total
         return generation_config
 
-    return prepare
-
-
-def _criteria(method: Callable[..., Any], unlimited: Unlimited) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = method(self, *args, **kwargs)
-        if any(getattr(one, LENGTH, None) is not None for one in found) and unlimited(self):
-            for one in found:
-                if hasattr(one, LENGTH):
-                    setattr(one, LENGTH, None)
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]
+        for one in found if is_unlimited(self) else ():
+            if hasattr(one, LENGTH):
+                setattr(one, LENGTH, None)
         return found
-
-    return criteria

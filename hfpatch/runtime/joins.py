@@ -82,26 +82,6 @@ class Join:
         if self.form not in _FORMS:
             raise ValueError(f"form is {self.form!r:.40}, not one of {', '.join(_FORMS)}")
 
-    def read(self, module: nn.Module, x: Tensor) -> Tensor:
-        """r, given the stream x."""
-        norm: Any = module.get_submodule(self.norm)
-        return norm(x) if self.form in ("pre", "sandwich") else x
-
-    def meet(self, module: nn.Module, x: Tensor | None, f: Tensor) -> Tensor:
-        """g, given the stream x and the branch's output f."""
-        if self.form in ("host", "pre"):
-            return f
-        norm: Any = module.get_submodule(self.second if self.form == "sandwich" else self.norm)
-        if self.form in ("sandwich", "olmo2"):
-            return norm(f)
-        assert x is not None
-        if x.shape != f.shape:
-            raise UnsupportedError(
-                f"{self.outlet}: what it returns, {tuple(f.shape)}, isn't of the stream's shape {tuple(x.shape)} for "
-                "this input, so they can't be normalised together. Give inputs that need no padding inside the model."
-            )
-        return norm((x if self.form == "post" else self.alpha * x) + f) - x
-
 
 @dataclass(frozen=True)
 class Joins:
@@ -139,23 +119,36 @@ class Joins:
 
 
 class _Branch:
-    """A branch in one forward of its block: it remembers the stream that it reads, until its output meets that."""
+    """r and g of a branch in one forward of its block; r remembers the stream x for g."""
 
     def __init__(self, join: Join, block: nn.Module):
         self.join, self.block = join, block
         self.stream: Tensor | None = None
 
     def read(self, norm: Any, hidden_states: Tensor) -> Tensor:
-        """r, in the place of the norm that the branch reads through."""
+        """r, in the place of the norm that the branch reads through, given the stream."""
         self.stream = hidden_states
-        return self.join.read(self.block, hidden_states)
+        own: Any = self.block.get_submodule(self.join.norm)
+        return own(hidden_states) if self.join.form in ("pre", "sandwich") else hidden_states
 
     def meet(self, f: Tensor) -> Tensor:
-        """g, given the branch's output."""
-        if self.join.dropout:
-            parent = self.block.get_submodule(self.join.outlet.rpartition(".")[0])
-            f = F.dropout(f, p=getattr(parent, self.join.dropout), training=parent.training)
-        return self.join.meet(self.block, self.stream, f)
+        """g, given the branch's output f."""
+        join, x = self.join, self.stream
+        if join.dropout:
+            parent = self.block.get_submodule(join.outlet.rpartition(".")[0])
+            f = F.dropout(f, p=getattr(parent, join.dropout), training=parent.training)
+        if join.form in ("host", "pre"):
+            return f
+        norm: Any = self.block.get_submodule(join.second if join.form == "sandwich" else join.norm)
+        if join.form in ("sandwich", "olmo2"):
+            return norm(f)
+        assert x is not None
+        if x.shape != f.shape:
+            raise UnsupportedError(
+                f"{join.outlet}: what it returns, {tuple(f.shape)}, isn't of the stream's shape {tuple(x.shape)} for "
+                "this input, so they can't be normalised together. Give inputs that need no padding inside the model."
+            )
+        return norm((x if join.form == "post" else join.alpha * x) + f) - x
 
 
 def _passed(norm: Any, hidden_states: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from .constants import ZERO_MEAN_ROW, ConstantPositions, mean_row
 from .errors import PositionError
-from .lens import Arguments, View, first_at
-from .tables import ComputedPositions, RowsByIndex
+from .lens import Arguments, Indexed, View, first_at
+from .tables import ComputedPositions
 
 MEAN_ROW, NOTHING = "its mean row", "nothing"  # what a plan and a report say of a removed table
 
@@ -23,10 +23,6 @@ _ANY = 2**31  # rows enough for any length
 
 class LengthLimit:
     """A lens on a module that would refuse, or cut, inputs beyond the removed table's length."""
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        """As of any `lens.Lens`."""
-        raise NotImplementedError(f"{type(self).__name__} must define __call__(module, arguments).")
 
     def with_table(self, reserved_rows: int) -> LengthLimit | None:
         """The same for a stack in which a table stays, so that positions must be counted; None where that isn't known.
@@ -138,13 +134,11 @@ class MeanOfBuffer(LengthLimit):
     table: str
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        row = mean_row(getattr(module, self.table))
+        table: Tensor = getattr(module, self.table)
+        row = mean_row(table)
         row = torch.zeros_like(row) if ZERO_MEAN_ROW in module.__dict__ else row
-
-        def row_at(_: Any) -> Tensor:
-            return row.to(getattr(module, self.table))  # which some hosts cast before they index it
-
-        return {self.table: RowsByIndex(getattr(module, self.table), row_at)}, {}
+        # where the buffer is by then: some hosts cast it before they index it
+        return {self.table: Indexed(table, lambda _: row.to(getattr(module, self.table)))}, {}
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,19 @@ class StandIn:
         return getattr(self.__dict__["module"], name)
 
 
+class Indexed:
+    """Proxy of a tensor that its host reads as `tensor[index]`: a function of the index answers instead."""
+
+    def __init__(self, tensor: Tensor, answer: Callable[[Any], Tensor]):
+        self.tensor, self.answer = tensor, answer
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.answer(index)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["tensor"], name)
+
+
 def views(module: Any, tree: dict[str, Any]) -> dict[str, Any]:
     """Turns replacements of (nested) children into attributes of a module's view; children with some become views.
 
@@ -196,11 +209,6 @@ def with_lens(module: nn.Module, lens: Lens) -> Lens:
     return Lenses((*others, lens)) if others else lens
 
 
-def once_per_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Cache a function that generates a class from a host class, so that each host has one generated class."""
-    return functools.cache(make)
-
-
 def centred(output: Any, axis: int) -> Any:
     """output - mean(output) over an axis, in float32 or wider; of a tuple only the first element is centred."""
     if isinstance(output, tuple):
@@ -271,7 +279,7 @@ def _is_method(host: type, name: str) -> bool:
     return isinstance(inspect.getattr_static(host, name), FunctionType)
 
 
-@once_per_class
+@functools.cache
 def lensed_class(host: type[nn.Module]) -> type[nn.Module]:
     """The generated subclass of a module class whose forward applies the instance's lens, centring and scale."""
     body = {
@@ -279,7 +287,7 @@ def lensed_class(host: type[nn.Module]) -> type[nn.Module]:
         "__module__": host.__module__,
         "__qualname__": host.__qualname__,
         "__doc__": host.__doc__,
-        "__reduce_ex__": _reduce,
+        "__reduce_ex__": lambda self, protocol: reduced(self, lensed_class),
         "register_parameter": _register_parameter,
         "hfpatch_host": host,
     }
@@ -304,31 +312,16 @@ def _register_parameter(self: Any, name: str, parameter: nn.Parameter | None) ->
     host.register_parameter(self, name, parameter)
 
 
-def _reduce(self: nn.Module, protocol: Any) -> tuple:
-    return _rebuild, (host_class(type(self)),), self.__dict__
+def reduced(module: nn.Module, make: Callable[[Any], type]) -> tuple:
+    """What `__reduce_ex__` returns of a module whose class `make` generated from a host class, as it will again."""
+    return _empty, (make, host_class(type(module))), module.__dict__
 
 
-def _rebuild(host: type[nn.Module]) -> nn.Module:
-    cls = lensed_class(host)
+def _empty(make: Callable[[Any], type], host: type) -> nn.Module:
+    cls: Any = make(host)
     return cls.__new__(cls)
 
 
 def host_class(cls: type) -> type:
     """The host class of a class that hfpatch generated (here or in checkpoint/classes.py); else the class itself."""
     return getattr(cls, "hfpatch_host", cls)
-
-
-def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The same as `list(model.named_modules())`, but faster: opening a checkpoint needs it a dozen times."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[nn.Module] = set()
-    waiting = [("", model)]
-    while waiting:
-        name, module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        found.append((name, module))
-        prefix = f"{name}." if name else ""
-        waiting += [(prefix + child, one) for child, one in reversed(module._modules.items()) if one is not None]
-    return found

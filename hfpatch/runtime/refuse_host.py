@@ -104,26 +104,20 @@ def released(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where}: {ENTRY} in its patch record is no object of at most {_MOST} settings.")
     released = copy.deepcopy(dict(stored))
     released[KEY].pop(ENTRY, None)
-    for path, value in kept.items():
-        *parents, name = path.split(".")
-        settings = _at(released, tuple(parents))
-        if settings is not None and _is_sentence(settings.get(name)):
-            settings[name] = value
-    if lost := [name for name, value in _settings(released) if _is_sentence(value)]:
-        raise CheckpointError(f"{where}: its patch record lacks the value of {lost[0]}, so it can't be opened.")
+    for path, settings, name in list(_sentences(released)):
+        if path not in kept:
+            raise CheckpointError(f"{where}: its patch record lacks the value of {path}, so it can't be opened.")
+        settings[name] = kept[path]
     return released
 
 
-def _settings(stored: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings of a config and of its parts, with their dotted names."""
-    for name, value in stored.items():
-        yield f"{start}{name}", value
-        if isinstance(value, Mapping):
-            yield from _settings(value, f"{start}{name}.")
-
-
-def _is_sentence(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith(_PREFIX)
+def _sentences(settings: dict[str, Any], start: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Where a sentence stands in a config or one of its parts: its dotted name, the part's settings, its name there."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _sentences(value, f"{start}{name}.")
+        elif isinstance(value, str) and value.startswith(_PREFIX):
+            yield f"{start}{name}", settings, name
 
 
 def _is_setting(item: tuple[Any, Any]) -> bool:

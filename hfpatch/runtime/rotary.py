@@ -12,8 +12,6 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 ORIGINAL = "original_max_position_embeddings"
-
-
 ADAPTIVE = ("dynamic", "longrope")  # scaling types whose frequencies depend on the input's length
 
 
@@ -67,9 +65,31 @@ class RotaryEmbedding(nn.Module):
         frequencies, self.attention_scaling = self._scaled_frequencies()
         return frequencies
 
-    def _scaled_frequencies(self, length: int | None = None) -> tuple[Tensor, float]:
-        settings = self.head_dim, self.theta, self.partial, self.axes, self.scaling, self.length
-        return frequencies_of(*settings, of_input=length)
+    def _scaled_frequencies(self, input_length: int | None = None) -> tuple[Tensor, float]:
+        """Frequencies of one axis (pairs / axes,) in float32 on the CPU, and the factor on cos and sin.
+
+        On the CPU whatever the default device is: it is the meta device while a model loads. The input's length counts
+        for scaling rules that depend on it.
+        """
+        scaling = self.scaling
+        if scaling is None or scaling["rope_type"] == "default":
+            dim = self.rotary_dim // self.axes
+            exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").to(dtype=torch.float) / dim
+            return 1.0 / self.theta**exponents, 1.0
+        config = PreTrainedConfig()
+        config.hidden_size, config.num_attention_heads, config.head_dim = self.head_dim, 1, self.head_dim
+        longer = 1.0 if scaling["rope_type"] == "dynamic" else scaling.get("factor", 1.0)
+        config.max_position_embeddings = int(self.length * longer)
+        config.rope_parameters = {
+            ORIGINAL: self.length,
+            **scaling,
+            "rope_theta": self.theta,
+            # + 0.5 since transformers truncates the product
+            "partial_rotary_factor": (self.rotary_dim + 0.5) / self.head_dim,
+        }
+        with torch.device("cpu"):
+            frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, None, seq_len=input_length)
+        return frequencies.float(), float(factor)
 
     def reset(self) -> None:
         """Compute the buffer again, on its device; needed after a model was loaded or moved."""
@@ -165,43 +185,6 @@ def rotary_dim(head_dim: int, partial: float, axes: int) -> int:
     """Number of channels of a head that are rotated; with several axes a multiple of 2 * axes."""
     channels = int(head_dim * partial + 1e-6)
     return channels if axes == 1 else channels - channels % (2 * axes)
-
-
-def frequencies_of(
-    head_dim: int,
-    theta: float,
-    partial: float,
-    axes: int,
-    scaling: dict[str, Any] | None,
-    length: int,
-    of_input: int | None = None,
-) -> tuple[Tensor, float]:
-    """Frequencies of one axis (pairs / axes,) in float32 on the CPU, and the factor on cos and sin.
-
-    On the CPU whatever the default device is: it is the meta device while a model loads.
-
-    Args:
-        head_dim, theta, partial, axes, scaling, length: as in `RotaryEmbedding`.
-        of_input: length of the input, for scaling rules that depend on it.
-    """
-    rotated = rotary_dim(head_dim, partial, axes)
-    if scaling is None or scaling["rope_type"] == "default":
-        dim = rotated // axes
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").to(dtype=torch.float) / dim
-        return 1.0 / theta**exponents, 1.0
-    config = PreTrainedConfig()
-    config.hidden_size, config.num_attention_heads, config.head_dim = head_dim, 1, head_dim
-    longer = 1.0 if scaling["rope_type"] == "dynamic" else scaling.get("factor", 1.0)
-    config.max_position_embeddings = int(length * longer)
-    config.rope_parameters = {
-        ORIGINAL: length,
-        **scaling,
-        "rope_theta": theta,
-        "partial_rotary_factor": (rotated + 0.5) / head_dim,  # + 0.5 since transformers truncates the product
-    }
-    with torch.device("cpu"):
-        frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, None, seq_len=of_input)
-    return frequencies.float(), float(factor)
 
 
 def described(

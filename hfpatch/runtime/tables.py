@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .lens import CENTRED, LENS, View, host_class, once_per_class
+from .lens import CENTRED, LENS, Indexed, View, host_class, reduced
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,17 @@ class ComputedPositions(nn.Embedding):
 
     @classmethod
     def replacing(cls, old: nn.Module | None, parent: nn.Module, rule: Any, first: int) -> ComputedPositions:
-        """What takes the place of a table."""
+        """What takes the place of a table; settings of the host's class are kept."""
         assert isinstance(old, nn.Embedding)
-        return computed(old, rule, first)
+        generated = computed_class(host_class(type(old)))
+        new = generated.__new__(generated)
+        nn.Module.__init__(new)
+        own = {name: value for name, value in vars(old).items() if name not in {*vars(new), LENS, CENTRED}}
+        vars(new).update(own, rule=rule, first=first)
+        new.register_buffer("weight", old.weight.detach(), persistent=False)
+        if not old.weight.is_meta:
+            new.reset()
+        return new
 
     @property
     def hfpatch_note(self) -> str:
@@ -92,27 +101,14 @@ class ComputedPositions(nn.Embedding):
         return f"{self.rule}, {self.embedding_dim}"
 
 
-class RowsByIndex:
-    """Stand-in for a table that its host indexes as `table[index]`; a function of the index returns the rows."""
-
-    def __init__(self, table: Tensor, rows: Callable[[Any], Tensor]):
-        self.table, self.rows = table, rows
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.rows(index)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["table"], name)
-
-
-@once_per_class
+@functools.cache
 def computed_class(host: type[nn.Embedding]) -> type[ComputedPositions]:
     """The class of a computed table in the place of one of class `host`, whose forward still says which rows."""
     body: dict[str, Any] = {
         "__module__": host.__module__,
         "__qualname__": host.__qualname__,
         "__doc__": host.__doc__,
-        "__reduce_ex__": _reduce,
+        "__reduce_ex__": lambda self, protocol: reduced(self, computed_class),
         "hfpatch_host": host,
     }
     if host is nn.Embedding:
@@ -121,30 +117,8 @@ def computed_class(host: type[nn.Embedding]) -> type[ComputedPositions]:
         host_forward = host.forward
 
         def forward(self: ComputedPositions, *args: Any, **kwargs: Any) -> Tensor:
-            stand_in: Any = View(self, {"weight": RowsByIndex(self.weight, self.rows)})
+            stand_in: Any = View(self, {"weight": Indexed(self.weight, self.rows)})
             return host_forward(stand_in, *args, **kwargs)
 
         body["forward"] = forward
     return type(host.__name__, (host, ComputedPositions), body)
-
-
-def _reduce(self: nn.Module, protocol: Any) -> tuple:
-    return _rebuild, (host_class(type(self)),), self.__dict__
-
-
-def _rebuild(host: type[nn.Embedding]) -> nn.Module:
-    cls = computed_class(host)
-    return cls.__new__(cls)
-
-
-def computed(table: nn.Embedding, rule: Any, first: int) -> ComputedPositions:
-    """What takes the place of a table when its rows are to be computed; settings of the host's class are kept."""
-    cls = computed_class(host_class(type(table)))
-    new = cls.__new__(cls)
-    nn.Module.__init__(new)
-    own = {name: value for name, value in vars(table).items() if name not in vars(new) and name not in (LENS, CENTRED)}
-    vars(new).update(own, rule=rule, first=first)
-    new.register_buffer("weight", table.weight.detach(), persistent=False)
-    if not table.weight.is_meta:
-        new.reset()
-    return new

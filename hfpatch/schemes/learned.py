@@ -74,12 +74,7 @@ class Learned(Position):
         Raises:
             OptionError: the method is one for grids alone.
         """
-        if self.method is not None and self.method not in METHODS:
-            raise OptionError(
-                f"Learned: method {self.method!r} is for grids of patches; a sequence's table takes "
-                f"{', '.join(METHODS)}."
-            )
-        return self.method or METHODS[0]
+        return self._method_of(METHODS, "grids of patches; a sequence's table") or METHODS[0]
 
     def grid_method(self, usual: str = "bicubic") -> str:
         """The method that resizes a table on a grid; `usual` if None was passed.
@@ -87,11 +82,12 @@ class Learned(Position):
         Raises:
             OptionError: the method is one for sequences alone.
         """
-        if self.method is not None and self.method not in GRID_METHODS:
-            raise OptionError(
-                f"Learned: method {self.method!r} is for sequences; a grid of patches takes {', '.join(GRID_METHODS)}."
-            )
-        return self.method or usual
+        return self._method_of(GRID_METHODS, "sequences; a grid of patches") or usual
+
+    def _method_of(self, known: tuple[str, ...], kinds: str) -> str | None:
+        if self.method is not None and self.method not in known:
+            raise OptionError(f"Learned: method {self.method!r} is for {kinds} takes {', '.join(known)}.")
+        return self.method
 
     def loss(self, old: int) -> str | None:
         """What resizing a table of `old` positions doesn't preserve; None if every position keeps its row."""

@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.registry import NORMS, Registry
 from ..core.scheme import Scheme, require_number
@@ -77,20 +77,6 @@ class Norm(Scheme):
         if kind not in (self.name, "prms"):
             arguments["kind"] = self.name
         return Call.of(self.module_class(), **arguments, **self.module_options())
-
-    def build(
-        self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor
-    ) -> AffineNorm:
-        """The module that replaces a norm.
-
-        Args:
-            facts: what the replaced norm computes.
-            gain, shift: its Parameters; the new module holds these same objects.
-            like: a tensor whose dtype and device new parameters take.
-        """
-        facts = self.remaining_facts(facts)
-        gain, shift = (one if name else None for one, name in ((gain, facts.gain), (shift, facts.shift)))
-        return self.module_class()(facts, gain, shift, **self.module_options(), like=like)
 
     def reason_to_keep(self, facts: NormFacts) -> str | None:
         """Why a norm that matches the request stays as it is; None to replace it."""

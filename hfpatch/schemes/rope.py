@@ -16,14 +16,8 @@ from ..runtime.rotary import ADAPTIVE, ORIGINAL, AdaptiveRotaryEmbedding, Rotary
 from .positions import Position
 
 PAIRINGS = ("half", "interleaved")
-
-
 FACTOR_BY_LENGTH = ("linear", "dynamic", "yarn", "longrope")  # whose factor is the new length over the old one
-
-
 PAPER: dict[str, Any] = {"theta": 10_000.0, "partial": 1.0, "pairing": "half", "axes": 1}
-
-
 # what each type of scaling needs, and what it takes besides
 SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -37,11 +31,7 @@ SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (ORIGINAL,)),
     "proportional": ((), ("factor",)),
 }
-
-
 SCALING_OPTIONS = {"rope_type"}.union(*(names for options in SCALINGS.values() for names in options))
-
-
 THETA_OF_A_GRID = 100.0  # Heo et al. 2024 and DINOv3, as grids have few positions
 
 

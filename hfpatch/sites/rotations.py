@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..runtime.host_rotary import ROPE_SETTINGS_PATH, Unrotated, with_settings
-from ..runtime.lens import host_class, lens_of, named_modules
+from ..runtime.lens import host_class, lens_of
 
 Path = tuple[str, ...]
 
@@ -100,7 +100,7 @@ class NativeRotation:
 def find_rotations(model: nn.Module) -> list[NativeRotation]:
     """Every rotation of the model that follows transformers' convention."""
     found, paths = [], config_paths(getattr(model, "config", None))
-    for holder_name, holder in named_modules(model):
+    for holder_name, holder in model.named_modules():
         for attribute, module in holder._modules.items():
             config = module.__dict__.get("config") if module is not None else None
             parameters: Any = getattr(config, "rope_parameters", None)

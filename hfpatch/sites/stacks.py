@@ -12,7 +12,6 @@ from ..core.registry import ARCHITECTURES, by_class
 from ..runtime.constants import ConstantPositions, NoPositions, rows_of
 from ..runtime.edits import modules_at
 from ..runtime.errors import UnsupportedError
-from ..runtime.lens import named_modules
 from .records.record import Stack
 
 REMOVED_ROWS = "_hfpatch_removed_rows"  # of the module that held what a patch took out without a module in its place
@@ -88,7 +87,7 @@ def find_stacks(model: nn.Module, records: Mapping[str, Stack] | None = None) ->
     """
     tables = {stack.owner: stack for record in ARCHITECTURES.values() for stack in record.stacks}
     found = []
-    for name, module in named_modules(model):
+    for name, module in model.named_modules():
         stack = by_class(tables if records is None else records, module)
         if stack is None:
             continue
@@ -139,7 +138,7 @@ def names_of(stack: Stack) -> tuple[str, ...]:
 def matching(owner: nn.Module, glob: str) -> dict[str, nn.Module]:
     """The owner's modules at a glob, by their paths, in the order of the model's modules."""
     found = {name: chain[-1] for one in glob.split(" | ") for name, chain in modules_at(owner, one)}
-    return {name: module for name, module in named_modules(owner) if name in found} if " | " in glob else found
+    return {name: module for name, module in owner.named_modules() if name in found} if " | " in glob else found
 
 
 def max_positions(item: FoundStack) -> int:

@@ -8,7 +8,6 @@ from ..core.globs import Names
 from ..core.plan_table import Change, Row
 from ..core.registry import by_class
 from ..runtime.errors import UnsupportedError
-from ..runtime.lens import named_modules
 from ..schemes.positions import Position
 from ..schemes.request import Part
 from ..sites.records.biases import KEPT_BIAS_PARTS, KEPT_BIASES
@@ -60,7 +59,7 @@ def other_biases(model: nn.Module, found: list[FoundStack], biases: list[FoundSt
     owned = {id(inner) for item in biases for inner in item.owner.modules()}
     changed = owned | {id(inner) for item in found for inner in item.owner.modules()}
     rows = []
-    for name, module in named_modules(model):
+    for name, module in model.named_modules():
         reason = by_class(KEPT_BIASES, module)
         if reason is None and id(module) not in owned:
             parts = (*module._modules, *module._parameters, *module._buffers)

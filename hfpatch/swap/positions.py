@@ -13,7 +13,6 @@ from ..core.globs import Names
 from ..core.plan_table import Change, Row
 from ..core.registry import ARCHITECTURES, by_class
 from ..runtime.errors import UnsupportedError
-from ..runtime.lens import named_modules
 from ..schemes.request import Part
 from ..sites.records.biases import BIASES
 from ..sites.records.record import Stack
@@ -65,7 +64,7 @@ def affected_stacks(model: nn.Module, part: Part, records: Mapping[str, Stack] |
 def _refused(model: nn.Module) -> dict[str, str]:
     """Names of modules whose positions stay, and why."""
     reasons = {}
-    for name, module in named_modules(model):
+    for name, module in model.named_modules():
         reason = by_class(REFUSED, module)
         if reason is not None:
             reasons[name or type(module).__name__] = reason

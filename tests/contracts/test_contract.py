@@ -3,10 +3,8 @@ was broken on purpose must fail."""
 
 from __future__ import annotations
 
-import copy
 import json
 import random
-from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from position_checks import difference, generated
+from position_checks import changed_positions, difference, require_the_same_with_checkpointing
 from position_families import FAMILIES, inputs, logits, make
 from sampled import sampled, slow_but
 from tiny_models import COPIES, patch, require_a_model_of_its_own
 from transformers import AutoModelForCausalLM
 
 from hfpatch.checkpoint.classes import patched_model_class
-from hfpatch.core.registry import NORMS, POSITIONS
+from hfpatch.core.registry import MLPS, NORMS, POSITIONS
 from hfpatch.runtime import qk_layouts
 from hfpatch.runtime.attention import ROTARY
 from hfpatch.runtime.errors import CheckpointError
@@ -30,13 +28,13 @@ from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.positions import Position
 
 ALL = sorted(FAMILIES)
-DECODERS = [name for name in ALL if FAMILIES[name].decodes]
 EVERYWHERE = [name for name in NORMS if name != "batch"]  # test_batch.py has the others
 SPELLED = {"learned": "learned:max_positions=128"}  # four times the families' own
 SCHEMES = [SPELLED.get(name, name) for name in POSITIONS]
 REQUESTS = (
     [{"norm": name} for name in EVERYWHERE] + [{"pos": name} for name in SCHEMES] + [{"norm": "rms", "pos": "rope"}]
 )
+REQUESTS += [{"mlp": name} for name in MLPS] + [{"norm": "dyt", "pos": "nope", "mlp": "geglu", "init": "reset"}]
 
 
 def patched(name: str, seed: int = 0, **request: Any) -> Any:
@@ -58,30 +56,10 @@ every_request = pytest.mark.parametrize("request_", REQUESTS, ids=request_id)
 every_family = pytest.mark.parametrize("name", ALL)
 
 
-def of_gpt2(families: Iterable[str], requests: Iterable[Any]) -> Any:
-    """Each request with each family, all but GPT-2's as slow tests."""
-    cases = list(product(families, requests))
-    chosen = [(name, request) for name, request in cases if name == "gpt2"]
-    return pytest.mark.parametrize(("name", "request_"), slow_but(cases, chosen), ids=case_id)
-
-
-def with_positions(model: Any, change: Any, stack: str = "") -> list[Any]:
-    """Hooks that change the positions which every rotation (of one stack) sees."""
-    return [
-        module.register_forward_pre_hook(lambda _, args: (change(args[0]),))
-        for module_name, module in model.named_modules()
-        if module_name.endswith(ROTARY) and stack in module_name
-    ]
-
-
 def changed_logits(model: Any, given: dict, change: Any, stack: str = "") -> torch.Tensor:
-    hooks = with_positions(model, change, stack)
-    assert hooks, "no rotation to change"
-    try:
+    """Logits when every rotation (of one stack) sees changed positions."""
+    with changed_positions(model, change, below=stack):
         return logits(model, given)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 # --- shift and active -------------------------------------------------------------------------------------------
@@ -152,46 +130,16 @@ def test_attention_backends_agree(name: str) -> None:
     assert difference(changed_logits(model, given, torch.zeros_like), expected) >= 1e-2, "eager isn't rotated"
 
 
-# --- decoding ---------------------------------------------------------------------------------------------------
-
-
-def prompt(name: str) -> dict[str, torch.Tensor]:
-    given = inputs(name)
-    if FAMILIES[name].kind == "text":
-        return {"input_ids": given["input_ids"], "attention_mask": torch.ones_like(given["input_ids"])}
-    given.pop("decoder_input_ids")
-    return given
-
-
-@of_gpt2(DECODERS, REQUESTS)
-def test_cached_equals_uncached(name: str, request_: dict) -> None:
-    model = patched(name, **request_)
-    plain = generated(model, prompt(name), pad_token_id=0, use_cache=False)
-    assert difference(generated(model, prompt(name), pad_token_id=0, use_cache=True), plain) <= 1e-4
-
-
 # --- training ---------------------------------------------------------------------------------------------------
-
-
-def gradients(model: Any, name: str, checkpointing: bool) -> dict[str, torch.Tensor]:
-    """Gradients of two forwards (of different lengths) before one backward."""
-    model = copy.deepcopy(model).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    lengths = {"image": (16, 32), "audio": (16, 8)}.get(FAMILIES[name].kind, (12, 7))
-    cache = {"use_cache": False} if FAMILIES[name].decodes else {}
-    outputs = [model(**inputs(name, length, seed=length), **cache).logits.square().mean() for length in lengths]
-    sum(outputs).backward()  # type: ignore[union-attr]
-    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
 
 @every_family
 @pytest.mark.parametrize("request_", [{"pos": "rope"}, {"norm": "dyt", "pos": "nope"}], ids=request_id)
 def test_gradient_checkpointing_changes_nothing(name: str, request_: dict) -> None:
-    model = patched(name, **request_)
-    plain, checkpointed = gradients(model, name, False), gradients(model, name, True)
-    assert plain.keys() == checkpointed.keys()
-    assert all(torch.equal(plain[key], checkpointed[key]) for key in plain)
+    lengths = {"image": (16, 32), "audio": (16, 8)}.get(FAMILIES[name].kind, (12, 7))
+    cache = {"use_cache": False} if FAMILIES[name].decodes else {}
+    given = [inputs(name, length, seed=length) | cache for length in lengths]
+    require_the_same_with_checkpointing(patched(name, **request_), given)
 
 
 def test_control_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,9 +150,8 @@ def test_control_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None
         return real(self, x * self.calls, phases)
 
     monkeypatch.setattr(RotaryEmbedding, "rotate", keeps_state)
-    model = patched("gpt2", pos="rope")
-    plain, checkpointed = gradients(model, "gpt2", False), gradients(model, "gpt2", True)
-    assert not all(torch.equal(plain[key], checkpointed[key]) for key in plain)
+    with pytest.raises(AssertionError):
+        require_the_same_with_checkpointing(patched("gpt2", pos="rope"), [inputs("gpt2") | {"use_cache": False}])
 
 
 def forward_and_backward(model: Any, run: Any, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -220,19 +167,15 @@ COMPILED = [(name, request_) for name in ALL for request_ in REQUESTS]
 COMPILED = random.Random(0).sample(COMPILED, len(COMPILED))
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize(("name", "request_"), COMPILED, ids=case_id)
-def test_compiles_without_graph_breaks_for_all(name: str, request_: dict) -> None:
-    compiles_without_graph_breaks(name, request_)
+SAMPLE = sampled(COMPILED, 25)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "request_"), sampled(COMPILED, 25), ids=case_id)
+@pytest.mark.parametrize(
+    ("name", "request_"),
+    [pytest.param(*one, marks=pytest.mark.slow if one in SAMPLE else pytest.mark.sweep) for one in COMPILED],
+    ids=case_id,
+)
 def test_compiles_without_graph_breaks(name: str, request_: dict) -> None:
-    compiles_without_graph_breaks(name, request_)
-
-
-def compiles_without_graph_breaks(name: str, request_: dict) -> None:
     """One graph, of which outputs and gradients are the eager model's. In float64, where rounding hides nothing."""
     torch._dynamo.reset()
     model = patched(name, **request_).double()
@@ -398,7 +341,7 @@ def test_control_save_and_load(tmp_path: Path) -> None:
     assert difference(logits(loaded, given), logits(model, given)) > 1e-2
 
 
-@pytest.mark.parametrize(("name", "how"), slow_but(product(ALL, sorted(COPIES)), 10))
-def test_copies(name: str, how: str) -> None:
-    model, given = patched(name, norm="dyt", pos="rope"), inputs(name)
+@pytest.mark.parametrize(("name", "request_", "how"), slow_but(product(ALL, REQUESTS, COPIES), 15), ids=case_id)
+def test_copies(name: str, request_: dict, how: str) -> None:
+    model, given = patched(name, **request_), inputs(name)
     require_a_model_of_its_own(COPIES[how](model), model, lambda one: logits(one, given))

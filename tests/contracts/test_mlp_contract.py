@@ -1,5 +1,5 @@
-"""The contract of every MLP scheme on many families. Each check has a control: on something that was broken on purpose
-it must fail."""
+"""What MLP schemes promise besides what every scheme does (see test_contract.py), on many families. Each check has a
+control: on something that was broken on purpose it must fail."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ import zoo
 from sampled import slow_but
 from tiny_models import (
     CONFIGS,
-    COPIES,
+    RECORDED,
     changes,
     difference,
     fingerprint,
     inputs,
-    load,
     outputs,
     patch,
     registered,
     reload,
-    require_a_model_of_its_own,
     tiny,
     without_outcomes,
 )
@@ -40,36 +38,23 @@ from hfpatch.runtime.gated import GatedActivation, GatedLinear
 from hfpatch.schemes.mlps import MLP, SCALES, SwiGLU
 from hfpatch.sites.mlps import find_mlps
 
-# family -> (head, the activation's kind)
-FAMILIES = {
-    "gpt2": ("AutoModelForCausalLM", "gelu"),
-    "bert": ("AutoModelForMaskedLM", "gelu"),
-    "opt": ("AutoModelForCausalLM", "relu"),
-    "vit": ("AutoModelForImageClassification", "gelu"),
-    "roberta": ("AutoModelForMaskedLM", "gelu"),
-    "bart": ("AutoModelForSeq2SeqLM", "gelu"),
-    "whisper": ("AutoModel", "gelu"),
-    "distilbert": ("AutoModel", "gelu"),
-    "albert": ("AutoModel", "gelu"),
-    "t5": ("AutoModel", "relu"),
-    # of tests/support/zoo.py
-    "clip": (None, "quick_gelu"),
-    "gptj": (None, "gelu"),
-    "timesformer": (None, "gelu"),
-    "wav2vec2": (None, "gelu"),
-    "falcon": (None, "gelu"),
+KINDS = {  # activation -> families; those that tiny_models hasn't are of zoo.py
+    "gelu": "gpt2 bert vit roberta bart whisper distilbert albert gptj timesformer wav2vec2 falcon",
+    "relu": "opt t5",
+    "quick_gelu": "clip",
 }
-SIX = ("gpt2", "bert", "opt", "vit", "roberta", "bart")
+FAMILIES = {family: kind for kind, families in KINDS.items() for family in families.split()}
+HEADS = {"gpt2": "CausalLM", "opt": "CausalLM", "bart": "Seq2SeqLM", "vit": "ImageClassification"}
+HEADS |= dict.fromkeys(("bert", "roberta"), "MaskedLM")
 EXACT = {("geglu", "gelu"), ("swiglu", "quick_gelu"), ("reglu", "relu")}
-every_family = pytest.mark.parametrize("family", FAMILIES)
 EVERY = list(product(FAMILIES, MLPS))
-six = pytest.mark.parametrize("family", SIX)
+six = pytest.mark.parametrize("family", HEADS)
 
 
 @cache
 def _made(family: str) -> tuple[Any, dict[str, Any]]:
     if family in CONFIGS:
-        model: Any = tiny(family, FAMILIES[family][0] or "AutoModel")
+        model: Any = tiny(family, f"AutoModelFor{HEADS[family]}" if family in HEADS else "AutoModel")
         return model, inputs(model)
     return zoo.tiny(family)
 
@@ -109,47 +94,28 @@ def test_the_start_is_what_the_plan_says(family: str, scheme: str) -> None:
     model, given = make(family)
     before = answer(model, given)
     plan = plan_patch(model, mlp=scheme)
-    exact = (scheme, FAMILIES[family][1]) in EXACT
+    exact = (scheme, FAMILIES[family]) in EXACT
     assert all((row.loss is None) == exact for row in plan.rows if row.becomes)
-    patch(model, mlp=scheme)
-    assert len(gated(model)) == sum(row.becomes is not None for row in plan.rows) > 0
+    assert len(gated(patch(model, mlp=scheme))) == sum(row.becomes is not None for row in plan.rows) > 0
     assert not any(isinstance(module, GatedLinear) for name, module in model.named_modules() if "head" in name)
     error = relative(answer(model, given), before)
     assert error <= 1e-12 if exact else error > 1e-6
-
-
-def first_activation(model: nn.Module, given: dict[str, Any]) -> Tensor:
-    """What the first of a model's activations gives."""
-    seen: list[Tensor] = []
-    ours = [module for module in model.modules() if isinstance(module, GatedActivation)]
-    act: Any = ours[0] if ours else find_mlps(model)[0].act
-    hook = act.register_forward_hook(lambda module, args, output: seen.append(output))
-    answer(model, given)
-    hook.remove()
-    return seen[0]
+    start = MLPS[scheme]().start(find_mlps(make(family)[0])[0].act)
+    assert activation_error(family, scheme) <= start.error + 1e-6  # between the points where it was measured
 
 
 def activation_error(family: str, scheme: str) -> float:
+    """How much a patch changes at most in what the first of a model's activations gives."""
     model, given = make(family)
-    before = first_activation(model, given)
-    return float((first_activation(patch(model, mlp=scheme), given) - before).abs().max())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "scheme"),
-    [
-        *((family, "swiglu") for family in FAMILIES),
-        *((f, s) for f in ("gpt2", "opt", "clip") for s in ("geglu", "reglu")),
-    ],
-)
-def test_each_activation_is_as_near_as_the_plan_says(family: str, scheme: str) -> None:
-    model, _ = make(family)
-    site = find_mlps(model)[0]
-    start = MLPS[scheme]().start(site.act)
-    assert activation_error(family, scheme) <= start.error + 1e-6  # between the points where it was measured
-    if scheme == "swiglu" and FAMILIES[family][1] == "gelu":
-        assert 0.015 < start.error <= 0.0203
+    seen: list[Tensor] = []
+    for _ in range(2):
+        ours = [module for module in model.modules() if isinstance(module, GatedActivation)]
+        act: Any = ours[0] if ours else find_mlps(model)[0].act
+        hook = act.register_forward_hook(lambda module, args, output: seen.append(output))
+        answer(model, given)
+        hook.remove()
+        patch(model, mlp=scheme)
+    return float((seen[1] - seen[0]).abs().max())
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "clip"])
@@ -191,22 +157,6 @@ def test_every_part_is_active_and_trained(family: str, scheme: str) -> None:
     assert site.kind == scheme
 
 
-@six
-def test_training_moves_the_up_projection_away_from_zero(family: str) -> None:
-    model, given = patched(family, torch.float32, mlp="swiglu")
-    target = torch.randn(answer(model, given).shape, generator=torch.Generator().manual_seed(0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(6):
-        result = next(value for value in model(**given).values() if isinstance(value, Tensor) and value.requires_grad)
-        losses.append((result - target).square().mean())
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < losses[0]
-    assert all(linear.up.weight.abs().max() > 1e-3 for linear in gated(model))
-
-
 # --- fresh weights ----------------------------------------------------------------------------------------------
 
 
@@ -214,29 +164,18 @@ def test_training_moves_the_up_projection_away_from_zero(family: str) -> None:
 def test_fresh_weights_have_two_thirds_of_the_channels(family: str) -> None:
     model, given = make(family)
     sites = [site for site in find_mlps(model) if site.reason is None]
-    old = sum(
-        model.get_submodule(site.name).weight.numel() + model.get_submodule(site.last).weight.numel() for site in sites
-    )
     before = answer(model, given)
     patch(model, mlp="swiglu", init="reset")
-    new = 0
     for site, linear in zip(sites, gated(model), strict=True):
-        last, d_ff = model.get_submodule(site.last), site.sizes[1]
         width = linear.gate.weight.numel() // site.sizes[0]
         assert width % 8 == 0
-        assert 0 <= width - 2 / 3 * d_ff < 8
+        assert 0 <= width - 2 / 3 * site.sizes[1] < 8
+        assert model.get_submodule(site.last).weight.numel() == width * site.sizes[0]
         assert linear.up.weight.shape == linear.gate.weight.shape
         assert (linear.up.bias is None) == (linear.gate.bias is None)
-        new += sum(module.weight.numel() for module in (linear.gate, linear.up, last))
         assert linear.gate.weight.std().item() == pytest.approx(linear.up.weight.std().item(), rel=0.2)
         assert not torch.equal(linear.gate.weight, linear.up.weight)
-    assert new == pytest.approx(old, rel=0.26)  # 8 of few channels are many; see the next test
     assert relative(answer(model, given), before) > 1e-3
-
-
-def test_two_thirds_of_real_sizes_is_an_equal_number_of_weights() -> None:
-    for d, d_ff in ((768, 3072), (1024, 4096), (2560, 10240), (1152, 4304)):
-        assert 3 * d * SwiGLU().settled("reset").width(d_ff) == pytest.approx(2 * d * d_ff, rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -270,54 +209,33 @@ def test_init_weights_leaves_patched_mlps_alone(init: str) -> None:
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
 
 
-@pytest.mark.parametrize("scheme", ["swiglu:d_ff=40", "swiglu:ratio=0.5", "swiglu:bias=false", "geglu:d_ff=3"])
-@pytest.mark.parametrize("family", ["gpt2", "bert"])
-def test_options_of_fresh_weights(family: str, scheme: str, tmp_path: Path) -> None:
-    model, given = make(family, torch.float32)
-    site = find_mlps(model)[0]
-    patch(model, mlp=scheme, init="reset")
-    linear, last = gated(model)[0], model.get_submodule(site.last)
-    d_ff = {"gpt2": 128, "bert": 48}[family]
-    width = {"40": 40, "0.5": d_ff // 2, "false": {128: 88, 48: 32}[d_ff], "3": 3}[scheme.partition("=")[2]]
-    assert linear.up.weight.numel() == linear.gate.weight.numel() == last.weight.numel() == 32 * width
+@pytest.mark.parametrize(
+    ("scheme", "width"),
+    [("swiglu:d_ff=40", 40), ("swiglu:ratio=0.5", 64), ("swiglu:bias=false", 88), ("geglu:d_ff=3", 3)],
+)
+def test_options_of_fresh_weights(scheme: str, width: int) -> None:
+    model = patch(tiny("gpt2"), mlp=scheme, init="reset")
+    linear, last = gated(model)[0], model.h[0].mlp.c_proj
     for module in (linear.up, linear.gate, last):
+        assert module.weight.numel() == 32 * width
         assert (module.bias is None) == ("false" in scheme)
-    model.save_pretrained(tmp_path)
-    again = patched_model_class(type(make(family)[0])).from_pretrained(tmp_path).eval()
-    assert torch.equal(answer(again, given), answer(model, given))
 
 
 # --- checkpoints and copies -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@every_family
-@pytest.mark.parametrize(("scheme", "init"), [("swiglu", "auto"), ("geglu", "reset")])
-def test_save_and_load(family: str, scheme: str, init: str, tmp_path: Path) -> None:
-    model, given = patched(family, torch.float32, mlp=scheme, init=init)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in RECORDED])  # test_contract.py has these
+@pytest.mark.parametrize("init", ["auto", "reset"])
+def test_save_and_load(family: str, init: str, tmp_path: Path) -> None:
+    model, given = patched(family, torch.float32, mlp="swiglu", init=init)
     model.save_pretrained(tmp_path)
     loaded = patched_model_class(type(make(family)[0])).from_pretrained(tmp_path).eval()
-    assert loaded.state_dict().keys() == model.state_dict().keys()
-    for name, value in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), name
     for parameter in loaded.parameters():
         parameter.data = parameter.data.clone()  # mapped from a file it may lie unaligned
     assert torch.equal(answer(loaded, given), answer(model, given))
     if family != "t5":  # whose halves hold copies of the config, the record included
-        assert plan_patch(loaded, mlp=scheme, init=init).empty
-
-
-@pytest.mark.parametrize(("family", "init"), [("gpt2", "reset"), ("opt", "auto")])
-def test_loading_options(family: str, init: str, tmp_path: Path) -> None:
-    model = patch(tiny(family), mlp="swiglu", init=init)
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    for options in ({}, {"device_map": "cpu"}, {"device_map": "auto"}, {"low_cpu_mem_usage": True}):
-        assert difference(load(tmp_path, **options), model) == 0
-    for dtype in (torch.bfloat16, torch.float64):
-        again = load(tmp_path, dtype=dtype)
-        assert {parameter.dtype for parameter in again.parameters()} == {dtype}
-        assert difference(again, copy.deepcopy(model).to(dtype), **inputs(model)) == 0
+        assert plan_patch(loaded, mlp="swiglu", init=init).empty
 
 
 def test_keys_are_not_the_hosts() -> None:
@@ -341,24 +259,11 @@ def test_from_config_builds_a_patched_model(init: str) -> None:
     assert all(value.isfinite().all() for value in outputs(fresh))
 
 
-def test_the_base_loads_from_a_head_and_a_head_from_the_base(tmp_path: Path) -> None:
-    model = patch(tiny("bert", "AutoModelForMaskedLM"), mlp="swiglu", init="reset", only=["bert.encoder.layer.0.*"])
-    base = reload(model, tmp_path / "1")
-    assert len(gated(base)) == 1
-    given = inputs(base)
-    assert difference(outputs(base, **given)[:1], outputs(model.base_model, **given)[:1]) == 0
-    head = reload(base, tmp_path / "2", "AutoModelForMaskedLM")
-    assert difference(outputs(head.bert, **given)[:1], outputs(base, **given)[:1]) == 0
-
-
-class TanhGLU(MLP):
-    label = "TanhGLU"
-
-    def activation(self, replaced: Any) -> nn.Module:
-        return nn.Tanh()
-
-
 def test_a_scheme_of_ones_own(tmp_path: Path) -> None:
+    class TanhGLU(MLP):
+        def activation(self, replaced: Any) -> nn.Module:
+            return nn.Tanh()
+
     with registered(MLPS, "tanhglu", TanhGLU):
         model = patch(tiny("gpt2"), mlp="tanhglu", init="reset")
         assert type(model.h[0].mlp.act.act) is nn.Tanh
@@ -367,46 +272,16 @@ def test_a_scheme_of_ones_own(tmp_path: Path) -> None:
             plan_patch(tiny("gpt2"), mlp="tanhglu")
 
 
-@pytest.mark.parametrize(("family", "how"), slow_but(product(SIX, COPIES), 5))
-def test_copies(family: str, how: str) -> None:
-    model, given = patched(family, mlp="swiglu")
-    require_a_model_of_its_own(COPIES[how](model), model, lambda one: answer(one, given))
-
-
-# --- precision, compilation, adapters ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("family", "scheme", "init"),
-    slow_but([(f, *s) for f in SIX for s in (("swiglu", "auto"), ("geglu", "reset"), ("reglu", "auto"))], 5),
-)
-def test_bfloat16_runs(family: str, scheme: str, init: str) -> None:
-    model, given = patched(family, torch.float32, mlp=scheme, init=init)
-    expected = answer(model, given)
-    half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in given.items()}
-    out = answer(model.bfloat16(), half)
-    assert torch.nn.functional.cosine_similarity(out.flatten(), expected.flatten(), dim=0) > 0.98
+# --- precision, adapters ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "opt"])
 def test_a_half_precision_model_keeps_its_dtype_and_its_function(family: str) -> None:
     model, given = make(family, torch.bfloat16)
     before = answer(model, given)
-    exact = "reglu" if family == "opt" else "geglu"
-    patch(model, mlp=exact)
+    patch(model, mlp="reglu" if family == "opt" else "geglu")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert torch.equal(answer(model, given), before)
-
-
-@pytest.mark.slow
-@six
-def test_one_graph(family: str) -> None:
-    model, given = patched(family, torch.float32, mlp="swiglu", init="reset" if family in ("opt", "vit") else "auto")
-    given |= {"use_cache": False} if family == "bart" else {}  # a patched config is copied for its cache
-    expected = answer(model, given)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert relative(answer(compiled, given), expected) <= 1e-5
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -443,69 +318,41 @@ def test_the_order_of_patches_is_irrelevant(family: str) -> None:
         assert records[0] == records[1]
 
 
-@six
-def test_all_three_save_and_load(family: str, tmp_path: Path) -> None:
-    model, given = patched(family, torch.float32, norm="dyt", pos="nope", mlp="geglu", init="reset")
-    model.save_pretrained(tmp_path)
-    loaded = patched_model_class(type(make(family)[0])).from_pretrained(tmp_path).eval()
-    for parameter in loaded.parameters():
-        parameter.data = parameter.data.clone()
-    assert torch.equal(answer(loaded, given), answer(model, given))
+@pytest.mark.parametrize("init", ["auto", "reset"])
+def test_the_same_request_twice_changes_nothing_and_another_is_refused(init: str) -> None:
+    model = patch(tiny("bert"), mlp="swiglu", init=init)
+    before = fingerprint(model)
+    patch(model, mlp=SwiGLU(), init=init)
+    with pytest.raises(PatchError, match="swiglu"):
+        patch(model, mlp="geglu", init=init)
+    assert not changes(before, fingerprint(model))
 
 
-@six
-def test_the_same_request_twice_changes_nothing(family: str) -> None:
-    for init in ("auto", "reset"):
-        model = patch(tiny(family), mlp="swiglu", init=init)
-        before = fingerprint(model)
-        patch(model, mlp=SwiGLU(), init=init)
-        assert not changes(before, fingerprint(model))
-        with pytest.raises(PatchError, match="swiglu"):
-            patch(model, mlp="geglu", init=init)
-        assert not changes(before, fingerprint(model))
-
-
-@pytest.mark.parametrize(
-    ("family", "scheme", "init"),
-    slow_but([(f, *s) for f in SIX for s in (("swiglu", "auto"), ("geglu", "auto"), ("reglu", "reset"))], 7),
-)
+@pytest.mark.parametrize(("scheme", "init"), [("swiglu", "auto"), ("geglu", "auto"), ("reglu", "reset")])
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_an_optimizer_follows_the_parameters(family: str, scheme: str, init: str) -> None:
     """Weights stay with weights, biases with biases: only one of the groups decays."""
-    model, given = make(family, torch.float32)
+    model = tiny(family)
+    weights, others = ([p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    weights = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
     optimizer.step()
-    patch(model, mlp=scheme, init=init, optimizer=optimizer, reversible=True)
+    patch(model, mlp=scheme, init=init, optimizer=optimizer)
     groups = [{id(p) for p in group["params"]} for group in optimizer.param_groups]
-    for parameter in model.parameters():
-        assert [id(parameter) in group for group in groups] == [parameter.dim() > 1, parameter.dim() <= 1]
-    assert len(groups[0]) + len(groups[1]) == len(list(model.parameters()))
-    held = {id(p) for p in model.parameters()}
-    assert all(id(p) in held for p in optimizer.state)
-    if scheme == "geglu" and family != "opt":
+    assert groups == [{id(p) for p in model.parameters() if (p.dim() > 1) is wide} for wide in (True, False)]
+    assert {id(p) for p in optimizer.state} <= groups[0] | groups[1]
+    if scheme == "geglu":
         assert optimizer.state[gated(model)[0].gate.weight], "the gate is the old projection, with its state"
-    answer(model, given)
-    optimizer.step()
-    unpatch_model(model, optimizer=optimizer)
-    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
 
 
 def test_hooks_move_and_run_once() -> None:
     model, calls = tiny("gpt2"), []
     for name in ("c_fc", "act", "c_proj"):
         getattr(model.h[0].mlp, name).register_forward_hook(lambda module, args, output: calls.append(type(module)))
-    patch(model, mlp="geglu", init="auto")
+    patch(model, mlp="geglu")
     outputs(model)
     assert [kind.__name__ for kind in calls] == ["GatedLinear", "GatedActivation", "Conv1D"]
-    calls.clear()
-    model = tiny("gpt2")
-    model.h[0].mlp.c_proj.register_forward_hook(lambda module, args, output: calls.append(module))
-    patch(model, mlp="geglu", init="reset")
-    outputs(model)
-    assert calls == [model.h[0].mlp.c_proj]
 
 
 def test_frozen_projections_stay_frozen() -> None:

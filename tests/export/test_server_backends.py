@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from norm_kinds import swapped
 from server_backends import (
     BACKEND,
     SERVERS,
@@ -31,7 +32,6 @@ from hfpatch.runtime.lens import host_class
 from hfpatch.runtime.norms import RMSNorm, RMSNormExtended
 from hfpatch.runtime.partial_rms import PartialRMSNorm
 from hfpatch.schemes.norms import RMS
-from hfpatch.sites.norms import describe
 
 CAUSAL = "AutoModelForCausalLM"
 PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -112,10 +112,7 @@ def test_plans_of_parallel_servers_stay(family: str, tmp_path: Path) -> None:
 
 
 def norm(shift: bool, **options: Any) -> Any:
-    facts = describe(nn.LayerNorm(8, bias=shift))
-    assert facts is not None
-    old = nn.LayerNorm(8, bias=shift)
-    return RMS(**options).build(facts, old.weight, old.bias, torch.zeros(()))
+    return swapped(RMS(**options), nn.LayerNorm(8, bias=shift))
 
 
 def test_an_rms_norm_without_a_shift_is_known() -> None:

@@ -21,7 +21,7 @@ MORE = ["ctrl", "gpt_bigcode", "trocr"]  # tables in buffers, one key for all he
 CAUSAL = [name for name in RECORDED if any(stack.causal for stack in ARCHITECTURES[name].stacks)] + MORE
 TEXT = [name for name in CAUSAL if name != "whisper"]  # whose generate() is another
 ALONE = [name for name in TEXT if all(stack.causal for stack in ARCHITECTURES[name].stacks)]  # decoders without encoder
-POSITIONS = ("rope", "alibi", "sinusoidal")
+POSITIONS = ("rope", "alibi", "sinusoidal", "nope")
 WITH_A_CACHE = [(name, pos) for name in CAUSAL for pos in POSITIONS if pos == "rope" or name not in (*MORE, "mvp")]
 PADDED = [(*case, use_cache) for case in WITH_A_CACHE if case[0] in ALONE for use_cache in (True, False)]
 STEPS = {"max_new_tokens": 7, "min_new_tokens": 7, "forced_eos_token_id": None}
@@ -160,13 +160,8 @@ def test_encoders_that_decode(name: str) -> None:
     given = {"input_ids": torch.randint(3, 97, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
     plain = generated(model, given, use_cache=False)
     assert difference(generated(model, given), plain) <= 1e-4
-    assert (
-        difference(generated(model, given, num_beams=3), generated(model, given, num_beams=3, use_cache=False)) <= 1e-4
-    )
-
-
-def test_there_are_decoders_of_twelve_builds() -> None:
-    assert len(CAUSAL) >= 12
+    beams = generated(model, given, num_beams=3, use_cache=False)
+    assert difference(generated(model, given, num_beams=3), beams) <= 1e-4
 
 
 @pytest.mark.parametrize("name", slow_but(CAUSAL, 4))

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from position_checks import difference
-from tiny_models import patch
+from position_checks import changed_positions, difference, require_the_same_with_checkpointing, states
+from tiny_models import changes, fingerprint, patch
 from torch import Tensor
 from transformers import AutoModel
 
 from hfpatch.errors import OptionError
 from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.attention import ROTARY
 from hfpatch.runtime.errors import PositionError, UnsupportedError
 from hfpatch.runtime.grid import Grid
 from hfpatch.runtime.handing_down import HandedDown
 from hfpatch.runtime.lens import LENS
-from hfpatch.runtime.qk_layouts import Projections, with_turned_output
-from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.positions import Position
 from hfpatch.schemes.rope import RoPE
 
@@ -42,23 +40,10 @@ def patched(model_type: str, pos: Any = GRID, **options: Any) -> Any:
     return patch(zoo.tiny(model_type)[0], pos=pos, **options)
 
 
-def states(model: Any, given: dict[str, Any]) -> Tensor:
-    with torch.no_grad():
-        return model(**given).last_hidden_state
-
-
 def with_positions(model: Any, given: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Tensor:
     """Hidden states when every rotation sees changed positions."""
-    hooks = [
-        module.register_forward_pre_hook(lambda _, args: (change(args[0]),))
-        for name, module in model.named_modules()
-        if name.endswith(ROTARY)
-    ]
-    try:
+    with changed_positions(model, change):
         return states(model, given)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 # --- the rotation -----------------------------------------------------------------------------------------------------
@@ -70,7 +55,6 @@ def places(rows: int, columns: int) -> Tensor:
 
 
 def full(axes: int = 2, theta: float = 100.0, partial: float = 1.0, pairing: str = "half") -> RoPE:
-    """A scheme with every option named."""
     return RoPE(theta=theta, partial=partial, pairing=pairing, axes=axes)
 
 
@@ -132,25 +116,20 @@ def test_phases_serve_eager_and_compiled_code(scheme: RoPE, head_dim: int) -> No
     rotary = scheme.rotation(head_dim, 0).make()
     where = places(3, 4)[None] if scheme.axes == 2 else torch.arange(12)[None]
     x = torch.randn(2, 12, 3, head_dim)
-    made = rotary(where), torch.compile(rotary.forward, backend="eager", fullgraph=True)(where)
-    rotated = [rotate(x, phases) for phases in made for rotate in (rotary.rotate, compiled(rotary))]
+    compile_whole: Any = partial(torch.compile, backend="eager", fullgraph=True)
+    made = rotary(where), compile_whole(rotary.forward)(where)
+    rotated = [rotate(x, phases) for phases in made for rotate in (rotary.rotate, compile_whole(rotary.rotate))]
     torch.testing.assert_close(made[1], made[0])
     assert not torch.allclose(rotated[0], x, atol=0.1)
     for other in rotated[1:]:
         torch.testing.assert_close(other, rotated[0])
 
 
-def compiled(rotary: RotaryEmbedding) -> Any:
-    return torch.compile(rotary.rotate, backend="eager", fullgraph=True)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "head_dim"),
-    [(full(pairing="interleaved"), 16), (full(axes=3), 16), (full(partial=0.5, theta=7.0), 16)],
-)
-def test_by_hand(scheme: RoPE, head_dim: int) -> None:
+@pytest.mark.parametrize("scheme", [full(pairing="interleaved"), full(axes=3), full(partial=0.5, theta=7.0)])
+def test_by_hand(scheme: RoPE) -> None:
     """Pair after pair: the first pairs turn by the first coordinate, the next ones by the next."""
     torch.manual_seed(0)
+    head_dim = 16
     where, x = torch.randint(0, 9, (5, scheme.axes)), torch.randn(1, 5, 1, head_dim, dtype=torch.float64)
     dim = scheme.rotary_dim(head_dim)
     pairs, expected = dim // 2, x.clone()
@@ -169,11 +148,8 @@ def test_by_hand(scheme: RoPE, head_dim: int) -> None:
 def test_options() -> None:
     for pos, theta in ((LINE, 10_000.0), (GRID, 100.0), (RoPE(theta=5.0, axes=2), 5.0)):
         assert patched("vit", pos).layers[0].attention.rotary_emb.theta == theta
-    assert GRID.to_json()["axes"] == 2
-    assert Position.from_json(GRID.to_json()) == GRID
-    assert Position.from_json(full().to_json()) == full()
-    assert Position.resolve("rope:axes=2") == GRID
-    assert Position.from_json({"name": "rope", "theta": 10.0}) == RoPE(theta=10.0)  # as it was stored before
+    for scheme in (GRID, full(), RoPE(theta=10.0)):
+        assert Position.from_json(scheme.to_json()) == Position.resolve(str(scheme)) == scheme
     assert full().describe(16) == "RoPE(theta=100, 2 axes, half)"
     assert full(axes=3).describe(16) == "RoPE(theta=100, 12 of 16 channels, 3 axes, half)"
     for axes in (0, 4, True, "2"):
@@ -196,19 +172,6 @@ def test_shifts_of_either_axis_change_nothing(shift: tuple[int, int], size: tupl
     assert difference(moved, states(model, given)) <= 1e-4
 
 
-def test_control_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rotates_queries_only(self: Any, module: Any, *rest: Any) -> dict:
-        *_, head_dim, rotate = rest
-        query = getattr(module, self.query)
-        return {self.query: with_turned_output(query, lambda y: rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2))}
-
-    monkeypatch.setattr(Projections, "rotated", rotates_queries_only)
-    model, given = patched("ijepa"), image(*WIDE)
-    for shift in ((10, 0), (0, 10)):
-        moved = with_positions(model, given, lambda p, shift=shift: p + torch.tensor(shift))
-        assert difference(moved, states(model, given)) > 1e-2
-
-
 @pytest.mark.parametrize("model_type", ["ijepa", "vit", "siglip2_vision_model"])
 def test_each_axis_counts(model_type: str) -> None:
     model, given = patched(model_type), zoo.tiny(model_type)[1]
@@ -222,37 +185,6 @@ def test_a_class_token_is_an_anchor() -> None:
     model, given = patched("vit"), image(*WIDE)
     patches_only = with_positions(model, given, lambda p: torch.cat((p[:, :1], p[:, 1:] + 10), 1))
     assert difference(patches_only, states(model, given)) > 1e-2
-
-
-def relative_attention(pos: RoPE, rows: int, columns: int) -> dict[tuple[int, int], list[Tensor]]:
-    """Log attention of equal patches relative to attention to itself, by distance in rows and columns."""
-    model = patched("ijepa", pos)
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        flat = model(torch.ones(1, 3, rows * PATCH, columns * PATCH), output_attentions=True).attentions[0][0]
-    found: dict[tuple[int, int], list[Tensor]] = {}
-    for i, (row, column) in enumerate(places(rows, columns).tolist()):
-        for j, (other, beside) in enumerate(places(rows, columns).tolist()):
-            relative = flat[:, i, j].log() - flat[:, i, i].log()
-            found.setdefault((other - row, beside - column), []).append(relative)
-    return found
-
-
-def test_attention_of_equal_patches_depends_on_their_distance_alone() -> None:
-    """From pixels on: at whatever place, and in images of whatever shape."""
-    wide, tall = relative_attention(GRID, *WIDE), relative_attention(GRID, *TALL)
-    for distance in wide.keys() & tall.keys():
-        values = torch.stack([*wide[distance], *tall[distance]])
-        torch.testing.assert_close(values, values[:1].expand_as(values), rtol=0, atol=1e-3)
-    assert (torch.stack([wide[1, 0][0], wide[0, 1][0], wide[1, 1][0]]).std(0) > 1e-2).all()
-
-
-def test_control_distance() -> None:
-    wide, tall = relative_attention(LINE, *WIDE), relative_attention(LINE, *TALL)
-    assert (wide[1, 0][0] - tall[1, 0][0]).abs().max() > 1e-2
-
-
-RELAYED = [("internvl_vision", 1, 0), ("dpt", 1, 0), ("granite_docling_vision", 0, 0), ("yolos", 1, 100)]
 
 
 # --- where the patches lie --------------------------------------------------------------------------------------------
@@ -270,30 +202,32 @@ def seen_positions(model: Any, given: dict[str, Any]) -> Tensor:
     return calls[0]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "before", "after"),
-    [("ijepa", 0, 0), ("vit", 1, 0), ("deit", 2, 0), ("pixio", 8, 0), *RELAYED],
-)
-def test_patches_stand_row_after_row(model_type: str, before: int, after: int) -> None:
+VIDEO = [[frame, row, column] for frame in range(3) for row in range(2) for column in range(3)]
+SOUND = torch.zeros(1, 66, 46)  # cut in patches of 16, every 10
+# where the patches are, and tokens before and after them
+PLACES: dict[str, tuple[RoPE, dict[str, Tensor], Tensor, int, int]] = {
+    **{
+        name: (GRID, image(*WIDE), places(*WIDE), before, after)
+        for name, before, after in (
+            *(("ijepa", 0, 0), ("vit", 1, 0), ("deit", 2, 0), ("pixio", 8, 0), ("vitdet", 0, 0)),
+            *(("internvl_vision", 1, 0), ("dpt", 1, 0), ("yolos", 1, 100)),
+        )
+    },
+    "granite_docling_vision": (GRID, image(4, 4), places(4, 4), 0, 0),  # whose connector takes squares
+    "audio-spectrogram-transformer": (GRID, {"input_values": SOUND}, places(4, 6), 2, 0),  # frequencies and time
+    "vivit": (RoPE(axes=3), {"pixel_values": torch.zeros(1, 6, 3, 2 * PATCH, 3 * PATCH)}, torch.tensor(VIDEO), 1, 0),
+}
+
+
+@pytest.mark.parametrize("model_type", PLACES)
+def test_patches_stand_row_after_row(model_type: str) -> None:
     if model_type not in zoo.model_types():
         pytest.skip(f"this transformers has no {model_type}")
-    size = (4, 4) if model_type == "granite_docling_vision" else WIDE  # whose connector takes squares
-    seen = seen_positions(patched(model_type), image(*size))
-    assert torch.equal(seen[0, before : len(seen[0]) - after], places(*size))
+    pos, given, expected, before, after = PLACES[model_type]
+    seen = seen_positions(patched(model_type, pos), given)
+    assert torch.equal(seen[0, before : len(seen[0]) - after], expected)
     assert not seen[0, :before].any()
     assert not seen[0, len(seen[0]) - after :].any()
-
-
-def test_a_video_has_three_axes() -> None:
-    seen = seen_positions(patched("vivit", RoPE(axes=3)), {"pixel_values": torch.zeros(1, 6, 3, 2 * PATCH, 3 * PATCH)})
-    expected = [[f, r, c] for f in range(3) for r in range(2) for c in range(3)]
-    assert seen[0, 1:].tolist() == expected
-
-
-def test_sound_has_frequencies_and_time() -> None:
-    model = patched("audio-spectrogram-transformer")
-    seen = seen_positions(model, {"input_values": torch.zeros(1, 66, 46)})  # patches of 16, every 10
-    assert torch.equal(seen[0, 2:], places(4, 6))
 
 
 def test_images_packed_in_one_batch() -> None:
@@ -336,13 +270,6 @@ def test_refused_by_the_plan() -> None:
             plan_patch(zoo.tiny(model_type)[0], pos=GRID)
 
 
-def test_one_tower_of_two() -> None:
-    model = patched("blip", GRID, only="vision_model.*")
-    rotated = [name for name, _ in model.named_modules() if name.endswith(ROTARY)]
-    assert rotated
-    assert all(name.startswith("vision_model.") for name in rotated)
-
-
 def test_an_encoder_called_past_its_owner_is_refused() -> None:
     model = patched("vit")
     with pytest.raises(PositionError, match="positions"):
@@ -369,15 +296,12 @@ def test_video_with_tokens_left_out(pos: RoPE) -> None:
     assert seen.tolist() == [[0, 2, 4, 6] if pos is LINE else [[0, 0, 0], [0, 1, 0], [1, 0, 0], [1, 1, 0]]]
 
 
-def test_windows_see_their_own_places() -> None:
+def test_windows_turn_by_their_own_places() -> None:
     model, given = patched("vitdet"), image(*WIDE)
-    assert torch.equal(seen_positions(model, given)[0], places(*WIDE))
     moved = with_positions(model, given, lambda p: p + torch.tensor([3, 5]))
     flat = with_positions(model, given, lambda p: p * torch.tensor([1, 0]))
-    with torch.no_grad():
-        out = model(**given).last_hidden_state
-    assert difference(moved, out) <= 1e-4
-    assert difference(flat, out) >= 1e-2
+    assert difference(moved, states(model, given)) <= 1e-4
+    assert difference(flat, states(model, given)) >= 1e-2
 
 
 # --- handed down ------------------------------------------------------------------------------------------------------
@@ -404,16 +328,8 @@ def test_edited_frequencies_of_one_layer_count() -> None:
     assert difference(states(model, given), before) > 1e-3
 
 
-def test_rotations_that_differ_aren_t_shared() -> None:
-    model = patched("vit", RoPE(axes=2, theta=50.0), only="layers.0.*")
-    patch(model, pos=LINE, only="layers.1.*")
-    given = image(*WIDE)
-    shared, alone = states(model, given), with_positions(model, given, lambda p: p)
-    assert torch.equal(shared, alone)
-
-
-@pytest.mark.parametrize("model_type", ["vit", "vit_mae", "clip_vision_model", "dpt"])
-def test_saved_and_loaded(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["vit_mae", "dpt"])
+def test_saved_loaded_and_copied(model_type: str, tmp_path: Path) -> None:
     model = patched(model_type)
     given = image(*WIDE)
     if model_type == "vit_mae":
@@ -435,45 +351,9 @@ def test_compiles_without_graph_breaks(model_type: str, pos: RoPE) -> None:
         assert difference(states(compiled, image(*size)), states(model, image(*size))) <= 1e-5
 
 
-def gradients(model: Any, checkpointing: bool) -> dict[str, Tensor]:
-    """Gradients of two forwards of different sizes before one backward."""
-    model = copy.deepcopy(model).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    outputs = [model(**image(*size)).last_hidden_state.square().mean() for size in (WIDE, TALL)]
-    sum(outputs).backward()  # type: ignore[union-attr]
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("model_type", ["vit", "siglip_vision_model", "dpt"])
 def test_gradient_checkpointing_changes_nothing(model_type: str) -> None:
-    model = patched(model_type)
-    plain, checkpointed = gradients(model, False), gradients(model, True)
-    assert plain.keys() == checkpointed.keys()
-    assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
-
-
-def test_control_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hfpatch.runtime.grid import Grid
-
-    real, sizes = Grid.positions, []
-
-    def keeps_state(self: Grid, owner: Any, arguments: dict, axes: int) -> Tensor:
-        sizes.append(real(self, owner, arguments, axes))
-        return sizes[-1]
-
-    monkeypatch.setattr(Grid, "positions", keeps_state)
-    rotate = RotaryEmbedding.rotate
-
-    def by_the_last_size(self: RotaryEmbedding, x: Tensor, phases: Any) -> Tensor:
-        return rotate(self, x, self(sizes[-1]))  # like a grid that was written to the module
-
-    monkeypatch.setattr(RotaryEmbedding, "rotate", by_the_last_size)
-    model = patched("vit")
-    plain = gradients(model, False)
-    assert plain
-    with pytest.raises(RuntimeError):  # shapes of the two sizes don't fit when the first is run again
-        gradients(model, True)
+    require_the_same_with_checkpointing(patched(model_type), [image(*WIDE), image(*TALL)])
 
 
 @pytest.mark.parametrize("model_type", ["dpt", "yolos"])
@@ -494,14 +374,11 @@ TAKEN_BACK = [("idefics3_vision", GRID), ("sam_vision_model", GRID), ("wav2vec2"
 @pytest.mark.parametrize(("model_type", "pos"), TAKEN_BACK)
 def test_taken_back(model_type: str, pos: RoPE) -> None:
     model, given = zoo.tiny(model_type)
-    expected, names = states(model, given), list(model.state_dict())
-    classes = [type(module) for module in model.modules()]
+    expected, before = states(model, given), fingerprint(model)
     patch(model, pos=pos, reversible=True)
     assert difference(states(model, given), expected) > 1e-2
     unpatch_model(model)
-    assert torch.equal(states(model, given), expected)
-    assert list(model.state_dict()) == names
-    assert [type(module) for module in model.modules()] == classes
+    assert not changes(before, fingerprint(model))
 
 
 def test_one_scheme_after_another() -> None:

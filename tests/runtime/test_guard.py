@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from sampled import slow_but
-from tiny_models import CONFIGS, RECORDED, difference, load, norms_of, patch, tiny, tiny_config
+from tiny_models import CONFIGS, RECORDED, difference, load, patch, tiny, tiny_config, word_tokenizer
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -25,7 +26,6 @@ from transformers import (
 
 from hfpatch.checkpoint.classes import patched_config_class
 from hfpatch.runtime.errors import CheckpointError
-from hfpatch.runtime.norms import DynamicTanh
 from hfpatch.runtime.refuse_host import SENTENCE, guarded, released
 from hfpatch.schemes.request import Record
 from hfpatch.schemes.rope import RoPE
@@ -40,15 +40,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def edited(folder: Path, to: Path, **changes: Any) -> Path:
-    """A copy with other entries in config.json; `...` takes one out."""
-    to.mkdir()
-    for file in folder.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    config = json.loads((to / "config.json").read_text())
-    config = {name: value for name, value in (config | changes).items() if value is not ...}
-    (to / "config.json").write_text(json.dumps(config))
-    return to
+@pytest.fixture
+def stored(saved: Path) -> dict[str, Any]:
+    """What config.json holds."""
+    return json.loads((saved / "config.json").read_text())
 
 
 @pytest.mark.parametrize("family", slow_but(RECORDED, 3))
@@ -100,71 +95,63 @@ def test_parts_of_a_composite_model_refuse_too(tmp_path: Path) -> None:
     assert again.vision_config.to_dict() == config.vision_config.to_dict()
 
 
-def test_what_is_on_disk_and_in_memory(saved: Path) -> None:
-    stored = json.loads((saved / "config.json").read_text())
+def test_what_is_on_disk_and_in_memory(saved: Path, stored: dict[str, Any]) -> None:
     assert stored["initializer_range"] == SENTENCE
     assert stored["hfpatch"]["guarded"] == {"initializer_range": 0.4}
     config = AutoConfig.from_pretrained(saved)
     assert config.initializer_range == 0.4
+    assert AutoConfig.from_pretrained(saved, initializer_range=0.1).initializer_range == 0.1
     assert "guarded" not in config.hfpatch
     assert SENTENCE not in str(config.to_dict())
     del stored["hfpatch"]["fingerprint"]  # which is of weights
     assert stored == json.loads(config.to_json_string())  # and again
 
 
-def test_settings_that_were_edited_on_disk_hold(saved: Path, tmp_path: Path) -> None:
-    assert AutoConfig.from_pretrained(edited(saved, tmp_path / "1", initializer_range=0.3)).initializer_range == 0.3
-    assert AutoConfig.from_pretrained(saved, initializer_range=0.1).initializer_range == 0.1
+def test_settings_that_were_edited_on_disk_hold(stored: dict[str, Any]) -> None:
     later = "This checkpoint is patched, as a later version says"
-    assert AutoConfig.from_pretrained(edited(saved, tmp_path / "2", initializer_range=later)).initializer_range == 0.4
+    for value, found in ((0.3, 0.3), (later, 0.4)):
+        assert released({**stored, "initializer_range": value}, "here")["initializer_range"] == found
 
 
-def test_older_checkpoints_have_no_guard(saved: Path, tmp_path: Path) -> None:
-    record = json.loads((saved / "config.json").read_text())["hfpatch"]
-    del record["guarded"]
-    folder = edited(saved, tmp_path / "1", initializer_range=0.4, hfpatch=record)
+def test_older_checkpoints_have_no_guard(saved: Path, stored: dict[str, Any], tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(released(stored, "here")))
     auto = "AutoModelForCausalLM"
-    assert difference(load(folder, auto), load(saved, auto)) == 0
+    assert difference(load(tmp_path, auto), load(saved, auto)) == 0
 
 
-MALFORMED: dict[str, Any] = {
-    "null": None,
-    "a list": ["initializer_range"],
-    "a string": "initializer_range",
-    "a list inside": {"initializer_range": [0.4]},
-    "an object inside": {"initializer_range": {"a": 1}},
-    "too long a name": {"x" * 2000: 1},
-    "too many": {f"x{i}": 1 for i in range(101)},
-}
-
-
-@pytest.mark.parametrize("value", MALFORMED.values(), ids=MALFORMED)
-def test_malformed_guards(value: Any, saved: Path, tmp_path: Path) -> None:
-    record = json.loads((saved / "config.json").read_text())["hfpatch"]
-    folder = edited(saved, tmp_path / "1", hfpatch={**record, "guarded": value})
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, ["initializer_range"], "initializer_range", {"initializer_range": [0.4]}),
+        *({"initializer_range": {"a": 1}}, {"x" * 2000: 1}, {f"x{i}": 1 for i in range(101)}),
+    ],
+    ids=["null", "list", "string", "list inside", "object inside", "too long a name", "too many"],
+)
+def test_malformed_guards(value: Any, stored: dict[str, Any]) -> None:
+    stored["hfpatch"]["guarded"] = value
     with pytest.raises(CheckpointError, match="guarded"):
-        AutoConfig.from_pretrained(folder)
-
-
-def test_it_puts_back_nothing_but_what_it_took(saved: Path, tmp_path: Path) -> None:
-    """A record can't overwrite settings, and names that lead nowhere are nothing."""
-    record = json.loads((saved / "config.json").read_text())["hfpatch"]
-    kept = {**record["guarded"], "n_layer": 7, "hfpatch.version": 9, "nowhere.deep": 1, "n_layer.deep": 1, "": 1}
-    config = AutoConfig.from_pretrained(edited(saved, tmp_path / "1", hfpatch={**record, "guarded": kept}))
-    assert (config.n_layer, config.hfpatch["version"]) == (2, 2)
-
-
-def test_a_guard_whose_value_is_lost(saved: Path, tmp_path: Path) -> None:
-    record = json.loads((saved / "config.json").read_text())["hfpatch"]
-    del record["guarded"]
-    with pytest.raises(CheckpointError, match="initializer_range"):
-        AutoConfig.from_pretrained(edited(saved, tmp_path / "1", hfpatch=record))
-
-
-def test_a_guard_of_a_part_whose_value_is_lost() -> None:
-    stored = {"text_config": {"initializer_range": SENTENCE}, "hfpatch": {"guarded": {}}}
-    with pytest.raises(CheckpointError, match=r"text_config\.initializer_range"):
         released(stored, "here")
+
+
+def test_it_puts_back_nothing_but_what_it_took(stored: dict[str, Any]) -> None:
+    """A record can't overwrite settings, and names that lead nowhere are nothing."""
+    expected = released(stored, "here")
+    stored["hfpatch"]["guarded"] |= {"n_layer": 7, "hfpatch.version": 9, "nowhere.deep": 1, "n_layer.deep": 1, "": 1}
+    assert released(stored, "here") == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "lost"),
+    [
+        ({"initializer_range": SENTENCE}, "initializer_range"),
+        ({"text_config": {"initializer_range": SENTENCE}}, r"text_config\.initializer_range"),
+    ],
+)
+def test_a_guard_whose_value_is_lost(settings: dict[str, Any], lost: str) -> None:
+    for record in ({}, {"guarded": {}}):
+        with pytest.raises(CheckpointError, match=lost):
+            released({**settings, "hfpatch": record}, "here")
 
 
 class CheckedNowhere(PreTrainedConfig):
@@ -201,12 +188,8 @@ assert "hfpatch" not in sys.modules
 
 @pytest.mark.slow
 def test_without_hfpatch_models_are_refused_and_tokenizers_open(saved: Path, tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder = edited(saved, tmp_path / "1")
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(folder)
+    folder = Path(shutil.copytree(saved, tmp_path / "1"))
+    word_tokenizer().save_pretrained(folder)
     assert AutoTokenizer.from_pretrained(folder)("w3 w9")["input_ids"] == [3, 9]
     env = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -243,19 +226,3 @@ def test_patched_models_of_a_subclass_are_guarded(tmp_path: Path) -> None:
         with refused:
             host.from_pretrained(tmp_path)
     assert difference(model, type(model).from_pretrained(tmp_path)) == 0
-
-
-# A patched config in memory
-
-
-def test_what_else_writes_to_a_patched_config_goes_on_working() -> None:
-    model = patch(tiny("gpt2", GPT2LMHeadModel), norm="dyt", pos="rope")
-    model.set_attn_implementation("eager")
-    assert model.config._attn_implementation == model.transformer.config._attn_implementation == "eager"
-    model.transformer.set_attn_implementation("sdpa")
-    model.config._attn_implementation = "eager"
-    model.config.hidden_size = 32  # another name of n_embd
-    assert model.config._attn_implementation == "eager"
-    encoder, decoder = tiny("bert"), tiny("bert", "AutoModelForCausalLM", is_decoder=True, add_cross_attention=True)
-    outer = transformers.EncoderDecoderModel(encoder=patch(encoder, norm="dyt"), decoder=decoder)
-    assert norms_of(outer, DynamicTanh)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from position_checks import difference, patched, tokens, zoo
+from position_checks import changed_positions, difference, patched, require_the_same_with_checkpointing, zoo
 from sampled import slow_but
 from torch import Tensor
 from transformers import AutoModel
@@ -21,7 +17,6 @@ from hfpatch.runtime.attention import POSITION_IDS
 from hfpatch.runtime.errors import PositionError
 from hfpatch.runtime.handing_down import HandedDown
 from hfpatch.runtime.lens import LENS
-from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.sites.records import decoders, encoders, text_towers
 from hfpatch.sites.records.biases import BIASES
 from hfpatch.sites.stacks import FoundStack, find_stacks
@@ -76,29 +71,17 @@ class Case:
     def counted(self) -> Tensor:
         return torch.arange(self.tokens.shape[1])
 
-    @contextmanager
-    def rotated_by(self, positions: Tensor) -> Iterator[None]:
-        """Every rotation of the stack sees these positions (T,), and in front or behind them the tokens without."""
+    def rotated_by(self, positions: Tensor) -> Any:
+        """Meanwhile every rotation of the stack sees these positions (T,), and in front or behind them those of tokens
+        that have none."""
 
-        def instead(_: Any, args: tuple[Tensor]) -> tuple[Tensor]:
-            others = args[0].shape[1] - len(positions)
+        def instead(seen: Tensor) -> Tensor:
+            others = seen.shape[1] - len(positions)
             before, after = torch.arange(-others, 0), positions[-1] + 1 + torch.arange(others)
             first = self.stack.stack.other_tokens == "before"
-            return (torch.cat((before, positions) if first else (positions, after))[None],)
+            return torch.cat((before, positions) if first else (positions, after))[None]
 
-        rotations = [
-            module
-            for attention in self.stack.attentions.values()
-            for module in attention.modules()
-            if isinstance(module, RotaryEmbedding)
-        ]
-        assert rotations
-        hooks = [rotation.register_forward_pre_hook(instead) for rotation in rotations]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        return changed_positions(self.model, instead, below=self.stack.name)
 
 
 def _check(model_type: str) -> None:
@@ -169,17 +152,6 @@ def test_beside_norms_that_stand_elsewhere(model_type: str, request_: dict[str, 
         assert difference(moved, case.states()) <= 1e-5
 
 
-def test_packed_sequences_are_as_each_alone() -> None:
-    """In a row, told apart by position_ids: GPT-Neo's mask goes by them, and so do its rotations."""
-    case = Case("gpt_neo")
-    one, two = tokens(1, 5, seed=1), tokens(1, 7, seed=2)
-    packed = torch.cat((torch.arange(5), torch.arange(7)))[None]
-    with torch.no_grad():
-        both = case.model(torch.cat((one, two), 1), position_ids=packed, use_cache=False).last_hidden_state
-        alone = [case.model(text, use_cache=False).last_hidden_state for text in (one, two)]
-    assert difference(both, torch.cat(alone, 1)) <= 1e-4
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gpt_neo", "distilbert", "clip_text_model"])
 def test_compiles_without_graph_breaks(model_type: str) -> None:
@@ -193,27 +165,8 @@ def test_compiles_without_graph_breaks(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", ["gpt_neo", "distilbert"])
 def test_gradient_checkpointing_changes_nothing(model_type: str) -> None:
     case = Case(model_type)
-
-    def gradients(model: Any) -> dict[str, Tensor]:
-        """Of two forwards with other positions, before one backward."""
-        outputs = [
-            model(case.tokens, position_ids=positions[None]).last_hidden_state.square().mean()
-            for positions in (case.counted, case.counted * 2)
-        ]
-        sum(outputs).backward()  # type: ignore[union-attr]
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-    plain, checkpointed = copy.deepcopy(case.model).train(), copy.deepcopy(case.model).train()
-    for model in (plain, checkpointed):
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
-    expected, found = gradients(plain), gradients(checkpointed)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    given = [{"input_ids": case.tokens, case.name: ids[None]} for ids in (case.counted, case.counted * 2)]
+    require_the_same_with_checkpointing(case.model, given)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neo", "xlm", "longformer", "git"])

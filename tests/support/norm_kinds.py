@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
@@ -15,6 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from hfpatch.sites.norms import describe
 
 D_ = 16
 
@@ -54,4 +58,13 @@ KINDS = {
     "Gemma": Kind(lambda: GemmaRMSNorm(D_, eps=1e-6), kind="rms", eps=1e-6, offset=1.0, shift=None),
     "T5": Kind(lambda: T5LayerNorm(D_, eps=1e-6), kind="rms", eps=1e-6, shift=None),
 }
+
+
+def swapped(scheme: Any, norm: nn.Module, dtype: torch.dtype = torch.float32) -> Any:
+    """What a scheme puts in a norm's place, in a module of this dtype."""
+    facts = describe(norm)
+    assert facts is not None
+    return scheme.call(facts, norm).make_module(norm, nn.Linear(1, 1, dtype=dtype))
+
+
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

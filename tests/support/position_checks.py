@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
 import zoo
 from tiny_models import patch as patched
-from torch import Tensor
+from torch import Tensor, nn
 
 from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.runtime.attention import ROTARY
 
 # families of every build whose tables are recorded; what is proved here on each, test_schemes.py measures on all others
 FAMILIES = (
@@ -48,6 +53,45 @@ def _floating(value: Any) -> bool:
 def states(model: Any, inputs: dict[str, Any]) -> Tensor:
     with torch.no_grad():
         return model(**inputs).last_hidden_state
+
+
+@contextmanager
+def changed_positions(
+    model: nn.Module, change: Callable[[Tensor], Tensor], part: str = ROTARY, below: str = ""
+) -> Iterator[None]:
+    """Meanwhile every rotation (or bias) of the model, or of those of its modules, sees changed positions."""
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args: tuple(map(change, args)))
+        for name, module in model.named_modules()
+        if name.endswith(part) and below in name
+    ]
+    assert hooks, f"no {part} below {below!r}"
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def gradients(model: Any, inputs: list[dict[str, Any]], checkpointing: bool) -> dict[str, Tensor]:
+    """Gradients of one backward behind a forward for each of the inputs, without dropout."""
+    model = copy.deepcopy(model).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if checkpointing:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    sum(model(**given)[0].square().mean() for given in inputs).backward()  # type: ignore[union-attr]
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def require_the_same_with_checkpointing(model: Any, inputs: list[dict[str, Any]]) -> None:
+    """Gradient checkpointing changes no bit of the gradients; a mechanism that kept state between calls would."""
+    plain, checkpointed = gradients(model, inputs, False), gradients(model, inputs, True)
+    assert plain.keys() == checkpointed.keys()
+    assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
 
 
 def difference(a: Tensor, b: Tensor) -> float:

@@ -23,8 +23,8 @@ from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import NothingToPatchError, OptionError
 from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.classes import is_unlimited
 from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.generation import is_unlimited
 from hfpatch.runtime.rotary import AdaptiveRotaryEmbedding
 from hfpatch.schemes.request import Record
 from hfpatch.schemes.rope import RoPE
