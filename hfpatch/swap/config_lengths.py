@@ -127,7 +127,7 @@ def image_sizes(model: nn.Module, part: Part) -> list[Setting]:
     if not isinstance(scheme, Learned):
         return []
     grids = [item for item in affected_stacks(model, part) if item.stack.grid is not None]
-    return [(item.owner.config, IMAGE_SIZE, new[0]) for item in grids if (new := new_size(item, scheme)) is not None]
+    return [(item.owner.config, IMAGE_SIZE, new) for item in grids if (new := new_size(item, scheme)) is not None]
 
 
 def _of_biases(model: nn.Module, part: Part) -> list[tuple[Any, str]]:

@@ -62,14 +62,7 @@ def plan_native(
         UnsupportedError: the model's rotation can't take these settings; says why.
     """
     with torch.device("cpu"):  # whatever the default device is while a model loads
-        changes = [_change(model, rotation, part, names, example_inputs) for rotation in find_rotations(model)]
-    for change in changes:
-        if part.init == "exact" and change.row.loss:
-            raise UnsupportedError(
-                f"{change.row.module}: pos={part.scheme.name!r} isn't exact: {change.row.loss}. Use init='auto' to "
-                "accept that."
-            )
-    return changes
+        return [_change(model, rotation, part, names, example_inputs) for rotation in find_rotations(model)]
 
 
 def settings_of_rotations(model: nn.Module, part: Part) -> list[Setting]:

@@ -16,7 +16,7 @@ from ..schemes.request import Part
 from ..schemes.rope import RoPE
 from ..sites.records.rotating import OWN_ROTATIONS
 from ..sites.stacks import FoundStack, find_stacks, require_settings
-from .attentions import attention_change, refuse_exact
+from .attentions import attention_change
 from .native_rope import OWN_ROTATION_KEPT
 
 
@@ -63,6 +63,4 @@ def own_change(path: str, module: nn.Module, item: FoundStack, part: Part, names
     if scheme.name == "nope":
         row.action, row.becomes, row.reason = "replace", "no rotation", None
         row.loss = "queries and keys aren't rotated any more; only a causal mask shows the order of tokens"
-    if change.changes:
-        refuse_exact(path, part, row.loss)
     return change
