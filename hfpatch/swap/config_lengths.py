@@ -28,7 +28,7 @@ from .positions import affected_stacks, plan_positions
 LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
 
 
-def settle_positions(model: nn.Module, part: Part, example_inputs: Any = None) -> Part:
+def settle_positions(model: nn.Module, part: Part) -> Part:
     """The request with the length of the model's tables as its original one, if it sets another.
 
     Raises:

@@ -89,17 +89,17 @@ def plan_norms(model: nn.Module, part: Part, conversion: Conversion | None = Non
     reasons = _reasons_to_keep(sites, scheme, part, Names.of(model))
     changing = [site for site in sites if reasons[id(site)] is None]
     if conversion is None:
-        swaps = {id(site): _copying_swap(site, scheme, part) for site in changing}
+        swaps = {id(site): _copying_swap(site, scheme, part.init) for site in changing}
     else:
         swaps = _converted_swaps(changing, scheme, conversion)
     changes = [_change(model, site, part, reasons[id(site)], swaps.get(id(site))) for site in sites]
     return changes if conversion is None else changes + conversion.changes()
 
 
-def _copying_swap(site: _Site, scheme: Norm, part: Part) -> _Swap:
+def _copying_swap(site: _Site, scheme: Norm, init: str) -> _Swap:
     """A swap that copies gain and shift and changes nothing else."""
     assert site.facts is not None
-    return _Swap(scheme.loss(site.facts) if part.init != "reset" else "parameters are reinitialised")
+    return _Swap(scheme.loss(site.facts) if init != "reset" else "parameters are reinitialised")
 
 
 def _converted_swaps(sites: list[_Site], scheme: Norm, conversion: Conversion) -> dict[int, _Swap]:
