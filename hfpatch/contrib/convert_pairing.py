@@ -26,8 +26,10 @@ from ..runtime.rotary import RotaryEmbedding
 from ..schemes.request import Part, Record
 from ..schemes.rope import PAIRINGS, RoPE
 from ..sites.pairing import Rotating, output_channels, pairing_of, reordered_rows, rotating_attentions
+from ..sites.records.rotating import OWN_ROTATIONS
 from ..sites.rotations import find_rotations
-from ..swap.own_rotations import find_own_rotations, own_rotation
+from ..sites.stacks import find_stacks
+from ..swap.own_rotations import own_rotation
 from ..swap.positions import plan_positions
 
 M = TypeVar("M", bound=PreTrainedModel)
@@ -136,7 +138,7 @@ def _rotations_in(model: nn.Module) -> Iterator[tuple[str, str | None, int, dict
         if isinstance(rotary, RotaryEmbedding) and lens is not None:
             one = Rotating(module, lens.projections, lens.projections, rotary.head_dim)
             yield name, rotary.pairing, rotary.rotary_dim, {name: one}
-    for item in find_own_rotations(model):
+    for item in find_stacks(model, OWN_ROTATIONS):
         for path, module in item.attentions.items():
             if lens_of(module, FixedArguments) is None:
                 itself = own_rotation(item, module)

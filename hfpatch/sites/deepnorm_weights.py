@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime.attention import NUMBER_OF_HEADS
 from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from .anatomy import Branch
 from .blocks import Block, CallKey, stream_blocks
+from .stacks import number_of_heads
 
 _TOLERANCE = 1e-7  # of linearity in float64
 
@@ -31,8 +31,8 @@ def with_weights(model: nn.Module, inputs: dict[str, Any], branches: list[Branch
         model, inputs, branches: as `find_branches` took and returned them.
 
     Raises:
-        UnsupportedError: values lie in a fused projection in an order that isn't known, or an attention with one
-            doesn't say how many heads it has; experts stand under names of their own.
+        UnsupportedError: values lie in a fused projection in an order that isn't known; experts stand under names of
+            their own.
     """
     blocks = {block.name: block for block in stream_blocks(model, inputs)}
     known: dict[tuple, str] = {}  # layers of one stack are alike
@@ -92,14 +92,14 @@ class _ScaledWeights:
         if self._is_linear(call, slice(None)):
             return "all"
         where, projection = f"{self.block.name}.{call[0]}", self.block.inside[call[0]]
-        heads = _declared_heads(self.block.module, projection) or width
+        heads = heads_of(self.block.module, projection) or width
         size = width // (6 * heads) if width % (6 * heads) == 0 else 1
         linear = [self._is_linear(call, slice(start, start + size)) for start in range(0, width, size)]
         if all(linear):
             return "all"
         if not any(linear):
             return ""
-        heads, values = heads_of(self.block.module, projection, where), torch.tensor(linear).repeat_interleave(size)
+        values = torch.tensor(linear).repeat_interleave(size)
         for part in ("blocks", "heads") if width % (3 * heads) == 0 else ():
             if torch.equal(values, values_of(width, part, heads)):
                 return part
@@ -128,26 +128,10 @@ def _outputs_of(module: nn.Module) -> int | None:
     return matrices[0].shape[0] if len(matrices) == 1 else None
 
 
-def _declared_heads(block: nn.Module, projection: nn.Module) -> int | None:
-    for parent in block.modules():
-        if any(child is projection for child in parent.children()):
-            for key in NUMBER_OF_HEADS:
-                for holder in (parent, getattr(parent, "config", None)):
-                    if isinstance(getattr(holder, key, None), int):
-                        return getattr(holder, key)
-    return None
-
-
-def heads_of(block: nn.Module, projection: nn.Module, where: str) -> int:
-    """How many heads the attention has that holds a projection.
-
-    Raises:
-        UnsupportedError: it doesn't say.
-    """
-    heads = _declared_heads(block, projection)
-    if heads is None:
-        raise UnsupportedError(f"{where}: its attention doesn't say how many heads it has.")
-    return heads
+def heads_of(block: nn.Module, projection: nn.Module) -> int | None:
+    """How many heads the attention has that holds a projection; None where it doesn't say."""
+    holders = (one for one in block.modules() if any(child is projection for child in one.children()))
+    return next((heads for heads in map(number_of_heads, holders) if heads is not None), None)
 
 
 def values_of(width: int, part: str, heads: int) -> Tensor:

@@ -19,11 +19,7 @@ from torch import Tensor, nn
 from ..runtime.norms import NormFacts
 
 _TOLERANCE = 1e-5  # relative; some families compute in float32 whatever the input
-
-
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
-
-
 _NOT_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 

@@ -22,17 +22,9 @@ from ..runtime.qk_layouts import Fused, Projections
 from .rotations import NativeRotation
 
 _SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("to_q", "to_k"), ("linear_q", "linear_k"))
-
-
 _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
-
-
 _NORMS_BEHIND = ("NanoChatAttention",)  # attentions that normalise after the rotation
-
-
 _HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
-
-
 # Attentions that rotate by themselves and whose layout their children's names don't tell.
 LAYOUTS: dict[str, Any] = {
     "Qwen3NextAttention": Projections("q_proj", "k_proj", gated=True),

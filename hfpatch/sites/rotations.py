@@ -17,8 +17,6 @@ from ..runtime.host_rotary import ROPE_SETTINGS_PATH, Unrotated, with_settings
 from ..runtime.lens import host_class, lens_of
 
 Path = tuple[str, ...]
-
-
 Settings = dict[str, Any]  # transformers' `rope_parameters`
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core.registry import ARCHITECTURES, by_class
+from ..runtime.attention import NUMBER_OF_HEADS
 from ..runtime.constants import ConstantPositions, NoPositions, rows_of
 from ..runtime.edits import modules_at
 from ..runtime.errors import UnsupportedError
@@ -155,6 +156,13 @@ def first_row(item: FoundStack) -> int:
     """The row of position 0: after the padding index where the host counts from there, else after reserved rows."""
     padding = getattr(item.table(), "padding_idx", None)
     return item.stack.reserved_rows if padding is None else padding + 1
+
+
+def number_of_heads(attention: nn.Module) -> int | None:
+    """How many heads an attention says that it has, itself or in its config."""
+    holders = (attention, getattr(attention, "config", None))
+    stated = (getattr(holder, name, None) for holder in holders for name in NUMBER_OF_HEADS)
+    return next((number for number in stated if isinstance(number, int)), None)
 
 
 def table_size(table: nn.Module | Tensor) -> tuple[int, int]:

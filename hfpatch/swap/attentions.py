@@ -43,16 +43,6 @@ def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
     return f"{reason}: sees no positions unless its table is kept" if reason == "not in only" else reason
 
 
-def refuse_exact(where: str, part: Part, why: str | None) -> None:
-    """Refuse a change that isn't exact where the request is init="exact".
-
-    Raises:
-        UnsupportedError: says what isn't preserved.
-    """
-    if part.init == "exact":
-        raise UnsupportedError(f"{where}: pos={part.scheme.name!r} isn't exact: {why}. Use init='auto' to accept that.")
-
-
 def attention_changes(
     item: FoundStack, attentions: dict[str, nn.Module], part: Part, reasons: dict[str, str | None]
 ) -> list[Change]:

@@ -12,7 +12,7 @@ from ..schemes.positions import Position
 from ..schemes.request import Part
 from ..sites.records.biases import KEPT_BIAS_PARTS, KEPT_BIASES
 from ..sites.stacks import FoundStack, require_settings
-from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, reasons_to_keep, refuse_exact
+from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, reasons_to_keep
 from .tables import loses_order, removal
 
 
@@ -34,7 +34,6 @@ def bias_changes(model: nn.Module, item: FoundStack, covered: set[str], part: Pa
             f"{name}: its positions are relative biases, and pos={scheme.name!r} needs a table of absolute ones."
         )
     if row.reason is None:
-        refuse_exact(name, part, "it can't compute what these biases add")
         row.action, row.becomes, row.loss = "replace", "removed", "relative biases are removed"
         row.loss += loses_order(item, scheme)
         change.edits, _ = removal(model, item)

@@ -34,8 +34,7 @@ def plan_deepnorm(
 
     Raises:
         NothingToPatchError: the model has no branches at all.
-        UnsupportedError: it has none that DeepNorm could change, or they were changed before; `init="exact"` where the
-            swap isn't.
+        UnsupportedError: it has none that DeepNorm could change, or they were changed before.
         WrappedModelError: a module carries a forward of its own, put there by another library.
     """
     scheme = part.scheme
@@ -115,11 +114,6 @@ def _change(
     row.loss = None if scheme.preserve else f"{norm}({a} x + f(x)) in place of {before}"
     if part.init == "reset":
         row.loss = "parameters are reinitialised"
-    if row.loss and part.init == "exact":
-        raise UnsupportedError(
-            f"{name}: norm={scheme.name!r} isn't exact here: {row.loss}. Use init='auto' to accept that, or "
-            "preserve=True on a post-norm model."
-        )
     afresh = part.init == "reset"
     if branch.placement == "post":
         edits = _gain(site, facts, scheme, alpha)
@@ -189,7 +183,7 @@ def _scale(site: Site, path: str, which: str, factor: float, bias: float) -> Cha
     row = Row("norm", "replace", f"{site.block_name}.{path}", module._get_name(), f"{part}x {factor:.4g}")
     if bias != factor:
         row.reason, row.loss = "biases start at zero", "parameters are reinitialised"
-    heads = heads_of(site.block, module, row.module) if which == "heads" else 1
+    heads = heads_of(site.block, module) or 1  # which isn't "heads" unless the small model said their number
 
     def values(edits: Transaction) -> None:
         for name, parameter in list(module._parameters.items()):

@@ -28,7 +28,7 @@ from .positions import affected_stacks, plan_positions
 LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
 
 
-def settle_positions(model: nn.Module, part: Part, example_inputs: Any = None) -> Part:
+def settle_positions(model: nn.Module, part: Part) -> Part:
     """The request with the length of the model's tables as its original one, if it sets another.
 
     Raises:
@@ -127,7 +127,7 @@ def image_sizes(model: nn.Module, part: Part) -> list[Setting]:
     if not isinstance(scheme, Learned):
         return []
     grids = [item for item in affected_stacks(model, part) if item.stack.grid is not None]
-    return [(item.owner.config, IMAGE_SIZE, new[0]) for item in grids if (new := new_size(item, scheme)) is not None]
+    return [(item.owner.config, IMAGE_SIZE, new) for item in grids if (new := new_size(item, scheme)) is not None]
 
 
 def _of_biases(model: nn.Module, part: Part) -> list[tuple[Any, str]]:

@@ -1,8 +1,9 @@
-"""A table of positions on a grid of patches, interpolated for images of another size."""
+"""Tables of positions with other rows; those on a grid of patches are interpolated for images of another size."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ from ..runtime.errors import UnsupportedError
 from ..schemes.learned import Learned
 from ..schemes.request import Part
 from ..sites.stacks import FoundStack
-from .attentions import refuse_exact
 
 IMAGE_SIZE = "image_size"  # transformers' name
 
@@ -67,68 +67,76 @@ def grid_table_change(item: FoundStack, part: Part, row: Row) -> Change:
     weight = _weight(table)
     if weight is None:
         raise UnsupportedError(f"{where}: its rows are computed ({type(table).__name__}), so none are interpolated.")
-    layout, size, rows, columns = _resizing(item, weight, scheme)
+    layout = layout_of(item, weight)
+    size = _new_size(item, scheme, layout)
+    rows, columns = _cut(item, *_sides(size))
     method = scheme.grid_method(usual)
     same = (rows, columns) == (layout.rows, layout.columns)
     if same and part.init != "reset":
         row.reason = f"holds {rows} x {columns} patches already"
         return Change(row)
-    new = layout.resized(weight.detach(), scheme, rows, columns, usual)
     row.action, row.becomes = "replace", f"Learned({rows} x {columns} patches, {method})"
     row.reason = f"{IMAGE_SIZE}={size}"
     row.loss = f"its {layout.rows} x {layout.columns} positions are stretched over {rows} x {columns}"
     if part.init == "reset":
         row.loss = "its rows start afresh"
-    refuse_exact(where, part, row.loss)
-    name = f"{where}.weight" if isinstance(table, nn.Embedding) else where
-    edits = [Edit.of(name, Call.of(Rows, *new.shape))]
-    if isinstance(table, nn.Embedding):
-        edits.append(Edit.of(f"{where}.num_embeddings", len(new)))
 
-    def values(changes: Transaction) -> None:
-        holder, attribute = (table, "weight") if isinstance(table, nn.Embedding) else item.holder()
-        parameter = holder._parameters[attribute]
-        assert parameter is not None
-        if part.init == "reset":  # only now: a plan draws no random number
-            _start_afresh(new, layout, rows * columns, item.owner.config)
-        if not parameter.is_meta:
-            parameter.data.copy_(new)
+    def resized(table: Tensor) -> Tensor:
+        return layout.resized(table, scheme, rows, columns, usual)
 
+    patches = slice(layout.before, layout.before + layout.frames * rows * columns)
+    edits, values = resized_table(item, resized, patches if part.init == "reset" else None)
     return Change(row, tuple(edits), values)
 
 
-def _start_afresh(table: Tensor, layout: Layout, patches: int, config: Any) -> None:
-    spread = getattr(config, "initializer_range", None) or 0.02
-    first = layout.before
-    table.view(-1, table.shape[-1])[first : first + layout.frames * patches].normal_(std=spread)
+def resized_table(
+    item: FoundStack, resized: Callable[[Tensor], Tensor], fresh: slice | None
+) -> tuple[list[Edit], Callable[[Transaction], None]]:
+    """The edits that give a learned table another number of rows, and what writes these.
+
+    Args:
+        item: the table's stack.
+        resized: from the table's values to the new ones.
+        fresh: of the new rows those that start at random values; None for none.
+    """
+    table, old = item.table(), _weight(item.table())
+    holder, attribute = (table, "weight") if isinstance(table, nn.Embedding) else item.holder()
+    assert old is not None
+    shape = resized(old.detach()).shape
+    edits = [Edit.of(item.table_name if table is old else f"{item.table_name}.weight", Call.of(Rows, *shape))]
+    if table is not old:
+        edits.append(Edit.of(f"{item.table_name}.num_embeddings", shape[0]))
+
+    def values(changes: Transaction) -> None:
+        parameter = holder._parameters[attribute]
+        assert parameter is not None
+        if parameter.is_meta:
+            return
+        new = resized(old.detach())  # only now: the same patch may have centred the table
+        if fresh is not None:
+            config = item.owner.config
+            spread = getattr(config, "initializer_range", None) or getattr(config, "init_std", None) or 0.02
+            new.view(-1, new.shape[-1])[fresh].normal_(std=spread)
+        parameter.data.copy_(new)
+
+    return edits, values
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def new_size(item: FoundStack, scheme: Learned) -> tuple[Any, tuple[int, ...]] | None:
-    """The config's new image size and the table's new shape; None where the table keeps its size."""
+def new_size(item: FoundStack, scheme: Learned) -> Any:
+    """The config's new image size; None where the table keeps its size."""
     weight = _weight(item.table())
     if weight is None or (scheme.image_size is None and scheme.max_positions is None):
         return None
-    layout, size, rows, columns = _resizing(item, weight, scheme)
-    shape = tuple(weight.shape)
-    if weight.dim() == 4:
-        return size, (1, rows, columns, shape[-1])
-    return size, (*shape[:-2], shape[-2] + layout.frames * (rows * columns - layout.rows * layout.columns), shape[-1])
+    return _new_size(item, scheme, layout_of(item, weight))
 
 
 def _weight(table: Any) -> nn.Parameter | None:
     """The rows of a table, where they are trained."""
     weight = table.weight if isinstance(table, nn.Embedding) else table
     return weight if isinstance(weight, nn.Parameter) else None
-
-
-def _resizing(item: FoundStack, weight: Tensor, scheme: Learned) -> tuple[Layout, Any, int, int]:
-    """The layout that a table has, the config's new image size, and the new rows and columns."""
-    layout = layout_of(item, weight)
-    size = _new_size(item, scheme, layout)
-    return layout, size, *_cut(item, *_sides(size))
 
 
 def layout_of(item: FoundStack, table: Tensor) -> Layout:

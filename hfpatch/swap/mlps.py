@@ -25,21 +25,12 @@ from .planners import Planned
 def plan_mlp_request(
     model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
 ) -> Planned:
-    """Planner of MLP schemes; see `plan_mlps`."""
-    return Planned(part, plan_mlps(model, part))
-
-
-def plan_mlps(model: nn.Module, part: Part) -> list[Change]:
-    """What `part` does to each of the model's MLPs; nothing is changed yet.
-
-    Args:
-        model: any module tree.
-        part: an MLP scheme, settled, with its globs.
+    """Planner of MLP schemes: what `part` does to each of the model's MLPs; nothing is changed yet.
 
     Raises:
         NothingToPatchError: the model has no MLP of the form projection, activation, projection.
         UnsupportedError: the start is to keep the function, and the activation is too far from the gate's, or the width
-            isn't the replaced one's, or V has no bias; or `init="exact"` where the start isn't.
+            isn't the replaced one's, or V has no bias.
         WrappedModelError: one of an MLP's modules carries a forward of its own, put there by another library.
     """
     scheme = part.scheme
@@ -56,7 +47,7 @@ def plan_mlps(model: nn.Module, part: Part) -> list[Change]:
             f"{type(model).__name__} has no MLP of a form that hfpatch finds (a projection, an activation that is an "
             f"attribute, a projection back to the same width), so mlp={scheme.name!r} has nothing to replace."
         )
-    return changes
+    return Planned(part, changes)
 
 
 def _names(site: MLPSite) -> tuple[str, ...]:
@@ -87,7 +78,7 @@ def _change(model: nn.Module, site: MLPSite, scheme: MLP, part: Part, reason: st
         row.loss = "parameters are reinitialised"
         edits = _fresh_edits(site, scheme, first, last)
         return Change(row, edits, lambda changes: _start_afresh(changes, model, site, first, last))
-    start = _require_start(site, scheme, part.init)
+    start = _require_start(site, scheme)
     if not start.exact:
         row.loss = _approximation(site, scheme, start)
     scale = {} if start.scale == 1.0 else {"scale": start.scale}
@@ -113,11 +104,11 @@ def _approximation(site: MLPSite, scheme: MLP, start: Start) -> str:
     return f"{stand_in} stands for {_activation_name(site)}(x), off by at most {start.error:.4f}"
 
 
-def _require_start(site: MLPSite, scheme: MLP, init: str) -> Start:
+def _require_start(site: MLPSite, scheme: MLP) -> Start:
     """The start as the function that is there.
 
     Raises:
-        UnsupportedError: there is none, or none that `init` allows.
+        UnsupportedError: there is none.
     """
     d_ff, anew = site.sizes[1], "Use init='reset' for fresh weights"
     if scheme.width(d_ff) != d_ff or scheme.bias is False:
@@ -133,11 +124,6 @@ def _require_start(site: MLPSite, scheme: MLP, init: str) -> Start:
             f"{site.name}: mlp={scheme.name!r} can't start as this MLP, whose activation "
             f"{_activation_name(site)} is too far from the gate's (by {start.error:.3g}). "
             f"{anew}, or keep={site.name!r}."
-        )
-    if init == "exact" and not start.exact:
-        raise UnsupportedError(
-            f"{site.name}: mlp={scheme.name!r} isn't exact here: {_approximation(site, scheme, start)}. "
-            "Use init='auto' to accept that."
         )
     return start
 

@@ -36,14 +36,9 @@ OWN_ROTATION_KEPT = (
     "the model rotates by itself: pos='rope:theta=...' changes that rotation, pos='nope' drops it, and no other scheme "
     "replaces it"
 )
-
-
+NO_ROTATION = "queries and keys aren't rotated any more; only a causal mask shows the order of tokens"  # what is lost
 _PARTIAL = "partial_rotary_factor"
-
-
 _USUAL_SETTINGS = ("rope_type", "rope_theta", _PARTIAL)  # settings that every rotation has
-
-
 _TOLERANCE = 1e-9  # of outputs in float64
 
 
@@ -62,14 +57,7 @@ def plan_native(
         UnsupportedError: the model's rotation can't take these settings; says why.
     """
     with torch.device("cpu"):  # whatever the default device is while a model loads
-        changes = [_change(model, rotation, part, names, example_inputs) for rotation in find_rotations(model)]
-    for change in changes:
-        if part.init == "exact" and change.row.loss:
-            raise UnsupportedError(
-                f"{change.row.module}: pos={part.scheme.name!r} isn't exact: {change.row.loss}. Use init='auto' to "
-                "accept that."
-            )
-    return changes
+        return [_change(model, rotation, part, names, example_inputs) for rotation in find_rotations(model)]
 
 
 def settings_of_rotations(model: nn.Module, part: Part) -> list[Setting]:
@@ -122,7 +110,7 @@ def _change(model: nn.Module, rotation: NativeRotation, part: Part, names: Names
         return Change(row)
     refuse_private_forward(rotation.name, rotation.module)
     row.action, row.becomes = "replace", "no rotation"
-    row.loss = "queries and keys aren't rotated any more; only a causal mask shows the order of tokens"
+    row.loss = NO_ROTATION
     of_module = rotations_of(model, rotation.module)
     with_it = [one.layer_type for one in of_module if not names.reason_to_keep([one.name], part.only, part.keep)]
     layer_types = tuple(dict.fromkeys((*rotation.all_dropped, *with_it)))  # one lens says all that the module drops

@@ -16,12 +16,11 @@ from ..core.transaction import Transaction
 from ..errors import NothingToPatchError
 from ..exact.request import Conversion
 from ..runtime.edits import Edit
-from ..runtime.errors import UnsupportedError
 from ..runtime.norms import AffineNorm, NormFacts
 from ..schemes.norms import Norm
 from ..schemes.request import Part
 from ..sites.norms import describe, looks_like_norm, size_of
-from .planners import Planned
+from .planners import Planned, not_exact
 
 _QUERY_KEY = re.compile(
     r"^((q|k|qk|query|key)_?(layer_?norm|norm|ln)|(layer_?)?norm_?(q|k|query|key)|(ln|norm)_(q|k))$"
@@ -77,7 +76,7 @@ def plan_norms(model: nn.Module, part: Part, conversion: Conversion | None = Non
 
     Raises:
         NothingToPatchError: the model has no norm.
-        UnsupportedError: `init="exact"`, and no swap is exact.
+        UnsupportedError: no swap is exact, and the conversion has to be.
         WrappedModelError: another library has replaced a norm's forward on the instance.
     """
     scheme = part.scheme
@@ -90,30 +89,17 @@ def plan_norms(model: nn.Module, part: Part, conversion: Conversion | None = Non
     reasons = _reasons_to_keep(sites, scheme, part, Names.of(model))
     changing = [site for site in sites if reasons[id(site)] is None]
     if conversion is None:
-        swaps = {id(site): _copying_swap(site, scheme, part) for site in changing}
+        swaps = {id(site): _copying_swap(site, scheme, part.init) for site in changing}
     else:
         swaps = _converted_swaps(changing, scheme, conversion)
     changes = [_change(model, site, part, reasons[id(site)], swaps.get(id(site))) for site in sites]
     return changes if conversion is None else changes + conversion.changes()
 
 
-def _copying_swap(site: _Site, scheme: Norm, part: Part) -> _Swap:
-    """A swap that copies gain and shift and changes nothing else.
-
-    Raises:
-        UnsupportedError: it isn't exact, and `init="exact"` requires it.
-    """
+def _copying_swap(site: _Site, scheme: Norm, init: str) -> _Swap:
+    """A swap that copies gain and shift and changes nothing else."""
     assert site.facts is not None
-    loss = scheme.loss(site.facts) if part.init != "reset" else "parameters are reinitialised"
-    if loss and part.init == "exact" and scheme.centring is None:
-        raise _not_exact(site, scheme, loss)
-    return _Swap(loss)
-
-
-def _not_exact(site: _Site, scheme: Norm, loss: str | None) -> UnsupportedError:
-    return UnsupportedError(
-        f"{site.names[0]}: norm={scheme.name!r} isn't exact here: {loss}. Use init='auto' to accept that."
-    )
+    return _Swap(scheme.loss(site.facts) if init != "reset" else "parameters are reinitialised")
 
 
 def _converted_swaps(sites: list[_Site], scheme: Norm, conversion: Conversion) -> dict[int, _Swap]:
@@ -126,7 +112,7 @@ def _converted_swaps(sites: list[_Site], scheme: Norm, conversion: Conversion) -
         conversion.find()
     swaps = {id(site): _converted_swap(site, scheme, conversion) for site in sites}
     if sites and all(swap.stays for swap in swaps.values()):
-        raise _not_exact(sites[0], scheme, swaps[id(sites[0])].loss)
+        raise not_exact(sites[0].names[0], scheme, str(swaps[id(sites[0])].loss))
     return swaps
 
 

@@ -14,15 +14,9 @@ from ..runtime.lens import lens_of
 from ..schemes.positions import Position
 from ..schemes.request import Part
 from ..schemes.rope import RoPE
-from ..sites.records.rotating import OWN_ROTATIONS
-from ..sites.stacks import FoundStack, find_stacks, require_settings
-from .attentions import attention_change, refuse_exact
-from .native_rope import OWN_ROTATION_KEPT
-
-
-def find_own_rotations(model: nn.Module) -> list[FoundStack]:
-    """Stacks whose attentions rotate by tables of their own."""
-    return find_stacks(model, OWN_ROTATIONS)
+from ..sites.stacks import FoundStack, require_settings
+from .attentions import attention_change
+from .native_rope import NO_ROTATION, OWN_ROTATION_KEPT
 
 
 def own_rotation(item: FoundStack, attention: nn.Module) -> RoPE:
@@ -58,11 +52,8 @@ def own_change(path: str, module: nn.Module, item: FoundStack, part: Part, names
     if isinstance(scheme, RoPE) and rotary is None:
         scheme = scheme.over(own)
     change = attention_change(path, module, item, scheme)
-    row = change.row
-    row.now = now
+    row, row.now = change.row, now
     if scheme.name == "nope":
         row.action, row.becomes, row.reason = "replace", "no rotation", None
-        row.loss = "queries and keys aren't rotated any more; only a causal mask shows the order of tokens"
-    if change.changes:
-        refuse_exact(path, part, row.loss)
+        row.loss = NO_ROTATION
     return change

@@ -35,19 +35,13 @@ def plan_placement(
     """How each branch of the model will meet its stream; nothing is changed yet.
 
     Raises:
-        UnsupportedError: a branch has no norm of its own before it or behind the sum, can't be seen through, or
-            `init="exact"` is asked for.
+        UnsupportedError: a branch has no norm of its own before it or behind the sum, or can't be seen through.
         NothingToPatchError: there is no branch.
         WrappedModelError: a module carries a forward of its own, put there by another library.
     """
     scheme = part.scheme
     assert isinstance(scheme, Placement)
     request = f"placement={scheme.name!r}"
-    if part.init == "exact":
-        raise UnsupportedError(
-            f"{request} computes another function than the model with any weights, so init='exact' is "
-            "impossible. Use init='auto' to accept that, or 'reset' to train from scratch."
-        )
     found = discover(model, request, example_inputs)
     for branch in found.branches:
         _require_strict(branch, found)

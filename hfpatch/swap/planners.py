@@ -12,7 +12,8 @@ from torch import nn
 from ..core.plan_table import Change
 from ..core.scheme import Scheme
 from ..exact.request import Conversion
-from ..schemes.request import Part
+from ..runtime.errors import UnsupportedError
+from ..schemes.request import KINDS, Part
 from .config_diff import Derived
 
 
@@ -26,6 +27,9 @@ class Planned:
         conversion: the swap to norms that compute the same function, which `patch_model` checks; None without one.
         lengths: (config, attribute, new value) where the request sets max_positions or image_size.
         derived: attributes and buffers that the model's class computes from those config values.
+
+    Raises:
+        UnsupportedError: something isn't preserved, and the request is init="exact".
     """
 
     part: Part
@@ -33,6 +37,17 @@ class Planned:
     conversion: Conversion | None = None
     lengths: list[tuple[Any, str, Any]] = field(default_factory=list)
     derived: Derived = field(default_factory=Derived)
+
+    def __post_init__(self) -> None:
+        for row in (change.row for change in self.changes if self.part.init == "exact"):
+            if row.loss is not None:
+                raise not_exact(row.module, self.part.scheme, row.loss)
+
+
+def not_exact(name: str, scheme: Scheme, loss: str) -> UnsupportedError:
+    """The error that a module's change isn't exact, with what it doesn't preserve."""
+    kind = next(kind for kind, base in KINDS.items() if isinstance(scheme, base))
+    return UnsupportedError(f"{name}: {kind}={scheme.name!r} isn't exact here: {loss}. Use init='auto' to accept that.")
 
 
 class Planner(Protocol):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,14 +15,13 @@ from ..schemes.request import Part
 from ..sites.records.biases import BIASES
 from ..sites.records.record import Stack
 from ..sites.records.refused import REFUSED
-from ..sites.stacks import FoundStack, find_stacks, matching, names_of, require_settings
+from ..sites.records.rotating import OWN_ROTATIONS
+from ..sites.stacks import FoundStack, find_stacks, require_settings
 from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, reasons_to_keep
 from .biases import bias_changes, other_biases
 from .native_rope import plan_native
-from .own_rotations import find_own_rotations, own_change
+from .own_rotations import own_change
 from .tables import table_change
-
-_RELATIVE = re.compile(r"relative_(attention_)?(bias|position)|rel_pos|rel_embeddings|pos_bias|position_bias", re.I)
 
 
 def plan_positions(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None = None) -> list[Change]:
@@ -46,7 +43,7 @@ def plan_positions(model: nn.Module, part: Part, example_inputs: Mapping[str, An
     for bias in biases:
         changes += bias_changes(model, bias, covered, part, names)
     changes += plan_native(model, part, names, example_inputs)
-    for item in find_own_rotations(model):
+    for item in find_stacks(model, OWN_ROTATIONS):
         changes += [own_change(name, module, item, part, names) for name, module in item.attentions.items()]
     staying = other_biases(model, found, biases)
     if not changes:
@@ -85,40 +82,8 @@ def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:
     family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     for name, reason in _refused(model).items():
         return UnsupportedError(f"{family}: the positions of {name} can't be changed: {reason}. norm= works without.")
-    with_table = {
-        name: stacks
-        for name, record in ARCHITECTURES.items()
-        if (stacks := [stack for stack in record.stacks if _owners_of_table(model, stack)])
-    }
-    like_it = [name for name, stacks in with_table.items() if any(_built_like(model, stack) for stack in stacks)]
-    close = difflib.get_close_matches(family, like_it or with_table, n=1, cutoff=0.0 if like_it else 0.6)
-    nearest = f" Nearest supported family{', built alike' if like_it else ''}: {close[0]}." if close else ""
     return UnsupportedError(
-        f"{family}: {_positions_of(model)} hfpatch has no record for it, so pos= can't change its positions yet."
-        f"{nearest} `hfpatch families` lists the {len(ARCHITECTURES)} that have one; norm= works without."
+        f"{family}: none of its classes is recorded as owning a table of positions. hfpatch has no record for it, so "
+        f"pos= can't change its positions yet. `hfpatch families` lists the {len(ARCHITECTURES)} that have one; norm= "
+        "works without."
     )
-
-
-def _owners_of_table(model: nn.Module, stack: Stack) -> list[nn.Module]:
-    """The modules that hold a table where this stack's owner does."""
-    path, _, attribute = stack.table.rpartition(".")
-    modules = (dict(owner.named_modules()).get(path) for owner in model.modules())
-    return [owner for owner, module in zip(model.modules(), modules, strict=True) if hasattr(module, attribute)]
-
-
-def _built_like(model: nn.Module, stack: Stack) -> bool:
-    """Whether one of them also holds attentions where this stack's owner does."""
-    found = (list(matching(owner, stack.attention).values()) for owner in _owners_of_table(model, stack))
-    return any(all(hasattr(attentions[0], name) for name in names_of(stack)) for attentions in found if attentions)
-
-
-def _positions_of(model: nn.Module) -> str:
-    """What kind of positions an unrecorded model has, as far as its modules tell."""
-    for name, module in model.named_modules():
-        owned = [*module._parameters, *module._buffers, *module._modules]
-        if any(_RELATIVE.search(piece) for piece in owned):
-            return f"its positions are relative biases ({name or type(module).__name__})."
-    for name, module in model.named_modules():
-        if "rotary" in type(module).__name__.lower() or "rotary" in name.rpartition(".")[2].lower():
-            return f"it rotates queries and keys already ({name})."
-    return "none of its classes is recorded as owning a table of positions."

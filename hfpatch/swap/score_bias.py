@@ -14,7 +14,6 @@ from ..measure.outputs import max_error
 from ..runtime.attention import (
     BIAS,
     MASK,
-    NUMBER_OF_HEADS,
     ROTARY,
     TAKE_A_BIAS,
     AttentionLens,
@@ -25,6 +24,7 @@ from ..runtime.edits import Call
 from ..runtime.errors import UnsupportedError, described
 from ..runtime.lens import LENS, host_class, lensed_class
 from ..schemes.positions import Position
+from ..sites.stacks import number_of_heads
 
 _TOKENS, _FAR, _SLIGHT = 3, -1e4, 1e-4
 _SAME = 1e-3  # relative, in float32
@@ -76,12 +76,10 @@ def _refusal(name: str, module: nn.Module, scheme: Position, relative: bool, why
 
 
 def _num_heads(name: str, module: nn.Module) -> int:
-    for holder in (module, getattr(module, "config", None)):
-        for attribute in NUMBER_OF_HEADS:
-            number = getattr(holder, attribute, None)
-            if isinstance(number, int):
-                return number
-    raise UnsupportedError(f"{name}: {module._get_name()} doesn't say how many heads it has.")
+    number = number_of_heads(module)
+    if number is None:
+        raise UnsupportedError(f"{name}: {module._get_name()} doesn't say how many heads it has.")
+    return number
 
 
 def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str | None:

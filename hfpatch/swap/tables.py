@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.transaction import Transaction
-from ..runtime.constants import ZERO_MEAN_ROW, ConstantPositions, MeanRow, Rows
+from ..runtime.constants import ZERO_MEAN_ROW, ConstantPositions, MeanRow
 from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError
 from ..runtime.length_lenses import MEAN_ROW, NOTHING
@@ -20,15 +20,15 @@ from ..schemes.learned import Learned
 from ..schemes.positions import Position
 from ..schemes.request import Part
 from ..sites.stacks import REMOVED_ROWS, FoundStack, find_stacks, first_row, table_size
-from .attentions import ALL_ATTENTIONS_KEPT, refuse_exact
-from .image_tables import grid_table_change
+from .attentions import ALL_ATTENTIONS_KEPT
+from .image_tables import grid_table_change, resized_table
 
 
 def table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None) -> Change:
     """Plan the change of a stack's table; `why` is the reason to keep it, if any.
 
     Raises:
-        UnsupportedError: init="exact", or the scheme needs a table of another kind.
+        UnsupportedError: the scheme needs a table of another kind.
     """
     table, scheme, gone = item.table(), part.scheme, item.removed_rows() is not None
     assert isinstance(scheme, Position)
@@ -43,7 +43,6 @@ def table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None
         return grid_table_change(item, part, row)
     if scheme.keeps_table:
         return kept_table_change(model, item, part, row)
-    refuse_exact(item.table_name, part, "it can't compute what this table adds")
     row.action, row.becomes = "replace", NOTHING if item.stack.computes else MEAN_ROW
     row.reason = "inputs of any length"
     row.loss = "absolute positions are removed" + loses_order(item, scheme)
@@ -137,7 +136,7 @@ def kept_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) 
         row: what the plan says of it so far.
 
     Raises:
-        UnsupportedError: the table is gone, or isn't one row a position; or init="exact", and the change isn't.
+        UnsupportedError: the table is gone, or isn't one row a position.
     """
     scheme, table = part.scheme, item.table()
     assert isinstance(scheme, Position)
@@ -178,9 +177,7 @@ def kept_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) 
         return Change(row)
     else:
         row.loss, row.reason = scheme.loss(old), scheme.note(old)
-    if row.loss:
-        refuse_exact(item.table_name, part, row.loss)
-    edits, values = _table_edits(item, scheme, first, fresh=part.init == "reset")
+    edits, values = _table_edits(item, part, first)
     longest = sys.maxsize if scheme.any_length else scheme.max_positions
     if longest is not None:
         limits = [(path, limit.with_table(item.stack.reserved_rows)) for path, limit in item.stack.limits]
@@ -189,32 +186,17 @@ def kept_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) 
     return Change(row, tuple(edits), values)
 
 
-def _table_edits(
-    item: FoundStack, scheme: Position, first: int, fresh: bool
-) -> tuple[list[Edit], Callable[[Transaction], None] | None]:
+def _table_edits(item: FoundStack, part: Part, first: int) -> tuple[list[Edit], Callable[[Transaction], None] | None]:
     """Edits for a table that is computed or resized, and the rows of the latter."""
-    table = item.table()
-    assert isinstance(table, nn.Embedding)
+    scheme = part.scheme
+    assert isinstance(scheme, Position)
     if not isinstance(scheme, Learned):
         return [Edit.of(item.table_name, Call.of(ComputedPositions, scheme.rule(), first))], None
-    weight = table.weight.detach()
-    rows = weight.new_empty(first + (scheme.max_positions or len(weight) - first), weight.shape[-1])
-    edits = [
-        Edit.of(f"{item.table_name}.weight", Call.of(Rows, *rows.shape)),
-        Edit.of(f"{item.table_name}.num_embeddings", len(rows)),
-    ]
 
-    def values(changes: Transaction) -> None:
-        if weight.is_meta:
-            return
-        new = torch.cat((weight[:first], scheme.resized(weight[first:])))
-        if fresh:
-            config = item.owner.config
-            spread = getattr(config, "initializer_range", None) or getattr(config, "init_std", None) or 0.02
-            nn.init.normal_(new[first:], std=spread)
-        table.weight.data.copy_(new)
+    def resized(rows: Tensor) -> Tensor:
+        return torch.cat((rows[:first], scheme.resized(rows[first:])))
 
-    return edits, values
+    return resized_table(item, resized, slice(first, None) if part.init == "reset" else None)
 
 
 def _reason_not_to_resize(item: FoundStack, table: Any) -> str | None:

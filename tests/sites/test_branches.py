@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from tiny_models import inputs, tiny
 from torch import Tensor, nn
-from transformers import Dinov2Config, Dinov2Model, GPTNeoXConfig, GPTNeoXModel, PreTrainedModel
 
 from hfpatch.sites.anatomy import Branch, find_branches
 from hfpatch.sites.deepnorm_weights import values_of, with_weights
@@ -21,13 +22,13 @@ def double(model: Any) -> tuple[Any, dict[str, Tensor]]:
     return model, {key: x.double() if x.is_floating_point() else x for key, x in inputs(model).items()}
 
 
-def neox(parallel: bool) -> PreTrainedModel:
+def neox(parallel: bool) -> hf.PreTrainedModel:
     sizes = {**SIZES, "intermediate_size": 48, "vocab_size": 97, "max_position_embeddings": 64}
-    return GPTNeoXModel(GPTNeoXConfig(**sizes, use_parallel_residual=parallel)).eval()
+    return hf.GPTNeoXModel(hf.GPTNeoXConfig(**sizes, use_parallel_residual=parallel)).eval()
 
 
-def dinov2() -> PreTrainedModel:
-    model = Dinov2Model(Dinov2Config(**SIZES, image_size=8, patch_size=4)).eval()
+def dinov2() -> hf.PreTrainedModel:
+    model = hf.Dinov2Model(hf.Dinov2Config(**SIZES, image_size=8, patch_size=4)).eval()
     for name, parameter in model.named_parameters():
         if "lambda" in name:
             parameter.data.copy_(torch.rand(parameter.shape) + 0.5)
@@ -104,27 +105,21 @@ FAMILIES: dict[str, tuple[Any, dict[str, list[tuple]]]] = {
     "llama": (lambda: tiny("llama"), {"layers.0": LLAMA}),
     "cohere": (lambda: tiny("cohere"), {"layers.0": moved(COHERE, PARALLEL)}),
 }
-every_family = pytest.mark.parametrize("name", FAMILIES)
 
 
 def found(name: str) -> list[Branch]:
     return find_branches(*double(FAMILIES[name][0]()))
 
 
-@every_family
+@pytest.mark.parametrize("name", FAMILIES)
 def test_branches(name: str) -> None:
     branches = found(name)
     for block, expected in FAMILIES[name][1].items():
-        here = [branch for branch in branches if branch.block == block]
-        names = ("norm", "outlet", "writer", "projection")
-        inside = [tuple(getattr(branch, key) for key in names) for branch in here]
-        assert [(*item, b.placement, b.dropout) for item, b in zip(inside, here, strict=True)] == expected
+        names = ("norm", "outlet", "writer", "projection", "placement", "dropout")
+        here = [tuple(getattr(branch, key) for key in names) for branch in branches if branch.block == block]
+        assert here == expected
     assert not any(branch.altered or branch.shared for branch in branches)
-
-
-@every_family
-def test_attention_mixes_positions_and_reads_another_stack_where_it_crosses(name: str) -> None:
-    for branch in found(name):
+    for branch in branches:  # attention mixes positions, and reads another stack where it crosses
         attention = "att" in branch.projection.rpartition(".")[0]
         crossing = "encoder_attn" in branch.norm
         assert branch.mixes == (attention and not crossing)
@@ -154,10 +149,37 @@ def test_readers_of_post_norm_blocks() -> None:
     assert all(not branch.readers for branch in found("gpt2"))
 
 
-class Block(nn.Module):
-    """Branches put together by an expression, for forms that no small model of the zoo has."""
+def norm_as_the_stream(m: Any, x: Tensor) -> Tensor:
+    """With a last branch that no norm reads."""
+    x = m.norms.a(x)
+    x = m.norms.b(x + m.one(x))
+    return x + m.two(x)
 
-    def __init__(self, form: str, layer_norm: bool = True) -> None:
+
+# branch by branch: each takes the block and the stream
+FORMS: dict[str, tuple[Callable[[Any, Tensor], Tensor], ...]] = {
+    "sandwich": (
+        lambda m, x: x + m.norms.b(m.one(m.norms.a(x))),
+        lambda m, x: x + m.norms.d(m.two(m.norms.c(x))),
+    ),
+    "olmo2": (lambda m, x: x + m.norms.a(m.one(x)), lambda m, x: x + m.norms.b(m.two(x))),
+    "scaled": (
+        lambda m, x: x + m.factor * m.one(m.norms.a(x)),
+        lambda m, x: x + 0.3 * m.two(m.norms.b(x)),
+    ),
+    "norm as the stream": (norm_as_the_stream,),
+    "nothing added": (lambda m, x: m.two(m.norms.b(m.one(m.norms.a(x)))),),
+    "hidden dropout": (
+        lambda m, x: x + nn.functional.dropout(m.one(m.norms.a(x)), 0.3, m.training),
+        lambda m, x: x + m.two(m.norms.b(x)),
+    ),
+}
+
+
+class Block(nn.Module):
+    """Branches put together by expressions, for forms that no small model of the zoo has."""
+
+    def __init__(self, form: str) -> None:
         super().__init__()
         self.form = form
         self.one, self.two = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
@@ -166,27 +188,9 @@ class Block(nn.Module):
         self.dropout = 0.1
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        x, (a, b, c, d) = hidden_states, (self.norms[name] for name in "abcd")
-        if self.form == "sandwich":
-            x = x + b(self.one(a(x)))
-            return x + d(self.two(c(x)))
-        if self.form == "olmo2":
-            x = x + a(self.one(x))
-            return x + b(self.two(x))
-        if self.form == "scaled":
-            x = x + self.factor * self.one(a(x))
-            return x + 0.3 * self.two(b(x))
-        if self.form == "norm as the stream":  # and a last branch that no norm reads
-            x = a(x)
-            x = x + self.one(x)
-            x = b(x)
-            return x + self.two(x)
-        if self.form == "nothing added":
-            return self.two(b(self.one(a(x))))
-        if self.form == "hidden dropout":
-            x = x + nn.functional.dropout(self.one(a(x)), 0.3, self.training)
-            return x + self.two(b(x))
-        raise ValueError(self.form)
+        for branch in FORMS[self.form]:
+            hidden_states = branch(self, hidden_states)
+        return hidden_states
 
 
 class Model(nn.Module):
@@ -246,64 +250,55 @@ def test_the_model_is_left_as_it_was() -> None:
 # --- weights that DeepNorm scales -------------------------------------------------------------------------------------
 
 
-def scaled(model: nn.Module, given: dict[str, Tensor]) -> set[tuple[str, str]]:
-    return {pair for branch in with_weights(model, given, find_branches(model, given)) for pair in branch.weights}
+def qwen2_moe() -> hf.PreTrainedModel:
+    sizes = {**SIZES, "intermediate_size": 48, "vocab_size": 97, "num_key_value_heads": 2, "moe_intermediate_size": 16}
+    more = {"num_experts": 3, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16}
+    return hf.Qwen2MoeModel(hf.Qwen2MoeConfig(**sizes, **more, experts_implementation="eager")).eval()
+
+
+def mixtral() -> hf.PreTrainedModel:
+    sizes = {**SIZES, "intermediate_size": 48, "vocab_size": 97, "num_key_value_heads": 2, "num_local_experts": 3}
+    return hf.MixtralModel(hf.MixtralConfig(**sizes, num_experts_per_tok=2, experts_implementation="eager")).eval()
+
+
+LINEAR_ATTENTION = {"self_attn.v_proj": "all", "self_attn.o_proj": "all"}
 
 
 @pytest.mark.parametrize(
-    ("family", "expected"),
+    ("make", "expected"),
     [
-        ("gpt2", {("attn.c_attn", "blocks"), ("attn.c_proj", "all"), ("mlp.c_fc", "all"), ("mlp.c_proj", "all")}),
         (
-            "bloom",
+            lambda: double(tiny("gpt2")),
+            {"attn.c_attn": "blocks", "attn.c_proj": "all", "mlp.c_fc": "all", "mlp.c_proj": "all"},
+        ),
+        (
+            lambda: double(tiny("bloom")),
             {
-                ("self_attention.query_key_value", "heads"),
-                ("self_attention.dense", "all"),
-                ("mlp.dense_h_to_4h", "all"),
-                ("mlp.dense_4h_to_h", "all"),
+                "self_attention.query_key_value": "heads",
+                "self_attention.dense": "all",
+                "mlp.dense_h_to_4h": "all",
+                "mlp.dense_4h_to_h": "all",
             },
         ),
         (
-            "llama",
-            {
-                ("self_attn.v_proj", "all"),
-                ("self_attn.o_proj", "all"),
-                ("mlp.gate_proj", "all"),
-                ("mlp.up_proj", "all"),
-                ("mlp.down_proj", "all"),
-            },
+            lambda: double(tiny("llama")),
+            LINEAR_ATTENTION | {f"mlp.{name}_proj": "all" for name in ("gate", "up", "down")},
         ),
+        (  # shared experts, and not their gate
+            lambda: double(qwen2_moe()),
+            LINEAR_ATTENTION
+            | {"mlp.experts": "all"}
+            | {f"mlp.shared_expert.{name}_proj": "all" for name in ("gate", "up", "down")},
+        ),
+        (lambda: double(mixtral()), LINEAR_ATTENTION | {"mlp.experts": "all"}),  # stacked, and not their router
+        (lambda: mixture(), {"experts.*.*": "all"}),  # a list of them
     ],
+    ids=["gpt2", "bloom", "llama", "shared experts", "stacked experts", "a list of experts"],
 )
-def test_weights_that_deepnorm_scales(family: str, expected: set) -> None:
-    model, given = double(tiny(family))
-    assert scaled(model, given) == expected
-
-
-def test_shared_experts_are_scaled_and_their_gate_is_not() -> None:
-    from transformers import Qwen2MoeConfig, Qwen2MoeModel
-
-    sizes = {**SIZES, "intermediate_size": 48, "vocab_size": 97, "num_key_value_heads": 2, "moe_intermediate_size": 16}
-    more = {"num_experts": 3, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16}
-    model, given = double(Qwen2MoeModel(Qwen2MoeConfig(**sizes, **more, experts_implementation="eager")).eval())
-    names = {name for name, _ in scaled(model, given) if name.startswith("mlp")}
-    shared = {f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
-    assert names == {"mlp.experts", *shared}
-
-
-@pytest.mark.parametrize("stacked", [True, False], ids=["stacked experts", "a list of experts"])
-def test_experts_are_scaled_and_their_router_is_not(stacked: bool) -> None:
-    from transformers import MixtralConfig, MixtralModel
-
-    if stacked:
-        sizes = {**SIZES, "intermediate_size": 48, "vocab_size": 97, "num_key_value_heads": 2, "num_local_experts": 3}
-        config = MixtralConfig(**sizes, num_experts_per_tok=2, experts_implementation="eager")
-        model, given = double(MixtralModel(config).eval())
-        expected = {("mlp.experts", "all"), ("self_attn.v_proj", "all"), ("self_attn.o_proj", "all")}
-    else:
-        model, given = mixture()
-        expected = {("experts.*.*", "all")}
-    assert scaled(model, given) == expected
+def test_weights_that_deepnorm_scales(make: Callable[[], Any], expected: dict[str, str]) -> None:
+    model, given = make()
+    branches = with_weights(model, given, find_branches(model, given))
+    assert {pair for branch in branches for pair in branch.weights} == set(expected.items())
 
 
 class Mixture(nn.Module):

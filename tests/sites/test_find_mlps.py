@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,139 +25,97 @@ from hfpatch.sites.mlps import MLPSite, find_mlps
 
 
 class Host(nn.Module):
-    """Projections 8 -> 24 -> 8, and 8 -> 24 once more, with an activation."""
+    """Projections 8 -> 24 -> 8, and 8 -> 24 once more, with an activation, in what a formula of it and x computes."""
 
-    def __init__(self) -> None:
+    def __init__(self, formula: Callable[[Any, Tensor], Tensor], **others: nn.Module) -> None:
         super().__init__()
         self.first, self.other, self.last = nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(24, 8)
         self.act, self.dropout, self.norm = nn.GELU(), nn.Dropout(0.5), nn.LayerNorm(24)
+        self.formula = formula
+        for name, module in others.items():
+            setattr(self, name, module)
 
-
-class Plain(Host):
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.dropout(self.act(self.first(x))))
+        return self.formula(self, x)
+
+
+def plain() -> Host:
+    return Host(lambda m, x: m.last(m.dropout(m.act(m.first(x)))))
 
 
 class Residual(Host):
     """As a layer has it, with more arguments and something else before."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2)
-
-    def forward(self, x: Tensor, mask: Tensor, *, cache: Any) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, mask: Tensor, *, cache: Any) -> tuple[Tensor, Any]:  # type: ignore[override]
         attended, _ = self.attention(x, missing=mask)
         x = x + attended
         return x + self.last(self.act(self.first(x)).reshape(-1, 24)).view(x.shape), cache
 
 
-class Gated(Host):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.act(self.first(x)) * self.other(x))
-
-
-class Fused(Host):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 48)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.first(x).chunk(2, -1)
-        return self.last(self.act(gate) * up)
-
-
-class Between(Host):
-    """A norm between the projection and the activation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.act(self.norm(self.first(x))))
-
-
 class Convolved(Host):
     """A module between the two that wants more than it is given."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.between = nn.Sequential(nn.Conv2d(24, 24, 1))
-
-    def forward(self, x: Tensor, height: int) -> Tensor:
+    def forward(self, x: Tensor, height: int) -> Tensor:  # type: ignore[override]
         return self.last(self.act(self.between(self.first(x), height)))
 
 
-class Dropped(Host):
-    """Dropout before the activation: nothing in eval mode, but a pair can't pass it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.act(self.dropout(self.first(x))))
+def fused(m: Any, x: Tensor) -> Tensor:
+    gate, up = m.first(x).chunk(2, -1)
+    return m.last(m.act(gate) * up)
 
 
-class Twice(Host):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.act(self.first(x))) + self.act(x)
+def between(m: Any, x: Tensor) -> Tensor:
+    return m.last(m.act(m.norm(m.first(x))))
 
 
-class Bypassed(Host):
-    """The first projection's weight is used without calling it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.act(F.linear(x, self.first.weight)))
-
-
-class Reused(Host):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.act(self.first(x)) + self.first(x))
-
-
-class Function(Host):
-    """An activation that is written in the forward can't be replaced."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.gelu(self.first(x)))
-
-
-class Projector(Host):
-    """To another width: not an MLP of the stream."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(24, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.act(self.first(x)))
+NONE = {
+    "a norm before the activation": Host(between),
+    "a module before it that wants more": Convolved(between, between=nn.Sequential(nn.Conv2d(24, 24, 1))),
+    "two calls of the activation": Host(lambda m, x: m.last(m.act(m.first(x))) + m.act(x)),
+    "the first projection's weight, without calling it": Host(lambda m, x: m.last(m.act(F.linear(x, m.first.weight)))),
+    "two calls of the first projection": Host(lambda m, x: m.last(m.act(m.first(x)) + m.first(x))),
+    "an activation that is written in the forward": Host(lambda m, x: m.last(F.gelu(m.first(x)))),
+    "a projector to another width": Host(lambda m, x: m.last(m.act(m.first(x))), last=nn.Linear(24, 12)),
+}
 
 
 def sites(host: nn.Module) -> list[MLPSite]:
     return find_mlps(nn.ModuleDict({"layer": host}))
 
 
-@pytest.mark.parametrize("host", [Plain, Residual])
-def test_what_is_an_mlp(host: type[Host]) -> None:
-    module = host()
-    (site,) = sites(module)
+@pytest.mark.parametrize("host", [plain(), Residual(between, attention=nn.MultiheadAttention(8, 2))])
+def test_what_is_an_mlp(host: Host) -> None:
+    (site,) = sites(host)
     assert (site.name, site.owner, site.sizes, site.reason) == ("layer.first", "layer", (8, 24), None)
-    assert site.act is module.act
+    assert site.act is host.act
     assert site.last == "layer.last"
     assert site.direct
 
 
-@pytest.mark.parametrize("host", [Gated, Fused])
-def test_what_is_gated_already(host: type[Host]) -> None:
-    (site,) = sites(host())
-    assert site.reason == "is gated already"
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        (Host(lambda m, x: m.last(m.act(m.first(x)) * m.other(x))), "is gated already"),
+        (Host(fused, first=nn.Linear(8, 48)), "is gated already"),
+        # dropout does nothing in eval mode, but a pair can't pass it
+        (
+            Host(lambda m, x: m.last(m.act(m.dropout(m.first(x))))),
+            "its activation doesn't read its projection's output directly",
+        ),
+    ],
+)
+def test_what_cant_be_gated(host: Host, reason: str) -> None:
+    (site,) = sites(host)
+    assert site.reason == reason
 
 
-def test_what_no_pair_can_pass() -> None:
-    (site,) = sites(Dropped())
-    assert site.reason == "its activation doesn't read its projection's output directly"
-
-
-@pytest.mark.parametrize("host", [Between, Convolved, Twice, Bypassed, Reused, Function, Projector])
-def test_what_is_none(host: type[Host]) -> None:
-    assert sites(host()) == []
+@pytest.mark.parametrize("host", NONE.values(), ids=NONE)
+def test_what_is_none(host: Host) -> None:
+    assert sites(host) == []
 
 
 def test_a_transposed_projection_counts() -> None:
-    host = Plain()
+    host = plain()
     host.first, host.last = Conv1D(24, 8), Conv1D(8, 24)
     assert [site.sizes for site in sites(host)] == [(8, 24)]
 
@@ -173,12 +132,12 @@ def test_running_leaves_no_trace() -> None:
 
 def test_a_pair_that_meets_anything_else_is_an_error() -> None:
     """What a run didn't show (a branch that wasn't taken, say) fails at once instead of computing something else."""
-    host = Between()
+    host = Host(between)
     host.first = GatedLinear("geglu", host.first, host.other)  # type: ignore[assignment]
     host.act = GatedActivation(nn.GELU(), nn.GELU())  # type: ignore[assignment]
     with pytest.raises((TypeError, AttributeError)):
         host(torch.zeros(1, 3, 8))
-    assert Plain.forward(host, torch.zeros(1, 3, 8)).shape == (1, 3, 8)  # type: ignore[arg-type]
+    assert plain().formula(host, torch.zeros(1, 3, 8)).shape == (1, 3, 8)
 
 
 @pytest.mark.parametrize(
@@ -232,16 +191,25 @@ def test_what_is_found_hangs_on_no_default() -> None:
 # Models
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma"])
-def test_gated_models_are_kept_with_the_reason(family: str) -> None:
-    with pytest.raises(NothingToPatchError, match=r"mlp='swiglu'.*already"):
-        plan_patch(tiny(family), mlp="swiglu")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tiny("llama"), "mlp='swiglu'.*already"),
+        (lambda: tiny("gemma"), "mlp='swiglu'.*already"),
+        (lambda: zoo.tiny("mixtral")[0], "routed experts"),
+        (lambda: zoo.tiny("qwen3_moe")[0], "routed experts"),
+        (lambda: zoo.tiny("resnet")[0], "has no MLP"),
+        (lambda: sharing(tiny("gpt2")), "shared"),
+    ],
+)
+def test_models_whose_mlps_are_all_kept(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(NothingToPatchError, match=message):
+        plan_patch(make(), mlp="swiglu")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_mixtures_are_kept_with_the_reason(family: str) -> None:
-    with pytest.raises(NothingToPatchError, match="routed experts"):
-        plan_patch(zoo.tiny(family)[0], mlp="swiglu")
+def sharing(model: Any) -> Any:
+    model.h[1].mlp.c_fc.weight = model.h[0].mlp.c_fc.weight
+    return model
 
 
 def test_experts_that_are_modules_are_kept_with_the_reason() -> None:
@@ -254,24 +222,9 @@ def test_experts_that_are_modules_are_kept_with_the_reason() -> None:
     assert dense == ["ReGLU(64, 128)"] * 2
 
 
-def test_models_without_mlps() -> None:
-    with pytest.raises(NothingToPatchError):
-        plan_patch(zoo.tiny("resnet")[0], mlp="swiglu")
-
-
-def test_shared_weights_are_kept_with_the_reason() -> None:
-    model = tiny("gpt2")
-    model.h[1].mlp.c_fc.weight = model.h[0].mlp.c_fc.weight
-    with pytest.raises(NothingToPatchError, match="shared"):
-        plan_patch(model, mlp="geglu")
-
-
 def test_heads_are_kept_unless_named() -> None:
-    class Headed(type(tiny("gpt2", "AutoModelForCausalLM"))):  # type: ignore[misc]
-        pass
-
     model = tiny("gpt2", "AutoModelForCausalLM")
-    model.head = Plain()
+    model.head = plain()
     rows = {row.module: row for row in plan_patch(model, mlp="geglu").rows}
     assert rows["head.first"].reason == "MLP of a head: only=['*', its name] changes it too"
     assert [row.module for row in plan_patch(model, mlp="geglu", only=["head.*"]).rows if row.becomes] == ["head.first"]

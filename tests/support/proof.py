@@ -12,7 +12,7 @@ import copy
 import functools
 import importlib
 import tempfile
-import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,11 +36,10 @@ from transformers.models.auto import modeling_auto
 
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import ARCHITECTURES
-from hfpatch.errors import NotPreservedWarning
 from hfpatch.measure.inputs import make_inputs
 from hfpatch.measure.randomness import own_randomness, randomise
 from hfpatch.measure.shrink import shrunk
-from hfpatch.patch import patch_model
+from hfpatch.runtime.lens import host_class
 from hfpatch.sites.records.record import Stack
 from hfpatch.sites.stacks import FoundStack, find_stacks, max_positions
 
@@ -282,19 +281,6 @@ def old_length(owner: str) -> int:
     return min(filter(None, (rows, stated)), default=64)
 
 
-def refused_before(owner: str) -> bool:
-    """Whether the unpatched model raises on the inputs of `longer`."""
-    model, inputs = tiny(HOMES[owner])
-    given = lengthened(inputs, old_length(owner), owner)
-    if given is None:
-        return False
-    try:
-        run(model, given)
-    except (IndexError, RuntimeError, ValueError):
-        return True
-    return False
-
-
 # --- decoding, saving -------------------------------------------------------------------------------------------------
 
 
@@ -337,15 +323,19 @@ def cached(model_type: str) -> float | None:
         return decodes_alike(model.float(), given)
 
 
+def opened(model: Any, folder: Path, **options: Any) -> Any:
+    """The model that a patched model's class makes of what it saves."""
+    model.save_pretrained(folder)
+    loaded = patched_model_class(host_class(type(model))).from_pretrained(folder, **options).eval()
+    for parameter in loaded.parameters():  # the last bit of a product depends on how memory is aligned
+        parameter.data = parameter.data.clone()
+    return loaded
+
+
 def saved(model_type: str) -> float:
     """Change of the outputs when the patched model is saved and loaded, in float32: 0."""
     model, inputs = tiny(model_type)
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        host = type(model)
-        patch_model(model, pos="rope").save_pretrained(folder)
-        loaded = patched_model_class(host).from_pretrained(folder).eval()
-        for parameter in loaded.parameters():  # the last bit of a product depends on how memory is aligned
-            parameter.data = parameter.data.clone()
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = opened(patch(model, pos="rope"), Path(folder))
         found, again = find_stacks(model)[0], find_stacks(loaded)[0]
         return difference(outputs(loaded, inputs, again), outputs(model, inputs, found))

@@ -158,6 +158,19 @@ def make(name: str, **options: Any) -> Any:
     return tiny(family, **{**own, **options}).double()
 
 
+RATES: dict[str, dict[str, float]] = {  # settings with dropout behind each branch alone
+    "opt, pre-norm": {"dropout": RATE},
+    "opt, post-norm": {"dropout": RATE},
+    "gpt2": {"resid_pdrop": RATE, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
+    "vit": {"hidden_dropout_prob": RATE},
+}
+
+
+def seeded(forward: Callable[[], Tensor]) -> Tensor:
+    torch.manual_seed(5)
+    return forward()
+
+
 def with_dropout(model: Any) -> Any:
     """In training mode, but for layer drop: transformers 5.17 draws for it at a rate of zero too."""
     model.train()

@@ -1,44 +1,32 @@
-"""DeepNorm against transformers written here a second time, on the patched models' weights, in float64.
+"""DeepNorm against transformers written a second time, on the patched models' weights, in float64.
 
-Saving, copies, undoing, compilation and dropout: test_placement.py.
+Its formula, saving, copies, undoing, compilation and dropout: test_placement.py.
 """
 
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from by_hand import MODELS, POST, RATE, STEPS, bart, deepnorm, error, every_model, make, opt, run, with_dropout
-from tiny_models import changes, difference, fingerprint, outputs, patch, reload, tiny
+from by_hand import MODELS, POST, RATES, STEPS, bart, deepnorm, error, every_model, make, run, seeded, with_dropout
+from tiny_models import changes, difference, fingerprint, outputs, patch, reload, tiny, tiny_config
 from torch import Tensor, nn
+from transformers import AutoModel, GPTNeoXConfig, GPTNeoXModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hfpatch.errors import NotPreservedWarning, OptionError
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
+from hfpatch.runtime.edits import modules_at
 from hfpatch.runtime.errors import CheckpointError, UnsupportedError
 from hfpatch.schemes.norms import DeepNorm, Depth
 
 ALPHA = 1.7
-
-
-@every_model
-def test_it_is_the_formula(name: str) -> None:
-    model, reference = make(name), MODELS[name][2]
-    original = copy.deepcopy(model)
-    patch(model, norm=DeepNorm(alpha=ALPHA))
-    with torch.no_grad():
-        assert error(run(model), reference(original, deepnorm(ALPHA))) < 1e-12
-        assert (
-            error(run(model), reference(original, deepnorm(ALPHA + 0.01))) > 1e-4
-        )  # control: the reference feels alpha
-        assert error(run(model), run(original)) > 1e-2
-    if name in POST:  # control: the reference is this model's own computation at alpha = 1
-        with torch.no_grad():
-            assert error(run(original), reference(original, deepnorm(1.0))) < 1e-12
 
 
 @every_model
@@ -68,17 +56,14 @@ def test_an_encoder_decoder_has_two_alphas() -> None:
 
 # --- more hosts, by hooks on the original -----------------------------------------------------------------------------
 
-# (norm, module whose output is added, what is around it) in a block, written down by hand
-HOSTS: dict[str, tuple[str, dict[str, Any], str, list[tuple[str, str]]]] = {
-    "gpt_neo": ("gpt_neo", {}, "h", [("ln_1", "attn"), ("ln_2", "mlp")]),
+PRE_NORM = {  # stacks of blocks, and in a block (norm, module whose output is added), written down by hand
+    "gpt_neo": (["h.*"], [("ln_1", "attn"), ("ln_2", "mlp")]),
     "bloom": (
-        "bloom",
-        {},
-        "h",
+        ["h.*"],
         [("input_layernorm", "self_attention.dense"), ("post_attention_layernorm", "mlp.dense_4h_to_h")],
     ),
-    "llama": ("llama", {}, "layers", [("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp")]),
-    "t5": ("t5", {}, "", []),
+    "llama": (["layers.*"], [("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp")]),
+    "t5": (["encoder.block.*.layer.*", "decoder.block.*.layer.*"], [("layer_norm", "dropout")]),
 }
 
 
@@ -105,22 +90,14 @@ def hooked(model: Any, blocks: list[nn.Module], pairs: list[tuple[str, str]], al
     return model
 
 
-@pytest.mark.parametrize("name", ["gpt_neo", "bloom", "llama", "t5"])
+@pytest.mark.parametrize("name", PRE_NORM)
 def test_more_pre_norm_hosts(name: str) -> None:
-    family, options, stack, pairs = HOSTS[name]
-    model = tiny(family, **options).double()
+    stacks, pairs = PRE_NORM[name]
+    model = tiny(name).double()
     original = copy.deepcopy(model)
     patch(model, norm=DeepNorm(alpha=ALPHA))
-    if name == "t5":
-        blocks = [
-            layer for part in (original.encoder, original.decoder) for block in part.block for layer in block.layer
-        ]
-        pairs = [("layer_norm", "dropout")]
-    else:
-        blocks = list(original.get_submodule(stack))
-    before = outputs(original)
-    assert difference(outputs(model), before) > 1e-2
-    hooked(original, blocks, pairs, ALPHA)
+    assert difference(outputs(model), outputs(original)) > 1e-2
+    hooked(original, [chain[-1] for stack in stacks for _, chain in modules_at(original, stack)], pairs, ALPHA)
     with torch.no_grad():
         assert error(run(model), run(original)) < 1e-11  # these hosts compute some things in float32
 
@@ -171,62 +148,45 @@ def ratio(new: Tensor, old: Tensor) -> float:
     return float(new.std() / old.std())
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bloom"])
-def test_gains_of_a_fused_projection(family: str) -> None:
-    """GPT-2 keeps [q | k | v] in the columns of a Conv1D, BLOOM [q | k | v] of each head in the rows of a Linear."""
-    model = tiny(family)
-    old = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
-    patch(model, norm="deepnorm", init="reset")
-    beta = 16**-0.25  # two layers
-    new = dict(model.named_parameters())
-    name = "h.1.attn.c_attn" if family == "gpt2" else "h.1.self_attention.query_key_value"
-
-    def parts(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if family == "gpt2":
-            q, k, v = values.chunk(3, -1)
-        else:
-            q, k, v = values.unflatten(0, (4, 3, 8)).unbind(1)
-        return q, k, v
-
-    for after, before in zip(parts(new[f"{name}.weight"])[:2], parts(old[f"{name}.weight"])[:2], strict=True):
-        assert torch.equal(after, before)
-    assert ratio(parts(new[f"{name}.weight"])[2], parts(old[f"{name}.weight"])[2]) == pytest.approx(beta, rel=1e-5)
-    assert not parts(new[f"{name}.bias"])[2].any()
-    assert torch.equal(parts(new[f"{name}.bias"])[0], parts(old[f"{name}.bias"])[0])
-    others = {"gpt2": ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")}.get(
-        family, ("self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
-    )
-    for other in others:
-        assert ratio(new[f"h.0.{other}.weight"], old[f"h.0.{other}.weight"]) == pytest.approx(beta, rel=1e-5)
-        assert not new[f"h.0.{other}.bias"].any()
-
-
-SEPARATE = {
-    "bert": ("attention.self.value", "attention.output.dense", "intermediate.dense", "output.dense"),
-    "gpt_neo": ("attn.attention.v_proj", "attn.attention.out_proj", "mlp.c_fc", "mlp.c_proj"),
-    "llama": ("self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-    "distilbert": ("attention.v_lin", "attention.out_lin", "ffn.lin1", "ffn.lin2"),
+# the weights that are scaled, and in a fused projection from (d, 3d) or (3d, d) to q, k and v
+SCALED: dict[str, tuple[tuple[str, ...], dict[str, Callable[[Tensor], tuple[Tensor, ...]]]]] = {
+    "bert": (("attention.self.value", "attention.output.dense", "intermediate.dense", "output.dense"), {}),
+    "gpt_neo": (("attn.attention.v_proj", "attn.attention.out_proj", "mlp.c_fc", "mlp.c_proj"), {}),
+    "llama": (("self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), {}),
+    "distilbert": (("attention.v_lin", "attention.out_lin", "ffn.lin1", "ffn.lin2"), {}),
     "bart": (
-        *("self_attn.v_proj", "self_attn.out_proj", "encoder_attn.v_proj", "encoder_attn.out_proj"),
-        *("fc1", "fc2"),
+        ("self_attn.v_proj", "self_attn.out_proj", "encoder_attn.v_proj", "encoder_attn.out_proj", "fc1", "fc2"),
+        {},
+    ),
+    "gpt2": (("attn.c_proj", "mlp.c_fc", "mlp.c_proj"), {"attn.c_attn": lambda x: x.chunk(3, -1)}),
+    "bloom": (  # q, k and v of each head in turn, in a Linear's rows
+        ("self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+        {"self_attention.query_key_value": lambda x: x.unflatten(0, (4, 3, 8)).unbind(1)},
     ),
 }
 
 
-@pytest.mark.parametrize("family", SEPARATE)
-def test_gains_of_separate_projections(family: str) -> None:
-    model = tiny(family)
+@pytest.mark.parametrize("family", SCALED)
+def test_gains_of_projections(family: str) -> None:
+    model, (names, fused) = tiny(family), SCALED[family]
     old = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
     patch(model, norm="deepnorm", init="reset")
     betas = {16**-0.25} if family != "bart" else {0.87 * (2**4 * 2) ** (-1 / 16), 24**-0.25}
     found = set()
-    for key, parameter in model.named_parameters():
-        if parameter.dim() < 2:
-            continue
-        if key.endswith(tuple(f".{name}.weight" for name in SEPARATE[family])):
-            found.add(round(ratio(parameter, old[key]), 5))
-        else:  # queries, keys, embeddings, heads
-            assert torch.equal(parameter, old[key]), key
+    for key, new in model.named_parameters():
+        module, _, kind = key.rpartition(".")
+        before = old[key]
+        for name, parts in fused.items():
+            if module.endswith(f".{name}"):
+                (q, k, new), (q_before, k_before, before) = parts(new), parts(before)
+                assert torch.equal(q, q_before)
+                assert torch.equal(k, k_before)
+        if not module.endswith(tuple(f".{name}" for name in (*names, *fused))):
+            assert new.dim() < 2 or torch.equal(new, before), key  # queries, keys, embeddings, heads
+        elif kind == "bias":
+            assert not new.any()
+        else:
+            found.add(round(ratio(new, before), 5))
     assert found == {round(beta, 5) for beta in betas}
 
 
@@ -245,8 +205,7 @@ def test_trained_weights_are_not_scaled_and_that_is_said() -> None:
 def test_preserve_keeps_the_function_of_a_post_norm_model(name: str) -> None:
     model = make(name)
     original = copy.deepcopy(model)
-    plan = plan_patch(model, norm=DeepNorm(alpha=ALPHA, preserve=True))
-    assert not plan.losses()
+    assert not plan_patch(model, norm=DeepNorm(alpha=ALPHA, preserve=True)).losses()
     patch_model(model, norm=DeepNorm(alpha=ALPHA, preserve=True), init="exact")  # and no warning
     assert error(run(model), run(original)) < 1e-12
     with torch.no_grad():  # what it computes is DeepNorm with eps a^2 and the scaled weights
@@ -265,17 +224,23 @@ def _changed(module: nn.Module, original: Any, model: Any) -> float | None:
     return ratio(new.weight, module.weight)
 
 
-def test_preserve_is_refused_on_pre_norm_models() -> None:
-    with pytest.raises(UnsupportedError, match="preserve=True"):
-        plan_patch(tiny("gpt2"), norm=DeepNorm(preserve=True))
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_parallel_residual_is_refused() -> None:
-    from transformers import GPTNeoXConfig, GPTNeoXModel
+@pytest.mark.parametrize(
+    ("family", "request_", "message"),
+    [
+        ("gpt2", {"norm": DeepNorm(preserve=True)}, "preserve=True"),
+        ("bert", {"norm": "deepnorm", "init": "exact"}, r"norm='deepnorm' isn't exact here: LN\(1.414 x \+ f\(x\)\)"),
+        ("cohere", {"norm": "deepnorm"}, "parallel residual"),  # which no attribute of it says
+    ],
+)
+def test_refused(family: str, request_: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        plan_patch(tiny(family), **request_)
 
+
+def test_parallel_residual_is_refused() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     config = GPTNeoXConfig(vocab_size=97, max_position_embeddings=64, **sizes)
     model = GPTNeoXModel(config)
@@ -285,17 +250,6 @@ def test_parallel_residual_is_refused() -> None:
     assert not changes(before, fingerprint(model))
     config.use_parallel_residual = False  # control: the same class, one branch after another
     assert plan_patch(GPTNeoXModel(config), norm="deepnorm").losses()
-
-
-@pytest.mark.parametrize("family", ["cohere"])
-def test_parallel_without_that_name_is_refused_too(family: str) -> None:
-    with pytest.raises(UnsupportedError, match="parallel residual"):
-        plan_patch(tiny(family), norm="deepnorm")
-
-
-def test_exact_is_refused_where_it_is_not() -> None:
-    with pytest.raises(UnsupportedError, match="preserve=True"):
-        plan_patch(tiny("bert"), norm="deepnorm", init="exact")
 
 
 def test_twice_with_other_options_is_refused_and_the_same_is_nothing_to_do() -> None:
@@ -329,28 +283,16 @@ def last_of(branches: int, name: str) -> Any:
 
 @every_model
 def test_only_some_norms(name: str) -> None:
-    """Branches that aren't chosen stay as they were."""
-    model = make(name)
+    """Branches that aren't chosen stay as they were, their dropout included."""
+    model = with_dropout(make(name, **RATES[name])) if name in RATES else make(name)
     original = copy.deepcopy(model)
     chosen = {"gpt2": "*.ln_2", "vit": "*.layernorm_after", "bert": "encoder.layer.[01].output.LayerNorm"}
     patch(model, norm=DeepNorm(alpha=ALPHA), only=chosen.get(name, "*.layers.?.final_layer_norm"))
     steps = [last_of(2, name), last_of(3, name)] if name == "bart" else [last_of(2, name)]
     with torch.no_grad():
-        assert error(run(model), MODELS[name][2](original, *steps)) < 1e-12
-        assert error(run(model), run(original)) > 1e-3
-
-
-def test_dropout_of_branches_that_are_not_chosen() -> None:
-    """OPT's two branches have their dropout's rate from one attribute."""
-    model = with_dropout(make("opt, pre-norm", dropout=RATE))
-    original = copy.deepcopy(model)
-    patch(model, norm=DeepNorm(alpha=ALPHA), only="*.layers.?.final_layer_norm")
-    with torch.no_grad():
-        results = []
-        for forward in (lambda: run(model), lambda: opt(original, last_of(2, "opt, pre-norm"))):
-            torch.manual_seed(5)
-            results.append(forward())
-        assert error(*results) < 1e-12
+        result = seeded(lambda: run(model))
+        assert error(result, seeded(lambda: MODELS[name][2](original, *steps))) < 1e-12
+        assert error(result, seeded(lambda: run(original))) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -454,31 +396,19 @@ NOT_SAVED = "isn't the one that was saved"
     ],
 )
 def test_a_tampered_record_is_refused(family: str, old: str, new: str, match: str, tmp_path: Path) -> None:
-    import json
-
-    model = patch(tiny(family), norm="deepnorm")
-    model.save_pretrained(tmp_path)
+    patch(tiny(family), norm="deepnorm").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     stored = json.loads(path.read_text())
     edits = stored["hfpatch"]["edits"]
     at = next(i for i, edit in enumerate(edits) if old in edit)
     edits[at] = edits[at].replace(old, new)
     path.write_text(json.dumps(stored))
-    from transformers import AutoModel
-
     with pytest.raises(CheckpointError, match=match):
         AutoModel.from_pretrained(tmp_path)
 
 
 def test_the_plan_on_the_meta_device() -> None:
     with torch.device("meta"):
-        model = tiny_on_meta()
+        model = AutoModel.from_config(tiny_config("gpt2"))
     plan = plan_patch(model, norm="deepnorm")
     assert sum(row.action == "replace" for row in plan.rows) == 4
-
-
-def tiny_on_meta() -> Any:
-    from tiny_models import tiny_config
-    from transformers import AutoModel
-
-    return AutoModel.from_config(tiny_config("gpt2"))

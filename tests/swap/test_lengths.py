@@ -6,21 +6,20 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import proof
 import pytest
 import torch
 import transformers as hf
 import zoo
-from position_checks import RECORDED, base, difference, generated, owners, patched, states, tokens
+from position_checks import RECORDED, base, difference, generated, patched, states, tokens
 from position_families import make
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
 
-from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.cli import app
-from hfpatch.core.registry import ARCHITECTURES
-from hfpatch.errors import NothingToPatchError, OptionError
+from hfpatch.errors import OptionError
 from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
@@ -28,6 +27,7 @@ from hfpatch.runtime.generation import is_unlimited
 from hfpatch.runtime.rotary import AdaptiveRotaryEmbedding
 from hfpatch.schemes.request import Record
 from hfpatch.schemes.rope import RoPE
+from hfpatch.sites.stacks import find_stacks, first_row, max_positions
 
 IMAGES = {"vit"}  # a grid's number of patches isn't a length
 SEQUENCES = [name for name in RECORDED if name not in IMAGES]
@@ -36,10 +36,8 @@ SEQUENCES = [name for name in RECORDED if name not in IMAGES]
 # --- configs ----------------------------------------------------------------------------------------------------------
 
 
-def config_lengths(model: Any, model_type: str) -> list[int]:
-    stacks = {stack.owner: stack for stack in ARCHITECTURES[model_type].stacks}
-    found = [module for module in model.modules() if type(module).__name__ in stacks]
-    return [getattr(module.config, stacks[type(module).__name__].config_length) for module in found]
+def numbers(model: Any) -> list[int]:
+    return [getattr(item.owner.config, item.stack.config_length) for item in find_stacks(model)]
 
 
 @pytest.mark.slow
@@ -47,28 +45,16 @@ def config_lengths(model: Any, model_type: str) -> list[int]:
 @pytest.mark.parametrize("pos", ["rope", "learned"])
 def test_configs_say_the_new_length(model_type: str, pos: str, tmp_path: Path) -> None:
     model, _ = zoo.tiny(model_type)
-    shared = model.config
-    before = config_lengths(model, model_type)
-    firsts, rows = [], []
-    for owner in owners(model, model_type):
-        stack = next(
-            s for s in ARCHITECTURES[model_type].stacks if s.owner == type(model.get_submodule(owner)).__name__
-        )
-        table = model.get_submodule(f"{owner}.{stack.table}".strip("."))
-        firsts.append(stack.reserved_rows if table.padding_idx is None else table.padding_idx + 1)
-        rows.append(table.num_embeddings)
-    more = [said + first - size for said, first, size in zip(before, firsts, rows, strict=True)]
-    assert all(m in (0, first) for m, first in zip(more, firsts, strict=True)), "the record names another attribute"
+    shared, before, found = model.config, numbers(model), find_stacks(model)
+    more = [said - max_positions(item) for said, item in zip(before, found, strict=True)]
+    assert all(m in (0, first_row(item)) for m, item in zip(more, found, strict=True)), "it is another attribute"
     patched(model, pos=f"{pos}:max_positions=300", reversible=True)
-    assert config_lengths(model, model_type) == [300 + m for m in more]
+    assert numbers(model) == [300 + m for m in more]
     assert Record.of(model.config).pos[0].scheme.max_positions == 300
     assert getattr(shared, "hfpatch", None) is None
-    model.save_pretrained(tmp_path)
-    host = type(zoo.tiny(model_type)[0])
-    loaded = patched_model_class(host).from_pretrained(tmp_path)
-    assert config_lengths(loaded, model_type) == [300 + m for m in more]
+    assert numbers(proof.opened(model, tmp_path)) == [300 + m for m in more]
     unpatch_model(model)
-    assert config_lengths(model, model_type) == before
+    assert numbers(model) == before
 
 
 def test_without_it_the_config_keeps_its_number() -> None:
@@ -106,8 +92,7 @@ def test_a_model_that_rotates_by_itself(pos: str, tmp_path: Path) -> None:
     assert config.max_position_embeddings == 32
     with torch.no_grad():
         out = model(tokens(1, 50)).logits
-        model.save_pretrained(tmp_path)
-        loaded = patched_model_class(hf.LlamaForCausalLM).from_pretrained(tmp_path).eval()
+        loaded = proof.opened(model, tmp_path)
         assert loaded.config.max_position_embeddings == 64
         assert torch.equal(loaded(tokens(1, 50)).logits, out)
 
@@ -168,9 +153,7 @@ def test_a_generation_config_that_ended_at_the_old_length_follows(tmp_path: Path
     patched(model, pos="rope:max_positions=64", reversible=True)
     assert model.generation_config.max_length == 64
     assert shared.max_length == 32
-    model.save_pretrained(tmp_path)
-    loaded = patched_model_class(hf.WhisperForConditionalGeneration).from_pretrained(tmp_path)
-    assert loaded.generation_config.max_length == 64
+    assert proof.opened(model, tmp_path).generation_config.max_length == 64
     unpatch_model(model)
     assert model.generation_config is shared
 
@@ -226,8 +209,7 @@ def test_the_factor_follows_from_the_lengths(kind: str, tmp_path: Path) -> None:
         out = follows(**given).logits
         assert torch.equal(out, explicit(**given).logits)
         assert difference(plain(**given).logits, out) > 1e-2  # control
-        follows.save_pretrained(tmp_path)
-        loaded = patched_model_class(hf.GPT2LMHeadModel).from_pretrained(tmp_path).eval()
+        loaded = proof.opened(follows, tmp_path)
         assert torch.equal(loaded(**given).logits, out)  # although its config now says 128
     again = plan_patch(loaded, pos=RoPE(scaling={"rope_type": kind}, max_positions=128))
     assert not again.changes
@@ -346,8 +328,7 @@ def test_saved_compiled_and_moved(scaling: dict[str, Any], tmp_path: Path) -> No
     model = patched(make("gpt2"), pos=RoPE(scaling=scaling))
     with torch.no_grad():
         short, long = model(tokens(1, 20)).logits, model(tokens(1, 48)).logits
-        model.save_pretrained(tmp_path)
-        loaded = patched_model_class(hf.GPT2LMHeadModel).from_pretrained(tmp_path).eval()
+        loaded = proof.opened(model, tmp_path)
         assert torch.equal(loaded(tokens(1, 48)).logits, long)
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -369,15 +350,16 @@ def test_scaling_that_doesn_t_fit_a_head() -> None:
 # --- packed sequences -------------------------------------------------------------------------------------------------
 
 
-def packs(model: Any) -> bool:
-    """Whether two sequences in one row, told apart by position_ids, are as each alone (no mask, no cache)."""
-    one, two = tokens(1, 9), tokens(1, 7, 1)
-    positions = torch.tensor([[*range(9), *range(7)]])
-    with torch.no_grad():
-        out = model(torch.cat((one, two), 1), position_ids=positions, use_cache=False).logits
-        first, second = difference(out[:, :9], model(one).logits), difference(out[:, 9:], model(two).logits)
-    assert first <= 1e-5
-    return second <= 1e-5
+ONE, TWO = tokens(1, 9), tokens(1, 7, 1)
+PACKED = {"input_ids": torch.cat((ONE, TWO), 1), "position_ids": torch.tensor([[*range(9), *range(7)]])}
+
+
+@torch.no_grad()
+def second_apart(model: Any, use_cache: bool = False, **options: Any) -> float:
+    """How far the second of two sequences in one row, told apart by position_ids, is from itself alone."""
+    out = model(**PACKED, use_cache=use_cache, **options).logits
+    assert difference(out[:, :9], model(ONE).logits) <= 1e-5
+    return difference(out[:, 9:], model(TWO).logits)
 
 
 @pytest.mark.parametrize("pos", ["rope", "alibi", "nope", "sinusoidal", "learned:max_positions=64"])
@@ -385,40 +367,26 @@ def packs(model: Any) -> bool:
 def test_packed_sequences_stay_apart_where_the_host_s_mask_goes_by_position_ids(
     name: str, host: bool, pos: str
 ) -> None:
-    assert packs(make(name)) is host
-    assert packs(patched(make(name), pos=pos)) is host
+    for model in (make(name), patched(make(name), pos=pos)):
+        assert (second_apart(model) <= 1e-5) is host
 
 
 @pytest.mark.parametrize("pos", ["rope", "alibi"])
 def test_packed_sequences_with_a_mask_of_blocks(pos: str) -> None:
     """What every host takes: a mask (B, 1, T, T) of the caller's own."""
-    model = patched(make("opt"), pos=pos)
-    one, two = tokens(1, 9), tokens(1, 7, 1)
     blocks = torch.block_diag(torch.ones(9, 9), torch.ones(7, 7)).tril()[None, None].bool()
-    positions = torch.tensor([[*range(9), *range(7)]])
-    with torch.no_grad():
-        out = model(torch.cat((one, two), 1), attention_mask=blocks, position_ids=positions, use_cache=False).logits
-        assert difference(out[:, 9:], model(two).logits) <= 1e-5
+    assert second_apart(patched(make("opt"), pos=pos), attention_mask=blocks) <= 1e-5
 
 
 def test_nothing_is_packed_with_a_cache() -> None:
     """transformers looks for packed sequences only where there is no cache: patched or not, pass use_cache=False."""
-    one, two = tokens(1, 9), tokens(1, 7, 1)
-    positions = torch.tensor([[*range(9), *range(7)]])
     for model in (make("gpt2"), patched(make("gpt2"), pos="rope")):
-        with torch.no_grad():
-            out = model(torch.cat((one, two), 1), position_ids=positions, use_cache=True).logits
-            assert difference(out[:, 9:], model(two).logits) > 1e-2
+        assert second_apart(model, use_cache=True) > 1e-2
 
 
 def test_a_base_model_of_a_length_runs_beyond_it() -> None:
     model, _ = base("roberta", "rope:max_positions=300")
     assert states(model, {"input_ids": tokens(1, 400)}).isfinite().all()
-
-
-def test_nothing_to_patch_is_still_said() -> None:
-    with pytest.raises(NothingToPatchError):
-        plan_patch(patched(make("gpt2"), pos="nope"), pos="nope", keep="*")
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

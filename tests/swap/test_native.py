@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from rope_proof import decodes_alike
 from sampled import sampled, slow_but
 from tiny_models import patch as patched
 from transformers import AutoModel, PretrainedConfig
 
-from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError
+from hfpatch.errors import NothingToPatchError, NotPreservedWarning
 from hfpatch.measure.outputs import outputs_of
 from hfpatch.measure.randomness import own_randomness
 from hfpatch.patch import patch_model, unpatch_model
@@ -71,16 +72,6 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[name] - b[name]).abs().max() / b[name].std()) for name in b)
 
 
-def difference_of_caches(model: Any, tokens: torch.Tensor) -> float:
-    """How far logits of a generation with a cache are from those without."""
-    options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    logits = []
-    for use_cache in (True, False):
-        out = model.generate(tokens, **options, use_cache=use_cache, output_logits=True, return_dict_in_generate=True)
-        logits.append(torch.stack(out.logits))
-    return float((logits[0] - logits[1]).abs().max() / logits[1].std())
-
-
 def rotations_only(model: Any) -> list[str]:
     """Globs that leave tables of positions, of an image tower say, as they are."""
     return [rotation.name for rotation in find_rotations(model)]
@@ -120,13 +111,7 @@ def test_unchanged_settings_keep_every_bit(model_type: str) -> None:
         patch_model(model, pos="rope", only=names)
     assert any(ROPE_SETTINGS_PATH in module.__dict__ for module in model.modules()), "nothing was rebuilt"
     assert equal(run(model, given), before)
-
-
-@every_family
-def test_the_same_settings_said_aloud_keep_every_bit(model_type: str) -> None:
-    model, given = zoo.tiny(model_type)
-    before = run(model, given)
-    for rotation in find_rotations(model):
+    for rotation in find_rotations(model):  # said aloud
         theta = rotation.settings["rope_theta"]
         pairing = None if rotation.layer_type else pairing_of(rotation).host  # which is one for all types of layers
         patched(model, pos=RoPE(theta=theta, pairing=pairing), only=[rotation.name])
@@ -243,7 +228,7 @@ def test_values_that_are_turned_too() -> None:
 def test_own_rotation_decodes(model_type: str) -> None:
     model, given = zoo.tiny(model_type, auto_class="AutoModelForCausalLM")
     patched(model, pos=RoPE(theta=77.0))
-    assert difference_of_caches(model, given["input_ids"]) <= 1e-4
+    assert decodes_alike(model, given) <= 1e-4
 
 
 # --- scaling ------------------------------------------------------------------------------------------------------
@@ -314,20 +299,6 @@ def test_another_part_of_each_head(model_type: str) -> None:
     assert equal(run(model, given), expected)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3", "qwen2_vl"])
-def test_whole_heads_stay_whole(model_type: str) -> None:
-    model, _ = zoo.tiny(model_type)
-    with pytest.raises(UnsupportedError, match=r"partial=0\.25"):
-        plan_patch(model, pos=RoPE(partial=0.25), only=rotations_only(model))
-
-
-def test_another_theta_hides_no_partial_that_isnt_read() -> None:
-    """Frequencies that change with theta say nothing of whether the class reads the share of a head as well."""
-    model, _ = zoo.tiny("llama")
-    with pytest.raises(UnsupportedError, match=r"partial=0\.5"):
-        plan_patch(model, pos=RoPE(theta=500.0, partial=0.5))
-
-
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 
@@ -339,37 +310,29 @@ def test_several_axes_take_no_scaling() -> None:
     assert [row.action for row in plan.rows] == ["keep", "replace"]
 
 
-def test_settings_that_a_class_cant_take() -> None:
-    model, _ = zoo.tiny("phimoe")
-    with pytest.raises(UnsupportedError, match="PhimoeRotaryEmbedding"):
-        plan_patch(model, pos=RoPE(scaling={"rope_type": "linear", "factor": 2.0}))
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+THREE_PAIRS = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "factor": 2.0}
 
 
-def test_frequencies_that_an_attention_cant_apply() -> None:
-    model, _ = zoo.tiny("gemma4_text")
-    with pytest.raises(UnsupportedError, match=r"256 .*64 .*rope_type='linear'"):
-        plan_patch(model, pos=RoPE(scaling={"rope_type": "linear", "factor": 2.0}))
-
-
-@pytest.mark.slow
-def test_settings_that_a_config_doesnt_keep() -> None:
-    """dots3's config computes the share of each head that is turned, so a checkpoint would come back with its own."""
-    model, _ = zoo.tiny("dots3_note_text")
-    with pytest.raises(UnsupportedError, match="config"):
-        plan_patch(model, pos=RoPE(partial=0.25), only=rotations_only(model))
-
-
-def test_rotations_told_apart_by_theta() -> None:
-    model, _ = zoo.tiny("granite_swa")
-    with pytest.raises(UnsupportedError, match="GraniteSWAModel"):
-        plan_patch(model, pos=RoPE(theta=5.0))
-
-
-def test_longrope_needs_a_factor_for_each_pair() -> None:
-    model, _ = zoo.tiny("llama")
-    scaling = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0], "factor": 2.0}
-    with pytest.raises((UnsupportedError, OptionError)):
-        plan_patch(model, pos=RoPE(scaling={**scaling, "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}))
+@pytest.mark.parametrize(
+    ("model_type", "scheme", "message"),
+    [
+        *((name, RoPE(partial=0.25), r"partial=0\.25") for name in ("llama", "gemma3_text", "deepseek_v3", "qwen2_vl")),
+        # frequencies that change with theta say nothing of whether the class reads the share of a head as well
+        ("llama", RoPE(theta=500.0, partial=0.5), r"partial=0\.5"),
+        ("llama", RoPE(scaling=THREE_PAIRS), r"LlamaRotaryEmbedding can't be made with .*tensor a \(3\)"),
+        ("phimoe", RoPE(scaling=LINEAR), "PhimoeRotaryEmbedding"),
+        ("gemma4_text", RoPE(scaling=LINEAR), r"256 .*64 .*rope_type='linear'"),  # which its attention can't apply
+        ("granite_swa", RoPE(theta=5.0), "GraniteSWAModel"),  # which tells rotations apart by theta
+        # its config computes the share that is turned, so a checkpoint would come back with its own
+        pytest.param("dots3_note_text", RoPE(partial=0.25), "config", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_settings_that_a_host_cant_take(model_type: str, scheme: RoPE, message: str) -> None:
+    model, _ = zoo.tiny(model_type)
+    with pytest.raises(UnsupportedError, match=message):
+        plan_patch(model, pos=scheme, only=rotations_only(model))
 
 
 # --- types of layers ----------------------------------------------------------------------------------------------
@@ -377,31 +340,25 @@ def test_longrope_needs_a_factor_for_each_pair() -> None:
 
 def test_one_type_of_layers() -> None:
     model, given = zoo.tiny("gemma3_text")
-    sliding = model.config.rope_parameters["sliding_attention"]["rope_theta"]
-    before = run(model, given)
+    settings, before = dict(model.config.rope_parameters["sliding_attention"]), run(model, given)
     patched(model, pos=RoPE(theta=77.0), only=["*.full_attention"])
     assert model.config.rope_parameters["full_attention"]["rope_theta"] == 77.0
-    assert model.config.rope_parameters["sliding_attention"]["rope_theta"] == sliding
+    assert model.config.rope_parameters["sliding_attention"] == settings
     assert not equal(run(model, given), before)
 
 
 def test_one_type_of_layers_without_rotation() -> None:
     model, given = zoo.tiny("gemma3_text")
-    before = run(model, given)
-    patched(model, pos="nope", only=["*.full_attention"])
-    one = run(model, given)
-    patched(model, pos="nope", only=["*.sliding_attention"])
-    both = run(model, given)
+    full, sliding = {"only": ["*.full_attention"]}, {"only": ["*.sliding_attention"]}
+    outputs = [run(model, given)]
+    for pos, only in (("nope", full), ("nope", sliding), ("rope", sliding), ("rope", {}), ("nope", {}), ("rope", {})):
+        patched(model, pos=pos, **only)
+        outputs.append(run(model, given))
+    before, one, both, *rest = outputs
     assert not equal(one, before)
     assert not equal(one, both)
-    patched(model, pos="rope", only=["*.sliding_attention"])  # the other type stays without
-    assert equal(run(model, given), one)
-    patched(model, pos="rope")
-    assert equal(run(model, given), before)
-    patched(model, pos="nope")  # both in one request, and back
-    assert equal(run(model, given), both)
-    patched(model, pos="rope")
-    assert equal(run(model, given), before)
+    # the other type stays without; both come back; both go in one request, and come back
+    assert all(equal(a, b) for a, b in zip(rest, (one, before, both, before), strict=True))
 
 
 # --- configs, checkpoints, ways back ------------------------------------------------------------------------------
@@ -417,13 +374,18 @@ def test_the_config_tells() -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [*(("llama", "gemma3_text", "phi", "qwen2_vl", "modernbert")), pytest.param("mimi", marks=pytest.mark.slow)],
+    ("model_type", "requests"),
+    [
+        *product(("llama", "gemma3_text", "phi", "qwen2_vl", "modernbert"), ([RoPE()], [RoPE(theta=77.0)], ["nope"])),
+        ("phi", [RoPE(partial=0.25, scaling={"rope_type": "yarn", "factor": 2.0}), RoPE(theta=300.0)]),
+        *(pytest.param("mimi", [one], marks=pytest.mark.slow) for one in (RoPE(), RoPE(theta=77.0), "nope")),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("request_", [RoPE(), RoPE(theta=77.0), "nope"], ids=str)
-def test_save_and_load(model_type: str, request_: Any, tmp_path: Path) -> None:
+def test_save_and_load(model_type: str, requests: list[Any], tmp_path: Path) -> None:
     model, given = zoo.tiny(model_type)
-    patched(model, pos=request_)
+    for request in requests:
+        patched(model, pos=request)
     before = run(model, given)
     model.save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path).eval()
@@ -431,15 +393,6 @@ def test_save_and_load(model_type: str, request_: Any, tmp_path: Path) -> None:
     half = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for rotation in find_rotations(half):
         assert rotation.frequencies(rotation.module).dtype == torch.float32
-
-
-def test_scaling_and_partial_through_a_checkpoint(tmp_path: Path) -> None:
-    model, given = zoo.tiny("phi")
-    patched(model, pos=RoPE(partial=0.25, scaling={"rope_type": "yarn", "factor": 2.0}))
-    patched(model, pos=RoPE(theta=300.0))
-    before = run(model, given)
-    model.save_pretrained(tmp_path)
-    assert equal(run(AutoModel.from_pretrained(tmp_path).eval(), given), before)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "stablelm", "phi"])
@@ -516,7 +469,7 @@ def test_cached_equals_uncached() -> None:
     for model_type, request in (("llama", RoPE(theta=77.0)), ("gpt_neox", "nope"), ("gemma3_text", RoPE(theta=77.0))):
         model, given = zoo.tiny(model_type, auto_class="AutoModelForCausalLM")
         patched(model, pos=request)
-        assert difference_of_caches(model, given["input_ids"]) <= 1e-4
+        assert decodes_alike(model, given) <= 1e-4
 
 
 def test_together_with_norms() -> None:

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import MODELS, POST, RATE, STEPS, deepnorm, error, every_model, make, run, with_dropout
+from by_hand import MODELS, POST, RATES, STEPS, deepnorm, error, every_model, make, run, seeded, with_dropout
+from rope_proof import decodes_alike
 from sampled import slow_but
 from tiny_models import changes, fingerprint, inputs, norms_of, patch, reload, tiny
 from torch import Tensor
+from typer.testing import CliRunner
 
+from hfpatch.cli import app
 from hfpatch.core.registry import PLACEMENTS
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning
 from hfpatch.patch import patch_model, unpatch_model
@@ -62,34 +65,37 @@ def test_the_placement_that_a_model_has_is_nothing_to_patch(name: str) -> None:
         plan_patch(make(name), placement=own(name))
 
 
-@each(pairs())
+@each(pairs() + WITH_DEEPNORM)
 def test_it_is_the_formula(name: str, placement: str) -> None:
     model, reference = make(name), MODELS[name][2]
     original = copy.deepcopy(model)
-    patch(model, placement=placement)
+    patch(model, **request(placement))
     randomise_seconds(model)
+    steps = {**STEPS, "deepnorm": deepnorm(ALPHA)}
     with torch.no_grad():
-        step = STEPS[placement] if placement != "sandwich" else in_forward_order(model, name)
         result = run(model)
+        step = steps[placement] if placement != "sandwich" else in_forward_order(model, name)
         assert error(result, reference(original, step)) < 1e-12
         for other in {*STEPS} - {placement}:  # control
             assert error(result, reference(original, STEPS[other])) > 1e-2
+        if placement == "deepnorm":  # control: the reference feels alpha
+            assert error(result, reference(original, deepnorm(ALPHA + 0.01))) > 1e-4
+
+
+BRANCHES = {  # where blocks are, and the norms of their branches in forward order
+    "gpt2": (["h"], ("ln_1", "ln_2")),
+    "bert": (["encoder.layer"], ("attention.output.LayerNorm", "output.LayerNorm")),
+    "vit": (["layers"], ("layernorm_before", "layernorm_after")),
+    "bart": (
+        ["encoder.layers", "decoder.layers"],
+        ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),
+    ),
+}
 
 
 def in_forward_order(model: Any, name: str) -> Callable:
     """The sandwich's step with second norms in the order in which branches run."""
-    order = {
-        "gpt2": ("ln_1", "ln_2"),
-        "bert": ("attention.output.LayerNorm", "output.LayerNorm"),
-        "vit": ("layernorm_before", "layernorm_after"),
-        "bart": ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),
-    }.get(name, ("self_attn_layer_norm", "final_layer_norm"))
-    stacks = {
-        "gpt2": ["h"],
-        "bert": ["encoder.layer"],
-        "vit": ["layers"],
-        "bart": ["encoder.layers", "decoder.layers"],
-    }.get(name, ["decoder.layers"])
+    stacks, order = BRANCHES.get(name, (["decoder.layers"], ("self_attn_layer_norm", "final_layer_norm")))
     modules = dict(model.named_modules())
     names = [f"{stack}.{i}.{norm}_after" for stack in stacks for i in range(2) for norm in order]
     seconds = iter([modules[key] for key in names if key in modules])
@@ -143,14 +149,6 @@ def test_compiled_whole(name: str, placement: str) -> None:
     assert error(compiled(**inputs(model), **options).last_hidden_state, run(model)) < 1e-13
 
 
-RATES = {
-    "opt, pre-norm": {"dropout": RATE},
-    "opt, post-norm": {"dropout": RATE},
-    "gpt2": {"resid_pdrop": RATE, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
-    "vit": {"hidden_dropout_prob": RATE},
-}
-
-
 @each(
     [*pairs("opt, pre-norm", "opt, post-norm", "gpt2", of=("pre", "post", "olmo2")), *pairs(*RATES, of=("deepnorm",))]
 )
@@ -161,12 +159,9 @@ def test_dropout_acts_on_the_branch_alone(name: str, placement: str) -> None:
     patch(model, **request(placement))
     step = deepnorm(ALPHA) if placement == "deepnorm" else STEPS[placement]
     with torch.no_grad():
-        results = []
-        for forward in (lambda: run(model), lambda: MODELS[name][2](original, step)):
-            torch.manual_seed(5)
-            results.append(forward())
-        assert error(*results) < 1e-12
-        assert error(run(model), results[0]) > 1e-3  # control: there is dropout
+        result = seeded(lambda: run(model))
+        assert error(result, seeded(lambda: MODELS[name][2](original, step))) < 1e-12
+        assert error(run(model), result) > 1e-3  # control: there is dropout
 
 
 def test_it_is_said_loudly() -> None:
@@ -221,9 +216,7 @@ def test_deepnorm_is_a_placement_of_its_own() -> None:
 
 def test_generating_with_a_cache_is_generating_without() -> None:
     model = patch(tiny("gpt2", "AutoModelForCausalLM"), placement="sandwich")
-    ids = inputs(model)["input_ids"]
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, use_cache=False))
+    assert decodes_alike(model, {**inputs(model), "pad_token_id": 0}) <= 1e-4
 
 
 def test_attentions_and_hidden_states_are_recorded() -> None:
@@ -235,10 +228,6 @@ def test_attentions_and_hidden_states_are_recorded() -> None:
 
 
 def test_on_the_command_line() -> None:
-    from typer.testing import CliRunner
-
-    from hfpatch.cli import app
-
     result = CliRunner().invoke(app, ["plan", "config:gpt2", "--placement", "post"])
     assert result.exit_code == 0, result.output
     assert "h.{0-11}.ln_{1-2}  x24" in result.output

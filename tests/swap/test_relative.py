@@ -9,16 +9,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import proof
 import pytest
 import torch
 import transformers as hf
 import zoo
 from position_checks import difference
+from rope_proof import decodes_alike
 from sampled import slow_but
 from tiny_models import patch
 from torch import Tensor
 
-from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.measure.randomness import own_randomness, randomise
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
@@ -143,6 +144,9 @@ def test_every_record_has_a_case() -> None:
 
 @every_case
 def test_shift_and_active(name: str) -> None:
+    removed = [row for row in plan_patch(make(name), pos="rope").rows if row.now == "biases by distance"]
+    assert removed
+    assert all(row.becomes == "removed" and row.loss for row in removed)
     model = patched(name)
     given = inputs(name, model)
     before = states(model, given)
@@ -154,27 +158,15 @@ def test_shift_and_active(name: str) -> None:
         assert difference(shifted, before) <= 1e-4
 
 
-@every_case
-def test_plan_names_the_biases(name: str) -> None:
-    plan = plan_patch(make(name), pos="rope")
-    removed = [row for row in plan.rows if row.now == "biases by distance"]
-    assert removed
-    assert all(row.becomes == "removed" and row.loss for row in removed)
-
-
 def spread_by_order(name: str, model: Any) -> float:
     """How much more than the tokens' own rows changes when tokens change places; of the first stack alone.
 
     A causal model of one layer shows its last token, which sees all others.
     """
-    given = inputs(name, model)
-    tokens = given["input_ids"]
+    tokens = inputs(name, model)["input_ids"]
     order = torch.tensor([3, 1, 0, 2, 9, 8, 4, 6, 5, 10, 7, 11])
-    if CASES[name].kind == "seq2seq":
-        stack = model.get_encoder()
-        before, after = states(stack, {"input_ids": tokens}), states(stack, {"input_ids": tokens[:, order]})
-    else:
-        before, after = states(model, {"input_ids": tokens}), states(model, {"input_ids": tokens[:, order]})
+    stack = model.get_encoder() if CASES[name].kind == "seq2seq" else model
+    before, after = states(stack, {"input_ids": tokens}), states(stack, {"input_ids": tokens[:, order]})
     if (CASES[name].decodes or name == "pix2struct") and CASES[name].kind != "seq2seq":
         return difference(after[:, -1], before[:, -1])
     return difference(after, before[:, order])
@@ -184,13 +176,9 @@ TEXTS = sorted(name for name, case in CASES.items() if case.kind != "image" and 
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_blind_to_order_without_positions(name: str) -> None:
+def test_blind_to_order_without_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert spread_by_order(name, patched(name, layers=1, pos="nope")) <= 1e-6  # some compute their softmax in float32
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_control_biases_left_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap_relative, "removal", lambda model, item: ((), []))
+    monkeypatch.setattr(swap_relative, "removal", lambda model, item: ((), []))  # control: biases left in
     assert spread_by_order(name, patched(name, layers=1, pos="nope")) >= 1e-3
 
 
@@ -210,18 +198,9 @@ def test_patches_are_blind_without_positions(name: str) -> None:
 @pytest.mark.parametrize(("name", "pos"), slow_but(product(DECODERS, ("rope", "nope")), 6))
 def test_cached_equals_uncached(name: str, pos: str) -> None:
     model = patched(name, pos=pos)
-    given = {"input_ids": inputs(name, model)["input_ids"]}
-    options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    if CASES[name].kind == "seq2seq":
-        options["decoder_start_token_id"] = 0
-    logits = []
-    for use_cache in (True, False):
-        with torch.no_grad():
-            out = model.generate(
-                **given, **options, use_cache=use_cache, output_logits=True, return_dict_in_generate=True
-            )
-        logits.append(torch.stack(out.logits))
-    assert difference(*logits) <= 1e-4
+    given: dict[str, Any] = {"input_ids": inputs(name, model)["input_ids"]}
+    given |= {"decoder_start_token_id": 0} if CASES[name].kind == "seq2seq" else {}
+    assert decodes_alike(model, given | {"pad_token_id": 0}) <= 1e-4
 
 
 @pytest.mark.parametrize("name", ["mpt", "deberta", "deberta-v3", "mpnet", "t5"])
@@ -242,8 +221,7 @@ def test_save_and_load(name: str, pos: str, tmp_path: Path) -> None:
     model = patched(name, pos=pos)
     given = inputs(name, model)
     before = states(model, given)
-    model.save_pretrained(tmp_path)
-    loaded = patched_model_class(type(make(name))).from_pretrained(tmp_path, dtype=torch.float64)
+    loaded = proof.opened(model, tmp_path, dtype=torch.float64)
     assert difference(states(loaded, given), before) <= 1e-12  # as of an unpatched model
     assert loaded.state_dict().keys() == model.state_dict().keys()
 
@@ -270,12 +248,9 @@ def test_a_later_scheme_replaces_an_earlier_one() -> None:
     assert torch.equal(states(model, given), states(again, given))
 
 
-def test_exact_is_refused() -> None:
+def test_exact_is_refused_and_biases_can_be_kept() -> None:
     with pytest.raises(UnsupportedError, match=r"encoder.relative_attention_bias.*exact"):
         plan_patch(make("t5"), pos="rope", init="exact")
-
-
-def test_biases_can_be_kept() -> None:
     plan = plan_patch(make("t5"), pos="rope", keep=["*.relative_attention_bias"])
     kept = [row for row in plan.rows if row.module.endswith("relative_attention_bias")]
     assert [row.reason for row in kept] == ["keep", "keep"]
