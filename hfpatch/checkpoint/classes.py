@@ -174,8 +174,9 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             try:
                 loaded = _with_loading_info(load)
             except SafetensorError as error:
-                reason = broken_file(name, subfolder) or error
-                raise CheckpointError(f"{name}: its weights can't be read: {reason}") from error
+                reason = broken_file(Path(name, subfolder)) or error
+                message = f"{name}: its weights can't be read: {reason}. Download or save it again."
+                raise CheckpointError(message) from error
             model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
             opened: Opened | None = vars(model.config).pop(OPENED, None)
             if opened is None or not _is_own_config(kwargs.get("config"), name):

@@ -75,10 +75,6 @@ INTO_THE_HOST: dict[str, tuple[Callable[[Path, Any, type], Any], str]] = {
         lambda folder, config, host: AutoModelForCausalLM.from_pretrained(folder, config=config),
         "warns",
     ),
-    "Auto class, the host's config, shards": (
-        lambda folder, config, host: AutoModelForCausalLM.from_pretrained(folder / "shards", config=config),
-        "warns",
-    ),
     "the host's class and config": (
         lambda folder, config, host: host.from_pretrained(folder, config=config),
         "warns",
@@ -103,18 +99,6 @@ INTO_THE_HOST: dict[str, tuple[Callable[[Path, Any, type], Any], str]] = {
     ),
     "accelerate": (
         lambda folder, config, host: filled(fresh(config), lambda one: load_checkpoint_in_model(one, folder)),
-        "warns",
-    ),
-    "accelerate, strict": (
-        lambda folder, config, host: filled(
-            fresh(config), lambda one: load_checkpoint_in_model(one, folder, strict=True)
-        ),
-        "raises",
-    ),
-    "accelerate, shards to a device": (
-        lambda folder, config, host: filled(
-            fresh(config), lambda one: load_checkpoint_in_model(one, folder / "shards", device_map={"": "cpu"})
-        ),
         "warns",
     ),
     "the host's class, by name": (
@@ -215,7 +199,6 @@ def as_earlier_versions_wrote_it(saved: Saved, folder: Path) -> Any:
 
 INTO_A_PATCHED_MODEL: dict[str, Callable[[Saved, Path], Any]] = {
     "Auto class": lambda saved, folder: load(folder, CAUSAL),
-    "Auto class, shards": lambda saved, folder: load(saved.folder / "shards", CAUSAL),
     "the class that architectures names": lambda saved, folder: load(
         folder, getattr(sys.modules["transformers"], AutoConfig.from_pretrained(folder).architectures[0])
     ),
