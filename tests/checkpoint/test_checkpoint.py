@@ -10,7 +10,8 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +213,6 @@ def test_several_patches_of_one_family_side_by_side(tmp_path: Path) -> None:
     assert len({type(model) for model in loaded.values()}) == 1
     for norm, model in models.items():
         assert difference(model, loaded[norm]) == 0
-    plain = tiny("gpt2")
-    assert difference(plain, reload(plain, tmp_path / "plain")) == 0
-    assert norms_of(load(tmp_path / "plain"), nn.LayerNorm)
 
 
 # What is on disk
@@ -248,8 +246,7 @@ def test_the_files(tmp_path: Path) -> None:
     assert len(own) == 3
     assert not own & {"weight", "bias"}  # a plain reload would make a LayerNorm of those
     assert "transformer.ln_f.weight" in keys  # not in only
-    generation = json.loads((tmp_path / "generation_config.json").read_text())
-    assert "hfpatch" not in generation
+    assert "hfpatch" not in (tmp_path / "generation_config.json").read_text()
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
@@ -423,11 +420,22 @@ def test_a_tokenizer_that_is_found_by_the_models_type(tmp_path: Path) -> None:
 # Families of one's own
 
 
-def own_family(name: str) -> tuple[type, type, Any]:
-    """A config class, a model class and a tiny model of a family that transformers doesn't know."""
+@contextmanager
+def known(config: Any, auto: Any, model: type) -> Iterator[None]:
+    """A family that is registered with transformers meanwhile."""
+    AutoConfig.register(config.model_type, config)
+    auto.register(config, model)
+    try:
+        yield
+    finally:
+        transformers.CONFIG_MAPPING._extra_content.pop(config.model_type)
+        auto._model_mapping._extra_content.pop(config)
 
+
+@pytest.mark.parametrize("late", [False, True], ids=["registered before the patch", "registered after the patch"])
+def test_a_family_that_transformers_doesnt_know(late: bool, tmp_path: Path) -> None:
     class OwnConfig(GPT2Config):
-        model_type = name
+        model_type = "gpt2_of_a_test"
 
     class OwnModel(GPT2LMHeadModel):
         config_class = OwnConfig
@@ -437,35 +445,18 @@ def own_family(name: str) -> tuple[type, type, Any]:
             output.logits = 2 * output.logits
             return output
 
-    config = OwnConfig(**{**tiny_config("gpt2").to_diff_dict(), "model_type": name})
-    return OwnConfig, OwnModel, randomise(OwnModel(config))
-
-
-def test_an_unregistered_family(tmp_path: Path) -> None:
-    _, _, model = own_family("gpt2_of_a_test")
-    patch(model, **BOTH)
-    assert difference(model, reload(model, tmp_path, type(model))) == 0
-    with pytest.raises(CheckpointError, match=r"'gpt2_of_a_test'.*(AutoConfig\.register|[Ii]mport)"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["before the patch", "after the patch"])
-def test_a_registered_family(late: bool, tmp_path: Path) -> None:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    config, cls, model = own_family("gpt2_of_a_test")
+    settings = {**tiny_config("gpt2").to_diff_dict(), "model_type": "gpt2_of_a_test"}
+    model = randomise(OwnModel(OwnConfig(**settings)))
     if late:
         patch(model, **BOTH)
-    AutoConfig.register("gpt2_of_a_test", config)
-    AutoModelForCausalLM.register(config, cls)
-    try:
+        assert difference(model, reload(model, tmp_path, type(model))) == 0
+        with pytest.raises(CheckpointError, match=r"'gpt2_of_a_test'.*(AutoConfig\.register|[Ii]mport)"):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+    with known(OwnConfig, AutoModelForCausalLM, OwnModel):
         patch(model, **BOTH)
         again = reload(model, tmp_path, "AutoModelForCausalLM")
-        assert isinstance(again, cls)
+        assert isinstance(again, OwnModel)
         assert difference(model, again) == 0
-    finally:
-        CONFIG_MAPPING._extra_content.pop("gpt2_of_a_test")
-        AutoModelForCausalLM._model_mapping._extra_content.pop(config)
 
 
 CODE = """
@@ -498,16 +489,10 @@ def test_a_model_of_a_repositorys_own_code(tmp_path: Path, monkeypatch: pytest.M
     assert "auto_map" not in json.loads((saved / "config.json").read_text())
     with pytest.raises(CheckpointError, match=r"'mine_of_a_test'"):
         AutoModel.from_pretrained(saved, trust_remote_code=True)
-    AutoConfig.register("mine_of_a_test", host.config_class)
-    AutoModel.register(host.config_class, host)
-    try:
+    with known(host.config_class, AutoModel, host):
         again = AutoModel.from_pretrained(saved)
-        given = {"input_ids": torch.arange(10)[None]}
-        assert difference(model, again, **given) == 0
+        assert difference(model, again, input_ids=torch.arange(10)[None]) == 0
         assert len(norms_of(again, AffineNorm)) == 5
-    finally:
-        transformers.CONFIG_MAPPING._extra_content.pop("mine_of_a_test")
-        AutoModel._model_mapping._extra_content.pop(host.config_class)
 
 
 # Records that can't be used

@@ -73,7 +73,6 @@ def test_a_family_that_only_runs_in_float32(tmp_path: Path) -> None:
 
 
 PLACES: dict[str, dict[str, Any]] = {
-    "auto": {"device_map": "auto"},
     "everything on one": {"device_map": {"": "cpu"}},
     "sequential": {"device_map": "sequential"},
     "a block on disk": {

@@ -167,17 +167,6 @@ def by_accelerators_save_model(saved: Saved, folder: Path) -> Any:
     return load(folder / "accelerated", CAUSAL)
 
 
-def under_an_adapter(saved: Saved, folder: Path) -> Any:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", bias="all")
-    adapted = peft.get_peft_model(load(folder, CAUSAL), config)
-    adapted.save_pretrained(folder / "adapter")
-    assert not [name for name in stored(folder / "adapter") if MARKER in name]
-    again = peft.PeftModel.from_pretrained(load(folder, CAUSAL), folder / "adapter")
-    again.merge_and_unload().save_pretrained(folder / "merged")  # of an adapter that changes nothing yet
-    return load(folder / "merged", CAUSAL)
-
-
 def with_an_adapter_of_transformers(saved: Saved, folder: Path) -> Any:
     peft = pytest.importorskip("peft")
     adapted = load(folder, CAUSAL)
@@ -214,7 +203,6 @@ INTO_A_PATCHED_MODEL: dict[str, Callable[[Saved, Path], Any]] = {
     "accelerate": by_accelerate,
     "weights given": with_weights_given,
     "accelerate's save_model": by_accelerators_save_model,
-    "PEFT": under_an_adapter,
     "transformers' adapters": with_an_adapter_of_transformers,
     "an earlier version's": as_earlier_versions_wrote_it,
 }
