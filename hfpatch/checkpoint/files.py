@@ -1,7 +1,6 @@
 """Weight files: pickles and an index that leads out of the folder are refused before any file is opened.
 
-transformers opens whatever file an index names, pickled ones and those outside the folder included; safetensors' own
-errors don't name the file.
+transformers opens whatever file an index names, pickled ones and those outside the folder included.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
 
 from ..runtime.errors import CheckpointError
 
@@ -92,14 +90,3 @@ def read_json(path: Path, read: Callable[[Any], T]) -> T:
 def is_plain_name(file: Any) -> bool:
     """Whether it is the name of a safetensors file, and of nothing beside or outside the folder."""
     return isinstance(file, str) and file.endswith(SUFFIX) and not set(file) & set("/\\:\0")
-
-
-def broken_file(folder: Path) -> str | None:
-    """What is wrong with the first safetensors file of a folder that can't be read."""
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
-        try:
-            with safe_open(path, "pt"):
-                pass
-        except (OSError, SafetensorError) as error:
-            return f"{path.name}: {error}"
-    return None
