@@ -175,8 +175,8 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 loaded = _with_loading_info(load)
             except SafetensorError as error:
                 raise CheckpointError(
-                    f"{name}: its weights can't be read: {error!s:.300}. Download or save it again; `hfpatch verify` names "
-                    "the file."
+                    f"{name}: its weights can't be read: {error!s:.300}. Download or save it again; `hfpatch verify` "
+                    "names the file."
                 ) from error
             model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
             opened: Opened | None = vars(model.config).pop(OPENED, None)
