@@ -27,7 +27,7 @@ from ..runtime.lens import LENS, host_class
 from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, MODEL_TYPE, REPAIR, REPORT, checked, saved_from
 from .auto_classes import opening
 from .file_digests import compare, write_digests
-from .files import FILES, broken_file, require_sound_files
+from .files import FILES, require_sound_files
 from .fingerprint import Fingerprint, config_digest, settings_of, with_config_digest, without_harmless
 from .marker import MARKER, marked
 from .repair_file import SavedReport, content_of, digest_of, write_report
@@ -163,19 +163,21 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             full = isinstance(check_fingerprint, str) and check_fingerprint == "full"
             if not full and not isinstance(check_fingerprint, bool):
                 raise OptionError(f'check_fingerprint must be True, False or "full", not {check_fingerprint!r:.80}.')
-            wants_info, subfolder = kwargs.pop("output_loading_info", False), kwargs.get("subfolder") or ""
+            wants_info = kwargs.pop("output_loading_info", False)
             if full:
                 kwargs |= compare(name, kwargs)[-1]
             if kwargs.get("use_safetensors") is None and kwargs.get("gguf_file") is None and name is not None:
                 kwargs["use_safetensors"] = True
                 cache = {option: kwargs.get(option) for option in ("cache_dir", "revision")}
-                require_sound_files(name, subfolder, kwargs.get("variant"), **cache)
+                require_sound_files(name, kwargs.get("subfolder") or "", kwargs.get("variant"), **cache)
             load = functools.partial(super().from_pretrained, name, *args, **kwargs)
             try:
                 loaded = _with_loading_info(load)
             except SafetensorError as error:
-                reason = broken_file(name, subfolder) or error
-                raise CheckpointError(f"{name}: its weights can't be read: {reason}") from error
+                raise CheckpointError(
+                    f"{name}: its weights can't be read: {error!s:.300}. Download or save it again; `hfpatch verify` "
+                    "names the file."
+                ) from error
             model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
             opened: Opened | None = vars(model.config).pop(OPENED, None)
             if opened is None or not _is_own_config(kwargs.get("config"), name):

@@ -1,28 +1,28 @@
 """Weight files: pickles and an index that leads out of the folder are refused before any file is opened.
 
-transformers opens whatever file an index names, pickled ones and those outside the folder included; safetensors' own
-errors don't name the file.
+transformers opens whatever file an index names, pickled ones and those outside the folder included.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
 
 from ..runtime.errors import CheckpointError
 
+T = TypeVar("T")
 SUFFIX = ".safetensors"
 PAGE = "hfpatch_report.html"  # written by `hfpatch report`
 FILES = "_hfpatch_files"  # attribute of a model whose weights are in files: the file of each tensor, by its name
 
 
 def require_sound_files(name: Any, subfolder: str = "", variant: str | None = None, **cache: Any) -> None:
-    """Refuse a local folder whose weights are pickled, or whose index leads out of it, is wrong or is incomplete.
+    """Refuse a local folder whose weights are pickled or missing, or whose index leads out of it.
 
     Of a repository of the Hub, the index that lies in the cache must not lead out of it either; the Hub's client
     itself refuses to download such names.
@@ -43,18 +43,15 @@ def require_sound_files(name: Any, subfolder: str = "", variant: str | None = No
         except ValueError:  # no name of a repository
             return
         if isinstance(cached, str):
-            tensors_by_file(Path(cached))
+            listed_files(Path(cached))
         return
     folder = Path(name) / subfolder
     if (folder / single_name).is_file():
         return
     if (folder / index_name).is_file():
-        listed = tensors_by_file(folder / index_name)
-        for file, tensors in {file: _tensors_in(folder / file) for file in listed}.items():
-            if wrong := tensors ^ listed[file]:
-                raise CheckpointError(
-                    f"{folder / index_name} is wrong about {file}: {min(wrong)!r:.80}. Download or save it again."
-                )
+        for file in listed_files(folder / index_name):
+            if not (folder / file).is_file():
+                raise CheckpointError(f"{folder / file} is missing, which its index names. Download or save it again.")
         return
     pickled = sorted(path.name for path in folder.glob("*.bin*") if path.name.startswith("pytorch_model"))
     if pickled:
@@ -69,37 +66,27 @@ def weight_names(variant: str) -> tuple[str, str]:
     return f"model{variant}{SUFFIX}", f"model{SUFFIX}.index{variant}.json"
 
 
-def tensors_by_file(index: Path) -> dict[str, set[str]]:
-    """What an index says: the tensors in each file of its folder."""
-    try:
-        stored = json.loads(index.read_text(encoding="utf-8"))
-        files, _ = dict(stored["weight_map"]), dict(stored["metadata"])
-    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise CheckpointError(f"{index} can't be read ({type(error).__name__}). Download or save it again.") from error
-    for file in files.values() or [""]:
+def listed_files(index: Path) -> list[str]:
+    """The files of its folder that an index names. What is in which of them transformers reads from the files."""
+    files, _ = read_json(index, lambda stored: (list(dict(stored["weight_map"]).values()), dict(stored["metadata"])))
+    for file in files or [""]:
         if not is_plain_name(file):
             raise CheckpointError(f"{index} names {file!r:.80} as weights, not a {SUFFIX} file beside it.")
-    return {file: {tensor for tensor, one in files.items() if one == file} for file in sorted(set(files.values()))}
+    return sorted(set(files))
 
 
-def _tensors_in(path: Path) -> set[str]:
+def read_json(path: Path, read: Callable[[Any], T]) -> T:
+    """What `read` makes of what is stored in a file.
+
+    Raises:
+        CheckpointError: it can't be read, or `read` fails on what is in there.
+    """
     try:
-        with safe_open(path, "pt") as opened:
-            return set(opened.keys())
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path.name} can't be read: {error}. Download or save it again.") from error
+        return read(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise CheckpointError(f"{path} can't be read ({type(error).__name__}). Download or save it again.") from error
 
 
 def is_plain_name(file: Any) -> bool:
     """Whether it is the name of a safetensors file, and of nothing beside or outside the folder."""
     return isinstance(file, str) and file.endswith(SUFFIX) and not set(file) & set("/\\:\0")
-
-
-def broken_file(name: Any, subfolder: str) -> str | None:
-    """What is wrong with the first safetensors file of a local folder that can't be read."""
-    try:
-        for path in sorted((Path(name) / subfolder).glob(f"*{SUFFIX}")):
-            _tensors_in(path)
-    except CheckpointError as error:
-        return str(error)
-    return None

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ..repairs.report import RepairReport
 
 REPAIR_FILE = "hfpatch_repair.json"
-_LARGEST = 2**24  # bytes
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class SavedReport:
         commit = getattr(config, "_commit_hash", None) or options.get("revision")
         try:
             path = finder(name, {**options, "revision": commit})(REPAIR_FILE)
-            content = b"" if path is None else _content(path)
+            content = b"" if path is None else path.read_bytes()
         except OSError:
             content = b""
         return cls(str(name), content if digest_of(content) == digest else None)
@@ -106,9 +105,3 @@ def write_report(model: nn.Module, folder: Path) -> None:
 def digest_of(content: bytes) -> str:
     """The first half of the sha256 of a file's bytes."""
     return hashlib.sha256(content).hexdigest()[:32]
-
-
-def _content(path: Path) -> bytes:
-    """A file's bytes, of a larger file than ours can be its first."""
-    with path.open("rb") as file:
-        return file.read(_LARGEST)

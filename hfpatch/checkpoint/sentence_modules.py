@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..runtime.errors import CheckpointError
 from .file_digests import finder
+from .files import read_json
 
 MODULES = "modules.json"
 _LIBRARY = "sentence_transformers."
@@ -67,10 +68,7 @@ def module_kinds(listed: Path) -> dict[str, str]:
     Raises:
         CheckpointError: it can't be read, or one leads out of the checkpoint's folder.
     """
-    try:
-        found = {str(entry["path"]): str(entry["type"]) for entry in json.loads(listed.read_text("utf-8"))}
-    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise CheckpointError(f"{listed} can't be read ({type(error).__name__}). Download or save it again.") from error
+    found = read_json(listed, lambda stored: {str(entry["path"]): str(entry["type"]) for entry in stored})
     for path in found:
         if PurePosixPath(path).is_absolute() or {"..", ":", "\\"} & {*PurePosixPath(path).parts, *path}:
             raise CheckpointError(f"{listed} names {path!r:.80}, which isn't a folder inside its own.")

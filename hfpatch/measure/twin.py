@@ -73,14 +73,8 @@ def _candidates(model: nn.Module, narrow: bool) -> Iterator[tuple[str, Callable[
         if narrow:
             yield "made small", lambda: build(shrunk(config))
         yield "with few layers", lambda: build(shallow(config))
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        yield "itself", _refuse_meta
-    else:
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         yield "itself", lambda: copy.deepcopy(model).to("cpu")
-
-
-def _refuse_meta() -> nn.Module:
-    raise UnsupportedError("its weights are on the meta device")
 
 
 def _structure(model: nn.Module) -> dict[str, set[Any]]:

@@ -20,7 +20,6 @@ from tiny_models import difference, patch, tiny
 from torch import Tensor
 from transformers import AutoModel, GPT2Model
 
-from hfpatch.checkpoint import file_digests
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.checkpoint.file_digests import compare, variant_of
 from hfpatch.errors import FingerprintWarning, OptionError
@@ -40,6 +39,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def copied(saved: Path, to: Path, kind: str = "whole") -> Path:
     return Path(shutil.copytree(saved / kind, to / kind))
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint."""
+    return copied(saved, tmp_path)
 
 
 def full(folder: Any, **options: Any) -> Any:
@@ -68,8 +73,8 @@ def with_tensors(folder: Path, tensor: str, change: Callable[[dict[str, Tensor]]
     save_file({name: one.contiguous().clone() for name, one in weights.items()}, path, metadata={"format": "pt"})
 
 
-def test_what_is_stored(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its formula, written out; whatever pieces a file is read in, and wherever a tensor is."""
+def test_what_is_stored(saved: Path) -> None:
+    """By its formula, written out; wherever a tensor is."""
     stored = json.loads((saved / "whole/hfpatch_weights.json").read_text())
     assert stored.keys() == {"version", "tensors"}
     weights = load_file(saved / "whole/model.safetensors")
@@ -78,7 +83,6 @@ def test_what_is_stored(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         text = f"F32 {list(tensor.shape)}\n".encode() + tensor.numpy().tobytes()
         assert stored["tensors"][name] == hashlib.sha256(text).hexdigest()[:32]
     assert json.loads((saved / "shards/hfpatch_weights.json").read_text()) == stored
-    monkeypatch.setattr(file_digests, "_CHUNK", 1_000)
     for kind in ("whole", "shards"):
         assert compare(saved / kind, {}) == (len(weights), sum(one.nbytes for one in weights.values()), {})
 
@@ -134,8 +138,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "says"), CHANGES.values(), ids=CHANGES)
-def test_tensors(change: Callable[[dict[str, Tensor]], Any], says: str, saved: Path, tmp_path: Path) -> None:
-    folder = copied(saved, tmp_path)
+def test_tensors(change: Callable[[dict[str, Tensor]], Any], says: str, folder: Path) -> None:
     with_tensors(folder, WTE, change)
     with pytest.raises(CheckpointError, match=says) as caught:
         full(folder)
@@ -144,14 +147,11 @@ def test_tensors(change: Callable[[dict[str, Tensor]], Any], says: str, saved: P
 
 @pytest.mark.parametrize("kind", ["whole", "shards"])
 def test_cut_off(kind: str, saved: Path, tmp_path: Path) -> None:
-    """What was lost is named, until the header is."""
+    """The file is named; the tensors, where a whole file is lost."""
     folder = copied(saved, tmp_path, kind)
     path = file_of(folder, WTE)
     content = path.read_bytes()
-    path.write_bytes(content[:-1])
-    with pytest.raises(CheckpointError, match=r"wte\.weight \(changed\)"):
-        full(folder)
-    for length in (0, 4, 60):
+    for length in (0, 4, 60, len(content) - 1):
         path.write_bytes(content[:length])
         with pytest.raises(CheckpointError, match=path.name):
             full(folder)
@@ -181,9 +181,8 @@ def test_variants_and_subfolders(saved: Path, tmp_path: Path) -> None:
         full(tmp_path, subfolder="part", variant="fp16.ema")
 
 
-def test_saved_again_without_hfpatch(saved: Path, tmp_path: Path) -> None:
+def test_saved_again_without_hfpatch(folder: Path) -> None:
     """Digests that stay behind are noticed; those of an unpatched model are never read."""
-    folder = copied(saved, tmp_path)
     with_tensors(folder, WTE, lambda weights: weights[WTE].mul_(1 + 1e-6))
     with pytest.raises(CheckpointError, match="without hfpatch"):
         full(folder)
@@ -195,8 +194,7 @@ def test_saved_again_without_hfpatch(saved: Path, tmp_path: Path) -> None:
     assert difference(plain, full(folder)) < 1e-6
 
 
-def test_saved_without_digests(saved: Path, tmp_path: Path) -> None:
-    folder = copied(saved, tmp_path)
+def test_saved_without_digests(folder: Path, saved: Path) -> None:
     (folder / "hfpatch_weights.json").unlink()
     AutoModel.from_pretrained(folder)
     with pytest.raises(CheckpointError, match=r"hfpatch_weights\.json"):
@@ -212,42 +210,21 @@ def test_saved_without_digests(saved: Path, tmp_path: Path) -> None:
     ["", "[]", "{}", "[" * 100_000, '{"version": 1, "tensors": 5}', '{"version": 2, "tensors": {}}', '{"tensors": {}}'],
     ids=lambda text: text[:40],
 )
-def test_malformed_digests(content: str, saved: Path, tmp_path: Path) -> None:
-    folder = copied(saved, tmp_path)
+def test_malformed_digests(content: str, folder: Path) -> None:
     (folder / "hfpatch_weights.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"hfpatch_weights\.json"):
         full(folder)
 
 
-def test_digests_of_another_type_are_differences(saved: Path, tmp_path: Path) -> None:
-    folder = copied(saved, tmp_path)
+def test_digests_of_another_type_are_differences(folder: Path) -> None:
     (folder / "hfpatch_weights.json").write_text(json.dumps({"version": 1, "tensors": {WTE: 5, "\n" * 2_000: []}}))
     with pytest.raises(CheckpointError, match=r"\(missing\)") as caught:
         full(folder)
     assert len(str(caught.value)) < 3_000
 
 
-HEADERS: dict[str, Any] = {
-    "a list": [],
-    "a tensor that is none": {WTE: 5},
-    "without offsets": {WTE: {"dtype": "F32", "shape": [1]}},
-    "offsets of another type": {WTE: {"dtype": "F32", "shape": [1], "data_offsets": ["0", None]}},
-    "one offset": {WTE: {"dtype": "F32", "shape": [1], "data_offsets": [0]}},
-    "before the start": {WTE: {"dtype": "F32", "shape": [1], "data_offsets": [-(10**9), 4]}},
-}
-
-
-@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
-def test_malformed_headers(header: Any, saved: Path, tmp_path: Path) -> None:
-    folder, text = copied(saved, tmp_path), json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        full(folder)
-
-
-def test_what_is_opened_is_what_is_compared(saved: Path, tmp_path: Path) -> None:
+def test_what_is_opened_is_what_is_compared(folder: Path) -> None:
     """Options that open something else are refused; files that are opened before the usual ones are compared."""
-    folder = copied(saved, tmp_path)
     cls: Any = patched_model_class(GPT2Model)
     for options in ({"use_safetensors": False}, {"gguf_file": "model.gguf"}):
         with pytest.raises(OptionError, match="safetensors"):
@@ -267,8 +244,7 @@ def test_what_is_opened_is_what_is_compared(saved: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_files_of_a_distributed_save_come_first(saved: Path, tmp_path: Path) -> None:
-    folder = copied(saved, tmp_path)
+def test_the_files_of_a_distributed_save_come_first(folder: Path) -> None:
     shutil.copy(folder / "model.safetensors", folder / "shard-00000-model-00001-of-00001.safetensors")
     full(folder)
     flip(folder, WTE, 50_001, "shard*")
@@ -276,8 +252,7 @@ def test_the_files_of_a_distributed_save_come_first(saved: Path, tmp_path: Path)
         full(folder)
 
 
-def test_the_quick_check_comes_on_top(saved: Path, tmp_path: Path) -> None:
-    folder = copied(saved, tmp_path)
+def test_the_quick_check_comes_on_top(folder: Path) -> None:
     with_config(folder, lambda config: config.update(activation_function="relu"))
     with pytest.raises(CheckpointError, match="outputs"):
         full(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -21,7 +20,6 @@ from sampled import slow_but
 from tiny_models import RECORDED, difference, inputs, load, norms_of, patch, tiny, word_tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
 
-from hfpatch.checkpoint.marker import MARKER
 from hfpatch.errors import FingerprintWarning
 from hfpatch.runtime.errors import CheckpointError
 from hfpatch.runtime.norms import AffineNorm, DynamicTanh
@@ -43,16 +41,6 @@ def saved(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     model.save_pretrained(folder, max_shard_size="1MB")
     return folder
-
-
-def test_shards_of_a_megabyte(model: Any, saved: Path) -> None:
-    sizes = [path.stat().st_size for path in saved.glob("*.safetensors")]
-    assert len(sizes) >= 2
-    index = json.loads((saved / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == set(model.state_dict()) - {"lm_head.weight"} | {MARKER}
-    again = load(saved, CAUSAL)
-    assert difference(model, again) == 0
-    assert again.lm_head.weight is again.transformer.wte.weight
 
 
 def test_a_subfolder(model: Any, saved: Path) -> None:
@@ -78,16 +66,13 @@ def test_layers_that_stay_in_float32(norm: str, tmp_path: Path) -> None:
 
 def test_a_family_that_only_runs_in_float32(tmp_path: Path) -> None:
     """transformers leaves biases of DeBERTa's attentions in float32, so in half precision it fails, patched or not."""
-    for name, model in (("stock", tiny("deberta")), ("patched", patch(tiny("deberta"), norm="dyt"))):
-        model.save_pretrained(tmp_path / name)
-        opened = AutoModel.from_pretrained(tmp_path / name, dtype=torch.bfloat16)
-        with pytest.raises(RuntimeError, match="same dtype"):
-            opened(**inputs(opened))
-        AutoModel.from_pretrained(tmp_path / name)(**inputs(opened))
+    patch(tiny("deberta"), norm="dyt").save_pretrained(tmp_path)
+    opened = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        opened(**inputs(opened))
 
 
 PLACES: dict[str, dict[str, Any]] = {
-    "auto": {"device_map": "auto"},
     "everything on one": {"device_map": {"": "cpu"}},
     "sequential": {"device_map": "sequential"},
     "a block on disk": {
@@ -195,14 +180,6 @@ def test_hosts_that_load_in_a_way_of_their_own(model_type: str, tmp_path: Path) 
     save_file({**weights, gain: weights[gain] + 1}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError):
         type(model).from_pretrained(tmp_path)
-
-
-def test_an_attention_implementation_that_isnt_there(saved: Path) -> None:
-    if importlib.util.find_spec("flash_attn") is None:
-        with pytest.raises((ImportError, ValueError), match=r"[Ff]lash"):
-            AutoModelForCausalLM.from_pretrained(saved, attn_implementation="flash_attention_2")
-    with pytest.raises(ValueError, match="no_such_attention"):
-        AutoModelForCausalLM.from_pretrained(saved, attn_implementation="no_such_attention")
 
 
 PLANS = ("_tp_plan", "_pp_plan", "_no_split_modules", "_keep_in_fp32_modules", "_tied_weights_keys")

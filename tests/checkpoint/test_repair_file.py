@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import pickle
 import shutil
 import warnings
@@ -20,9 +19,7 @@ from tiny_models import inputs, load, patch, tiny
 from transformers import AutoModel, PreTrainedModel
 
 from hfpatch import export_model
-from hfpatch.checkpoint import repair_file
 from hfpatch.checkpoint.repair_file import REPAIR_FILE, digest_of
-from hfpatch.checkpoint.saving import replacing
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model, repair_report, unpatch_model
 from hfpatch.repairs.repair import repair
@@ -125,28 +122,6 @@ def test_an_adapter_leaves_it(tmp_path: Path) -> None:
     assert (tmp_path / REPAIR_FILE).exists()
 
 
-def test_an_interrupted_save_puts_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(tmp_path / "a")
-    new = saved(tmp_path / "b", None)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
-    replace, moved = os.replace, []
-
-    def failing(source: Path, target: Path) -> None:
-        if moved and Path(source).parent.name == "new":
-            monkeypatch.setattr(os, "replace", replace)
-            raise OSError("full")
-        if Path(source).name == REPAIR_FILE:
-            moved.append(source)
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", failing)
-    with pytest.raises(OSError, match="full"), replacing(tmp_path / "a") as folder:  # noqa: PT012
-        for path in new.glob("*"):
-            shutil.copyfile(path, folder / path.name)
-    assert moved
-    assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
-
-
 def test_a_later_patch_has_none(tmp_path: Path) -> None:
     """Of the model that was repaired and of one that was opened; it isn't saved again either."""
     saved(tmp_path)
@@ -190,33 +165,20 @@ def changed(path: Path) -> None:
         changed,
         lambda path: path.write_bytes(path.read_bytes()[:-20]),
         lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(b" " * 2_000),  # larger than what is read here
         lambda path: path.write_text(json.dumps(RepairReport(3, 1).to_json())),  # another model's
         lambda path: (path.unlink(), path.mkdir()),
     ],
-    ids=["missing", "changed", "cut off", "empty", "large", "another's", "a folder"],
+    ids=["missing", "changed", "cut off", "empty", "another's", "a folder"],
 )
-def test_a_damaged_file_is_refused_when_it_is_asked_for(
-    damage: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_file_is_refused_when_it_is_asked_for(damage: Callable[[Path], Any], tmp_path: Path) -> None:
     """The model opens all the same; saved again it has no report rather than a wrong one."""
     damage(saved(tmp_path / "a") / REPAIR_FILE)
-    monkeypatch.setattr(repair_file, "_LARGEST", 1_500)
     opened = load(tmp_path / "a", LM)
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"a: hfpatch_repair\.json, the report of its repair, was missing"):
             repair_report(opened)
     opened.save_pretrained(tmp_path / "b")
     assert repair_report(load(tmp_path / "b")) is None
-
-
-def test_the_control_of_the_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(tmp_path)
-    monkeypatch.setattr(repair_file, "_LARGEST", 1_500)
-    assert same(load(tmp_path))
-    monkeypatch.setattr(repair_file, "_LARGEST", 20)
-    with pytest.raises(CheckpointError):
-        repair_report(load(tmp_path))
 
 
 @pytest.mark.parametrize(

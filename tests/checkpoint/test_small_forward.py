@@ -24,6 +24,7 @@ def kinds(model: Any) -> list[int]:
 
 def test_one_block_of_each_kind() -> None:
     model = tiny("gpt2", n_layer=6)
+    model.h[2].train()  # no difference
     with cut_down(model):
         assert kinds(model) == [1]
         assert model(**inputs(model)).last_hidden_state.isfinite().all()
@@ -39,25 +40,18 @@ def test_one_block_of_each_kind() -> None:
         assert kinds(model) == [2]
 
 
-def test_a_buffer_that_nobody_filled_is_a_kind_of_its_own() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_buffer_makes_a_kind_of_its_own(dtype: torch.dtype) -> None:
     """Frequencies of a later block that were lost on the way are run with, and so seen."""
     model = patch(tiny("gpt2", n_layer=6), pos="rope")
+    for block in model.h:
+        block.attn.register_buffer("slopes", torch.ones(4, dtype=dtype), persistent=False)
     with cut_down(model):
         assert kinds(model) == [1]
     model.h[4].attn._modules["rotary_emb"].inv_freq.zero_()
+    model.h[2].attn.slopes[2] = 2.0
     with cut_down(model):
-        assert kinds(model) == [2]
-
-
-def test_buffers_of_half_precision() -> None:
-    model = patch(tiny("gpt2", n_layer=3), pos="rope")
-    for block in model.h:
-        block.attn.register_buffer("slopes", torch.ones(4, dtype=torch.bfloat16), persistent=False)
-    with cut_down(model):
-        assert kinds(model) == [1]
-    model.h[1].attn.slopes[2] = 2.0
-    with cut_down(model):
-        assert kinds(model) == [2]
+        assert kinds(model) == [3]
 
 
 def test_the_output_layer_gets_narrow_and_the_embedding_stays() -> None:
@@ -149,13 +143,6 @@ def test_blocks_that_change_the_shape_all_run() -> None:
     assert [stream.shape[-1] for stream in run_cut_down(model)] == [6, 8, 10]
     halved = Stack(*(nn.Conv1d(2, 2, 1, stride=2) for _ in range(2)))
     assert [stream.shape[-1] for stream in run_cut_down(halved)] == [2, 1]
-
-
-def test_blocks_that_train_are_no_other_kind() -> None:
-    model = tiny("gpt2", n_layer=6)
-    model.h[2].train()
-    with cut_down(model):
-        assert kinds(model) == [1]
 
 
 def test_an_output_that_is_missing_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:

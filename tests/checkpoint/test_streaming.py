@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -183,25 +184,18 @@ def test_a_failed_patch_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def quantized(folder: Path) -> None:
-    settings = json.loads((folder / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "fp8"}
-    (folder / "config.json").write_text(json.dumps(settings))
+def setting(**changes: Any) -> Callable[[Path], Any]:
+    def change(folder: Path) -> None:
+        settings = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(settings | changes))
 
-
-def adapter(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text("{}")
+    return change
 
 
 def pickled(folder: Path) -> None:
     for path in folder.glob("model*"):
         path.unlink()
     torch.save({}, folder / "pytorch_model.bin")
-
-
-def named(folder: Path) -> None:
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**settings, "transformers_weights": "other.safetensors"}))
 
 
 def of_odd_names(folder: Path) -> None:
@@ -211,16 +205,18 @@ def of_odd_names(folder: Path) -> None:
     index.write_text(index.read_text().replace("model-", "part-"))
 
 
-def distributed(folder: Path) -> None:
-    (folder / "shard-00001-model-00001-of-00001.safetensors").touch()
+MORE: dict[str, Callable[[Path], Any]] = {
+    "quantized weights": setting(quantization_config={"quant_method": "fp8"}),
+    "an adapter": lambda folder: (folder / "adapter_config.json").write_text("{}"),
+    "pickles": pickled,
+    "a file that config.json names": setting(transformers_weights="other.safetensors"),
+    "files of odd names": of_odd_names,
+    "a distributed save": lambda folder: (folder / "shard-00001-model-00001-of-00001.safetensors").touch(),
+    "code of the repository": setting(auto_map={"AutoModel": "modeling.My"}),
+}
 
 
-def with_code(folder: Path) -> None:
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**settings, "auto_map": {"AutoModel": "modeling.My"}}))
-
-
-@pytest.mark.parametrize("change", [quantized, adapter, pickled, named, of_odd_names, distributed, with_code])
+@pytest.mark.parametrize("change", MORE.values(), ids=MORE)
 def test_whatever_needs_more_is_opened_by_transformers(change: Any, tmp_path: Path) -> None:
     folder = sharded(tiny("gpt2", CAUSAL), tmp_path / "model")
     config = AutoConfig.from_pretrained(folder)

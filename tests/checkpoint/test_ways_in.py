@@ -75,10 +75,6 @@ INTO_THE_HOST: dict[str, tuple[Callable[[Path, Any, type], Any], str]] = {
         lambda folder, config, host: AutoModelForCausalLM.from_pretrained(folder, config=config),
         "warns",
     ),
-    "Auto class, the host's config, shards": (
-        lambda folder, config, host: AutoModelForCausalLM.from_pretrained(folder / "shards", config=config),
-        "warns",
-    ),
     "the host's class and config": (
         lambda folder, config, host: host.from_pretrained(folder, config=config),
         "warns",
@@ -103,18 +99,6 @@ INTO_THE_HOST: dict[str, tuple[Callable[[Path, Any, type], Any], str]] = {
     ),
     "accelerate": (
         lambda folder, config, host: filled(fresh(config), lambda one: load_checkpoint_in_model(one, folder)),
-        "warns",
-    ),
-    "accelerate, strict": (
-        lambda folder, config, host: filled(
-            fresh(config), lambda one: load_checkpoint_in_model(one, folder, strict=True)
-        ),
-        "raises",
-    ),
-    "accelerate, shards to a device": (
-        lambda folder, config, host: filled(
-            fresh(config), lambda one: load_checkpoint_in_model(one, folder / "shards", device_map={"": "cpu"})
-        ),
         "warns",
     ),
     "the host's class, by name": (
@@ -183,17 +167,6 @@ def by_accelerators_save_model(saved: Saved, folder: Path) -> Any:
     return load(folder / "accelerated", CAUSAL)
 
 
-def under_an_adapter(saved: Saved, folder: Path) -> Any:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", bias="all")
-    adapted = peft.get_peft_model(load(folder, CAUSAL), config)
-    adapted.save_pretrained(folder / "adapter")
-    assert not [name for name in stored(folder / "adapter") if MARKER in name]
-    again = peft.PeftModel.from_pretrained(load(folder, CAUSAL), folder / "adapter")
-    again.merge_and_unload().save_pretrained(folder / "merged")  # of an adapter that changes nothing yet
-    return load(folder / "merged", CAUSAL)
-
-
 def with_an_adapter_of_transformers(saved: Saved, folder: Path) -> Any:
     peft = pytest.importorskip("peft")
     adapted = load(folder, CAUSAL)
@@ -215,7 +188,6 @@ def as_earlier_versions_wrote_it(saved: Saved, folder: Path) -> Any:
 
 INTO_A_PATCHED_MODEL: dict[str, Callable[[Saved, Path], Any]] = {
     "Auto class": lambda saved, folder: load(folder, CAUSAL),
-    "Auto class, shards": lambda saved, folder: load(saved.folder / "shards", CAUSAL),
     "the class that architectures names": lambda saved, folder: load(
         folder, getattr(sys.modules["transformers"], AutoConfig.from_pretrained(folder).architectures[0])
     ),
@@ -231,7 +203,6 @@ INTO_A_PATCHED_MODEL: dict[str, Callable[[Saved, Path], Any]] = {
     "accelerate": by_accelerate,
     "weights given": with_weights_given,
     "accelerate's save_model": by_accelerators_save_model,
-    "PEFT": under_an_adapter,
     "transformers' adapters": with_an_adapter_of_transformers,
     "an earlier version's": as_earlier_versions_wrote_it,
 }
