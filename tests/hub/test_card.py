@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from hub_client import OWNER, HubClient
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from local_cards import problems
-from local_hub import LocalHub
-from tiny_models import patch, tiny
+from local_hub import LICENSES, LocalHub
+from local_store import Blob, Repo
+from tiny_models import load, patch, tiny
 
+from hfpatch import push_patched
 from hfpatch.errors import OptionError
 from hfpatch.export import export_model
 from hfpatch.hub.card import BEGIN, END, CardFacts, card
@@ -52,9 +51,13 @@ def folder(checkpoint: Path) -> Checkpoint:
 
 
 def parsed(text: str) -> ModelCard:
-    """The card as the client reads it back; the Hub's checks have nothing against it."""
-    assert problems(text) == ([], [])
-    return ModelCard(text)
+    """The card as the client reads it back; its licence, base model and tags are such as the Hub takes."""
+    card = ModelCard(text)
+    data = card.data.to_dict()
+    assert data.get("license", "other") in (*LICENSES, "other")
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+", data.get("base_model", "a/b"))
+    assert all(isinstance(tag, str) for tag in data["tags"])
+    return card
 
 
 def facts(folder: Checkpoint, **known: Any) -> CardFacts:
@@ -324,68 +327,59 @@ def test_its_code_runs(form: str, tmp_path: Path) -> None:
 # On the Hub
 
 
-@pytest.mark.slow
-def test_it_reads_back_from_the_hub(hub: LocalHub, client: HubClient, saved: Path, name: str) -> None:
-    original = f"{name}-original"
-    client.call("upload", str(saved), original, "---\nlicense: apache-2.0\n---\n", token=OWNER)
-    client.call("push", str(saved), name, base_model=original, eval_results=[RESULT], token=OWNER)
-    assert hub.count("POST /api/validate-yaml", 200) == 2
-    data, results, text = client.call("card", name, token=OWNER)
-    assert data["license"] == "apache-2.0"
-    assert data["base_model"] == original
-    assert data["model-index"][0]["name"] == name.split("/")[1]
-    assert results == [vars(RESULT)]
-    assert "## How to open it" in text
-    assert problems(hub.repo(name).files()["README.md"].decode()) == ([], [])
-    assert client.call("api", "model_info", name, token=OWNER)["tags"] == ["hfpatch", "dyt", "rope"]
+def pushed(hub: LocalHub, name: str, model: Any, **options: Any) -> tuple[dict[str, Any], str]:
+    """The metadata of the card that a push wrote, and what the push says."""
+    done = push_patched(model, name, **options)
+    return ModelCard(hub.repos[name].files()["README.md"].decode()).data.to_dict(), str(done)
 
 
-def test_a_base_that_cant_be_seen_gives_no_licence(hub: LocalHub, client: HubClient, saved: Path, name: str) -> None:
-    done = client.call("push", str(saved), name, base_model="strangers/secret", token=OWNER)
-    assert "the licence isn't known" in done["text"]
-    data, _, _ = client.call("card", name, token=OWNER)
-    assert data["base_model"] == "strangers/secret"
-    assert "license" not in data
-    assert "a folder has none" not in done["text"]
+def original_on_the_hub(hub: LocalHub, name: str, tmp_path: Path) -> str:
+    repo = hub.repos[f"{name}-original"] = Repo(f"{name}-original", private=True)
+    tiny("gpt2", "AutoModelForCausalLM").save_pretrained(tmp_path / "original")
+    files = {path.name: Blob(path.read_bytes()) for path in (tmp_path / "original").iterdir()}
+    repo.push("original", {**files, "README.md": Blob(b"---\nlicense: mit\n---\n")})
+    return repo.id
 
 
-def test_a_base_in_a_folder_has_no_id_on_the_hub(hub: LocalHub, client: HubClient, saved: Path, name: str) -> None:
-    done = client.call("push", str(saved), name, base_model=str(saved), token=OWNER)
-    note = "doesn't name the model that was patched: pass its id on the Hub as base_model= (--base); a folder has none"
-    assert note in done["text"]
-    assert "base_model" not in client.call("card", name, token=OWNER)[0]
+def test_it_reads_back_from_the_hub(hub: LocalHub, saved: Path, name: str, tmp_path: Path) -> None:
+    original = original_on_the_hub(hub, name, tmp_path)
+    push_patched(saved, name, base_model=original, eval_results=RESULT)
+    assert hub.count("POST /api/validate-yaml", 200) == 1
+    read = ModelCard.load(name)
+    assert (read.data.license, read.data.base_model) == ("mit", original)
+    assert read.data.tags == ["hfpatch", "dyt", "rope"]
+    assert [vars(result) for result in read.data.eval_results] == [vars(RESULT)]
+    assert "## How to open it" in read.text
 
 
-def test_the_base_of_a_model_in_memory_is_known(hub: LocalHub, client: HubClient, name: str, tmp_path: Path) -> None:
-    original = f"{name}-original"
-    client.call("save_original", str(tmp_path / "original"))
-    client.call("upload", str(tmp_path / "original"), original, "---\nlicense: mit\n---\n", token=OWNER)
-    client.call("open_patch_and_push", original, name, token=OWNER)
-    data, _, _ = client.call("card", name, token=OWNER)
+def test_bases(hub: LocalHub, saved: Path, name: str, tmp_path: Path) -> None:
+    """One that can't be seen gives no licence, a folder gives no id, and that of a model in memory is known."""
+    data, said = pushed(hub, f"{name}-a", saved, base_model="strangers/secret")
+    assert (data["base_model"], data.get("license")) == ("strangers/secret", None)
+    assert "the licence isn't known" in said
+    assert "a folder has none" not in said
+    data, said = pushed(hub, f"{name}-b", saved, base_model=str(saved))
+    assert "doesn't name the model that was patched: pass its id on the Hub as base_model= (--base)" in said
+    assert "base_model" not in data
+    original = original_on_the_hub(hub, name, tmp_path)
+    model = patch(load(original, "AutoModelForCausalLM"), norm="dyt")
+    data, _ = pushed(hub, f"{name}-c", model)
     assert (data["base_model"], data["license"]) == (original, "mit")
 
 
-def test_a_local_base_gives_its_licence_and_not_its_path(
-    hub: LocalHub, client: HubClient, name: str, tmp_path: Path
-) -> None:
-    client.call("save_original", str(tmp_path / "original"))
+def test_a_local_base_gives_its_licence_and_not_its_path(hub: LocalHub, name: str, tmp_path: Path) -> None:
+    tiny("gpt2", "AutoModelForCausalLM").save_pretrained(tmp_path / "original")
     (tmp_path / "original/README.md").write_text("---\nlicense: mit\n---\n")
-    client.call("open_patch_and_push", str(tmp_path / "original"), name, token=OWNER)
-    data, _, _ = client.call("card", name, token=OWNER)
+    data, _ = pushed(hub, name, patch(load(tmp_path / "original", "AutoModelForCausalLM"), norm="dyt"))
     assert data["license"] == "mit"
     assert "base_model" not in data
-    for content in hub.repo(name).files().values():
-        assert str(tmp_path).encode() not in content
+    assert not [1 for content in hub.repos[name].files().values() if str(tmp_path).encode() in content]
 
 
-def test_cards_in_the_folder_and_on_the_hub(
-    hub: LocalHub, client: HubClient, saved: Path, name: str, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(saved, tmp_path / "mine")
-    (folder / "README.md").write_text(MINE)
-    client.call("push", str(folder), name, token=OWNER)
-    assert (folder / "README.md").read_text() == MINE
-    assert ModelCard(MINE).text.encode() in hub.repo(name).files()["README.md"]
-    (folder / "README.md").unlink()
-    again = client.call("push", str(folder), name, token=OWNER)
-    assert again["changed"] == []  # the Hub's own is kept
+def test_cards_in_the_folder_and_on_the_hub(hub: LocalHub, copied: Path, name: str) -> None:
+    (copied / "README.md").write_text(MINE)
+    push_patched(copied, name)
+    assert (copied / "README.md").read_text() == MINE
+    assert ModelCard(MINE).text.encode() in hub.repos[name].files()["README.md"]
+    (copied / "README.md").unlink()
+    assert push_patched(copied, name).changed == []  # the Hub's own is kept
