@@ -22,14 +22,16 @@ from ..core.bare import require_bare
 from ..errors import UnknownNameError, VerificationError
 from ..runtime.errors import UnsupportedError, described
 from ..runtime.lens import host_class
+from ..runtime.norms import AffineNorm
 from ..runtime.rotary import ADAPTIVE
 from ..schemes.rope import RoPE
 from .equality import Measured, compare
 from .layouts import LAYOUTS, OLDER_NAMES, FamilyLayout
 from .read import read, unsupported_setting
 from .runtimes import require_runtime, unserved
-from .same_host import as_stock_host
+from .same_host import as_stock_host, host_obstacle
 from .targets import TARGETS, Target
+from .weights import gains_of
 from .write import write
 
 _FULL_PRECISION = (torch.float32, torch.float64)
@@ -194,6 +196,21 @@ def candidates(model: Any, architecture: str | None = None, serve: str | None = 
     activation = anatomy.facts["activation"]
     for target in sorted(wanted, key=lambda t: (t.activation not in (None, activation), {t.norm} != kinds)):
         yield _compared_candidate(target.model_type, source, partial(stock_model, target), serve, beyond)
+
+
+def why_none(model: Any) -> str | None:
+    """Why no architecture equals a patched model, whatever its weights are; None where an export has to measure it."""
+    known, _ = _layout_of(model.config)
+    host = host_class(type(model)).__name__
+    try:
+        gains_of(model)
+    except UnsupportedError as error:
+        return str(error)
+    for name, module in model.named_modules():
+        is_norm = isinstance(module, AffineNorm)
+        if (is_norm or known is None) and (obstacle := host_obstacle(module)):
+            return f"{name} {obstacle.format(host='a stock architecture' if is_norm else host)}"
+    return None
 
 
 def _layout_of(config: Any) -> tuple[FamilyLayout | None, str | None]:

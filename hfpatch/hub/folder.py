@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
 from ..checkpoint.file_digests import compare, strongest_check, variant_of
-from ..checkpoint.files import SUFFIX, broken_file, require_sound_files
+from ..checkpoint.files import SUFFIX, require_sound_files
 from ..checkpoint.sentence_modules import MODULES, module_kinds, with_modules
 from ..core.bare import require_bare
 from ..core.holders import model_inside
@@ -191,9 +192,12 @@ def _require_weights(folder: Path, files: dict[str, Path], left_out: list[str]) 
     if not any("/" not in name for name in weights):
         raise CheckpointError(f"{folder} has no weights (*{SUFFIX}). Save the model with save_pretrained.")
     require_sound_files(folder)
-    for place in {str(Path(name).parent) for name in weights}:
-        if (broken := broken_file(folder, place)) is not None:
-            raise CheckpointError(f"{folder}: {broken}")
+    for name in weights:
+        try:
+            with safe_open(files[name], "pt"):  # reads the header and compares it with the file's size
+                pass
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder / name} can't be read: {first_line(error)}. Save it again.") from error
 
 
 def _split(folder: Path) -> tuple[dict[str, Path], list[str]]:

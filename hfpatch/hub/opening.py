@@ -7,13 +7,16 @@ import shlex
 from collections.abc import Iterator
 
 
-def ways_to_open(name: str, auto: str, form: str, subfolder: str = "") -> Iterator[tuple[str, str, str]]:
+def ways_to_open(
+    name: str, auto: str, form: str, subfolder: str = "", no_native: str | None = None
+) -> Iterator[tuple[str, str, str]]:
     """Each way: what it takes, the language of the code, and the code.
 
     Args:
         name: the Hub id or folder of the checkpoint, and `subfolder` in it.
         auto: the Auto class.
         form: of the checkpoint, as in `export_model`.
+        no_native: why no stock architecture computes the same, where that is known.
     """
     where = json.dumps(name, ensure_ascii=False) + (f', subfolder="{subfolder}"' if subfolder else "")
 
@@ -34,12 +37,15 @@ def ways_to_open(name: str, auto: str, form: str, subfolder: str = "") -> Iterat
             "python",
             code(option=", trust_remote_code=True"),
         )
-    whole = name if not subfolder else "FOLDER"  # what the command line opens
-    others = [other for other in ("remote", "native") if other != form]
-    exports = (["hfpatch", "export", whole, f"{name.split('/')[-1]}-{other}", "--to", other] for other in others)
-    yield (
-        "For those without hfpatch, export it: by remote code, or where one computes the same as a stock architecture. "
-        "The export measures that, and says for each why not.",
-        "bash",
-        "\n".join(map(shlex.join, exports)),
+    others = {"remote": "For those without hfpatch, export it to remote code:"}
+    others["native"] = (
+        "Or to a stock architecture, for transformers alone, where one computes the same; that is measured, and "
+        "says for each why not:"
     )
+    whole = name if not subfolder else "FOLDER"  # what the command line opens
+    for other, words in others.items():
+        if other == "native" and no_native:
+            yield f"No stock architecture computes the same: {no_native}.", "", ""
+        elif other != form:
+            command = ["hfpatch", "export", whole, f"{name.split('/')[-1]}-{other}", "--to", other]
+            yield words, "bash", shlex.join(command)

@@ -16,8 +16,6 @@ import jinja2
 import torch
 import transformers
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -27,15 +25,16 @@ from ..core.bare import require_bare
 from ..core.results import Table
 from ..core.staging import staged
 from ..errors import OptionError
+from ..export.native import why_none
 from ..repairs.report import RepairReport
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import host_class
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY
 from ..schemes.request import HOW, Outcome, Part, Record
-from ..verification.report import Report, output_lines
+from ..verification.report import Report, module_lines, output_lines
 from .card import CARD, TASKS
-from .changes import HEADINGS, change_lines, changed_modules, unpatched
+from .changes import HEADINGS, changed_modules, unpatched
 from .figures import layer_figures
 from .opening import ways_to_open
 from .sketch import sketches
@@ -130,11 +129,11 @@ def _facts(
             "saved with": f"transformers {stored.get('transformers_version') or transformers.__version__}",
             "page written with": f"hfpatch {version}, transformers {transformers.__version__}",
         },
-        "base_url": f"https://huggingface.co/{base}" if base and _is_hub_id(base, reference) else None,
+        "base_url": f"https://huggingface.co/{base}" if base and "/" in base else None,
         "outcomes": outcomes,
         "how": HOW,
         "sketch": sketches(model, host, rows),
-        "changes": Table([HEADINGS, *change_lines(rows)]),
+        "changes": Table([HEADINGS, *module_lines(rows)]),
         "lengths": any(part.scheme.max_positions is not None for part in record.pos),  # type: ignore[attr-defined]
         "edits": record.edits,
         "learned": _learned(model),
@@ -142,7 +141,7 @@ def _facts(
         "outputs": {} if report is None else _outputs(report),
         "figures": [] if report is None else layer_figures(report.layers),
         "repair": repair,
-        "ways": list(ways_to_open(name, auto, form)),
+        "ways": list(ways_to_open(name, auto, form, no_native=why_none(model))),
         "commands": list(_commands(record, base or _ORIGINAL, name)),
         "repaired": any(one.verdict == "repaired" for one in outcomes.values()),
     }
@@ -189,16 +188,6 @@ def _base(checkpoint: str | PathLike[str] | None, reference: str | PathLike[str]
     except Exception:  # broken YAML
         return None
     return found if isinstance(found, str) else None
-
-
-def _is_hub_id(name: str, reference: str | PathLike[str] | None) -> bool:
-    if reference is not None and Path(reference).exists():
-        return False
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return "/" in name
 
 
 def _commands(record: Record, base: str, name: str) -> Iterator[str]:

@@ -23,7 +23,7 @@ from ..sites.blocks import measuring
 from ..sites.branches import Site, sites_of
 from ..sites.mlps import MLPSite, find_mlps
 from ..sites.norms import describe
-from ..verification.report import ModuleRow, module_lines
+from ..verification.report import ModuleRow
 
 # By placement: how a branch f meets the stream x, and the order of its pieces (n a norm, m the second one, f the rest)
 _FORMS = {
@@ -56,15 +56,13 @@ class BranchSketch:
 
 @dataclass(frozen=True)
 class Sketches:
-    """The drawn blocks, the changed modules outside of them, and notes on what isn't drawn.
+    """The drawn blocks, and notes on what isn't drawn.
 
     Attributes:
         pairs: the names of blocks that are alike, and their branches before and after, in the order of the sums.
-        outside: (before, after) of each changed module.
     """
 
     pairs: list[tuple[str, tuple[BranchSketch, ...], tuple[BranchSketch, ...]]]
-    outside: list[tuple[Piece, Piece]]
     notes: list[str]
 
 
@@ -79,7 +77,7 @@ def sketches(model: PreTrainedModel, host: PreTrainedModel, rows: list[ModuleRow
     try:
         branches = _branches(host)
     except UnsupportedError as error:
-        return Sketches([], [], [f"Its blocks aren't drawn: {error}"])
+        return Sketches([], [f"Its blocks aren't drawn: {error}"])
     before, after = _by_block(host, branches), _by_block(model, branches)
     mlps = find_mlps(host), find_mlps(model)
     pairs, notes = [], []
@@ -98,13 +96,7 @@ def sketches(model: PreTrainedModel, host: PreTrainedModel, rows: list[ModuleRow
         pairs += [(_names(alike), *pair) for pair, alike in list(different.items())[:_MOST]]
         if len(different) > _MOST:
             notes.append(f"{stack}: {len(different)} kinds of blocks, of which {_MOST} are drawn.")
-    inside = tuple(f"{name}." for name in before)
-    others = [row for row in rows if row.state != "kept" and not f"{row.module}.".startswith(inside)]
-    outside = [
-        (Piece("outside", name, (was,)), Piece("outside", name, (now, *filter(None, [note]))))
-        for name, was, now, _, note in module_lines(others)
-    ]
-    return Sketches(pairs, outside, notes)
+    return Sketches(pairs, notes)
 
 
 def _branches(host: PreTrainedModel) -> list[Branch]:

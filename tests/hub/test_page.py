@@ -21,14 +21,15 @@ from hfpatch.checkpoint.files import PAGE
 from hfpatch.cli import app
 from hfpatch.errors import OptionError
 from hfpatch.export import export_model
-from hfpatch.hub.changes import change_lines, changed_modules, unpatched
+from hfpatch.export.native import native_model
+from hfpatch.hub.changes import changed_modules, unpatched
 from hfpatch.hub.figures import layer_figures
 from hfpatch.hub.folder import read_checkpoint
 from hfpatch.hub.page import write_page
 from hfpatch.hub.sketch import Sketches, sketches
 from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs.report import RepairReport, Step
-from hfpatch.runtime.errors import CheckpointError
+from hfpatch.runtime.errors import CheckpointError, UnsupportedError
 from hfpatch.runtime.norms import DynamicTanh
 from hfpatch.verification.report import LayerRow, ModuleRow, Report
 from hfpatch.verification.verify import verify
@@ -95,10 +96,10 @@ def test_what_it_says(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert "pos='rope:theta=500' approximate outputs differ by" in text
     assert "Not preserved: absolute positions are removed; queries" in text
     assert "form plugin: opens where hfpatch is imported" in text
-    assert "transformer.h.{0-1}.attn.c_proj x2 Conv1D (same) weights differ by" in text
+    assert "transformer.h.{0-1}.attn.c_proj x2 Conv1D (same) weights weights differ by" in text
     assert "Before: transformer.h.{0-1}" in text
     assert "x + f(norm(x)) norm ln_1 RMSNorm(32) attention attn" in text
-    assert "outside transformer.wpe its mean row" in text
+    assert "transformer.wpe Embedding(64, 32) its mean row converted" in text
     assert "Error by layer: hidden_states" in text
     assert "Outputs by dtype: logits" in text
     assert "hfpatch patch openai-community/gpt2 patched --norm rms --pos rope:theta=500 --calibration none" in text
@@ -155,6 +156,29 @@ def test_a_repair(tmp_path: Path) -> None:
     assert "What the repair was calibrated on isn't in the record" in text
     fitted = [module.alpha.item() for module in model.modules() if isinstance(module, DynamicTanh)]
     assert f"In the weights now: DynamicTanh: alpha {min(fitted):.3g} to {max(fitted):.3g}." in text
+    assert "ln_1 is a DynamicTanh, which a stock architecture doesn't have." in text
+
+
+@pytest.mark.parametrize(
+    ("family", "request_", "reason"),
+    [
+        ("gpt2", {"norm": "rms", "pos": "rope"}, None),
+        ("convnext", {"norm": "layer"}, None),
+        ("opt", {"norm": "deepnorm"}, "its norms stand elsewhere"),
+        ("vit", {"mlp": "swiglu"}, "which the MLPs of ViTModel aren't"),
+    ],
+)
+def test_a_native_export_is_offered_where_one_may_fit(
+    family: str, request_: dict[str, str], reason: str | None, tmp_path: Path
+) -> None:
+    model = patch(tiny(family), **request_)
+    write_page(model, tmp_path / "x.html")
+    text = words(tree_of(tmp_path / "x.html"))
+    assert ("-native" in text) == (reason is None)
+    assert (reason or "for transformers alone") in text
+    if reason:
+        with pytest.raises(UnsupportedError, match=re.escape(reason)):
+            native_model(model)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -175,16 +199,6 @@ def test_modules_by_structure_are_those_of_verify() -> None:
     rows = verify(model, original).modules
     assert {(row.module, row.reference, row.model, row.runtime) for row in rows if row.state != "weights"} == found
     assert any(row.state == "weights" for row in rows)  # control
-
-
-def test_lines_of_changed_modules() -> None:
-    rows = [
-        ModuleRow("ln_f", "A", "A", "kept", "keep"),
-        *(ModuleRow(f"h.{i}.a", "B", "C", "converted") for i in (0, 1)),
-    ]
-    rows.append(ModuleRow("w", "D", "D", "weights", change=0.25))
-    expected = [("h.{0-1}.a  x2", "B", "C", ""), ("w", "D", "(same)", "weights differ by 25.0%")]
-    assert change_lines(rows) == [*expected, ("ln_f", "A", "(kept)", "keep")]
 
 
 def sketched(model: Any) -> Sketches:
@@ -208,8 +222,6 @@ def test_sketch_of_a_pre_norm_model() -> None:
         ("x + f(norm(x))", "RMSNorm(32)", "32 → 128, NewGELUActivation"),
     ]
     assert before[1].pieces[1] == after[1].pieces[1]  # control: what the patch left alone
-    was, now = found.outside[0]
-    assert (was.lines, now.lines) == (("Embedding(64, 32)",), ("its mean row",))
 
 
 @pytest.mark.parametrize(
@@ -244,8 +256,6 @@ def test_what_branches_are_called() -> None:
         assert [title for title in titles if title != "norm"] == [
             *("attention", "MLP", "attention", "cross-attention", "MLP")
         ]
-    ((_, after),) = sketched(patch(tiny("llama"), pos="rope:theta=50000")).outside
-    assert (after.name, after.lines[1]) == ("rotary_emb", "rotates by RoPE(theta=50000, half)")
     assert "32 → 48, swiglu" in drawn(sketched(patch(tiny("opt"), mlp="swiglu")))[1]
 
 
